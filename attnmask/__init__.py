@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from numpy import shares_memory
 
-from attnmask._attention.backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
-from attnmask._attention.forward import (
-    BwdParams,
-    FwdParams,
-    dropout_keep_mask,
+from attnmask._attention.flash_attention import (
     flash_attention,
+    flash_attention_bwd,
     flash_attention_fwd,
+    flash_attention_vjp,
+)
+from attnmask._attention.forward import (
+    dropout_keep_mask,
     merge_attention_states,
     merge_attention_states_vjp,
 )
+from attnmask._attention.hints import BwdParams, FwdParams
+from attnmask._attention.problem import FlashAttentionGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._cache import attend
 from attnmask._cache.attend import flash_attention_with_kvcache

@@ -89,36 +89,9 @@ def attention_schedule(
     threads: int,
     /,
 ) -> dict[str, Any]: ...
-def flash_usual(
-    return_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    scale: Any,
-    causal: Any,
-    offset: Any,
-    out: Any,
-    normalize: Any,
-    dropout: Any,
-    low: Any,
-    /,
-    *others: Any,
-) -> Any: ...
-def flash_usual_vjp(
-    return_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    scale: Any,
-    causal: Any,
-    offset: Any,
-    out: Any,
-    normalize: Any,
-    dropout: Any,
-    low: Any,
-    /,
-    *others: Any,
-) -> Any: ...
+def flash_usual(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
+def flash_usual_fwd(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
+def flash_usual_vjp(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
 def flash_kvcache(
     query: ArrayLike,
     k_cache: ArrayLike,

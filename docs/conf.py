@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
 
 import attnmask
+from attnmask._attention import arguments
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -33,7 +35,6 @@ default_role = "py:obj"  # `name` is a link where there is such a name, and else
 highlight_language = "none"  # drawings of masks are no Python; examples are, with >>>
 autosummary_generate = False
 autodoc_typehints = "none"  # the sections on parameters say more
-autodoc_preserve_defaults = True  # np.int32, as it is written
 autodoc_member_order = "bysource"
 autodoc_mock_imports = [
     name for name in ("ejkernel", "jax", "torch", "transformers") if not importlib.util.find_spec(name)
@@ -102,6 +103,40 @@ class Gallery(Directive):
         return [nodes.raw("", f'<div class="gallery">{grid}</div>', format="html"), *sections]
 
 
+class Arguments(Directive):
+    """``.. arguments::`` makes the table of the arguments of attention."""
+
+    def run(self):
+        faces = {"ring": arguments.RingOptions, "caches": arguments.CacheOptions}
+        rows = [("argument", "default", "meaning", "gradient", "in JAX", *faces)]
+        for row in arguments.ARGUMENTS:
+            required = row.default is inspect.Parameter.empty
+            rows.append(
+                (
+                    f"``{row.name}``",
+                    "" if required else f"``{row.default!r}``",
+                    row.line,
+                    "yes" if row.name in arguments.LEARNED else "",
+                    "traced" if row.name in arguments.TRACED else "static",
+                    *(
+                        "yes" if required or row.name in face.__annotations__ else ""
+                        for face in faces.values()
+                    ),
+                )
+            )
+        lines = [".. list-table::", "   :header-rows: 1", ""]
+        for row in rows:
+            lines += [f"   {'  ' if i else '* '}- {cell}" for i, cell in enumerate(row)]
+        table = nodes.Element()
+        self.state.nested_parse(StringList(lines), self.content_offset, table)
+        return table.children
+
+
+def name_types(app, what, name, obj, options, signature, returns):
+    """Shows a type that is a default as it is written."""
+    return signature and re.sub(r"<class 'numpy\.(\w+)'>", r"np.\1", signature), returns
+
+
 def find_name(app, env, node, text):
     """Links `name` also in summaries and in docstrings of modules, which are of no class or of an internal module."""
     prefixes = ["attnmask."] + ["attnmask.MaskInfo."] * (node["refdoc"] == "mask_info")
@@ -118,4 +153,6 @@ def find_name(app, env, node, text):
 def setup(app):
     app.add_directive("mask", Mask)
     app.add_directive("gallery", Gallery)
+    app.add_directive("arguments", Arguments)
+    app.connect("autodoc-process-signature", name_types)
     app.connect("missing-reference", find_name)

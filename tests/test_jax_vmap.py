@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnmask import MaskInfo
-from attnmask._attention.problem import LEARNED
+from attnmask._attention.arguments import LEARNED
 
 jax = pytest.importorskip("jax")
 import attnmask.jax  # noqa: E402

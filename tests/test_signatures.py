@@ -1,13 +1,18 @@
 """Arguments that several functions take have the same names, defaults and kinds, in the same order."""
 
 import inspect
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import attnmask
 from attnmask import MaskInfo
+from attnmask._attention.arguments import ARGUMENTS, DEFAULTS
+
+ROOT = Path(__file__).parents[1]
 
 OWN = {  # arguments of a function that are not those of attention
     "flash_attention": {"return_lse", "out"},
@@ -46,6 +51,27 @@ def test_attention_functions_take_the_same_arguments(name):
     """The same names, order, defaults and types; all but the arrays of the backward pass also by position."""
     assert shared(name) == shared("flash_attention")
     assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
+
+
+def test_type_checkers_read_what_follows_from_the_table():
+    made = runpy.run_path(str(ROOT / ".ci" / "make_signatures.py"))
+    assert made["PATH"].read_text() == made["stub"](), "run python .ci/make_signatures.py"
+
+
+def test_signatures_follow_from_the_table():
+    expected = [(row.name, row.default, row.type) for row in ARGUMENTS]
+    given = [(row.name, row.default, row.annotation) for row in shared("flash_attention")]
+    assert given == expected
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_faces_show_all_arguments(framework):
+    """In its own order, by name from `softmax_scale` on, and with the same defaults."""
+    pytest.importorskip(framework)
+    face = parameters(getattr(attnmask, framework).flash_attention)
+    assert {name: row.default for name, row in face.items() if name in DEFAULTS} == DEFAULTS
+    assert [name for name in face if name not in DEFAULTS][:4] == ["query", "key", "value", "return_lse"]
+    assert face["softmax_scale"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.parametrize("name", ["from_segments", "from_attention_mask", "from_cu_seqlens", "from_random"])

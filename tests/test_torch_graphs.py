@@ -10,7 +10,7 @@ import pytest
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask._attention.problem import LEARNED
+from attnmask._attention.arguments import LEARNED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # of a tensor on the way; torch hides it, too late
@@ -116,7 +116,7 @@ def assert_same(torch, got, right):
 
 
 def operands(torch, arguments, wanting):
-    operands = attnmask.torch._operands(**{"attention_mask": None} | arguments)
+    operands = attnmask.torch._operands({"attention_mask": None} | arguments)
     if wanting:
         return operands
     return [x.detach() if isinstance(x, torch.Tensor) else x for x in operands]

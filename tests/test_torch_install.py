@@ -26,7 +26,7 @@ def calls(monkeypatch):
 
     counted = []
     for module, name in (
-        (_torch_install.flash, "flash_attention_fwd"),
+        (_torch_install, "flash_attention_fwd"),
         (_torch_install, "flash_attention_bwd"),
     ):
         function = getattr(module, name)
@@ -429,7 +429,7 @@ def test_varlen_attn_of_a_cache(torch, monkeypatch, page_size, window):
             row[-(-length // page_size) :] = torch.tensor([-1, 2**31 - 1])[len(row) % 2]
         more["block_table"] = table
     seen = []
-    for module, name in ((_torch_install.flash, "flash_attention_fwd"),
+    for module, name in ((_torch_install, "flash_attention_fwd"),
                          (_torch_install.kvcache, "flash_attention_with_kvcache")):  # fmt: skip
         function = getattr(module, name)
 

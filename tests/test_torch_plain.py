@@ -81,7 +81,7 @@ def no_python(torch, monkeypatch):
 
     from attnmask.torch import _operators as _torch_operators
 
-    monkeypatch.setattr(_torch_operators.flash, "flash_attention", fail)
+    monkeypatch.setattr(_torch_operators, "flash_attention", fail)
 
 
 def as_numpy(torch, tensor):

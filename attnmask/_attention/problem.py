@@ -5,14 +5,15 @@ axis for the batch; what `out` has to be is for the core to say.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import permutations
 from math import e, inf, log2, sqrt
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from attnmask._attention.arguments import ARRAYS, TOP_LEFT
+from attnmask._attention.hints import check_hints
 from attnmask._common.arguments import (
     FARTHEST,
     allocate,
@@ -32,8 +33,6 @@ from attnmask._common.arguments import (
     suit_hint,
     window,
 )
-from attnmask._common.graphs import left_to_python
-from attnmask._common.keywords import hides
 from attnmask._common.loading import _core
 from attnmask._common.warnings import warn_once
 from attnmask._masks.info import MaskInfo
@@ -41,20 +40,6 @@ from attnmask._masks.program import AXES, Program, Shape, arrays
 from attnmask._masks.terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 from attnmask._masks.transforms import have_other_starts
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_PRECISIONS = ("default", "high", "highest")
-LEARNED = ("query", "key", "value", "bias", "softmax_aux", "relative_bias")  # these arguments have gradients
-ARRAYS = (  # these arguments may be arrays
-    *LEARNED,
-    "attention_mask",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "cum_seqlens_q",
-    "cum_seqlens_k",
-    "alibi_slopes",
-    "causal_offset",
-)
 Starts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]  # of the queries and keys of packed sequences
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
@@ -106,53 +91,6 @@ class Problem(NamedTuple):
     part: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    q_blocksize: int | None = None
-    kv_blocksize: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("q_blocksize", "kv_blocksize"):
-            size = getattr(self, name)
-            if size is not None:
-                object.__setattr__(self, name, integer(size, name, 1))
-
-
-class FwdParams(_Blocks):
-    """Hints for how to cut attention into blocks. They may change speed and rounding, nothing else.
-
-    Parameters
-    ----------
-    q_blocksize, kv_blocksize : int, optional
-        Queries and keys per block, at least 1. Chosen for you if not given.
-
-    Examples
-    --------
-    >>> import attnmask
-    >>> attnmask.FwdParams(q_blocksize=64)
-    FwdParams(q_blocksize=64, kv_blocksize=None)
-    """
-
-    __slots__ = ()
-
-
-class BwdParams(_Blocks):
-    """The same for gradients; see `FwdParams`.
-
-    Parameters
-    ----------
-    q_blocksize, kv_blocksize : int, optional
-
-    Examples
-    --------
-    >>> import attnmask
-    >>> attnmask.BwdParams(kv_blocksize=128)
-    BwdParams(q_blocksize=None, kv_blocksize=128)
-    """
-
-    __slots__ = ()
-
-
 class FlashAttentionGrads(NamedTuple):
     """The gradients of `flash_attention`, each in the shape and type of its argument.
 
@@ -190,48 +128,6 @@ class FlashAttentionGrads(NamedTuple):
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
-
-
-def check_hints(given: Mapping[str, Any]) -> None:
-    """Check arguments that change no result."""
-    if given["fwd_params"] is not None:
-        _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
-    if given["bwd_params"] is not None:
-        _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
-    if given["precision"] is not None:
-        _check_precision(given["precision"])
-    if given["logits_dtype"] is not None:
-        _check_logits_dtype(given["logits_dtype"])
-
-
-def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
-    if not isinstance(hint, kind):
-        raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
-
-
-def _check_precision(precision: Any) -> None:
-    expected = "precision must be None, 'default', 'high', 'highest' or an integer from 0 to 2"
-    name = precision if isinstance(precision, str) else getattr(precision, "name", None)
-    if isinstance(name, str):
-        valid = name.lower() in _PRECISIONS
-    elif isinstance(precision, (int, np.integer)) and not isinstance(precision, bool):
-        valid = 0 <= int(precision) < len(_PRECISIONS)
-    else:
-        raise TypeError(f"{expected}, got {describe(precision)}")
-    if not valid:
-        raise ValueError(f"{expected}, got {describe(precision)}")
-
-
-def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
-    if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
-        return  # NumPy knows the name only if ml_dtypes is installed
-    expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
-    try:
-        dtype = np.dtype(logits_dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"{expected}, got {logits_dtype!r:.200}") from None
-    if not is_floating(dtype):
-        raise ValueError(f"{expected}, got {dtype}")
 
 
 def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
@@ -595,26 +491,6 @@ def _batched(
     if 2 <= tokens == others and heads > 64 and heads >= 8 * tokens and not packed:
         warn_once("heads before tokens")
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
-
-
-class _NotGiven(int):
-    """A default that can be told from the same number passed in a call."""
-
-    __slots__ = ()
-
-
-TOP_LEFT = _NotGiven(0)
-
-
-def attention_function(function: _Function) -> _Function:
-    """Prepare a function that takes the arguments of attention.
-
-    `read_problem` can tell whether `causal_offset` was given. ``**unknown`` is hidden; a wrapper that refused such
-    keywords would cost every call more.
-    """
-    function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
-    left_to_python(function, "call attnmask.torch.flash_attention, which goes into graphs")
-    return hides("unknown")(function)
 
 
 def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from inspect import signature
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -60,10 +60,6 @@ _WRITE = {
 }
 
 
-class NoKeywords(TypedDict):
-    """The type of ``**unknown``: type checkers refuse calls with any of them, as if it were absent."""
-
-
 def hides(name: str) -> Callable[[_Function], _Function]:
     """Hide a parameter from the signature that `help` shows: it exists only to say what to write instead."""
 
@@ -88,7 +84,6 @@ def advice(name: str, parameters: Collection[str]) -> str:
     return f"; write {instead}" if instead else ""
 
 
-def reject_unknown(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
+def reject_unknown(function: str, unknown: Collection[str], parameters: Collection[str]) -> NoReturn:
     name = next(iter(unknown))
-    hint = advice(name, signature(function).parameters)
-    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice(name, parameters)}")

@@ -25,8 +25,7 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from inspect import signature
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -40,17 +39,18 @@ if not hasattr(jax, "enable_x64"):
         f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
     )
 
-from attnmask._attention import forward as flash
+from attnmask._attention.arguments import DEFAULTS, LEARNED, TRACED, Options, spelled_out
+from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
 from attnmask._cache.attend import flash_attention_with_kvcache as kvcache_in_numpy
 from attnmask._common.arguments import as_array, describe, flag
-from attnmask._common.keywords import advice
+from attnmask._common.keywords import reject_unknown
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan
 from attnmask.jax import _cache as kvcache
 from attnmask.jax import _call as call
 from attnmask.jax import _callback as in_python
 from attnmask.jax import _ring as ring
-from attnmask.jax._arguments import LEARNED, TRACED, check, is_traced, sinks_of, specify
+from attnmask.jax._arguments import check, is_traced, sinks_of, specify
 from attnmask.jax._cache import KVCacheResult
 from attnmask.jax._linear import (
     linear_attention,
@@ -73,12 +73,6 @@ __all__ = [
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in signature(flash.flash_attention).parameters.items()
-    if name != "out"
-}
-
 
 def _check_known(value: Any, name: str) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
@@ -93,11 +87,8 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
         if arrays[name].ndim not in (3, 4):
             raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
     for name, x in static.items():
-        if name not in _DEFAULTS:
-            hint = advice(name, _DEFAULTS)
-            raise TypeError(
-                f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
-            )
+        if name not in DEFAULTS:
+            reject_unknown("flash_attention", [name], DEFAULTS)
         _check_known(x, name)
 
 
@@ -120,14 +111,38 @@ def _to_jax(result: Any) -> Any:
     return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
+@overload
 def flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
-    bias: Any = None,
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
+    bias: jax.typing.ArrayLike | None = None,
     *,
-    softmax_aux: Any = None,
+    return_lse: Literal[False] = False,
+    callback: bool = False,
+    **more: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    callback: bool = False,
+    **more: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@spelled_out(Options)
+def flash_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    *,
     return_lse: bool = False,
     callback: bool = False,
     **more: Any,
@@ -143,7 +158,7 @@ def flash_attention(
     query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : array or MaskInfo, optional
-    bias, softmax_aux : array, optional
+    bias : array, optional
     return_lse : bool
     callback : bool
         Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more
@@ -175,7 +190,6 @@ def flash_attention(
         "value": value,
         "attention_mask": attention_mask,
         "bias": bias,
-        "softmax_aux": softmax_aux,
         **more,
     }
     arrays = {
@@ -186,11 +200,11 @@ def flash_attention(
     static = {name: x for name, x in given.items() if name not in arrays}
     _check_kinds(arrays, static)
     if not any(map(is_traced, arrays.values())):  # nothing to compile
-        results = flash.flash_attention(**in_python.on_host(arrays), **static, return_lse=with_lse)
+        results = attend_in_numpy(**in_python.on_host(arrays), **static, return_lse=with_lse)
         return jax.tree.map(_to_jax, results)
 
     learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
-    known = _DEFAULTS | static | learned | arrays
+    known = DEFAULTS | static | learned | arrays
     problem, batched = check(known)
     if flag(callback, "callback") or not call.registered():
         engine: Any = in_python

@@ -9,15 +9,14 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention.problem import ARRAYS, LEARNED, Problem, distances, read_problem
+from attnmask._attention.arguments import LEARNED
+from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._common.arguments import is_floating, is_number
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program
 from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 
 __all__ = [
-    "LEARNED",
-    "TRACED",
     "Arrays",
     "Spec",
     "Wide",
@@ -31,8 +30,6 @@ __all__ = [
     "specify",
     "starts_like",
 ]
-
-TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
 
 
 class Wide(NamedTuple):

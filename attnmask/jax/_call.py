@@ -9,9 +9,10 @@ from typing import Any
 import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
+from attnmask._attention.arguments import LEARNED
 from attnmask._common.loading import _core
 from attnmask._masks.program import Leaf, Program
-from attnmask.jax._arguments import LEARNED, Spec, Wide
+from attnmask.jax._arguments import Spec, Wide
 
 __all__ = [
     "TARGETS",

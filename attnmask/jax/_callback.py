@@ -6,11 +6,11 @@ from typing import Any
 import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
-from attnmask._attention.backward import flash_attention_bwd
-from attnmask._attention.forward import attend_for_gradients, flash_attention_fwd
+from attnmask._attention.arguments import LEARNED
+from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
+from attnmask._attention.forward import attend_for_gradients
 from attnmask._common.arguments import as_array
 from attnmask._masks.info import MaskInfo
-from attnmask.jax._arguments import LEARNED
 from attnmask.jax._call import alike, struct_like
 
 __all__ = ["backward", "forward", "on_host"]

@@ -17,7 +17,6 @@ program.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention.forward import flash_attention
+from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe
 from attnmask._sharded.ring import OPTIONS, Call, Ring, check_whole, described
 from attnmask.jax import _call as engine
@@ -33,7 +32,6 @@ from attnmask.jax._arguments import check, is_traced, sinks_of, specify
 
 __all__ = ["attend"]
 
-_DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
 _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
 
 
@@ -114,7 +112,7 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     if value.shape[1] != tokens:
         raise ValueError(f"value must have {tokens} tokens as query, got {describe(value)}")
     names = (*OPTIONS, "causal", "sliding_window")
-    check(_DEFAULTS | dict(learned) | {name: given[name] for name in names})
+    check(DEFAULTS | dict(learned) | {name: given[name] for name in names})
     check_whole(given, batch)
     ring, options, slopes = described(given, (batch, heads, length), world, "relative_bias" in learned)
     if (ring.shards.lengths != tokens).any():
@@ -240,7 +238,7 @@ def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]
         name: x[:, call.queries if name == "query" else call.keys] if x.ndim == 4 else x
         for name, x in arrays.items()
     }
-    arguments = _DEFAULTS | task.options | call.arguments | learned
+    arguments = DEFAULTS | task.options | call.arguments | learned
     if task.slopes is not None:
         arguments["alibi_slopes"] = task.slopes[call.rows]
     if seed:

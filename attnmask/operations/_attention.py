@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.forward import dropout_keep_mask, flash_attention_fwd
+from attnmask._attention.arguments import DEFAULTS
+from attnmask._attention.flash_attention import flash_attention_fwd
+from attnmask._attention.forward import dropout_keep_mask
 from attnmask._attention.problem import Problem, read_problem
 from attnmask._common.arguments import allocate, as_array, is_floating
 from attnmask._common.keywords import advice
@@ -17,13 +18,8 @@ from attnmask._masks.program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
 from attnmask.operations._registry import OperationRegistry
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(flash_attention_fwd).parameters.items()
-    if name != "out"
-}
 _PAIRS = 2**22  # NumPy computes so many at once, and answers no signal meanwhile
-_MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "causal"}
+_MORE = DEFAULTS.keys() - {"attention_mask", "bias", "causal"}
 
 
 class _Attention(OperationImpl):
@@ -50,7 +46,7 @@ class _Attention(OperationImpl):
         }
         heads = [array.shape[-2] if array.ndim >= 3 else 0 for array in (arrays["query"], arrays["key"])]
         return {
-            **_DEFAULTS,
+            **DEFAULTS,
             **arrays,
             "attention_mask": mask if isinstance(mask, MaskInfo) else self._fitted(mask, "mask", *heads),
             "bias": self._fitted(bias, "bias", *heads),

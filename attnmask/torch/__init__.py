@@ -1,12 +1,15 @@
 """`flash_attention` for PyTorch: tensors in and out, with gradients from the package's own backward pass."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from attnmask._attention.problem import ARRAYS, LEARNED, TOP_LEFT, check_hints
-from attnmask._common.arguments import flag, integer, is_bottom_right, real, window
+from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, TOP_LEFT, Options, spelled_out
+from attnmask._attention.hints import check_hints
+from attnmask._common.arguments import flag, is_bottom_right
+from attnmask._common.keywords import reject_unknown
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._cache import flash_attention_with_kvcache
@@ -80,7 +83,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         wanted = ctx.needs_input_grad[: len(LEARNED)]
         if needs_operator((dout, dlse, *tensors)):
             grads = torch.ops.attnmask.flash_attention_backward(
-                dout, dlse, out, lse, *_operands(**given), wanted
+                dout, dlse, out, lse, *_operands(given), wanted
             )
             return *operators.spread(grads, wanted), None
         if torch.is_grad_enabled():
@@ -91,75 +94,33 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         return *(to_tensor(grad) if needed else None for grad, needed in pairs), None
 
 
-def _seed(dropout_seed: Any) -> "int | None":
-    """Return the same 64 bits as a signed integer."""
-    if dropout_seed is None:
-        return None
-    seed = integer(dropout_seed, "dropout_seed")
-    return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
-
-
-def _operands(
-    *,
-    attention_mask: Any,
-    softmax_scale: Any = None,
-    dropout_prob: Any = 0.0,
-    causal: Any = False,
-    dropout_seed: Any = None,
-    sliding_window: Any = None,
-    fwd_params: Any = None,
-    bwd_params: Any = None,
-    logits_soft_cap: Any = None,
-    normalize_output: Any = True,
-    precision: Any = None,
-    logits_dtype: Any = None,
-    causal_offset: Any = 0,
-    relative_low: Any = 0,
-    **arrays: Any,
-) -> tuple[Any, ...]:
+def _operands(given: dict[str, Any]) -> tuple[Any, ...]:
     """Return the operator's operands for arguments of `attnmask.flash_attention`."""
-    for name in arrays:
-        if name not in ARRAYS:
-            raise TypeError(f"flash_attention() of tensors got an unexpected keyword argument {name!r}")
-    check_hints(
-        {
-            "fwd_params": fwd_params,
-            "bwd_params": bwd_params,
-            "precision": precision,
-            "logits_dtype": logits_dtype,
-        }
-    )
-    mask = mask_tensors(attention_mask) if isinstance(attention_mask, MaskInfo) else attention_mask
-    specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
-    starts = [arrays.get(name) for name in ("cum_seqlens_q", "cum_seqlens_k")]
-    if is_bottom_right(causal_offset, "causal_offset"):
+    check_hints({name: given.get(name) for name in HINTS})
+    offset = given.get("causal_offset", 0)
+    starts = [given.get(name) for name in ("cum_seqlens_q", "cum_seqlens_k")]
+    if is_bottom_right(offset, "causal_offset"):
         if starts == [None, None]:
-            causal_offset = arrays["key"].shape[1] - arrays["query"].shape[1]
+            offset = given["key"].shape[1] - given["query"].shape[1]
         else:
             q_lengths, k_lengths = (
                 torch.diff(operand(x if x is not None else y)) for x, y in (starts, starts[::-1])
             )
-            causal_offset = k_lengths - q_lengths
-    is_number = isinstance(causal_offset, (int, torch.SymInt, np.integer))
-    left, right = (None, None) if sliding_window is None else window(sliding_window)
-    return (
-        *(operand(arrays.get(name)) for name in LEARNED),
-        None if isinstance(mask, MaskTensors) else operand(mask),
-        *(operand(arrays.get(name)) for name in ARRAYS[len(LEARNED) + 1 : -1]),
-        None if is_number else operand(causal_offset),
-        list(tensors),
-        specification,
-        causal_offset if is_number else 0,
-        left,
-        right,
-        flag(causal, "causal"),
-        None if softmax_scale is None else real(softmax_scale, "softmax_scale"),
-        None if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap"),
-        flag(normalize_output, "normalize_output"),
-        real(dropout_prob, "dropout_prob"),
-        _seed(dropout_seed),
-        integer(relative_low, "relative_low"),
-    )
+            offset = k_lengths - q_lengths
+    is_number = isinstance(offset, (int, torch.SymInt, np.integer))
+    operands = {
+        **{
+            name: operand(given.get(name))
+            for name in ARRAYS
+            if name not in ("attention_mask", "causal_offset")
+        },
+        **operators.mask_operands(given["attention_mask"]),
+        "causal_offset": None if is_number else operand(offset),
+        "offset": offset if is_number else 0,
+        **operators.window_operands(given.get("sliding_window")),
+        **operators.numbers(given),
+    }
+    return tuple(operands[name] for name in operators.NAMES)
 
 
 # Compiled calls look again at every global name and attribute that was read to compile them: these are few.
@@ -198,15 +159,36 @@ def _is_plain(tensors: Sequence[Any], others: Sequence[Any], more: dict[str, Any
     )
 
 
+@overload
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any = None,
-    bias: Any = None,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    bias: "ArrayLike | None" = None,
     *,
-    softmax_aux: Any = None,
-    relative_bias: Any = None,
+    return_lse: Literal[False] = False,
+    **more: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    bias: "ArrayLike | None" = None,
+    *,
+    return_lse: Literal[True],
+    **more: Unpack[Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@spelled_out(Options)
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    bias: "ArrayLike | None" = None,
+    *,
     return_lse: bool = False,
     **more: Any,
 ) -> Any:
@@ -222,10 +204,10 @@ def flash_attention(
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
-    bias, softmax_aux, relative_bias : Tensor or array_like, optional
+    bias : Tensor or array_like, optional
     return_lse : bool
     **more
-        The other arguments of `attnmask.flash_attention` by name, except `out`.
+        The other arguments of `attnmask.flash_attention` by name, except `out`. Arrays may be tensors.
 
     Returns
     -------
@@ -246,7 +228,7 @@ def flash_attention(
     """
     compiling = _is_compiling()
     tensors = query, key, value
-    if return_lse is False and _is_plain(tensors, (attention_mask, bias, softmax_aux, relative_bias), more):
+    if return_lse is False and _is_plain(tensors, (attention_mask, bias), more):
         causal, scale = more.get("causal", False), more.get("softmax_scale")
         if compiling:
             return plain_operator(*tensors, causal, more.get("causal_offset", 0), scale)
@@ -260,12 +242,12 @@ def flash_attention(
         "query": query,
         "key": key,
         "value": value,
-        "bias": bias,
-        "softmax_aux": softmax_aux,
-        "relative_bias": relative_bias,
         "attention_mask": attention_mask,
+        "bias": bias,
         **more,
     }
+    if not more.keys() <= DEFAULTS.keys():
+        reject_unknown("flash_attention", [name for name in more if name not in DEFAULTS], DEFAULTS)
     if compiling and torch._C._are_functorch_transforms_active():
         # Operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
@@ -278,10 +260,8 @@ def flash_attention(
             if operators.is_differentiated()
             else torch.ops.attnmask.flash_attention
         )
-        results = operator(*_operands(**given))
+        results = operator(*_operands(given))
         return results[:2] if with_lse else results[0]
-    if "out" in more:
-        raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
     if torch.is_autocast_enabled("cpu"):
         given |= {name: operators.autocast(given[name]) for name in LEARNED[:3]}
     wanting = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -291,7 +271,7 @@ def flash_attention(
             given[name] = given[name].detach()
     if learning:
         given |= {name: operators.kept(x, name) for name, x in given.items() if name in ARRAYS}
-        inputs = [given.pop(name) for name in LEARNED]
+        inputs = [given.pop(name, None) for name in LEARNED]
         both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
         return both if with_lse else both[0]
     return operators.call(given, with_lse)

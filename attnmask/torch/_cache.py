@@ -7,20 +7,26 @@ to the caches and their scales, and returns both results.
 
 from typing import Any
 
+from attnmask._attention.arguments import ARGUMENTS, ARRAYS, NUMBERS, CacheOptions
 from attnmask._cache import attend as kvcache
-from attnmask._common.arguments import as_array, describe, flag, integer, real, suit_hint, window
-from attnmask._masks.info import MaskInfo
+from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._masks import MaskTensors, mask_tensors, restored, to_tensor
+from attnmask.torch._masks import MaskTensors, restored, to_tensor
 from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
 
-_PARAMETERS = (
-    "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "
-    "Tensor? block_table, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? softmax_aux, "
-    "Tensor? alibi_slopes, Tensor? attention_mask, Tensor[] mask_tensors, str mask_specification, "
-    "SymInt? cache_length, SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, "
-    "float? logits_soft_cap"
+_ROWS = {row.name: row for row in ARGUMENTS if row.name in CacheOptions.__annotations__}
+_ARRAYS = tuple(name for name in _ROWS if name in ARRAYS)
+_NUMBERS = tuple(name for name in _ROWS if name in NUMBERS)
+_PARAMETERS = ", ".join(
+    (
+        "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "
+        "Tensor? block_table, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? attention_mask",
+        *(_ROWS[name].of_operator for name in _ARRAYS),
+        "Tensor[] mask_tensors, str mask_specification, SymInt? cache_length, SymInt? window_left, "
+        "SymInt? window_right",
+        *(_ROWS[name].of_operator for name in _NUMBERS),
+    )
 )
 _NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
 _MUST_BE = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # tensors
@@ -53,28 +59,19 @@ def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: b
 
 
 def _operands(given: dict[str, Any]) -> list[Any]:
-    mask = given["attention_mask"]
-    mask = mask_tensors(mask) if isinstance(mask, MaskInfo) else mask
-    specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
     length = given["cache_seqlens"]
     is_number = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool)
-    left, right = (None, None) if given["sliding_window"] is None else window(given["sliding_window"])
-    scale, cap = given["softmax_scale"], given["logits_soft_cap"]
-    others = given | {
-        "attention_mask": None if isinstance(mask, MaskTensors) else operand(mask),
+    operands = {
+        **given,
+        **operators.mask_operands(given["attention_mask"]),
+        **operators.window_operands(given["sliding_window"]),
+        **operators.numbers(given, _NUMBERS),
         "cache_seqlens": None if is_number else operand(length),
-        "mask_tensors": list(tensors),
-        "mask_specification": specification,
         "cache_length": integer(length, "cache_seqlens", 0) if is_number else None,
-        "window_left": left,
-        "window_right": right,
-        "causal": flag(given["causal"], "causal"),
-        "softmax_scale": None if scale is None else real(scale, "softmax_scale"),
-        "logits_soft_cap": None if cap is None else real(cap, "logits_soft_cap"),
     }
-    for name in ("block_table", "cu_seqlens_q", "softmax_aux", "alibi_slopes"):
-        others[name] = operand(given[name])
-    return [others[name] for name in _NAMES]
+    for name in ("block_table", "cu_seqlens_q", *_ARRAYS):
+        operands[name] = operand(given[name])
+    return [operands[name] for name in _NAMES]
 
 
 def _on_cpu(*arguments: Any) -> Any:

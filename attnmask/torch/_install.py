@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
 
-from attnmask._attention import forward as flash
-from attnmask._attention.backward import flash_attention_bwd
+from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.problem import both_starts
 from attnmask._cache import attend as kvcache
 from attnmask._common.arguments import as_array, describe, integers
@@ -65,7 +64,7 @@ def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[...,
 
 def _sdpa(query: Any, key: Any, value: Any, **more: Any) -> tuple[Any, Any]:
     out = torch.empty_like(query)
-    _, lse = flash.flash_attention_fwd(
+    _, lse = flash_attention_fwd(
         *map(_swapped, (query, key, value)), **more, out=as_array(_swapped(out), "out")
     )
     return out, _swapped(_swapped(to_tensor(lse)).contiguous())  # in memory as PyTorch has it
@@ -175,7 +174,7 @@ def _varlen_into(
         places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
         if seqused_k is not None:
             places |= _first_keys(seqused_k, (q_starts, k_starts), query, key)
-        _, lse = flash.flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
+        _, lse = flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
     return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
 
 

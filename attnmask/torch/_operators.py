@@ -16,28 +16,38 @@ ask for little go to ``attnmask::flash_attention_plain``, which is sooner called
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention import forward as flash
-from attnmask._attention.backward import FlashAttentionGrads, flash_attention_bwd
-from attnmask._attention.problem import ARRAYS, LEARNED, check_layout
-from attnmask._common.arguments import as_array, check_kind_of_tensor, describe, suit_hint
+from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS
+from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_fwd
+from attnmask._attention.forward import attend_for_gradients as attend_in_numpy
+from attnmask._attention.problem import FlashAttentionGrads, check_layout
+from attnmask._common.arguments import (
+    as_array,
+    check_kind_of_tensor,
+    describe,
+    flag,
+    integer,
+    real,
+    suit_hint,
+    window,
+)
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
 from attnmask.torch._import import Info, make_autograd_impl, torch
-from attnmask.torch._masks import MaskTensors, batch_rows, restored, to_tensor
+from attnmask.torch._masks import MaskTensors, batch_rows, mask_tensors, restored, to_tensor
 
-_PARAMETERS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? relative_bias, "
-    "Tensor? attention_mask, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, "
-    "Tensor? cum_seqlens_k, Tensor? alibi_slopes, Tensor? causal_offset, Tensor[] mask_tensors, "
-    "str mask_specification, SymInt offset, "
-    "SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, float? logits_soft_cap, "
-    "bool normalize_output, float dropout_prob, SymInt? dropout_seed, SymInt relative_low"
+_ROWS = {row.name: row for row in ARGUMENTS}
+_PARAMETERS = ", ".join(
+    (
+        *(_ROWS[name].of_operator for name in ARRAYS),
+        "Tensor[] mask_tensors, str mask_specification, SymInt offset, SymInt? window_left, SymInt? window_right",
+        *(_ROWS[name].of_operator for name in NUMBERS),
+    )
 )
 NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
 BACKWARD_NAMES = ("dout", "dlse", "out", "lse", *NAMES, "wanted")
@@ -111,6 +121,43 @@ def check_tensors(given: dict[str, Any]) -> None:
                 check_kind_of_tensor(tensor, name)
 
 
+def _seed(value: Any, name: str) -> int:
+    """Return the same 64 bits as a signed integer."""
+    seed = integer(value, name)
+    return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
+
+
+_CHECKS = {"bool": flag, "float": real, "SymInt": integer}
+
+
+def numbers(given: Mapping[str, Any], names: Iterable[str] = NUMBERS) -> dict[str, Any]:
+    """Return the numbers among arguments as operators take them."""
+    found = {}
+    for name in names:
+        value = given.get(name, _ROWS[name].default)
+        check = (
+            _seed if name == "dropout_seed" else _CHECKS[_ROWS[name].of_operator.partition(" ")[0].strip("?")]
+        )
+        found[name] = None if value is None and _ROWS[name].default is None else check(value, name)
+    return found
+
+
+def mask_operands(mask: Any) -> dict[str, Any]:
+    """Return what an operator takes for a mask."""
+    mask = mask_tensors(mask) if isinstance(mask, MaskInfo) else mask
+    specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
+    return {
+        "attention_mask": None if isinstance(mask, MaskTensors) else operand(mask),
+        "mask_tensors": list(tensors),
+        "mask_specification": specification,
+    }
+
+
+def window_operands(sliding_window: Any) -> dict[str, int | None]:
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    return {"window_left": left, "window_right": right}
+
+
 # On the CPU
 
 
@@ -160,11 +207,11 @@ def _given(arguments: Sequence[Any]) -> dict[str, Any]:
 
 def call(given: dict[str, Any], return_lse: bool) -> Any:
     try:
-        result = flash.flash_attention(**in_arrays(given), return_lse=return_lse)
+        result = flash_attention(**in_arrays(given), return_lse=return_lse)
     except (TypeError, ValueError) as error:
         suit_hint(error, given)
         raise
-    return tuple(map(to_tensor, result)) if return_lse else to_tensor(result)
+    return tuple(map(to_tensor, result)) if isinstance(result, tuple) else to_tensor(result)
 
 
 def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +221,7 @@ def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the result, its logsumexp, and what `gradients` takes as the result."""
     try:
-        out, lse, wide_out = flash.attend_for_gradients(in_arrays(given))
+        out, lse, wide_out = attend_in_numpy(in_arrays(given))
     except (TypeError, ValueError) as error:
         suit_hint(error, given)
         raise
@@ -212,7 +259,7 @@ def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
         raise RuntimeError("attnmask::flash_attention.out has no gradient: no argument may require one")
     _fake_into(*arguments, out=out, lse=lse)
-    _, computed = flash.flash_attention_fwd(**_given(arguments), out=as_array(out, "out"))
+    _, computed = flash_attention_fwd(**_given(arguments), out=as_array(out, "out"))
     lse.copy_(to_tensor(computed))
 
 

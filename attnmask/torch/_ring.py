@@ -10,15 +10,14 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable  # type: ignore[import-not-found, unused-ignore]
 
+from attnmask._attention.arguments import DEFAULTS
 from attnmask._attention.backward import like_sinks, like_table
-from attnmask._attention.forward import flash_attention
 from attnmask._attention.problem import (
     Problem,
     numbers_of,
@@ -38,8 +37,6 @@ if torch.distributed.is_available() and not torch.distributed.is_initialized():
     # Otherwise the first optimizer imports it. Its functions have the default group as a default argument: one that is
     # there already would be kept for ever. Its threads would go on while Python ends, and at times abort the process.
     import_module("torch.distributed.nn.functional")
-
-_DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
 
 
 class _Task(NamedTuple):
@@ -153,7 +150,7 @@ def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
         raise ValueError(f"key must have {query.shape[1]} tokens as query, got {describe(key)}")
     names = (*OPTIONS, "causal", "sliding_window")
     arguments = {name: operators.detached(x) for name, x in tensors.items()}
-    read_problem(_DEFAULTS | arguments | {name: given[name] for name in names})
+    read_problem(DEFAULTS | arguments | {name: given[name] for name in names})
     check_whole(given, query.shape[0])
 
 
@@ -364,7 +361,7 @@ def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any],
     mask = arguments.get("attention_mask")
     if mask is not None and mask._state.shape("attend by it")[1] > 1:
         arguments["attention_mask"] = mask[:, heads, ...]
-    problem, _ = read_problem(_DEFAULTS | arguments)
+    problem, _ = read_problem(DEFAULTS | arguments)
     return problem._replace(part=call.place or (0, 0))
 
 

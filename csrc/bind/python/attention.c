@@ -414,24 +414,70 @@ bool am_usual_diagonal(PyObject *offset, bool causal, npy_intp queries, npy_intp
     return am_abs(*diagonal) < AM_FAR / 2 && !warns;
 }
 
-enum { RETURN_LSE, QUERY, KEY, VALUE, SCALE, CAUSAL, OFFSET, OUT, NORMALIZE, DROPOUT, LOW, NAMED };
+/* The arguments that a usual call may have; all others are None. */
+enum { QUERY, KEY, VALUE, SCALE, CAUSAL, OFFSET, OUT, RETURN_LSE, NORMALIZE, DROPOUT, LOW, USUAL };
+static const char *const usual_names[USUAL] = {"query",         "key",         "value",
+                                               "softmax_scale", "causal",      "causal_offset",
+                                               "out",           "return_lse",  "normalize_output",
+                                               "dropout_prob",  "relative_low"};
+
+/* Takes an argument, unless it is unusual. Python interns the names in calls and in tables, so that they are
+ * the same objects. */
+static bool take_usual(PyObject *name, PyObject *value, PyObject *names, PyObject **taken)
+{
+    Py_ssize_t at = 0;
+    while (at < PyTuple_GET_SIZE(names) && PyTuple_GET_ITEM(names, at) != name) at++;
+    if (at == PyTuple_GET_SIZE(names)) return false;
+    for (int i = 0; i < USUAL; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, usual_names[i]) != 0) continue;
+        if (taken[i]) return false;
+        taken[i] = value;
+        return true;
+    }
+    return value == Py_None;
+}
+
+/* Finds the arguments of a call by their names; false if one is missing or unusual. */
+static bool find_usual(PyObject *names, PyObject *args, PyObject *given, PyObject **taken)
+{
+    PyObject *name, *value;
+    if (PyTuple_GET_SIZE(args) > PyTuple_GET_SIZE(names)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
+        if (!take_usual(PyTuple_GET_ITEM(names, i), PyTuple_GET_ITEM(args, i), names, taken)) return false;
+    }
+    for (Py_ssize_t i = 0; PyDict_Next(given, &i, &name, &value);) {
+        if (!take_usual(name, value, names, taken)) return false;
+    }
+    return taken[QUERY] && taken[KEY] && taken[VALUE];
+}
+
+/* Whether what may be left out, or given as it is then, is so. */
+static bool has_usual_options(PyObject *const *taken)
+{
+    PyObject *const dropout = taken[DROPOUT], *const low = taken[LOW];
+    return (!taken[NORMALIZE] || taken[NORMALIZE] == Py_True) &&
+           (!taken[CAUSAL] || PyBool_Check(taken[CAUSAL])) &&
+           (!taken[RETURN_LSE] || PyBool_Check(taken[RETURN_LSE])) &&
+           (!dropout || (PyFloat_CheckExact(dropout) && PyFloat_AS_DOUBLE(dropout) == 0)) &&
+           (!low || (PyLong_CheckExact(low) && PyObject_Not(low)));
+}
 
 /* Reads the arguments of flash_usual; false, and maybe with an exception, if it does not apply. */
-static bool read_usual(PyObject *const *args, arguments *a, ptrdiff_t *high)
+static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
 {
-    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]};
-    for (int i = 0; i < 2; i++) {
-        if (flags[i] != Py_True && flags[i] != Py_False) return false;
-    }
-    if (!usual_tokens(args[QUERY], &a->query) || !usual_tokens(args[KEY], &a->key) ||
-        !usual_tokens(args[VALUE], &a->value) || !read_inputs(a) ||
+    if (!has_usual_options(taken) || !usual_tokens(taken[QUERY], &a->query) ||
+        !usual_tokens(taken[KEY], &a->key) || !usual_tokens(taken[VALUE], &a->value) || !read_inputs(a) ||
         am_heads_seem_first(a->q.shape, a->k.shape))
         return false;
-    if (!am_usual_scale(args[SCALE], a->q.shape[3], &a->scale.value) ||
-        !am_usual_diagonal(args[OFFSET], args[CAUSAL] == Py_True, a->q.shape[1], a->k.shape[1], high))
+    const npy_intp queries = a->q.shape[1], keys = a->k.shape[1];
+    const bool causal = taken[CAUSAL] == Py_True;
+    if (!am_usual_scale(taken[SCALE] ? taken[SCALE] : Py_None, a->q.shape[3], &a->scale.value)) return false;
+    if (taken[OFFSET] ? !am_usual_diagonal(taken[OFFSET], causal, queries, keys, high)
+                      : causal && queries == 1 && keys > 1) /* of which Python warns */
         return false;
-    if (args[OUT] == Py_None) return true;
-    if (!PyArray_CheckExact(args[OUT]) || am_to_out(args[OUT], "out", &a->out) < 0) return false;
+    PyObject *const out = taken[OUT];
+    if (!out || out == Py_None) return true;
+    if (!PyArray_CheckExact(out) || am_to_out(out, "out", &a->out) < 0) return false;
     PyArrayObject *const inputs[] = {a->query, a->key, a->value};
     for (int i = 0; i < 3; i++) {
         if (am_check_apart(a->out.array, "out", inputs[i], input_names[i]) < 0) return false;
@@ -440,29 +486,21 @@ static bool read_usual(PyObject *const *args, arguments *a, ptrdiff_t *high)
 }
 
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
- * are, with a causal mask or none. All arguments after the ones that have names here are None. Returns
- * NotImplemented if anything is unusual, or wrong. */
-static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool return_wide)
+ * are, with a causal mask or none. Returns NotImplemented if anything is unusual, or wrong. */
+static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, arguments a)
 {
-    if (nargs < NAMED) {
-        PyErr_Format(PyExc_TypeError, "flash_usual() takes %d arguments or more, got %zd", NAMED, nargs);
+    PyObject *taken[USUAL] = {NULL}, *result = NULL;
+    if (nargs != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
         return NULL;
     }
-    bool usual = args[NORMALIZE] == Py_True && PyFloat_CheckExact(args[DROPOUT]) &&
-                 PyFloat_AS_DOUBLE(args[DROPOUT]) == 0 && PyLong_CheckExact(args[LOW]) &&
-                 PyObject_Not(args[LOW]);
-    for (Py_ssize_t i = NAMED; i < nargs; i++) usual &= args[i] == Py_None;
-    if (!usual) Py_RETURN_NOTIMPLEMENTED;
+    if (!find_usual(args[0], args[1], args[2], taken)) Py_RETURN_NOTIMPLEMENTED;
     const ptrdiff_t low = -AM_FAR;
-    ptrdiff_t high;
-    arguments a = {.part = Py_None,
-                   .normalize = true,
-                   .return_lse = args[RETURN_LSE] == Py_True,
-                   .return_wide = return_wide};
-    PyObject *result = NULL;
-    if (read_usual(args, &a, &high)) {
+    ptrdiff_t high = 0;
+    a.return_lse |= taken[RETURN_LSE] == Py_True;
+    if (read_usual(taken, &a, &high)) {
         am_node node = {.kind = AM_TERM_ALL};
-        if (args[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+        if (taken[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
         set_shape(&a);
         if (am_read_nodes_and(&a.mask, NULL, &node, 1) == 0) result = compute(module, &a);
     } else if (!PyErr_Occurred()) {
@@ -474,13 +512,21 @@ static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_
 
 static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return attend_usual(module, args, nargs, false);
+    return attend_usual(module, args, nargs, (arguments){.part = Py_None, .normalize = true});
+}
+
+static PyObject *flash_usual_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return attend_usual(module, args, nargs,
+                        (arguments){.part = Py_None, .normalize = true, .return_lse = true});
 }
 
 /* The same with the results of flash_forward_vjp. */
 static PyObject *flash_usual_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return attend_usual(module, args, nargs, true);
+    return attend_usual(
+        module, args, nargs,
+        (arguments){.part = Py_None, .normalize = true, .return_lse = true, .return_wide = true});
 }
 
 /* --- The schedule as data --- */
@@ -790,12 +836,11 @@ PyMethodDef am_flash_methods[] = {
      "seed, relative, part, /)\n--\n\nReturns the result, its logsumexp, and what flash_backward takes as "
      "out."},
     {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
-     "flash_usual($module, return_lse, query, key, value, scale, causal, offset, out, normalize, dropout, "
-     "low, /, *others)\n--\n\n"},
+     "flash_usual($module, names, args, given, /)\n--\n\n"},
+    {"flash_usual_fwd", (PyCFunction)(void *)flash_usual_fwd, METH_FASTCALL,
+     "flash_usual_fwd($module, names, args, given, /)\n--\n\n"},
     {"flash_usual_vjp", (PyCFunction)(void *)flash_usual_vjp, METH_FASTCALL,
-     "flash_usual_vjp($module, return_lse, query, key, value, scale, causal, offset, out, normalize, "
-     "dropout, "
-     "low, /, *others)\n--\n\n"},
+     "flash_usual_vjp($module, names, args, given, /)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
      "seed, relative, part, threads, /)\n--\n\nHow attention forward divides its work for that many "

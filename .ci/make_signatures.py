@@ -1,0 +1,53 @@
+"""Write the signatures that type checkers read from the table of arguments; tests/test_signatures.py checks them."""
+
+from inspect import Parameter
+from pathlib import Path
+
+from attnmask._attention import arguments as table
+
+PATH = Path(__file__).parents[1] / "attnmask" / "_attention" / "flash_attention.pyi"
+HEAD = '''"""Written by .ci/make_signatures.py."""
+
+from typing import Any, Literal, SupportsIndex, overload
+
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._attention.arguments import Diagonal
+from attnmask._attention.backward import Vjp
+from attnmask._attention.hints import BwdParams, FwdParams, Precision
+from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._masks.info import MaskInfo
+'''
+RESULT = "NDArray[Any]"
+
+
+def declared(function: table.Function, lse: bool | None) -> str:
+    """Return the signature if the logsumexp is returned, or not; or if that is no question."""
+    lines, by_name = [f"def {function.name}("], False
+    for row in function.signature.parameters.values():
+        annotation, default = row.annotation, "" if row.default is Parameter.empty else f" = {row.default!r}"
+        if row.kind is Parameter.KEYWORD_ONLY and not by_name:
+            lines.append("    *,")
+            by_name = True
+        if row.name == "return_lse" and lse is not None:
+            annotation, default = f"Literal[{lse}]", "" if lse else default
+        lines.append(f"    {row.name}: {annotation}{default},")
+    result = function.signature.return_annotation
+    both = f"tuple[{RESULT}, {RESULT}]"
+    if lse is not None:
+        result = result.replace(f"{RESULT} | {both}", both if lse else RESULT)
+    return "\n".join([*lines, f") -> {result}: ..."])
+
+
+def stub() -> str:
+    texts = [HEAD]
+    for function in table.FUNCTIONS:
+        if "return_lse" in function.names:
+            texts += [f"@overload\n{declared(function, lse)}" for lse in (False, True, None)]
+        else:
+            texts.append(declared(function, None))
+    return "\n".join(texts) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(stub())

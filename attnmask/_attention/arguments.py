@@ -1,0 +1,264 @@
+"""The arguments of attention: one table, from which signatures, schemas of operators and the docs' table follow.
+
+To add one, add its type to the class of the faces that take it and its row to `ARGUMENTS`, and run
+``python .ci/make_signatures.py``. What it means is for `attnmask._attention.problem` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from inspect import Parameter, Signature, signature
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
+
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._attention.hints import BwdParams, FwdParams, Precision
+from attnmask._common.arguments import Offsets
+from attnmask._common.graphs import left_to_python
+from attnmask._common.keywords import reject_unknown
+from attnmask._masks.info import MaskInfo
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class HasArray(Protocol):
+    """An array or tensor. `ArrayLike` would take any text beside the one that an offset may be."""
+
+    def __array__(self) -> NDArray[Any]: ...
+
+
+Diagonal: TypeAlias = Offsets | HasArray | Literal["bottom-right"]
+
+
+# Types, by the faces that take an argument by name
+
+
+class CacheOptions(TypedDict, total=False):
+    """What all faces take, attention with a cache among them."""
+
+    softmax_scale: float | None
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    softmax_aux: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+
+
+class RingOptions(CacheOptions, total=False):
+    """What ring attention takes too."""
+
+    dropout_prob: float
+    dropout_seed: SupportsIndex | None
+    q_segment_ids: ArrayLike | None
+    kv_segment_ids: ArrayLike | None
+    relative_bias: ArrayLike | None
+    relative_low: int
+
+
+class Options(RingOptions, total=False):
+    """What only attention to whole arrays takes."""
+
+    cum_seqlens_q: ArrayLike | None
+    cum_seqlens_k: ArrayLike | None
+    fwd_params: FwdParams | None
+    bwd_params: BwdParams | None
+    normalize_output: bool
+    precision: Precision | None
+    logits_dtype: DTypeLike | None
+    causal_offset: Diagonal
+
+
+class Attention(Options, total=False):
+    """All that may be left out, for faces that take these by name only."""
+
+    attention_mask: ArrayLike | MaskInfo | None
+    bias: ArrayLike | None
+
+
+# What else there is to know of each
+
+
+class Kind(Enum):
+    LEARNED = auto()  # an array that has a gradient
+    ARRAY = auto()
+    SEED = auto()  # a number that compiled functions may be given when they run
+    NUMBER = auto()  # known when a function is compiled
+    HINT = auto()  # changes no result
+
+
+class _NotGiven(int):
+    """A default that can be told from the same number passed in a call."""
+
+    __slots__ = ()
+
+
+TOP_LEFT = _NotGiven(0)
+
+
+class Argument(NamedTuple):
+    name: str
+    default: Any
+    kind: Kind
+    line: str
+
+    @property
+    def type(self) -> str:
+        """Its annotation."""
+        known = Attention.__annotations__.get(self.name)
+        return "ArrayLike" if known is None else known.__forward_arg__
+
+    @property
+    def of_operator(self) -> str:
+        """Its type and name in the schema of an operator of PyTorch."""
+        if self.kind in (Kind.LEARNED, Kind.ARRAY):
+            return f"Tensor{'' if self.default is Parameter.empty else '?'} {self.name}"
+        return (
+            f"{_OF_OPERATORS[self.type.partition(' ')[0]]}{'?' if self.default is None else ''} {self.name}"
+        )
+
+
+_OF_OPERATORS = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
+
+ARGUMENTS = (  # in the order of signatures
+    Argument("query", Parameter.empty, Kind.LEARNED, "[B, Tq, H, D], or [Tq, H, D] for packed sequences"),
+    Argument("key", Parameter.empty, Kind.LEARNED, "[B, Tk, Hkv, D], or [Tk, Hkv, D]"),
+    Argument("value", Parameter.empty, Kind.LEARNED, "[B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]"),
+    Argument("attention_mask", None, Kind.ARRAY, "a `MaskInfo`, or an array: the pairs that are allowed"),
+    Argument("bias", None, Kind.LEARNED, "added to logits; broadcasts to [B, H, Tq, Tk]"),
+    Argument("softmax_scale", None, Kind.NUMBER, "multiplied into logits; 1/√D if not given"),
+    Argument("dropout_prob", 0.0, Kind.NUMBER, "the probability that a weight is dropped"),
+    Argument("causal", False, Kind.NUMBER, "keys after a query are masked out"),
+    Argument("dropout_seed", None, Kind.SEED, "the seed of dropout; 0 if not given"),
+    Argument("cum_seqlens_q", None, Kind.ARRAY, "where packed sequences of queries start"),
+    Argument("cum_seqlens_k", None, Kind.ARRAY, "where packed sequences of keys start"),
+    Argument(
+        "sliding_window", None, Kind.NUMBER, "the number of keys to the left and right that a query sees"
+    ),
+    Argument("fwd_params", None, Kind.HINT, "block sizes"),
+    Argument("bwd_params", None, Kind.HINT, "block sizes of gradients"),
+    Argument("logits_soft_cap", None, Kind.NUMBER, "c of c·tanh(logit / c)"),
+    Argument("softmax_aux", None, Kind.LEARNED, "sinks: logits without a value; [S], or [H, S]"),
+    Argument("normalize_output", True, Kind.NUMBER, "divide by the sum of the weights"),
+    Argument("precision", None, Kind.HINT, "accepted without effect"),
+    Argument("logits_dtype", None, Kind.HINT, "accepted without effect"),
+    Argument("q_segment_ids", None, Kind.ARRAY, "tokens attend to tokens with the same id; [B, Tq]"),
+    Argument("kv_segment_ids", None, Kind.ARRAY, "the ids of keys; [B, Tk]"),
+    Argument("causal_offset", TOP_LEFT, Kind.ARRAY, "moves the diagonal of `causal` and the window"),
+    Argument("alibi_slopes", None, Kind.ARRAY, "ALiBi; [H] or [B, H]"),
+    Argument("relative_bias", None, Kind.LEARNED, "added by distance; [H, L]"),
+    Argument("relative_low", 0, Kind.NUMBER, "the distance that relative_bias begins with"),
+)
+LEARNED = tuple(row.name for row in ARGUMENTS if row.kind is Kind.LEARNED)
+ARRAYS = (*LEARNED, *(row.name for row in ARGUMENTS if row.kind is Kind.ARRAY))
+TRACED = (*ARRAYS, *(row.name for row in ARGUMENTS if row.kind is Kind.SEED))
+NUMBERS = tuple(  # a window is two
+    row.name for row in ARGUMENTS if row.kind in (Kind.NUMBER, Kind.SEED) and row.name != "sliding_window"
+)
+HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
+DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
+_LAST_BY_PLACE = "logits_dtype"
+_RESULTS = "tuple[NDArray[Any], NDArray[Any]]"
+
+
+class Function:
+    """How a function of NumPy arrays is called: the names of its arguments, those by place first, and its signature."""
+
+    def __init__(self, name: str, result: str, **own: tuple[str, Any]) -> None:
+        """`own` arguments have a type and a default; what has none goes before and after query, key and value."""
+        all_of_them = [(row.name, row.type, row.default) for row in ARGUMENTS]
+        required = [(key, *own[key]) for key in own if own[key][1] is Parameter.empty]
+        optional = [(key, *own[key]) for key in own if own[key][1] is not Parameter.empty]
+        rows = [*required[:1], *all_of_them[:3], *required[1:], *all_of_them[3:], *optional]
+        self.name = name
+        self.names = tuple(key for key, _, _ in rows)
+        self.places = self.names.index(_LAST_BY_PLACE) + 1
+        self.required = {key for key, _, default in rows if default is Parameter.empty}
+        self.defaults = {key: default for key, _, default in rows if default is not Parameter.empty}
+        kinds = [Parameter.POSITIONAL_OR_KEYWORD] * self.places + [Parameter.KEYWORD_ONLY] * len(rows)
+        self.signature = Signature(
+            [
+                Parameter(key, kind, default=default, annotation=annotation)
+                for (key, annotation, default), kind in zip(rows, kinds, strict=False)
+            ],
+            return_annotation=result,
+        )
+
+    def __call__(self, function: _Function) -> _Function:
+        """Show the signature on a function of ``(*args, **given)``."""
+        shown = self.signature
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        function.__annotations__ = {key: row.annotation for key, row in shown.parameters.items()}
+        function.__annotations__["return"] = shown.return_annotation
+        left_to_python(function, "call attnmask.torch.flash_attention, which goes into graphs")
+        return function
+
+    def bind(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a call by name. What Python would refuse is refused in its words."""
+        passed = dict(zip(self.names, args, strict=False)) | given
+        whole = self.defaults | passed
+        if (
+            len(passed) != len(args) + len(given)
+            or len(whole) != len(self.names)
+            or len(args) > self.places
+            or (len(args) < len(self.required) and not whole.keys() >= self.required)
+        ):
+            self._refuse(args, given)
+        return whole
+
+    def _refuse(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> NoReturn:
+        unknown = [key for key in given if key not in self.names]
+        if unknown:
+            reject_unknown(self.name, unknown, self.names)
+        if len(args) > self.places:
+            raise TypeError(
+                f"{self.name}() takes up to {self.places} positional arguments but {len(args)} were given"
+            )
+        for key in self.names[: len(args)]:
+            if key in given:
+                raise TypeError(f"{self.name}() got multiple values for argument {key!r}")
+        missing = [key for key in self.names[len(args) :] if key not in self.defaults | dict(given)]
+        raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
+
+
+def spelled_out(options: type, **defaults: Any) -> Callable[[_Function], _Function]:
+    """Show the arguments in ``**more`` of a function, those of `options`, in its signature."""
+
+    def show(function: _Function) -> _Function:
+        whole = signature(function)
+        own = [row for row in whole.parameters.values() if row.kind is not Parameter.VAR_KEYWORD]
+        more = [
+            Parameter(
+                row.name,
+                Parameter.KEYWORD_ONLY,
+                default=defaults.get(row.name, row.default),
+                annotation=row.type,
+            )
+            for row in ARGUMENTS
+            if row.name in options.__annotations__ and row.name not in whole.parameters
+        ]
+        function.__signature__ = whole.replace(parameters=own + more)  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+_OUT = ("NDArray[Any] | None", None)
+_FLAG = ("bool", False)
+_ARRAY = ("ArrayLike", Parameter.empty)
+_GRADS = {f"grad_{name}": _FLAG for name in LEARNED[3:]}
+FLASH_ATTENTION = Function("flash_attention", f"NDArray[Any] | {_RESULTS}", return_lse=_FLAG, out=_OUT)
+FLASH_ATTENTION_FWD = Function("flash_attention_fwd", _RESULTS, out=_OUT)
+FLASH_ATTENTION_VJP = Function(
+    "flash_attention_vjp", f"tuple[NDArray[Any] | {_RESULTS}, Vjp]", return_lse=_FLAG, **_GRADS
+)
+FLASH_ATTENTION_BWD = Function(
+    "flash_attention_bwd",
+    "FlashAttentionGrads",
+    dout=_ARRAY,
+    out=_ARRAY,
+    lse=_ARRAY,
+    **_GRADS,
+    dlse=("ArrayLike | None", None),
+)
+FUNCTIONS = (FLASH_ATTENTION, FLASH_ATTENTION_FWD, FLASH_ATTENTION_VJP, FLASH_ATTENTION_BWD)

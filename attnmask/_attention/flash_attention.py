@@ -1,0 +1,270 @@
+"""The public functions of attention. Type checkers read their signatures in the file beside this one, which
+``.ci/make_signatures.py`` makes from the table of arguments.
+"""
+
+from typing import Any, SupportsIndex  # noqa: F401 (of annotations, as the next ones)
+
+from numpy.typing import ArrayLike, DTypeLike, NDArray  # noqa: F401
+
+from attnmask._attention.arguments import (
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BWD,
+    FLASH_ATTENTION_FWD,
+    FLASH_ATTENTION_VJP,
+    Diagonal,  # noqa: F401
+)
+from attnmask._attention.backward import Vjp, attend_backward, attend_with_vjp  # noqa: F401
+from attnmask._attention.forward import attend, attend_with_lse
+from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
+from attnmask._attention.problem import FlashAttentionGrads  # noqa: F401
+from attnmask._masks.info import MaskInfo  # noqa: F401
+
+
+@FLASH_ATTENTION
+def flash_attention(*args, **given):
+    """Return softmax attention of queries over the keys that they may attend to.
+
+    ::
+
+        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + biases[q, k])
+        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over allowed pairs
+        soft_cap(x) = c · tanh(x / c)
+
+    A pair (q, k) is allowed if every given condition allows it: `attention_mask`, equal segment ids, the same packed
+    sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window. For 3
+    queries and 5 keys, then for 5 queries and 3 keys::
+
+        causal          causal,         window 1        window (1, 0),
+                        bottom-right                    bottom-right
+
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # . . . .   q 0 # # # . .   q 0 # # . . .   q 0 . # # . .
+          1 # # . . .     1 # # # # .     1 # # # . .     1 . . # # .
+          2 # # # . .     2 # # # # #     2 . # # # .     2 . . . # #
+
+          k 0 1 2         k 0 1 2
+        q 0 # . .       q 0 . . .
+          1 # # .         1 . . .
+          2 # # #         2 # . .
+          3 # # #         3 # # .
+          4 # # #         4 # # #
+
+    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts::
+
+        not causal      causal          causal,         causal_offset
+                                        bottom-right    = [0, -1]
+
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # # # . .   q 0 # . . . .   q 0 # # . . .   q 0 # . . . .
+          1 # # # . .     1 # # . . .     1 # # # . .     1 # # . . .
+          2 . . . # #     2 . . . # .     2 . . . . .     2 . . . . .
+          3 . . . # #     3 . . . # #     3 . . . # .     3 . . . # .
+          4 . . . # #     4 . . . # #     4 . . . # #     4 . . . # #
+
+    A masked pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future spreads
+    nowhere. A logit of -inf masks its pair too. A fully masked query gets zeros.
+
+    Parameters
+    ----------
+    query : array_like, shape [B, Tq, H, D], or [Tq, H, D] with `cum_seqlens_q` or `cum_seqlens_k`
+        float16, bfloat16, float32 or float64, like `key` and `value`. All are read in place, whatever their strides:
+        pass ``[B, H, T, D]`` as ``query.swapaxes(1, 2)``.
+    key : array_like, shape [B, Tk, Hkv, D], or [Tk, Hkv, D]
+        H is a multiple of Hkv.
+    value : array_like, shape [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
+    attention_mask : array_like or MaskInfo, optional
+        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]; nonzero means allowed. (Pass numbers to add to
+        logits, such as 0 and -inf, as `bias`; floats below 0 are refused here.) A `MaskInfo` must have Tq queries and
+        Tk keys, and is never written out.
+    bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
+    softmax_scale : float, optional
+        Defaults to ``1 / sqrt(D)``.
+    dropout_prob : float
+        The probability that a weight is dropped, at least 0 and below 1. The others grow by ``1 / (1 - dropout_prob)``.
+    causal : bool
+    dropout_seed : int, optional
+        Any integer, taken modulo 2**64; defaults to 0. `dropout_keep_mask` returns what is kept.
+    cum_seqlens_q, cum_seqlens_k : array_like of integers, shape [sequences + 1], optional
+        Starts of packed sequences in the one batch row, from 0 to Tq (Tk), never decreasing. Sequence i of the queries
+        attends to sequence i of the keys. One argument is enough if both sides are equally long.
+    sliding_window : int or tuple of two, optional
+        The number of keys to the left and to the right, or to either side; None means all.
+    fwd_params, bwd_params : FwdParams, BwdParams, optional
+        Hints.
+    logits_soft_cap : float, optional
+        ``c`` above; 0 and infinity mean no cap.
+    softmax_aux : array_like, shape [S], [1, S] or [H, S], optional
+        Sinks: extra logits in each softmax, used as they are, without a value. All heads share [S] and [1, S]; one sink
+        per head is [H, 1].
+    normalize_output : bool
+        If False, weights are ``exp(logit - the row's largest logit or sink)``.
+    precision : {None, "default", "high", "highest"}, int from 0 to 2 or jax.lax.Precision
+        Accepted without effect: float32 is always multiplied as float32.
+    logits_dtype : dtype, optional
+        Accepted without effect: logits are float32, or float64 for float64 inputs.
+    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, Tq] ([B, Tk]), optional
+        Tokens attend to tokens with the same id; negative ids are padding. One argument is enough if both sides are
+        equally long.
+    causal_offset : int, array_like of integers, or "bottom-right"
+        Moves the diagonal of `causal` and the window to the right: one number, one per batch row, or one per packed
+        sequence. ``"bottom-right"`` aligns the last query with the last key: an offset of Tk - Tq.
+    alibi_slopes : array_like, shape [H] or [B, H], optional
+        ALiBi: adds ``-slope · |k - q - causal_offset|`` to each logit, before the soft cap. For packed sequences, [n,
+        H] has one row per sequence, whose positions count from its own start.
+    relative_bias : array_like, shape [H, L], optional
+        Adds ``relative_bias[h, k - q - causal_offset - relative_low]``; its first and last column also apply to
+        everything farther away.
+    relative_low : int
+        The distance that ``relative_bias[:, 0]`` applies to.
+    return_lse : bool
+        Also return the logsumexp of each row.
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
+        Write the result here, and return it. It must have the query's type and share no memory with the inputs.
+
+    Returns
+    -------
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        Of the query's type.
+    lse : ndarray, shape [B, H, Tq] or [H, Tq]
+        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over allowed pairs and sinks, or -inf
+        if there are none. Its dtype is float64 for float64 inputs, and else float32.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> attnmask.flash_attention(query, key, value, causal=True).ravel()
+    array([0. , 0.5, 1. ])
+    >>> attnmask.flash_attention(query, key, value, causal=True, causal_offset="bottom-right").ravel()
+    array([1. , 1.5, 2. ])
+    >>> attnmask.flash_attention(query, key, value, sliding_window=(1, 0)).ravel()
+    array([0. , 0.5, 1.5])
+
+    Packed sequences have no batch axis:
+
+    >>> packed = {"cum_seqlens_q": [0, 1, 3], "cum_seqlens_k": [0, 3, 5]}
+    >>> out, lse = attnmask.flash_attention(query[0], key[0], value[0], **packed, return_lse=True)
+    >>> out.ravel(), np.exp(lse).round(6)
+    (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
+    """
+    return attend(args, given)
+
+
+@FLASH_ATTENTION_FWD
+def flash_attention_fwd(*args, **given):
+    """Return `flash_attention` and its logsumexp, which gradients and `merge_attention_states` need.
+
+    Parameters
+    ----------
+    query, key, value, ...
+        As in `flash_attention`, without `return_lse`.
+
+    Returns
+    -------
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+    lse : ndarray, shape [B, H, Tq] or [H, Tq]
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 4, 1, 8), np.float32)
+    >>> out, lse = attnmask.flash_attention_fwd(x, x, x, causal=True)
+    >>> np.exp(lse).round(6)
+    array([[[1., 2., 3., 4.]]], dtype=float32)
+    """
+    return attend_with_lse(args, given)
+
+
+@FLASH_ATTENTION_BWD
+def flash_attention_bwd(*args, **given):
+    """Return the gradients of `flash_attention` from what `flash_attention_fwd` returned.
+
+    `flash_attention_vjp` does both in one. Masked pairs have no influence here either: masked keys and fully masked
+    queries get zeros.
+
+    Weights are recomputed from `lse`, whose rounding is their relative error: 6e-8 per unit of its size (1e-16 in
+    float64). If it is above 1,024 and belongs to these very keys, the row's logits are summed again instead. Given
+    `out` and `lse` of all keys, parts of the keys return their parts of the gradients, if the output is normalized and
+    there is no dropout.
+
+    Parameters
+    ----------
+    dout : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        The gradient of `out`, of the query's type.
+    query, key, value, attention_mask, ...
+        As passed to `flash_attention_fwd`.
+    out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        The result of the forward pass, in the query's dtype. With 16-bit queries, float32 is also accepted: a result
+        that was not rounded gives more precise gradients.
+    lse : array_like, shape [B, H, Tq] or [H, Tq]
+    grad_bias, grad_softmax_aux, grad_relative_bias : bool
+        Also return the gradients of these.
+    dlse : array_like, shape [B, H, Tq] or [H, Tq], optional
+        The gradient of `lse`, in its type.
+
+    Returns
+    -------
+    FlashAttentionGrads
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> out, lse = attnmask.flash_attention_fwd(query, key, value, causal=True)
+    >>> dout = np.ones_like(out)
+    >>> grads = attnmask.flash_attention_bwd(dout, query, key, value, out, lse, causal=True)
+    >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
+    array([1.833, 0.833, 0.333, 0.   , 0.   ])
+    """
+    return attend_backward(args, given)
+
+
+@FLASH_ATTENTION_VJP
+def flash_attention_vjp(*args, **given):
+    """Return `flash_attention` and its gradient function.
+
+    Parameters
+    ----------
+    query, key, value, attention_mask, ..., causal_offset
+        As in `flash_attention`. They and the result are kept, not copied: do not change them while you use `vjp`. For
+        16-bit types a float32 copy of the result is kept, because gradients suffer most from its rounding: 4 bytes per
+        number, O(T · D) in total.
+    return_lse : bool
+        Also return the logsumexp of each row.
+    grad_bias, grad_softmax_aux, grad_relative_bias : bool
+        Let `vjp` also return the gradients of these.
+
+    Returns
+    -------
+    out : ndarray, or tuple of two if `return_lse`
+        The result of `flash_attention`.
+    vjp : callable
+        ``vjp(dout)`` takes the gradient of `out`, in its shape and type, and returns `FlashAttentionGrads`, a tuple of
+        six: ``dq, dk, dv = vjp(dout)[:3]``. ``vjp(dout, dlse)`` also takes that of the logsumexp. You may call it any
+        number of times.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> out, vjp = attnmask.flash_attention_vjp(
+    ...     query, key, value, bias=np.zeros(5), causal=True, grad_bias=True
+    ... )
+    >>> grads = vjp(np.ones_like(out))
+    >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
+    array([1.833, 0.833, 0.333, 0.   , 0.   ])
+    >>> grads.bias.round(3)
+    array([-0.583,  0.25 ,  0.333,  0.   ,  0.   ])
+
+    The logsumexp has a gradient too, for example when parts are merged:
+
+    >>> (out, lse), vjp = attnmask.flash_attention_vjp(
+    ...     query, key, value, bias=np.zeros(5), return_lse=True, grad_bias=True
+    ... )
+    >>> vjp(np.zeros_like(out), np.ones_like(lse)).bias.round(3)  # of three queries, a fifth each
+    array([0.6, 0.6, 0.6, 0.6, 0.6])
+    """
+    return attend_with_vjp(args, given)

@@ -1,0 +1,110 @@
+"""Arguments of attention that change no result: how it is cut into blocks, and what is accepted without effect."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from attnmask._common.arguments import describe, integer, is_floating
+
+
+class _HasName(Protocol):
+    """For example a `jax.lax.Precision`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Precision: TypeAlias = Literal["default", "high", "highest", "DEFAULT", "HIGH", "HIGHEST"] | int | _HasName
+_PRECISIONS = ("default", "high", "highest")
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q_blocksize", "kv_blocksize"):
+            size = getattr(self, name)
+            if size is not None:
+                object.__setattr__(self, name, integer(size, name, 1))
+
+
+class FwdParams(_Blocks):
+    """Hints for how to cut attention into blocks. They may change speed and rounding, nothing else.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+        Queries and keys per block, at least 1. Chosen for you if not given.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.FwdParams(q_blocksize=64)
+    FwdParams(q_blocksize=64, kv_blocksize=None)
+    """
+
+    __slots__ = ()
+
+
+class BwdParams(_Blocks):
+    """The same for gradients; see `FwdParams`.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.BwdParams(kv_blocksize=128)
+    BwdParams(q_blocksize=None, kv_blocksize=128)
+    """
+
+    __slots__ = ()
+
+
+def check_hints(given: Mapping[str, Any]) -> None:
+    """Check arguments that change no result."""
+    if given["fwd_params"] is not None:
+        _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
+    if given["bwd_params"] is not None:
+        _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
+    if given["precision"] is not None:
+        _check_precision(given["precision"])
+    if given["logits_dtype"] is not None:
+        _check_logits_dtype(given["logits_dtype"])
+
+
+def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
+    if not isinstance(hint, kind):
+        raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
+
+
+def _check_precision(precision: Precision) -> None:
+    expected = "precision must be None, 'default', 'high', 'highest' or an integer from 0 to 2"
+    name = precision if isinstance(precision, str) else getattr(precision, "name", None)
+    if isinstance(name, str):
+        valid = name.lower() in _PRECISIONS
+    elif isinstance(precision, (int, np.integer)) and not isinstance(precision, bool):
+        valid = 0 <= int(precision) < len(_PRECISIONS)
+    else:
+        raise TypeError(f"{expected}, got {describe(precision)}")
+    if not valid:
+        raise ValueError(f"{expected}, got {describe(precision)}")
+
+
+def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
+    if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
+        return  # NumPy knows the name only if ml_dtypes is installed
+    expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
+    try:
+        dtype = np.dtype(logits_dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{expected}, got {logits_dtype!r:.200}") from None
+    if not is_floating(dtype):
+        raise ValueError(f"{expected}, got {dtype}")
