@@ -134,6 +134,138 @@ def test_dropout(ejkernel):
     assert not np.array_equal(first, other)
 
 
+# Linear attention
+
+
+def linear_inputs(batch=2, delta=False):
+    shapes = [(batch, 70, 4, 8), (batch, 70, 4, 8), (batch, 70, 4, 8), (batch, 4, 8, 8)]
+    draws = jax.random.split(jax.random.key(3), 6)
+    q, k, v, state = (jax.random.normal(key, shape) for key, shape in zip(draws, shapes, strict=False))
+    given = {"query": q, "key": k, "value": v, "initial_state": state}
+    if delta:
+        more = {"beta": jax.random.uniform(draws[4], (batch, 70, 4))}
+        return given | more | {"decay": -jax.random.uniform(draws[5], (batch, 70, 4))}
+    return given | {"g": -jax.random.uniform(draws[5], (batch, 70, 4, 8))}
+
+
+BY_HEAD = jnp.array([-0.1, 0, -0.5, -2])
+LINEAR = {
+    "gla": ("gla", linear_inputs(), ("g",), {}),
+    "gla, by heads": ("gla", linear_inputs(), (), {"g_gamma": BY_HEAD, "softmax_scale": 0.3}),
+    "gla, both": ("gla", linear_inputs(), ("g",), {"g_gamma": BY_HEAD, "reverse": True}),
+    "gla, of nothing": ("gla", linear_inputs(), (), {}),
+    "lightning": ("lightning_attn", linear_inputs(), (), {"layer_idx": 1, "num_layers": 4}),
+    "lightning, reverse": (
+        "lightning_attn",
+        linear_inputs(),
+        (),
+        {"layer_idx": 0, "num_layers": 2, "reverse": True},
+    ),
+    "delta": ("kernel_delta_attention", linear_inputs(delta=True), ("beta", "decay"), {"chunk_size": 16}),
+    "delta, as it is": (
+        "kda",
+        linear_inputs(delta=True),
+        ("beta",),
+        {"use_qk_l2norm": False, "softmax_scale": 0.1, "use_chunked": False},
+    ),
+}
+
+
+def linear_kernels(ejkernel, algorithm):
+    """That of this package, which is chosen, and ejKernel's own."""
+    specs = ejkernel.registry.list_implementations(algorithm)
+    specs = [spec.implementation for spec in specs if spec.platform == ejkernel.kernels.Platform.XLA]
+    ours, own = (inspect.unwrap(specs[0]), specs[1])
+    assert ours is ejkernel.adapter._FUNCTIONS[algorithm]
+    assert ejkernel.registry.get(algorithm, ejkernel.kernels.Platform.XLA) is specs[0]
+    return specs[0], own
+
+
+def token_by_token(kernel, given, more):
+    """ejKernel's own kernel, with the gradients of a scan where it has none under ``jax.jit``."""
+    if "beta" in given:
+        return kernel(**given, **more)
+    query, key, value = (given[name].astype(jnp.float32) for name in ("query", "key", "value"))
+    heads, scale = query.shape[2], more.get("softmax_scale", query.shape[3] ** -0.5)
+    by_head = more.get("g_gamma", jnp.zeros(heads))
+    if "num_layers" in more:
+        by_head = -(8 / heads * (1 - more["layer_idx"] / more["num_layers"])) * jnp.arange(heads)
+    decay = given.get("g", jnp.zeros_like(query)).astype(jnp.float32) + by_head[:, None]
+
+    def step(state, token):
+        q, k, v, d = token
+        state = state * jnp.exp(d)[..., None] + k[..., None] * v[..., None, :]
+        return state, scale * (state * q[..., None]).sum(axis=-2)
+
+    tokens = [x.swapaxes(0, 1) for x in (query, key, value, decay)]
+    state, out = jax.lax.scan(step, given["initial_state"], tokens, reverse=more.get("reverse", False))
+    return out.swapaxes(0, 1), state
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", LINEAR)
+def test_linear_attention_as_its_own(ejkernel, case, dtype):
+    """Results, states and gradients. Results are float32, as theirs."""
+    algorithm, given, gates, more = LINEAR[case]
+    given = {
+        name: x for name, x in given.items() if name in ("query", "key", "value", "initial_state", *gates)
+    }
+    if "beta" in given:  # which wants small keys, unless they are normalized
+        given["key"] = given["key"] / 4
+    given = {name: x if name == "initial_state" else x.astype(dtype) for name, x in given.items()}
+    ours, own = linear_kernels(ejkernel, algorithm)
+
+    def loss(out, state):
+        weights = jnp.cos(jnp.arange(out.size).reshape(out.shape))
+        return (out * weights).sum() + (state**2).sum(), (out, state)
+
+    (_, actual), grads = jax.jit(jax.value_and_grad(lambda x: loss(*ours(**x, **more)), has_aux=True))(given)
+    (_, expected), wanted = jax.jit(
+        jax.value_and_grad(lambda x: loss(*token_by_token(own, x, more)), has_aux=True)
+    )(given)
+    tolerance = 2e-5 if dtype == jnp.float32 else 2e-2
+    for found, right in (
+        *zip(actual, own(**given, **more), strict=True),
+        *zip(jax.tree.leaves((actual, grads)), jax.tree.leaves((expected, wanted)), strict=True),
+    ):
+        assert found.dtype == right.dtype
+        found, right = (x.astype(jnp.float32) for x in (found, right))
+        np.testing.assert_allclose(found, right, rtol=0, atol=tolerance * float(jnp.abs(right).max()))
+    np.testing.assert_array_equal(ours(**given, **more)[0], actual[0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_linear_attention(ejkernel, reverse):
+    """Each sequence as if it were alone; key heads may be shared by queries."""
+    kernel, _ = linear_kernels(ejkernel, "gla")
+    given = linear_inputs(1)
+    state = jax.random.normal(jax.random.key(5), (2, 4, 8, 8))
+    given |= {"key": given["key"][:, :, :2], "value": given["value"][:, :, :2]}
+    out, after = kernel(
+        **given | {"initial_state": state}, cu_seqlens=jnp.array([0, 30, 70]), reverse=reverse
+    )
+    for i, (begin, end) in enumerate(((0, 30), (30, 70))):
+        alone = {name: x[:, begin:end] for name, x in given.items() if name != "initial_state"}
+        alone |= {name: jnp.repeat(alone[name], 2, axis=2) for name in ("key", "value")}
+        expected = kernel(**alone, initial_state=state[i : i + 1], reverse=reverse)
+        np.testing.assert_allclose(out[:, begin:end], expected[0], atol=1e-5)
+        np.testing.assert_allclose(after[i], expected[1][0], atol=1e-5)
+
+
+def test_algorithms_of_other_arguments_stay(ejkernel, monkeypatch):
+    """And those that ejKernel does not have are not added."""
+    assert not ejkernel.registry.list_implementations("gated_delta_rule")
+    registry = type(ejkernel.registry)()
+    platform, backend = ejkernel.kernels.Platform.XLA, ejkernel.kernels.Backend.ANY
+    registry.register("gla", platform, backend)(lambda query, key, value, unknown=None: None)
+    registry.register("gated_delta_rule", platform, backend)(lambda query, key, value, beta, decay=None: None)
+    monkeypatch.setattr(ejkernel.kernels, "kernel_registry", registry)
+    ejkernel.adapter.register()
+    assert len(registry.list_implementations("gla")) == 1
+    chosen = registry.get("gated_delta_rule", platform)
+    assert chosen is ejkernel.adapter._FUNCTIONS["gated_delta_rule"]
+
+
 def test_registered_once(ejkernel):
     ejkernel.adapter.register()
     ejkernel.adapter.register(5)

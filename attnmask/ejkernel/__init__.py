@@ -1,6 +1,7 @@
-"""Run ejKernel's attention on attnmask, on CPUs."""
+"""Run ejKernel's attention and linear attention on attnmask, on CPUs."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax  # type: ignore[import-not-found, unused-ignore]
@@ -11,11 +12,16 @@ from attnmask.ejkernel._import import kernels
 
 __all__ = ["register"]
 
-_ALGORITHM = "flash_attention"
-
 
 def _is_ours(spec: Any) -> bool:
-    return inspect.unwrap(spec.implementation) is _flash_attention  # later versions wrap what is registered
+    return (
+        inspect.unwrap(spec.implementation) in _FUNCTIONS.values()
+    )  # later versions wrap what is registered
+
+
+def _of_xla(algorithm: str) -> list[Any]:
+    held = kernels.kernel_registry.list_implementations(algorithm)
+    return [spec for spec in held if spec.platform == kernels.Platform.XLA]
 
 
 def _flash_attention(
@@ -24,17 +30,131 @@ def _flash_attention(
     """Attend as ejKernel calls its kernels. Block sizes are not needed; paged caches are left to ejKernel."""
     if block_tables is None:
         return attnmask_jax.flash_attention(**arguments)
-    held = kernels.kernel_registry.list_implementations(_ALGORITHM)
-    own = next(spec for spec in held if spec.platform == kernels.Platform.XLA and not _is_ours(spec))
+    own = next(spec for spec in _of_xla("flash_attention") if not _is_ours(spec))
     return own.implementation(
         fwd_params=fwd_params, bwd_params=bwd_params, block_tables=block_tables, **arguments
     )
 
 
-def register(priority: int = 100) -> None:
-    """Make ejKernel compute ``flash_attention`` with attnmask: eagerly, under ``jax.jit``, and in gradients.
+# Linear attention. ejKernel computes in float32, and returns it.
 
-    ejKernel chooses among XLA implementations by priority. Registering again has no effect.
+
+def _wide(x: Any) -> Any:
+    return x if x is None or x.dtype == jax.numpy.float64 else x.astype(jax.numpy.float32)
+
+
+def _gla(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    softmax_scale: float | None = None,
+    initial_state: Any = None,
+    reverse: bool = False,
+    cu_seqlens: Any = None,
+) -> Any:
+    """Gated linear attention, whose decays are those of channels and those of heads together."""
+    query, key, value, g, initial_state = map(_wide, (query, key, value, g, initial_state))
+    shared = query.shape[2] // max(key.shape[2], 1)
+    if shared > 1:
+        key, value = (jax.numpy.repeat(x, shared, axis=2) for x in (key, value))
+    decay = g
+    if g_gamma is not None:
+        by_head = _wide(g_gamma).reshape(query.shape[2])
+        decay = by_head if g is None else g + by_head[:, None]
+    starts = cu_seqlens
+    if reverse:  # the last sequence is the first
+        query, key, value = (x[:, ::-1] for x in (query, key, value))
+        decay = decay if g is None else decay[:, ::-1]
+        if starts is not None:
+            starts = query.shape[1] - starts[::-1]
+            initial_state = None if initial_state is None else initial_state[::-1]
+    out, state = attnmask_jax.linear_attention(
+        query,
+        key,
+        value,
+        decay=decay,
+        scale=softmax_scale,
+        initial_state=initial_state,
+        cu_seqlens=starts,
+        return_state=True,
+    )
+    if not reverse:
+        return out, state
+    return out[:, ::-1], state if cu_seqlens is None else state[::-1]
+
+
+def _lightning_attn(
+    query: Any,
+    key: Any,
+    value: Any,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: float | None = None,
+    initial_state: Any = None,
+    reverse: bool = False,
+    cu_seqlens: Any = None,
+) -> Any:
+    """Linear attention with one decay per head, which layers further up have less of."""
+    heads = query.shape[2]
+    slope = -(8 / heads * (1 - layer_idx / num_layers))
+    g_gamma = slope * jax.numpy.arange(heads, dtype=jax.numpy.float32)
+    return _gla(query, key, value, None, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens)
+
+
+def _gated_delta_rule(
+    query: Any,
+    key: Any,
+    value: Any,
+    beta: Any,
+    decay: Any = None,
+    *,
+    softmax_scale: float | None = None,
+    chunk_size: int = 64,
+    initial_state: Any = None,
+    use_qk_l2norm: bool = True,
+    use_chunked: bool = True,
+) -> Any:
+    """The delta rule with one decay per token. Chunks are of a size of their own."""
+    query, key, value, beta, decay, state = map(_wide, (query, key, value, beta, decay, initial_state))
+    return attnmask_jax.linear_attention(
+        query,
+        key,
+        value,
+        decay=decay,
+        beta=beta,
+        scale=softmax_scale,
+        initial_state=state,
+        normalize_qk=use_qk_l2norm,
+        return_state=True,
+    )
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "flash_attention": _flash_attention,
+    "gla": _gla,
+    "lightning_attn": _lightning_attn,
+    "kernel_delta_attention": _gated_delta_rule,
+    "kda": _gated_delta_rule,
+    "gated_delta_rule": _gated_delta_rule,
+}
+
+
+def _takes_what_they_do(function: Callable[..., Any], specs: list[Any]) -> bool:
+    """Return whether there is an implementation to replace, of parameters that `function` has."""
+    ours = inspect.signature(function).parameters
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())
+    return any(
+        more or inspect.signature(spec.implementation).parameters.keys() <= ours.keys() for spec in specs
+    )
+
+
+def register(priority: int = 100) -> None:
+    """Make ejKernel compute attention and linear attention with attnmask: eagerly, under ``jax.jit``, in gradients.
+
+    These are its ``flash_attention``, ``gla``, ``lightning_attn``, ``kernel_delta_attention`` and, where there is one,
+    ``gated_delta_rule``. ejKernel chooses among XLA implementations by priority. Registering again has no effect.
 
     Parameters
     ----------
@@ -62,8 +182,9 @@ def register(priority: int = 100) -> None:
         raise RuntimeError(
             f"attnmask.ejkernel is for CPUs: JAX's default backend must be 'cpu', got {backend!r}"
         )
-    held = kernels.kernel_registry.list_implementations(_ALGORITHM)
-    if not any(map(_is_ours, held)):
-        # Backend.CPU would never be chosen: for XLA ejKernel asks for any backend.
-        add = kernels.kernel_registry.register
-        add(_ALGORITHM, kernels.Platform.XLA, kernels.Backend.ANY, priority=chosen)(_flash_attention)
+    add = kernels.kernel_registry.register
+    for algorithm, function in _FUNCTIONS.items():
+        held = _of_xla(algorithm)
+        if not any(map(_is_ours, held)) and _takes_what_they_do(function, held):
+            # Backend.CPU would never be chosen: for XLA ejKernel asks for any backend.
+            add(algorithm, kernels.Platform.XLA, kernels.Backend.ANY, priority=chosen)(function)
