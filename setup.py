@@ -66,8 +66,8 @@ ALL = [
     "linear",
 ]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
-TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2"], "amx": ["tiles"]}
-EMULATED = ["flash_bf16x2", "kv_bf16x2"]  # at the baseline, in builds for tests
+TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2", "linear_bf16x2"], "amx": ["tiles"]}
+EMULATED = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # at the baseline, in builds for tests
 # GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
 ARM_BASELINE = ["-fno-schedule-insns"]
 # Else code elsewhere decides where in a line of the cache a kernel's loops begin, and how fast they are: positions of

@@ -437,6 +437,8 @@ typedef struct {
     am_split *split_16, *split_32, *split_64;
     am_join *join_16, *join_32, *join_64;
     const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
+    /* Where the processor multiplies bfloat16: only chunks forward, with a decay per token. */
+    const am_linear_kernels *linear_bf16x2;
 } am_kernels;
 
 /* The arithmetics of a level, of which the first that takes a call computes it. */
@@ -475,8 +477,10 @@ AM_EACH_TOPIC(AM_DECLARE, avx512)
 AM_DECLARE(kv_i16x2, avx512vnni)
 AM_DECLARE(flash_bf16x2, baseline)
 AM_DECLARE(kv_bf16x2, baseline)
+AM_DECLARE(linear_bf16x2, baseline)
 AM_DECLARE(flash_bf16x2, avx512bf16)
 AM_DECLARE(kv_bf16x2, avx512bf16)
+AM_DECLARE(linear_bf16x2, avx512bf16)
 AM_DECLARE(kv_f8x2, avx512bf16)
 AM_DECLARE(tiles, amx)
 

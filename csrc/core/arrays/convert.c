@@ -76,6 +76,13 @@ static bool copy_4(const am_kernels *kernels, void *dst, const void *src, ptrdif
     return true;
 }
 
+static bool copy_2(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
+{
+    (void)kernels;
+    memcpy(dst, src, (size_t)count * 2);
+    return true;
+}
+
 static bool i64_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
                        ptrdiff_t count)
 {
@@ -205,6 +212,8 @@ static am_convert_row *const converters[AM_OTHER][AM_OTHER] = {
     [AM_FLOAT16][AM_FLOAT32] = f16_to_f32, [AM_BFLOAT16][AM_FLOAT32] = bf16_to_f32,
     [AM_FLOAT32][AM_FLOAT32] = copy_4,     [AM_FLOAT64][AM_FLOAT32] = f64_to_f32,
     [AM_FLOAT32][AM_FLOAT16] = f32_to_f16, [AM_FLOAT32][AM_BFLOAT16] = f32_to_bf16,
+
+    [AM_BFLOAT16][AM_BFLOAT16] = copy_2,
 
     [AM_FLOAT16][AM_FLOAT64] = f16_to_f64, [AM_BFLOAT16][AM_FLOAT64] = bf16_to_f64,
     [AM_FLOAT32][AM_FLOAT64] = f32_to_f64, [AM_FLOAT64][AM_FLOAT64] = copy_8,

@@ -245,24 +245,28 @@ typedef struct {
 /* A token: sums of heads in order, in float64. */
 static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
 {
+    enum { PIECE = 128 };
     const sum_job *job = arg;
     const am_linear *linear = job->base->linear;
     const am_kernels *kernels = job->base->all_kernels;
-    const ptrdiff_t batch = index / job->tokens, token = index % job->tokens, rows = linear->rows;
+    const ptrdiff_t batch = index / job->tokens, token = index % job->tokens;
     const ptrdiff_t shared = linear->heads / linear->key_heads;
-    double *sums = malloc((size_t)rows * 2 * sizeof *sums + 1), *row = sums + rows;
+    double sums[PIECE], piece[PIECE];
     (void)team;
-    if (!sums) return AM_NO_MEMORY;
     for (ptrdiff_t h = 0; h < linear->key_heads; h++) {
-        for (ptrdiff_t i = 0; i < shared; i++) {
-            am_linear_read(kernels, AM_FLOAT64, i ? row : sums, rows,
-                           am_linear_rows_at(job->from, batch, token, h * shared + i), 1, rows);
-            for (ptrdiff_t r = 0; i && r < rows; r++) sums[r] += row[r];
+        for (ptrdiff_t begin = 0; begin < linear->rows; begin += PIECE) {
+            const ptrdiff_t count = am_min(linear->rows - begin, PIECE);
+            for (ptrdiff_t i = 0; i < shared; i++) {
+                am_strided_rows from = am_linear_rows_at(job->from, batch, token, h * shared + i);
+                from.data += begin * from.element;
+                am_linear_read(kernels, AM_FLOAT64, i ? piece : sums, count, from, 1, count);
+                for (ptrdiff_t r = 0; i && r < count; r++) sums[r] += piece[r];
+            }
+            am_strided_rows to = am_linear_rows_at(job->to, batch, token, h);
+            to.data += begin * to.element;
+            am_linear_write(kernels, AM_FLOAT64, to, sums, count, 1, count);
         }
-        am_linear_write(kernels, AM_FLOAT64, am_linear_rows_at(job->to, batch, token, h), sums, rows, 1,
-                        rows);
     }
-    free(sums);
     return AM_OK;
 }
 
@@ -290,7 +294,7 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
                                  const am_linear_back *back)
 {
     backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
-    am_status status = am_linear_begin(&job.base, context, linear);
+    am_status status = am_linear_begin(&job.base, context, linear, false);
     const bool shared = linear->heads != linear->key_heads;
     const bool by_head = back->decay.data && back->decay_of_heads;
     const ptrdiff_t batch = linear->starts ? 1 : linear->sequences, tokens = tokens_of(linear);

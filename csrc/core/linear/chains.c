@@ -26,7 +26,7 @@ static am_linear_chunk read_chunk(const am_linear_base *base, const am_linear_bu
                                   const am_linear_place *at, ptrdiff_t index, bool backward)
 {
     const am_linear_chunk chunk = am_linear_load(base, b, at, am_linear_token(base, at, index));
-    if (backward || chunk.tokens > AM_LINEAR_FEW) base->kernels->find_pairs(&chunk, b->pairs);
+    if (backward || chunk.tokens > AM_LINEAR_FEW) base->chunks->find_pairs(&chunk, b->pairs);
     return chunk;
 }
 

@@ -12,7 +12,8 @@
 /* More channels are refused as AM_NO_MEMORY. Up to here no length overflows. */
 static const ptrdiff_t MOST_CHANNELS = 1 << 20;
 
-static ptrdiff_t padded(ptrdiff_t count) { return am_ceil_div(count, AM_LINEAR_PAD) * AM_LINEAR_PAD; }
+static ptrdiff_t padded_to(ptrdiff_t count, ptrdiff_t pad) { return am_ceil_div(count, pad) * pad; }
+static ptrdiff_t padded(ptrdiff_t count) { return padded_to(count, AM_LINEAR_PAD); }
 
 am_dtype am_linear_type(const am_linear *linear)
 {
@@ -43,7 +44,16 @@ static ptrdiff_t longest_of(const am_linear *linear)
     return longest;
 }
 
-am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear)
+/* Those of chunks forward, of this type. */
+static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_linear *linear)
+{
+    const bool rounded = linear->query.type == AM_BFLOAT16 && linear->key.type == AM_BFLOAT16 &&
+                         linear->value.type == AM_BFLOAT16 && !linear->by_channel;
+    return rounded ? kernels->linear_bf16x2 : NULL;
+}
+
+am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
+                          bool forward)
 {
     const am_dtype type = am_linear_type(linear);
     *base = (am_linear_base){
@@ -53,17 +63,22 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .type = type,
         .size = (ptrdiff_t)am_size_of(type),
     };
+    const am_linear_kernels *chunks = forward ? chunks_of(context->kernels, linear) : NULL;
+    base->chunks = chunks ? chunks : base->kernels;
     if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
     const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
+    const ptrdiff_t pad = chunks ? 2 * AM_LINEAR_PAD : AM_LINEAR_PAD;
     base->shape = (am_linear_shape){
         .tokens = tokens,
         .rows = linear->rows,
         .channels = linear->channels,
-        .token_step = padded(tokens),
-        .row_step = padded(linear->rows),
+        .token_step = padded_to(tokens, pad),
+        .row_step = padded_to(linear->rows, pad),
         .channel_step = padded(linear->channels),
         .decay = linear->by_channel ? AM_DECAY_BY_CHANNEL : AM_DECAY_BY_TOKEN,
         .delta = linear->beta.data,
+        .normalize = linear->normalize,
+        .scale = linear->scale,
     };
     base->slices = 1;
     base->kept_step = base->shape.channel_step;
@@ -119,7 +134,7 @@ static am_strided_rows state_at(const am_linear_array *states, const am_linear_p
 ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, int uses, char *memory)
 {
     const am_linear_shape *s = &base->shape;
-    const am_linear_scratch scratch = base->kernels->scratch(s);
+    const am_linear_scratch scratch = base->kernels->scratch(s), of_chunks = base->chunks->scratch(s);
     const ptrdiff_t keys = s->token_step * s->row_step * base->size;
     const ptrdiff_t values = s->token_step * s->channel_step * base->size,
                     tokens = s->token_step * base->size;
@@ -138,14 +153,16 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->beta, tokens, AM_LINEAR_READ},
         {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
-        {&b->pairs, scratch.pairs, AM_LINEAR_READ},
+        {&b->pairs, of_chunks.pairs, AM_LINEAR_READ},
         {&b->v, values, AM_LINEAR_TAKE},
         {&b->out, values, AM_LINEAR_TAKE},
         {&b->reset, decays, AM_LINEAR_TAKE},
         {&b->states[0], state, AM_LINEAR_TAKE},
         {&b->states[1], state, AM_LINEAR_TAKE},
         {&b->spare, values + state, AM_LINEAR_TAKE},
-        {&b->scratch, uses & AM_LINEAR_BACK ? scratch.backward : scratch.forward, AM_LINEAR_TAKE},
+        {&b->wide, 2 * keys + values + tokens, base->chunks != base->kernels ? AM_LINEAR_TAKE : 0},
+        {&b->scratch, uses & AM_LINEAR_BACK ? scratch.backward : am_max(scratch.forward, of_chunks.forward),
+         AM_LINEAR_TAKE},
         {&b->state, state, AM_LINEAR_BACK},
         {&b->d_out, values, AM_LINEAR_BACK},
         {&b->d_q, keys, AM_LINEAR_BACK},
@@ -193,22 +210,30 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
     }
 }
 
+/* Queries and keys, which are scaled unless `type` is bfloat16. */
+static void read_keys(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
+                      ptrdiff_t count, char *const to[2], char *const inverses[2])
+{
+    const am_linear *linear = base->linear;
+    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
+    for (int i = 0; i < 2; i++) {
+        const am_linear_array *from = i ? &linear->key : &linear->query;
+        am_linear_read(base->all_kernels, type, to[i], base->shape.row_step,
+                       am_linear_rows_at(from, at->batch, token, key_head), count, base->shape.rows);
+        if (type == base->type && (i == 0 || linear->normalize))
+            base->kernels->scale_rows(to[i], inverses[i], i ? 1 : linear->scale, count, base->shape.row_step);
+    }
+}
+
 am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *b,
                                const am_linear_place *at, ptrdiff_t token)
 {
-    const am_linear *linear = base->linear;
     const am_linear_shape *s = &base->shape;
-    const am_kernels *kernels = base->all_kernels;
     const ptrdiff_t count = am_min(s->tokens, at->end - token);
-    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
-    am_linear_read(kernels, base->type, b->q, s->row_step,
-                   am_linear_rows_at(&linear->query, at->batch, token, key_head), count, s->rows);
-    am_linear_read(kernels, base->type, b->k, s->row_step,
-                   am_linear_rows_at(&linear->key, at->batch, token, key_head), count, s->rows);
-    base->kernels->scale_rows(b->q, b->q_inverse, linear->scale, count, s->row_step);
-    if (linear->normalize) base->kernels->scale_rows(b->k, b->k_inverse, 1, count, s->row_step);
+    read_keys(base, base->chunks->rows, at, token, count, (char *const[]){b->q, b->k},
+              (char *const[]){b->q_inverse, b->k_inverse});
     read_decay(base, b, at, token, count);
-    if (s->delta) read_tokens(base, &linear->beta, at, token, count, b->beta);
+    if (s->delta) read_tokens(base, &base->linear->beta, at, token, count, b->beta);
     return (am_linear_chunk){
         .shape = s,
         .tokens = count,
@@ -219,14 +244,34 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
     };
 }
 
+static void read_values(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
+                        ptrdiff_t count, char *to)
+{
+    am_linear_read(base->all_kernels, type, to, base->shape.channel_step,
+                   am_linear_values_at(&base->linear->value, at, token), count, at->channels);
+}
+
 void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
                            ptrdiff_t token, am_linear_chunk *chunk)
 {
-    const am_linear_shape *s = chunk->shape = &base->shape;
+    chunk->shape = &base->shape;
     chunk->v = b->v;
     chunk->out = b->out;
-    am_linear_read(base->all_kernels, base->type, b->v, s->channel_step,
-                   am_linear_values_at(&base->linear->value, at, token), chunk->tokens, at->channels);
+    read_values(base, base->chunks->rows, at, token, chunk->tokens, b->v);
+}
+
+void am_linear_widen(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
+                     ptrdiff_t token, am_linear_chunk *chunk)
+{
+    if (!b->wide) return;
+    const am_linear_shape *s = &base->shape;
+    char *q = b->wide, *k = q + s->token_step * s->row_step * base->size,
+         *v = k + s->token_step * s->row_step * base->size,
+         *inverse = base->linear->normalize ? v + s->token_step * s->channel_step * base->size : NULL;
+    read_keys(base, base->type, at, token, chunk->tokens, (char *const[]){q, k},
+              (char *const[]){inverse, inverse});
+    read_values(base, base->type, at, token, chunk->tokens, v);
+    chunk->q = q, chunk->k = k, chunk->v = v;
 }
 
 ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at)

@@ -9,6 +9,8 @@ typedef struct {
     const am_linear *linear;
     const am_kernels *all_kernels;
     const am_linear_kernels *kernels;
+    const am_linear_kernels
+        *chunks; /* find pairs of chunks, and take them forward; the same or of bfloat16 */
     am_linear_shape shape;
     am_dtype type;       /* of sums */
     ptrdiff_t size;      /* of their elements */
@@ -30,10 +32,12 @@ typedef struct {
     char *pairs, *scratch;
     char *d_out, *d_q, *d_k, *d_v, *d_decay, *d_beta, *d_u, *token_scratch; /* backward */
     char *spare; /* of results that are not finite */
+    char *wide;  /* rows of the type of sums, where chunks are of bfloat16 */
 } am_linear_buffers;
 
-/* Fills in the base; release it also after a failure. */
-am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear);
+/* Fills in the base; release it also after a failure. `forward`: chunks are only taken forward. */
+am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
+                          bool forward);
 /* Cuts channels into slices, as many as keep all threads busy. A result is the same bits however they are
  * cut, but what the pairs of tokens take is taken for each slice. */
 void am_linear_cut_channels(am_linear_base *base, const am_context *context);
@@ -52,6 +56,10 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
                                const am_linear_place *at, ptrdiff_t token);
 void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *buffers,
                            const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
+
+/* Where the chunk was read as bfloat16, reads it as the type of sums, for other kernels. */
+void am_linear_widen(const am_linear_base *base, const am_linear_buffers *buffers, const am_linear_place *at,
+                     ptrdiff_t token, am_linear_chunk *chunk);
 
 /* Chunks of a place, and the first token of one. */
 ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at);

@@ -32,15 +32,16 @@ static am_status take(void *results, const am_linear_link *l, am_linear_chunk *c
     chunk->state = state_of(to, l, l->index);
     chunk->next = state_of(to, l, l->index + 1);
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
-    if (few || !base->kernels->forward(chunk, l->from->pairs, l->b->scratch)) {
+    const ptrdiff_t token = am_linear_token(base, l->at, l->index);
+    if (few || !base->chunks->forward(chunk, l->from->pairs, l->b->scratch)) {
         if (!few) am_linear_put_aside(base, l->b, chunk->tokens, chunk->out, chunk->next);
         am_linear_find_resets(base, l->from, l->b, chunk);
+        am_linear_widen(base, l->b, l->at, token, chunk);
         base->kernels->forward_tokens(chunk, l->b->scratch);
         if (!few) am_linear_put_back(base, l->b, chunk->tokens, chunk->out, chunk->next);
     }
     keep_slice(to, l, l->index + 1);
-    am_linear_write(base->all_kernels, base->type,
-                    am_linear_values_at(&to->out, l->at, am_linear_token(base, l->at, l->index)), l->b->out,
+    am_linear_write(base->all_kernels, base->type, am_linear_values_at(&to->out, l->at, token), l->b->out,
                     base->shape.channel_step, chunk->tokens, l->at->channels);
     return AM_OK;
 }
@@ -56,7 +57,7 @@ am_status am_linear_forward_all(const am_context *context, const am_linear *line
                                 const am_linear_results *results)
 {
     am_linear_base base;
-    am_status status = am_linear_begin(&base, context, linear);
+    am_status status = am_linear_begin(&base, context, linear, true);
     const am_linear_chains chains = {.job = (void *)results, .begin = begin, .take = take, .end = end};
     if (status == AM_OK) status = am_linear_run_chains(context, &base, &chains);
     am_linear_end(&base);
@@ -122,7 +123,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step)
 {
     step_job job = {.step = step};
-    am_status status = am_linear_begin(&job.base, context, linear);
+    am_status status = am_linear_begin(&job.base, context, linear, false);
     const ptrdiff_t tasks = am_product(linear->sequences, linear->heads, 1);
     if (status == AM_OK)
         status = am_linear_workspaces(&job.workspaces, &job.base, context, AM_LINEAR_READ | AM_LINEAR_TAKE);

@@ -119,10 +119,12 @@ static void join_levels(void)
     share_float32(to);
     ADD(flash_bf16x2, baseline)
     ADD(kv_bf16x2, baseline)
+    ADD(linear_bf16x2, baseline)
 #endif
 #ifdef AM_HAVE_AVX2
     to = begin_level(AVX2, "avx2");
     to->flash_bf16x2 = (am_arithmetic){0};
+    to->linear_bf16x2 = NULL;
     AM_EACH_TOPIC(ADD, avx2)
 #endif
 #ifdef AM_HAVE_AVX512
@@ -139,6 +141,7 @@ static void join_levels(void)
     to->flash_bf16x2.kv[AM_INT8] = to->flash_f32.kv[AM_INT8]; /* but for those that pack */
     ADD(flash_bf16x2, avx512bf16)
     ADD(kv_bf16x2, avx512bf16)
+    ADD(linear_bf16x2, avx512bf16)
     ADD(kv_f8x2, avx512bf16)
     to->flash_bf16x2.keys |= 1 << AM_INT8 | 1 << AM_FLOAT8;
 #endif
@@ -146,6 +149,7 @@ static void join_levels(void)
     to = begin_level(AMX, "amx");
     /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
     to->flash_bf16x2.kv[AM_INT8] = to->flash_bf16x2.kv[AM_FLOAT8] = (am_kv_kernels){0};
+    to->linear_bf16x2 = NULL;
     ADD(tiles, amx)
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE

@@ -6,22 +6,6 @@
  *
  * Gradients go the same way back, from those of out and of the next state to those of everything. */
 
-typedef struct {
-    T **place;
-    ptrdiff_t numbers;
-} FN(part);
-
-/* Lays out parts in memory; returns the bytes that they take. NULL only counts. */
-static ptrdiff_t FN(lay_out)(const FN(part) * parts, size_t count, char *memory)
-{
-    ptrdiff_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        *parts[i].place = memory ? (T *)(memory + bytes) : NULL;
-        bytes += parts[i].numbers * (ptrdiff_t)sizeof(T);
-    }
-    return bytes;
-}
-
 static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
     const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
@@ -355,6 +339,7 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
 }
 
 static const am_linear_kernels FN(kernels) = {
+    .rows = sizeof(T) == sizeof(double) ? AM_FLOAT64 : AM_FLOAT32,
     .scratch = FN(scratch),
     .find_pairs = FN(find_pairs),
     .forward = FN(forward),
@@ -373,3 +358,8 @@ static const am_linear_kernels FN(kernels) = {
 #undef VOP
 #undef FN
 #undef LANES
+#undef STRIP
+#undef GREATEST
+#undef EPSILON
+#undef MIN_POWER
+#undef ROUNDER

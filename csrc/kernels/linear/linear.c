@@ -1,12 +1,9 @@
 /* linear.c – linear attention, in float32 and float64. */
-#include "kernels/level.h"
+#include "kernels/attention/common.h"
 #include "kernels/linear/table.h"
 
-#include <float.h>
-#include <math.h>
-
 /* Rows and vectors of a tile of a product, whose sums stay in registers. */
-#define ROWS 6
+#define HEIGHT 6
 #if defined __AVX512F__ || defined __aarch64__
 #    define VECTORS 4
 #else
@@ -18,7 +15,12 @@
 #define VOP(op) vf_##op
 #define FN(name) name##_f32
 #define LANES VF_LANES
-#include "kernels/linear/exp_f32.h"
+#define STRIP V_STRIP
+#define GREATEST FLT_MAX
+#define EPSILON FLT_EPSILON
+#define MIN_POWER 126
+#define ROUNDER (0x1.8p23 + MIN_POWER)
+#include "kernels/attention/product_tpl.h"
 #include "kernels/linear/product_tpl.h"
 #include "kernels/linear/tokens_tpl.h"
 #include "kernels/linear/pairs_tpl.h"
@@ -29,7 +31,12 @@
 #define VOP(op) vd_##op
 #define FN(name) name##_f64
 #define LANES VD_LANES
-#include "kernels/linear/exp_f64.h"
+#define STRIP V_STRIP
+#define GREATEST DBL_MAX
+#define EPSILON DBL_EPSILON
+#define MIN_POWER 1022
+#define ROUNDER (0x1.8p52 + MIN_POWER)
+#include "kernels/attention/product_tpl.h"
 #include "kernels/linear/product_tpl.h"
 #include "kernels/linear/tokens_tpl.h"
 #include "kernels/linear/pairs_tpl.h"

@@ -23,89 +23,9 @@ typedef struct {
     triangle triangle;
 } FN(product);
 
-/* Some rows and columns of it. */
-typedef struct {
-    ptrdiff_t row, column, begin, end; /* begin, end: of depth */
-} FN(place);
-
-static inline __attribute__((always_inline)) void FN(tile)(const FN(product) * p, const FN(place) * at,
-                                                           const int rows, const int vectors)
-{
-    V sums[ROWS][VECTORS];
-    const ptrdiff_t a_step = p->a_step, a_depth = p->a_depth, b_step = p->b_step;
-    const T *a = p->a + at->row * a_step + at->begin * a_depth;
-    const T *b = p->b + at->begin * b_step + at->column;
-    UNROLL(16)
-    for (int r = 0; r < rows; r++) {
-        const ptrdiff_t place = (at->row + r) * p->c_step + at->column;
-        const V factor = VOP(set1)(p->factor ? p->factor[at->row + r] : 1);
-        UNROLL(16)
-        for (int j = 0; j < vectors; j++)
-            sums[r][j] = p->start ? VOP(mul)(factor, VOP(load)(p->start + place + j * LANES)) : VOP(set1)(0);
-    }
-    for (ptrdiff_t d = at->begin; d < at->end; d++, a += a_depth, b += b_step) {
-        V right[VECTORS];
-        UNROLL(16)
-        for (int j = 0; j < vectors; j++) right[j] = VOP(load)(b + j * LANES);
-        UNROLL(16)
-        for (int r = 0; r < rows; r++) {
-            const V left = VOP(set1)(a[r * a_step]);
-            UNROLL(16)
-            for (int j = 0; j < vectors; j++) sums[r][j] = VOP(fma)(left, right[j], sums[r][j]);
-        }
-    }
-    UNROLL(16)
-    for (int r = 0; r < rows; r++) {
-        T *c = p->c + (at->row + r) * p->c_step + at->column;
-        UNROLL(16)
-        for (int j = 0; j < vectors; j++) VOP(store)(c + j * LANES, sums[r][j]);
-    }
-}
-
-#define TILE(rows, vectors)                                                                                  \
-    static void FN(tile_##rows##_##vectors)(const FN(product) * p, const FN(place) * at)                     \
-    {                                                                                                        \
-        FN(tile)(p, at, rows, vectors);                                                                      \
-    }
-#define NAME(rows, vectors) FN(tile_##rows##_##vectors),
-#if VECTORS == 4
-#    define EACH_WIDTH(DO, rows) DO(rows, 1) DO(rows, 2) DO(rows, 3) DO(rows, 4)
-#else
-#    define EACH_WIDTH(DO, rows) DO(rows, 1) DO(rows, 2)
-#endif
-EACH_WIDTH(TILE, 1)
-EACH_WIDTH(TILE, 2)
-EACH_WIDTH(TILE, 3)
-EACH_WIDTH(TILE, 4)
-EACH_WIDTH(TILE, 5)
-EACH_WIDTH(TILE, 6)
-static void (*const FN(tiles)[ROWS][VECTORS])(const FN(product) *, const FN(place) *) = {
-    {EACH_WIDTH(NAME, 1)}, {EACH_WIDTH(NAME, 2)}, {EACH_WIDTH(NAME, 3)},
-    {EACH_WIDTH(NAME, 4)}, {EACH_WIDTH(NAME, 5)}, {EACH_WIDTH(NAME, 6)},
-};
-#undef TILE
-#undef NAME
-#undef EACH_WIDTH
-
-/* Panels of columns, whose part of b stays in the first-level cache, and in them strips of rows of about the
- * same height. */
-static void FN(multiply)(const FN(product) * p)
-{
-    const ptrdiff_t strips = (p->m + ROWS - 1) / ROWS;
-    for (ptrdiff_t column = 0; column < p->n; column += VECTORS * LANES) {
-        for (ptrdiff_t i = 0, row = 0; i < strips; i++) {
-            const ptrdiff_t rows = p->m / strips + (i < p->m % strips), last = row + rows;
-            ptrdiff_t columns = p->n - column;
-            if (p->triangle == LOWER_RESULT && columns > last - column) columns = last - column;
-            const ptrdiff_t vectors = (columns + LANES - 1) / LANES;
-            FN(place) at = {row, column, 0, p->depth};
-            if (p->triangle == LOWER_LEFT && at.end > last) at.end = last;
-            if (p->triangle == UPPER_LEFT) at.begin = row < p->depth ? row : p->depth;
-            if (columns > 0) FN(tiles)[rows - 1][(vectors < VECTORS ? vectors : VECTORS) - 1](p, &at);
-            row = last;
-        }
-    }
-}
+#define FROM(name) FN(name)
+#define JOINED 1
+#include "kernels/linear/multiply_tpl.h"
 
 /* Some rows of a system, side by side in registers. */
 enum { FN(BLOCK) = 8, FN(ABREAST) = VECTORS / 2 };
@@ -214,9 +134,35 @@ static T FN(dot)(const T *a, const T *b, ptrdiff_t count)
     return VOP(total)(VOP(add)(sums[0], sums[1]));
 }
 
+typedef struct {
+    T **place;
+    ptrdiff_t numbers;
+} FN(part);
+
+/* Lays out parts in memory; returns the bytes that they take. NULL only counts. */
+static ptrdiff_t FN(lay_out)(const FN(part) * parts, size_t count, char *memory)
+{
+    ptrdiff_t bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        *parts[i].place = memory ? (T *)(memory + bytes) : NULL;
+        bytes += parts[i].numbers * (ptrdiff_t)sizeof(T);
+    }
+    return bytes;
+}
+
 static void FN(exp)(void *dst, const void *src, ptrdiff_t count)
 {
-    T *restrict to = dst;
-    const T *restrict from = src;
-    for (ptrdiff_t i = 0; i < count; i++) to[i] = FN(exp_one)(from[i]);
+    const double log2_e = 1.4426950408889634;
+    const V high = VOP(set1)((T)log2_e), low = VOP(set1)((T)(log2_e - (double)(T)log2_e));
+    const V least = VOP(set1)(-(T)MIN_POWER), most = VOP(set1)((T)(MIN_POWER / log2_e + 2)); /* 0 and Inf */
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        V x = VOP(max)(least, VOP(load)((const T *)src + i)), whole;
+        x = VOP(pick_less)(most, x, most, x);
+        V power = VOP(mul)(x, high); /* and what its rounding loses */
+        const V lost = VOP(fma)(x, low, VOP(fma)(x, high, VOP(sub)(VOP(set1)(0), power)));
+        FN(exp2_begin)(&power, &whole, 1);
+        power = VOP(add)(power, lost);
+        FN(exp2_end)(&power, &whole, 1, FN(exp2_terms), COUNT_OF(FN(exp2_terms)));
+        VOP(store)((T *)dst + i, power);
+    }
 }

@@ -21,10 +21,14 @@ typedef struct {
     ptrdiff_t tokens, rows, channels;             /* of a chunk, at most; K; V */
     ptrdiff_t token_step, row_step, channel_step; /* the same, padded */
     am_linear_decay decay;
-    bool delta; /* with beta */
+    bool delta;     /* with beta */
+    bool normalize; /* what follows is for kernels that read bfloat16: the others are given such rows */
+    double scale;
 } am_linear_shape;
 
-/* The arguments of a chunk, and what comes of it. Queries are scaled and, if asked for, normalized. */
+/* The arguments of a chunk, and what comes of it. Queries are scaled and, if asked for, normalized, but not
+ * where the kernels read bfloat16: there q, k and v are of that type, and rows of q and k padded to a
+ * multiple of 2 AM_LINEAR_PAD, and so are tokens. */
 typedef struct {
     const am_linear_shape *shape;
     ptrdiff_t tokens;   /* of this chunk */
@@ -71,6 +75,7 @@ typedef struct {
 } am_linear_scratch;
 
 struct am_linear_kernels {
+    am_dtype rows; /* the type of q, k and v */
     am_linear_scratch (*scratch)(const am_linear_shape *shape);
     am_linear_pairs *find_pairs;
     am_linear_forward *forward;

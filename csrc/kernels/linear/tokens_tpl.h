@@ -128,7 +128,7 @@ static void FN(scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows,
     for (ptrdiff_t r = 0; r < rows; r++) {
         T *row = (T *)x + r * step, factor = (T)scale;
         if (inverse) {
-            const T one = 1 / FN(root)(FN(dot)(row, row, step) + (T)1e-6);
+            const T one = 1 / (T)sqrt((double)(FN(dot)(row, row, step) + (T)1e-6));
             ((T *)inverse)[r] = one;
             factor *= one;
         }

@@ -1,0 +1,251 @@
+/* linear_bf16x2.c – linear attention of bfloat16 forward, with a decay per token, by the processor's own dot
+ * products. A lane of float32 holds two bfloat16 (bf16x2), sums are float32.
+ *
+ * Queries and keys are multiplied as they are in memory, so P and M lose nothing: scale, norms and decays are
+ * factors of rows, which results take. The state as it is read, P, U and what is added to the state are
+ * rounded to bfloat16; the triangular system, and the state from chunk to chunk, are float32. */
+#include "kernels/attention/common.h"
+#include "kernels/linear/table.h"
+
+#define HEIGHT 6
+#if defined __AVX512F__ || defined __aarch64__
+#    define VECTORS 4
+#else
+#    define VECTORS 2
+#endif
+
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define FN(name) name##_f32
+#define LANES VF_LANES
+#define STRIP V_STRIP
+#define GREATEST FLT_MAX
+#define EPSILON FLT_EPSILON
+#define MIN_POWER 126
+#define ROUNDER (0x1.8p23 + MIN_POWER)
+#include "kernels/attention/product_tpl.h"
+#include "kernels/linear/product_tpl.h"
+
+#define S float
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_bf16x2
+#include "kernels/attention/product_of_tpl.h"
+#define FROM(name) name##_bf16x2
+#define JOINED 2
+#include "kernels/linear/multiply_tpl.h"
+
+typedef struct {
+    float *turned;            /* lanes of keys, transposed: [row_step / 2][token_step] */
+    float *keys;              /* each two keys joined: [token_step / 2][row_step] */
+    float *p;                 /* [tokens][token_step / 2] */
+    float *products;          /* [tokens][token_step] */
+    float *coupled;           /* -M times beta, likewise */
+    float *q_since, *k_since; /* of a row: its scale, and the factors since the chunk's start */
+    float *tail;              /* of a key: its scale, and the factors that follow up to the chunk's end */
+    float *whole;             /* the product of all factors, [rows] */
+    float *state;             /* each two rows joined: [row_step / 2][channel_step] */
+    float *x;                 /* W: [tokens][channel_step] */
+    float *u, *tail_u;        /* U, and times `tail`; each two rows joined: [token_step / 2][channel_step] */
+} work;
+
+static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
+{
+    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step / 2;
+    const part_f32 parts[] = {
+        {&w->turned, keys},           {&w->keys, keys},          {&w->p, pairs / 2},
+        {&w->products, pairs},        {&w->coupled, pairs},      {&w->q_since, s->token_step},
+        {&w->k_since, s->token_step}, {&w->tail, s->token_step}, {&w->whole, s->row_step},
+    };
+    return lay_out_f32(parts, COUNT_OF(parts), memory);
+}
+
+static ptrdiff_t lay_out_values(work *w, const am_linear_shape *s, void *memory)
+{
+    const ptrdiff_t values = s->token_step * s->channel_step;
+    const part_f32 parts[] = {
+        {&w->state, s->row_step * s->channel_step / 2},
+        {&w->x, values},
+        {&w->u, values / 2},
+        {&w->tail_u, values / 2},
+    };
+    return lay_out_f32(parts, COUNT_OF(parts), memory);
+}
+
+static am_linear_scratch scratch_bf16x2(const am_linear_shape *s)
+{
+    work w;
+    return (am_linear_scratch){.pairs = lay_out_pairs(&w, s, NULL), .forward = lay_out_values(&w, s, NULL)};
+}
+
+/* What a row is multiplied by. */
+static float scale_of(const am_linear_shape *s, const float *row, double scale)
+{
+    vf sum = vf_set1(0);
+    if (!s->normalize) return (float)scale;
+    for (ptrdiff_t i = 0; i < s->row_step / 2; i += VF_LANES)
+        sum = vf_fma_bf16x2(vf_load(row + i), vf_load(row + i), sum);
+    return (float)scale / sqrtf(vf_total(sum) + 1e-6f);
+}
+
+/* The pairs of a row, from its products: P, and -M beta. `decays`: D, times the scale of keys; `count` are
+ * not 0. */
+static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float q_scale, float k_scale)
+{
+    const am_linear_shape *s = c->shape;
+    const float *products = w->products + i * s->token_step, *beta = c->beta;
+    float *p = w->p + i * s->token_step / 2, *coupled = w->coupled + i * s->token_step;
+    const vf of_q = vf_set1(q_scale), of_k = vf_set1(-k_scale), zero = vf_set1(0);
+    for (ptrdiff_t j = 0; j < s->token_step; j += 2 * VF_LANES) {
+        vf pairs[2];
+        UNROLL(2)
+        for (int v = 0; v < 2; v++) {
+            const ptrdiff_t at = j + v * VF_LANES, left = i + 1 - at;
+            const vf decays = vf_load(w->tail + at);
+            const uint64_t some = left <= 0 ? 0 : left >= VF_LANES ? UINT64_MAX : (UINT64_C(1) << left) - 1;
+            pairs[v] = vf_select(some, vf_mul(vf_mul(of_q, decays), vf_load(products + at)), zero);
+            if (beta && left > 0)
+                vf_store(coupled + at,
+                         vf_mul(vf_mul(of_k, vf_mul(decays, vf_load(beta + at))), vf_load(coupled + at)));
+        }
+        vf_store(p + j / 2, vf_narrow_bf16x2(pairs[0], pairs[1]));
+    }
+}
+
+static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step / 2;
+    const float *q = c->q, *k = c->k, *factor = c->factor;
+    work w;
+    lay_out_pairs(&w, s, pairs);
+    turn_f32(w.turned, s->token_step, k, step, n, step);
+    product_f32 product = {.c = w.products,
+                           .a = q,
+                           .b = w.turned,
+                           .c_step = s->token_step,
+                           .a_step = step,
+                           .a_depth = 1,
+                           .b_step = s->token_step,
+                           .m = n,
+                           .n = s->token_step,
+                           .depth = (s->rows + 1) / 2,
+                           .triangle = LOWER_RESULT};
+    multiply_bf16x2(&product);
+    product.c = w.coupled, product.a = k;
+    if (s->delta) multiply_bf16x2(&product);
+    for (ptrdiff_t i = 0; i < n; i += 2) {
+        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
+            float *to = w.keys + i / 2 * s->row_step + 2 * j;
+            const vf odd = i + 1 < n ? vf_load(k + (i + 1) * step + j) : vf_set1(0);
+            vf first, second;
+            vf_interleave_bf16x2(vf_load(k + i * step + j), odd, &first, &second);
+            vf_store(to, first), vf_store(to + VF_LANES, second);
+        }
+    }
+    float since = 1;
+    memset(w.tail, 0, (size_t)s->token_step * sizeof *w.tail);
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const float q_scale = scale_of(s, q + i * step, s->scale), k_scale = scale_of(s, k + i * step, 1);
+        since *= factor[i];
+        w.q_since[i] = since * q_scale, w.k_since[i] = since * k_scale;
+        for (ptrdiff_t j = 0; j < i; j += VF_LANES)
+            vf_store(w.tail + j, vf_mul(vf_set1(factor[i]), vf_load(w.tail + j)));
+        w.tail[i] = k_scale;
+        pair_row(c, &w, i, q_scale, k_scale);
+    }
+    for (ptrdiff_t r = 0; r < s->rows; r++) w.whole[r] = since;
+}
+
+/* Rounds two rows of channels to one of bf16x2; there may be no second. */
+static void join_rows(float *to, const float *even, const float *odd, ptrdiff_t count)
+{
+    for (ptrdiff_t j = 0; j < count; j += VF_LANES)
+        vf_store(to + j, vf_join_bf16x2(vf_load(even + j), odd ? vf_load(odd + j) : vf_set1(0)));
+}
+
+/* W, with the delta rule, from K S in its place. */
+static void find_w(const am_linear_chunk *c, const work *w)
+{
+    const am_linear_shape *s = c->shape;
+    const uint16_t *v = c->v;
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        float *x = w->x + i * s->channel_step;
+        const vf since = vf_set1(-w->k_since[i]);
+        for (ptrdiff_t j = 0; j < s->channel_step; j += VF_LANES)
+            vf_store(x + j, vf_fma(since, vf_load(x + j), vf_load_bf16(v + i * s->channel_step + j)));
+    }
+    solve_f32(w->x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
+}
+
+static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff_t channel)
+{
+    const ptrdiff_t at = token * c->shape->channel_step + channel;
+    if (token >= c->tokens) return vf_set1(0);
+    return c->beta ? vf_mul(vf_set1(((const float *)c->beta)[token]), vf_load(w->x + at))
+                   : vf_load_bf16((const uint16_t *)c->v + at);
+}
+
+static void find_u(const am_linear_chunk *c, const work *w)
+{
+    const ptrdiff_t step = c->shape->channel_step;
+    for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
+        const vf tail[] = {vf_set1(w->tail[i]), vf_set1(w->tail[i + 1])};
+        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
+            const vf even = u_of(c, w, i, j), odd = u_of(c, w, i + 1, j);
+            vf_store(w->u + i / 2 * step + j, vf_join_bf16x2(even, odd));
+            vf_store(w->tail_u + i / 2 * step + j,
+                     vf_join_bf16x2(vf_mul(tail[0], even), vf_mul(tail[1], odd)));
+        }
+    }
+}
+
+static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->channel_step;
+    const float *state = c->state;
+    work w;
+    lay_out_pairs(&w, s, pairs);
+    lay_out_values(&w, s, scratch);
+    for (ptrdiff_t r = 0; r < s->rows; r += 2)
+        join_rows(w.state + r / 2 * step, state + r * step, r + 1 < s->rows ? state + (r + 1) * step : NULL,
+                  step);
+    product_f32 product = {.c = w.x,
+                           .a = c->k,
+                           .b = w.state,
+                           .c_step = step,
+                           .a_step = s->row_step / 2,
+                           .a_depth = 1,
+                           .b_step = step,
+                           .m = n,
+                           .n = step,
+                           .depth = (s->rows + 1) / 2};
+    if (s->delta) {
+        multiply_bf16x2(&product);
+        find_w(c, &w);
+    }
+    product.c = c->out, product.a = c->q;
+    multiply_bf16x2(&product);
+    find_u(c, &w);
+    product.start = product.c, product.factor = w.q_since;
+    product.a = w.p, product.a_step = s->token_step / 2;
+    product.b = w.u, product.depth = (n + 1) / 2, product.triangle = LOWER_LEFT;
+    multiply_bf16x2(&product);
+    product.c = c->next, product.start = state, product.factor = w.whole;
+    product.a = w.keys, product.a_step = 1, product.a_depth = s->row_step;
+    product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;
+    multiply_bf16x2(&product);
+    return all_finite_f32(c->out, n * step) && all_finite_f32(c->next, s->rows * step);
+}
+
+static const am_linear_kernels kernels = {
+    .rows = AM_BFLOAT16,
+    .scratch = scratch_bf16x2,
+    .find_pairs = find_pairs_bf16x2,
+    .forward = forward_bf16x2,
+};
+const am_kernels TABLE(linear_bf16x2) = {.linear_bf16x2 = &kernels};

@@ -1,0 +1,82 @@
+/* multiply_tpl.h – the product of matrices, by the innermost loop of attention's. A lane of depth holds
+ * JOINED numbers. */
+
+/* Some rows and columns of a product. */
+static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) * p, ptrdiff_t row,
+                                                             ptrdiff_t column, ptrdiff_t begin, ptrdiff_t end,
+                                                             const int rows, const int vectors)
+{
+    V sums[HEIGHT * VECTORS / 2][2]; /* of all rows, then of their third and fourth vectors */
+    UNROLL(16)
+    for (int r = 0; r < rows; r++) {
+        const V factor = VOP(set1)(p->factor ? p->factor[row + r] : 1);
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++) {
+            const T *start = p->start + (row + r) * p->c_step + column + j * LANES;
+            sums[j / 2 * rows + r][j % 2] = p->start ? VOP(mul)(factor, VOP(load)(start)) : VOP(set1)(0);
+        }
+    }
+    FROM(add_to_sums)(rows, vectors, end - begin, p->a + row * p->a_step + begin * p->a_depth, p->a_step,
+                      p->a_depth, p->b + begin * p->b_step + column, p->b_step, sums, 0, NULL, false, NULL,
+                      NULL);
+    UNROLL(16)
+    for (int r = 0; r < rows; r++) {
+        T *c = p->c + (row + r) * p->c_step + column;
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++) VOP(store)(c + j * LANES, sums[j / 2 * rows + r][j % 2]);
+    }
+}
+
+#define TILE(rows, vectors)                                                                                  \
+    static void FROM(tile_##rows##_##vectors)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column,        \
+                                              ptrdiff_t begin, ptrdiff_t end)                                \
+    {                                                                                                        \
+        FROM(tile)(p, row, column, begin, end, rows, vectors);                                               \
+    }
+#define NAME(rows, vectors) FROM(tile_##rows##_##vectors),
+#if VECTORS == 4
+#    define EACH_WIDTH(DO, rows) DO(rows, 1) DO(rows, 2) DO(rows, 4)
+#else
+#    define EACH_WIDTH(DO, rows) DO(rows, 1) DO(rows, 2)
+#endif
+EACH_WIDTH(TILE, 1)
+EACH_WIDTH(TILE, 2)
+EACH_WIDTH(TILE, 3)
+EACH_WIDTH(TILE, 4)
+EACH_WIDTH(TILE, 5)
+EACH_WIDTH(TILE, 6)
+static void (*const FROM(tiles)[HEIGHT][VECTORS / 2 + 1])(const FN(product) *, ptrdiff_t, ptrdiff_t,
+                                                          ptrdiff_t, ptrdiff_t) = {
+    {EACH_WIDTH(NAME, 1)}, {EACH_WIDTH(NAME, 2)}, {EACH_WIDTH(NAME, 3)},
+    {EACH_WIDTH(NAME, 4)}, {EACH_WIDTH(NAME, 5)}, {EACH_WIDTH(NAME, 6)},
+};
+#undef TILE
+#undef NAME
+#undef EACH_WIDTH
+
+/* Panels of columns, whose part of b stays in the first-level cache, and in them strips of rows of about the
+ * same height. */
+static void FROM(multiply)(const FN(product) * p)
+{
+    const ptrdiff_t strips = (p->m + HEIGHT - 1) / HEIGHT;
+    for (ptrdiff_t column = 0; column < p->n; column += VECTORS * LANES) {
+        for (ptrdiff_t i = 0, row = 0; i < strips; i++) {
+            const ptrdiff_t rows = p->m / strips + (i < p->m % strips), last = row + rows;
+            ptrdiff_t columns = p->n - column, begin = 0, end = p->depth;
+            if (columns > VECTORS * LANES) columns = VECTORS * LANES;
+            if (p->triangle == LOWER_RESULT && columns > last - column) columns = last - column;
+            if (p->triangle == LOWER_LEFT && end > (last + JOINED - 1) / JOINED)
+                end = (last + JOINED - 1) / JOINED;
+            if (p->triangle == UPPER_LEFT) begin = row < end ? row : end;
+            for (ptrdiff_t at = column; columns > 0;) { /* more than needed where that is one vector */
+                const int width =
+                    columns > 2 * LANES && VECTORS == 4 && p->n - at >= 4 * LANES ? 2 : columns > LANES;
+                FROM(tiles)[rows - 1][width](p, row, at, begin, end);
+                columns -= (ptrdiff_t)LANES << width, at += (ptrdiff_t)LANES << width;
+            }
+            row = last;
+        }
+    }
+}
+#undef FROM
+#undef JOINED
