@@ -58,7 +58,7 @@ FORMATS = {
         "AM_FLOAT32": np.float32,
         "AM_FLOAT64": np.float64,
         "AM_INT8": np.int8,
-        "AM_FLOAT8": FLOAT8,
+        "AM_FLOAT8_E4M3": FLOAT8,
     }.items()
 }
 
@@ -342,7 +342,7 @@ def check_pack_bf16(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
 PACKED_QUERIES = {
     CONSTANTS["AM_INT8"]: check_pack_i16x2,
     CONSTANTS["AM_BFLOAT16"]: check_pack_lines,
-    CONSTANTS["AM_FLOAT8"]: check_pack_bf16,
+    CONSTANTS["AM_FLOAT8_E4M3"]: check_pack_bf16,
 }
 CHECKS = {
     "am_add_rows": check_add_rows,

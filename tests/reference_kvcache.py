@@ -9,7 +9,11 @@ from itertools import pairwise
 import numpy as np
 import reference_flash as ref
 
-LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes of quantized numbers, by the names of their types
+LARGEST = {
+    "int8": 127,
+    "float8_e4m3fn": 448,
+    "float8_e5m2": 57344,
+}  # magnitudes of quantized numbers, by the names of their types
 FAR = 2**60
 
 

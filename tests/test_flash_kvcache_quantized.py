@@ -11,9 +11,9 @@ from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 
-INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+INT8, FLOATS8 = np.dtype(np.int8), [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FORMATS = [INT8, FLOAT8]
+FORMATS = [INT8, *FLOATS8]
 H, HKV, D, DV = 8, 2, 64, 40
 LENGTHS = np.array([0, 70, 200, 64, 1])
 
@@ -337,17 +337,18 @@ def test_read_only_scales_take_no_tokens():
     assert not cache.any()
 
 
+@pytest.mark.parametrize("dtype", FLOATS8, ids=str)
 @pytest.mark.parametrize("query_type", [np.float32, BF16])
-def test_each_number_of_float8(isa, query_type):
+def test_each_number_of_float8(isa, dtype, query_type):
     """Equal tokens weigh the same, so that their mean is one of them; a query of one 1 picks a number of the key."""
-    numbers = np.arange(256, dtype=np.uint8).view(FLOAT8)
+    numbers = np.arange(256, dtype=np.uint8).view(dtype)
     tokens = np.repeat(numbers[None, None, None], 64, axis=1)
     zeros = np.zeros_like(tokens)
     query = np.zeros((1, 1, 1, 256), query_type)
     scales = ones((tokens, tokens))
     out = attnmask.flash_attention_with_kvcache(query, zeros, tokens, **scales)
     np.testing.assert_array_equal(out[0, 0, 0].astype(np.float32), numbers.astype(np.float32))
-    tokens[np.isnan(tokens)] = 0
+    tokens[~np.isfinite(tokens)] = 0
     for i in range(256):
         query[:] = np.arange(256) == i
         options = {"softmax_scale": 1, "return_lse": True}

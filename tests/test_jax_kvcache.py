@@ -18,7 +18,7 @@ from test_jax_processes import run  # noqa: E402
 
 import attnmask.jax  # noqa: E402
 
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOATS8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 NAMES = list(inspect.signature(attnmask.jax.flash_attention_with_kvcache).parameters)
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
@@ -94,7 +94,7 @@ def test_random_arguments(case):
         compare(as_in_jax(arguments_of(case)) | {"return_lse": case.return_lse})
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.int8), FLOAT8], ids=str)
+@pytest.mark.parametrize("dtype", [np.dtype(np.int8), *FLOATS8], ids=str)
 @pytest.mark.parametrize("scale", ["tokens", "channels"])
 @pytest.mark.parametrize("new", [False, True])
 def test_quantized_caches(dtype, scale, new):
@@ -168,7 +168,7 @@ def decoding(dtype=F32, tokens=64):
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((tokens, 2, 1, heads, 16)).astype(F32) for heads in (4, 2, 2)]
     caches = {name: jax.numpy.zeros((2, tokens, 2, 16), dtype) for name in CACHES[:2]}
-    if dtype in (np.int8, FLOAT8):
+    if dtype in (np.int8, *FLOATS8):
         caches |= {name: jax.numpy.zeros((2, tokens, 2, 1)) for name in CACHES[2:]}
 
     def step(caches, inputs):
@@ -181,7 +181,7 @@ def decoding(dtype=F32, tokens=64):
     return step, caches, inputs
 
 
-DTYPES = [F32, F16, BF16, np.dtype(np.int8), FLOAT8]
+DTYPES = [F32, F16, BF16, np.dtype(np.int8), *FLOATS8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,19 +25,22 @@ QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
     f"flash_f32.kv[{CONSTANTS['AM_BFLOAT16']}].pack_queries": ("avx512", *LEVELS_WITH_I16X2),
     f"flash_bf16x2.kv[{CONSTANTS['AM_INT8']}].pack_queries": ("avx512bf16",),
-    f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8']}].pack_queries": ("avx512bf16",),
+    f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8_E4M3']}].pack_queries": ("avx512bf16",),
 }
-EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8"))
+EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
 LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at other levels
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
 FORMATS = {
-    "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8"),
+    "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8_E4M3"),
+    "flash_f32.widen": (),
     "flash_f32.numbers": UP_TO_FLOAT32,
     "flash_f64.kv": ("AM_FLOAT64",),
+    "flash_f64.widen": (),
     "flash_f64.numbers": ("AM_FLOAT64",),
-    "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8"),
+    "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8_E4M3"),
+    "flash_bf16x2.widen": (),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
     "conv_f32.forward": UP_TO_FLOAT32,
     "conv_f64.forward": ("AM_FLOAT64",),

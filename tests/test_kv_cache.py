@@ -17,9 +17,9 @@ from attnmask._cache.pages import KVCache, quantize_kv
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
-EIGHT_BITS = (np.dtype("int8"), FP8)
+EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
 # Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has eight bits.
-ERROR = {FLOATS[0]: 4e-3, BF16: 3e-2, FLOATS[2]: 1e-5, FLOATS[3]: 1e-13, EIGHT_BITS[0]: 3e-2, FP8: 3e-2}
+ERROR = {FLOATS[0]: 4e-3, BF16: 3e-2, FLOATS[2]: 1e-5, FLOATS[3]: 1e-13, **dict.fromkeys(EIGHT_BITS, 3e-2)}
 HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
 
 
@@ -575,10 +575,10 @@ def test_arrays(dtype):
         ({"pages": 2**27, "page_size": 16}, ValueError, r"pages \* page_size must be at most 2147483647"),
         ({"pages": 2**500}, ValueError, r"pages \* page_size .* got an integer of"),
         ({"depth": 2**62}, MemoryError, "layers, pages, page_size, kv_heads and depth"),
-        ({"dtype": "int16"}, TypeError, "dtype must be float16, .* or float8_e4m3fn, got 'int16'"),
+        ({"dtype": "int16"}, TypeError, "dtype must be float16, .* or float8_e5m2, got 'int16'"),
         ({"dtype": None}, TypeError, "dtype must be float16, .* got None"),
         ({"dtype": "nonsense"}, TypeError, "dtype must be float16, .* got 'nonsense'"),
-        ({"dtype": ml_dtypes.float8_e5m2}, TypeError, "dtype must be float16"),
+        ({"dtype": ml_dtypes.float8_e4m3b11fnuz}, TypeError, "dtype must be float16"),
     ],
     ids=repr,
 )

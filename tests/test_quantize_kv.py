@@ -10,7 +10,8 @@ from conftest import LAYOUTS, arrange
 from attnmask._cache.pages import KVCache, quantize_kv
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-EIGHT_BITS = (np.dtype("int8"), FP8)
+EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 FLOATS = tuple(map(np.dtype, ("float16", ml_dtypes.bfloat16, "float32", "float64")))
 
 
@@ -22,7 +23,7 @@ def test_quantize_kv(dtype, given, axis, layout):
     rng = np.random.default_rng(0)
     x = arrange((rng.standard_normal((5, 6, 7)) * 10 ** rng.uniform(-3, 3, (5, 6, 1))).astype(given), layout)
     values, scale = quantize_kv(x, dtype, axis)
-    limit = {"int8": 127, "float8_e4m3fn": 448}[dtype.name]
+    limit = LARGEST[dtype.name]
     wide = x.astype(np.float64)
     np.testing.assert_allclose(scale, abs(wide).max(axis, keepdims=True) / limit, rtol=2**-22)
     for array, wanted in ((values, dtype), (scale, np.float32)):
@@ -31,9 +32,10 @@ def test_quantize_kv(dtype, given, axis, layout):
         assert array.flags.writeable
     assert values.shape == x.shape
     assert abs(values.astype(np.float64)).max() == limit
+    digits = 2 if dtype.name == "float8_e5m2" else 3
     nearest = np.rint(wide / scale) if dtype == np.int8 else (wide / scale).astype(np.float32).astype(dtype)
     off = abs(values.astype(np.float64) - nearest.astype(np.float64))
-    assert (off <= (1 if dtype == np.int8 else abs(wide / scale) / 8)).all()
+    assert (off <= (1 if dtype == np.int8 else abs(wide / scale) / 2**digits)).all()
     assert (off > 0).mean() < 0.01  # as quotients are rounded before
 
 
@@ -94,8 +96,8 @@ def test_quantize_kv_of_nothing(dtype):
             TypeError,
             "x must be of float16, bfloat16, float32 or float64, got int64 array",
         ),
-        (([1.0], "float32", 0), TypeError, "dtype must be int8 or float8_e4m3fn, got 'float32'"),
-        (([1.0], None, 0), TypeError, "dtype must be int8 or float8_e4m3fn, got None"),
+        (([1.0], "float32", 0), TypeError, "dtype must be int8, float8_e4m3fn or float8_e5m2, got 'float32'"),
+        (([1.0], None, 0), TypeError, "dtype must be int8, float8_e4m3fn or float8_e5m2, got None"),
         (([1.0], "int8", 1), ValueError, "axis: axis 1 is out of bounds"),
         (([1.0], "int8", 1), IndexError, "axis: axis 1 is out of bounds"),
         (([1.0], "int8", (0, -1)), ValueError, "repeated axis in `axis`"),
@@ -122,7 +124,7 @@ def test_float8_without_ml_dtypes(monkeypatch, make):
 
 def test_a_type_that_cannot_be_is_told_before_a_package_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(TypeError, match="dtype must be int8 or float8_e4m3fn, got 'bfloat16'"):
+    with pytest.raises(TypeError, match="dtype must be int8, float8_e4m3fn or float8_e5m2, got 'bfloat16'"):
         quantize_kv([1.0], "bfloat16", 0)
     with pytest.raises(ImportError, match="dtype is of bfloat16, for which NumPy needs ml_dtypes"):
         KVCache(2, 8, pages=4, dtype="bfloat16")

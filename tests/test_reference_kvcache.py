@@ -64,12 +64,12 @@ def test_the_twin(paged, packed):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", ["int8", ml_dtypes.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=str)
 @pytest.mark.parametrize("scales", ["token", "channel", None])
 def test_numbers_of_eight_bits(dtype, scales):
     """What is appended is read again, up to rounding: by its own scales, or clipped by those that are given."""
     rng, table = np.random.default_rng(0), np.array([[3, 1, 4]])
-    limit = {"int8": 127, "float8_e4m3fn": 448}[np.dtype(dtype).name]
+    limit = twin.LARGEST[np.dtype(dtype).name]
     cache, new = np.zeros((5, 4, KV_HEADS, DEPTH), dtype), rng.standard_normal((7, KV_HEADS, DEPTH))
     if scales == "token":
         scale = np.full((5, 4, KV_HEADS, 1), np.nan, np.float32)
@@ -86,5 +86,9 @@ def test_numbers_of_eight_bits(dtype, scales):
         unit = 1 if scale is None else scale[0]
         assert (abs(new) > unit * limit).any()
     wanted = np.clip(new, -unit * limit, unit * limit)
-    error = unit / 2 if dtype == "int8" else np.maximum(abs(wanted) / 16, unit / 2**10)
+    digits, least = (
+        (2, 16) if dtype == ml_dtypes.float8_e5m2 else (3, 9)
+    )  # behind the point, and of the least number
+    relative, absolute = abs(wanted) / 2 ** (digits + 1), unit / 2 ** (least + 1)
+    error = unit / 2 if dtype == "int8" else np.maximum(relative, absolute)
     assert (abs(got - wanted) <= error * 1.0001).all()

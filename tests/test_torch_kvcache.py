@@ -33,8 +33,8 @@ def tensor(torch, x):
         return x
     if x.dtype == BF16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    if x.dtype == ml_dtypes.float8_e4m3fn:
-        return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
+    if x.dtype.name.startswith("float8"):
+        return torch.from_numpy(x.view(np.uint8)).view(getattr(torch, x.dtype.name))
     return torch.from_numpy(x)
 
 
@@ -65,6 +65,7 @@ def made(name):
 
 NAMES = [
     *CASES, "int8", "int8 packed", "int8 channels", "float8_e4m3fn", "float8_e4m3fn packed", "float8_e4m3fn channels",
+    "float8_e5m2",
 ]  # fmt: skip
 
 

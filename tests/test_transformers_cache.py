@@ -79,7 +79,7 @@ def test_generation(name, monkeypatch):
     assert cache.kv.free_pages == 40
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_types(dtype):
     """Logits are those of the model, as near as the type is."""
     model, ids = ready("Llama"), random_ids(2, TOKENS)
@@ -91,7 +91,7 @@ def test_types(dtype):
             [model(part, past_key_values=cache).logits for part in ids.split((4, 6, 1), 1)], dim=1
         )
     error = (got - right).abs().max() / right.abs().max()
-    assert error < {"float32": 1e-5, "float16": 0.005, "bfloat16": 0.03, "int8": 0.05}.get(dtype, 0.2)
+    assert error < {"float32": 1e-5, "float16": 0.005, "bfloat16": 0.03, "int8": 0.05}.get(dtype, 0.4)
     assert (error > 1e-4) == (dtype != "float32")
 
 

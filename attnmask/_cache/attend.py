@@ -67,8 +67,8 @@ def flash_attention_with_kvcache(
     ----------
     query : array_like, shape [B, Tq, H, D], or [total, H, D] with `cu_seqlens_q`
     k_cache : ndarray, shape [B, Tmax, Hkv, D], or [pages, page_size, Hkv, D] with `block_table`
-        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``, with any strides. Queries may have
-        another type, but float64 goes only with float64.
+        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``, with any
+        strides. Queries may have another type, but float64 goes only with float64.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
         Same type as `k_cache`.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._cache.attend import flash_attention_with_kvcache
 from attnmask._common.arguments import (
+    FLOAT8,
     allocate,
     as_array,
     check_form,
@@ -38,7 +39,8 @@ from attnmask._common.arguments import (
 
 __all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
 
-_LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes, by the names of the types
+# The largest magnitudes of formats that have scales, by the names of their types.
+_LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
 _CACHE_LINE = 64  # bytes
 
@@ -54,15 +56,16 @@ def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
     """A type of eight bits, or any type that a cache can have."""
-    packaged = ("float8_e4m3fn", "bfloat16") if floating else ("float8_e4m3fn",)
-    if isinstance(value, str) and value in packaged:
+    if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
     except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
         dtype = None
     if dtype is None or not (dtype.name in _LARGEST or (floating and is_floating(dtype))):
-        expected = f"{'float16, bfloat16, float32, float64, ' if floating else ''}int8 or float8_e4m3fn"
+        floats = ("float16", "bfloat16", "float32", "float64") if floating else ()
+        *names, last = *floats, *_LARGEST
+        expected = f"{', '.join(names)} or {last}"
         raise TypeError(f"dtype must be {expected}, got {value!r:.200}")
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
@@ -76,6 +79,7 @@ def quantize_kv(
 
         scale = largest |x| along the axis / 127        int8, to the nearest integer, ties to even
                 largest |x| along the axis / 448        float8_e4m3fn
+                largest |x| along the axis / 57344      float8_e5m2
 
     Parameters
     ----------
@@ -83,7 +87,7 @@ def quantize_kv(
         float16, bfloat16, float32 or float64. It is read as float32 and must be finite there: NaN, infinity and
         anything beyond float32 raise a ValueError.
     dtype : dtype
-        int8 or ``ml_dtypes.float8_e4m3fn``.
+        int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``.
     axis : int or tuple of int
         The axes that share a scale. For ``[B, T, Hkv, D]``, -1 makes one scale per token and head, and ``(0, 1)`` one
         per head and channel.
@@ -190,8 +194,8 @@ class KVCache:
         Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
         of others first.
     dtype : dtype
-        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have one scale per token
-        and head, as in `quantize_kv`.
+        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``. The last
+        three have one scale per token and head, as in `quantize_kv`.
     value_depth : int, optional
         Dv of the values; defaults to `depth`.
 

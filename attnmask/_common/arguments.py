@@ -197,6 +197,9 @@ def _of_a_library(value: Any, name: str) -> NDArray[Any]:
         ) from error
 
 
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # of keys and values, by their names in ml_dtypes and PyTorch
+
+
 def check_kind_of_tensor(tensor: Any, name: str) -> None:
     if not tensor.is_cpu:
         raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
@@ -216,8 +219,9 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
     try:
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
-        if tensor.dtype is torch.float8_e4m3fn:
-            return tensor.view(torch.uint8).numpy().view(of_ml_dtypes("float8_e4m3fn", name))  # type: ignore[no-any-return]
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind in FLOAT8:
+            return tensor.view(torch.uint8).numpy().view(of_ml_dtypes(kind, name))  # type: ignore[no-any-return]
         array: NDArray[Any] = tensor.numpy()
         return array
     except (RuntimeError, TypeError) as error:

@@ -165,7 +165,7 @@ def flash_attention_with_kvcache(
     ----------
     query, key, value : Tensor
     k_cache, v_cache : Tensor
-        float16, bfloat16, float32, float64, int8 or float8_e4m3fn.
+        float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2.
     k_scale, v_scale : Tensor of float32, optional
     cache_seqlens : int, Tensor or array_like, optional
     block_table, cu_seqlens_q, softmax_aux, alibi_slopes : Tensor or array_like, optional

@@ -296,7 +296,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     pages, page_size : int
         As in `attnmask.KVCache`; all memory is allocated when the cache is made.
     dtype : dtype or str, optional
-        float16, bfloat16, float32, float64, int8 or float8_e4m3fn; defaults to the model's.
+        float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2; defaults to the model's.
 
     Attributes
     ----------

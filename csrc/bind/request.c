@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
 struct am_kept {
@@ -36,16 +37,13 @@ bool am_refuse_status(am_request *r, am_status status)
 const char *am_dtype_name(am_dtype type)
 {
     static const char *const names[] = {
-        [AM_BOOL] = "bool",         [AM_INT8] = "int8",
-        [AM_UINT8] = "uint8",       [AM_INT16] = "int16",
-        [AM_UINT16] = "uint16",     [AM_INT32] = "int32",
-        [AM_UINT32] = "uint32",     [AM_INT64] = "int64",
-        [AM_UINT64] = "uint64",     [AM_FLOAT16] = "float16",
-        [AM_BFLOAT16] = "bfloat16", [AM_FLOAT32] = "float32",
-        [AM_FLOAT64] = "float64",   [AM_FLOAT8] = "float8_e4m3fn",
-        [AM_OTHER] = "other",
+        [AM_BOOL] = "bool",       [AM_INT8] = "int8",         [AM_UINT8] = "uint8",
+        [AM_INT16] = "int16",     [AM_UINT16] = "uint16",     [AM_INT32] = "int32",
+        [AM_UINT32] = "uint32",   [AM_INT64] = "int64",       [AM_UINT64] = "uint64",
+        [AM_FLOAT16] = "float16", [AM_BFLOAT16] = "bfloat16", [AM_FLOAT32] = "float32",
+        [AM_FLOAT64] = "float64", [AM_OTHER] = "other",
     };
-    return names[type];
+    return am_is_of_cache(type) ? am_kv_format_of(type)->name : names[type];
 }
 
 static void append(am_refusal *to, const char *format, ...)

@@ -223,7 +223,7 @@ static bool read_dense(am_request *r, am_node *node, const am_operand *o)
     const ptrdiff_t wanted[4] = {r->mask.batch, r->mask.heads, r->mask.queries, r->mask.keys};
     ptrdiff_t slack[2] = {-1, -1}; /* an axis that is shared is never followed */
     if (o[0].kind != AM_ARRAY) return reject(r, "attention_mask must be an array");
-    if (v->type >= AM_FLOAT8) return am_refuse(r, AM_WRONG_TYPE, v, "attention_mask must be bool or numbers");
+    if (v->type > AM_FLOAT64) return am_refuse(r, AM_WRONG_TYPE, v, "attention_mask must be bool or numbers");
     bool fits = v->axes == 4;
     for (int i = 0; i < 4; i++) {
         fits = fits && (v->shape[i] == 1 || (i < 2 ? v->shape[i] == wanted[i] : v->shape[i] >= wanted[i]));

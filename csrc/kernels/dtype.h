@@ -16,11 +16,15 @@ typedef enum {
     AM_BFLOAT16,
     AM_FLOAT32,
     AM_FLOAT64,
-    AM_FLOAT8, /* e4m3fn, only of keys and values */
-    AM_OTHER,  /* anything that the library does not compute with */
+    /* Only of keys and values: */
+    AM_FLOAT8_E4M3, /* e4m3fn */
+    AM_FLOAT8_E5M2,
+    AM_INT4,  /* two in a byte */
+    AM_OTHER, /* anything that the library does not compute with */
 } am_dtype;
 
 static inline int am_is_integer(am_dtype type) { return type >= AM_INT8 && type <= AM_UINT64; }
+static inline int am_is_of_cache(am_dtype type) { return type >= AM_FLOAT8_E4M3 && type <= AM_INT4; }
 static inline int am_is_floating(am_dtype type) { return type >= AM_FLOAT16 && type <= AM_FLOAT64; }
 
 #endif

@@ -282,6 +282,10 @@ typedef struct {
     bool scales_products; /* step_unpacked multiplies products by q_factor, not pack_queries queries */
 } am_kv_kernels;
 
+/* Turns `count` numbers that lie side by side in a format that no kernel reads into `factors` of the
+ * arithmetic. `groups`: the scale and the offset of each `group` of them, in formats that have some. */
+typedef void am_widen_row(void *to, const void *from, const float *groups, ptrdiff_t group, ptrdiff_t count);
+
 /* Reads a bias, and writes a result, of one element type in memory. */
 typedef struct {
     am_flash_read_bias *read_bias;
@@ -355,7 +359,8 @@ typedef struct {
     bool packed_alone; /* the step takes no rows of keys and values */
     am_flash_step *step;
     am_flash_merge *merge;
-    am_kv_kernels kv[AM_OTHER]; /* by am_dtype */
+    am_kv_kernels kv[AM_OTHER];    /* by am_dtype */
+    am_widen_row *widen[AM_OTHER]; /* what `kv` does not read; NULL: by its format's own function */
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;

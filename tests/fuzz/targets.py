@@ -627,7 +627,7 @@ target(
 
 
 def cache_arguments(rng: Rng) -> Arguments:
-    low = pick(rng, [None, None, np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)])
+    low = pick(rng, [None, None, *map(np.dtype, (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))])
     dtype = pick(rng, FLOATS if low is None else [np.float16, np.float32, ml_dtypes.bfloat16])
     packed, paged = coin(rng), coin(rng)
     rows = (2 * 3,) if packed else (2, 3)
@@ -676,7 +676,7 @@ target(
     "quantize_kv",
     lambda rng: {
         "x": floats(rng, 2, 5, 3, 4, dtype=pick(rng, FLOATS)),
-        "dtype": pick(rng, [np.int8, ml_dtypes.float8_e4m3fn]),
+        "dtype": pick(rng, [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]),
         "axis": pick(rng, [-1, (0, 1), 2]),
     },
     attnmask.quantize_kv,

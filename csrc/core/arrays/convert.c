@@ -12,9 +12,9 @@ size_t am_size_of(am_dtype type)
     static const unsigned char sizes[] = {
         [AM_BOOL] = 1,     [AM_INT8] = 1,    [AM_UINT8] = 1,   [AM_INT16] = 2,  [AM_UINT16] = 2,
         [AM_INT32] = 4,    [AM_UINT32] = 4,  [AM_INT64] = 8,   [AM_UINT64] = 8, [AM_FLOAT16] = 2,
-        [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_FLOAT8] = 1, [AM_OTHER] = 0,
+        [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
     };
-    return sizes[type];
+    return am_is_of_cache(type) ? 1 : sizes[type];
 }
 
 am_lane am_lane_of_size(ptrdiff_t size)

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 
 enum { WIDEST = 8 }; /* bytes of a number; a bias may be wider than the arithmetic */
 
@@ -41,15 +42,24 @@ static const am_arithmetic *choose_arithmetic(const am_kernels *kernels, const a
     }
 }
 
+/* Turns keys and values into what the arithmetic multiplies; NULL if its kernels read them. */
+static am_widen_row *widen_of(const am_arithmetic *a, am_dtype type)
+{
+    if (a->kv[type].pack_keys) return NULL;
+    return a->widen[type] ? a->widen[type] : am_kv_format_of(type)->widen;
+}
+
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 {
     const am_kernels *k = context->kernels;
     const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
+    am_widen_row *widen = widen_of(arithmetic, attn->k.type);
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
         .arithmetic = arithmetic,
-        .kv = &arithmetic->kv[attn->k.type],
+        .kv = &arithmetic->kv[widen ? arithmetic->factors : attn->k.type],
+        .widen = widen,
         .type = arithmetic->type,
         .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,

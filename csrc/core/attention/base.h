@@ -25,13 +25,14 @@ typedef struct {
     const am_attn *attn;
     const am_kernels *all_kernels;
     const am_arithmetic *arithmetic;
-    const am_kv_kernels *kv; /* of keys and values as they lie in memory */
-    am_dtype type;           /* of sums */
-    ptrdiff_t size;          /* of their elements */
-    ptrdiff_t heads_per_kv;  /* query heads that share a key head */
-    double unit;             /* of logits: e^logit is 2^(unit logit) */
-    uint32_t threshold;      /* of dropout, 0 for none */
-    bool by_head;            /* heads may see different keys */
+    const am_kv_kernels *kv; /* of keys and values as they lie in memory, or as they are widened */
+    am_widen_row *widen; /* makes keys and values what the arithmetic multiplies; NULL: kernels read them */
+    am_dtype type;       /* of sums */
+    ptrdiff_t size;      /* of their elements */
+    ptrdiff_t heads_per_kv; /* query heads that share a key head */
+    double unit;            /* of logits: e^logit is 2^(unit logit) */
+    uint32_t threshold;     /* of dropout, 0 for none */
+    bool by_head;           /* heads may see different keys */
 } am_attn_base;
 
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */
@@ -80,11 +81,16 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
     return am_ceil_div(numbers, am_width(base));
 }
 
-/* The numbers of a lane of keys and values where they lie: those of eight bits become lanes of two as they
- * are packed. */
+/* The type of unpacked keys and values as kernels read them. */
+static inline am_dtype am_kv_row_type(const am_attn_base *base)
+{
+    return base->widen ? base->arithmetic->factors : base->attn->k.type;
+}
+
+/* The numbers of a lane of these: those of eight bits become lanes of two as they are packed. */
 static inline ptrdiff_t am_kv_width(const am_attn_base *base)
 {
-    return base->attn->k.type == base->arithmetic->factors ? am_width(base) : 1;
+    return am_kv_row_type(base) == base->arithmetic->factors ? am_width(base) : 1;
 }
 
 static inline bool am_scales_products(const am_attn_base *base)

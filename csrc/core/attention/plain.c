@@ -59,7 +59,7 @@ static double read_number(am_dtype type, const char *from)
     case AM_FLOAT32: return memcpy(&number, from, sizeof number), (double)number;
     case AM_FLOAT16: return memcpy(&half, from, sizeof half), (double)am_widen_one_f16(half);
     case AM_BFLOAT16: return memcpy(&half, from, sizeof half), (double)am_widen_one_bf16(half);
-    default: return am_kv_format_of(type)->widen(&number, from, 1), (double)number;
+    default: return am_kv_format_of(type)->widen(&number, from, NULL, 0, 1), (double)number;
     }
 }
 

@@ -143,12 +143,12 @@ static void join_levels(void)
     ADD(kv_bf16x2, avx512bf16)
     ADD(linear_bf16x2, avx512bf16)
     ADD(kv_f8x2, avx512bf16)
-    to->flash_bf16x2.keys |= 1 << AM_INT8 | 1 << AM_FLOAT8;
+    to->flash_bf16x2.keys |= 1 << AM_INT8 | 1 << AM_FLOAT8_E4M3;
 #endif
 #ifdef AM_HAVE_AMX
     to = begin_level(AMX, "amx");
     /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
-    to->flash_bf16x2.kv[AM_INT8] = to->flash_bf16x2.kv[AM_FLOAT8] = (am_kv_kernels){0};
+    to->flash_bf16x2.kv[AM_INT8] = to->flash_bf16x2.kv[AM_FLOAT8_E4M3] = (am_kv_kernels){0};
     to->linear_bf16x2 = NULL;
     ADD(tiles, amx)
 #endif

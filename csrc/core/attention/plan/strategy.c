@@ -63,7 +63,7 @@ static ptrdiff_t most_unpacked_rows(const am_work *w)
     const ptrdiff_t head_dim = am_min(w->head_dim, w->value_dim), panel_bytes = w->panel * w->size;
     const bool widened = w->k_type != w->type,
                whole = w->head_dim % WHOLE_PART == 0 && w->value_dim % WHOLE_PART == 0;
-    if (w->width > 1 && w->k_type == AM_FLOAT8) return FEW_ROWS_F8X2;
+    if (w->width > 1 && w->k_type == AM_FLOAT8_E4M3) return FEW_ROWS_F8X2;
     if (widened && (!whole || head_dim < LONG_ROW || panel_bytes < LONG_PANEL / 2 || w->packed_alone))
         return FEW_WIDENED;
     /* The kernels multiply integers, but packed keys would be float32. */
@@ -75,7 +75,7 @@ static am_strategy choose_strategy(const am_work *w, const am_shape *h)
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
     if (can_transpose(w, h)) return AM_TRANSPOSED;
-    const bool can_widen = w->k_type != AM_FLOAT8 || w->head_dim <= AM_MOST_WIDENED;
+    const bool can_widen = w->k_type != AM_FLOAT8_E4M3 || w->head_dim <= AM_MOST_WIDENED;
     if (can_widen && h->rows <= most_unpacked_rows(w)) return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
 }

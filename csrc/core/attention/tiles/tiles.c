@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 #include "core/sequences/packed.h"
 
 enum { TILE = AM_FLASH_TILE };
@@ -188,7 +189,7 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
 {
     const am_attn *f = base->attn;
     const ptrdiff_t counts[] = {f->head_dim, f->value_dim}, packed[] = {s->k_bytes, s->v_bytes},
-                    size = (ptrdiff_t)am_size_of(f->k.type),
+                    size = (ptrdiff_t)am_size_of(am_kv_row_type(base)),
                     heads = f->pages.table ? am_max(1, s->step_items) : 1,
                     scaled = f->k_scales.data ? am_max(1, s->step_items) : 0;
     w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
@@ -215,7 +216,24 @@ static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
 {
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
-    return am_is_plain(t, count, width);
+    return !w->kv->base->widen && am_is_plain(t, count, width);
+}
+
+/* Keys or values of the tile as numbers of am_kv_row_type, whatever their format. */
+static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, side which, char *to)
+{
+    const am_attn_base *base = w->kv->base;
+    ptrdiff_t count;
+    const am_tokens *t = array_of(w, which, &count);
+    const am_rows rows = {.data = to, .step = count * (ptrdiff_t)am_size_of(am_kv_row_type(base))};
+    am_range keys = w->keys;
+    for (key_run run; keys.begin < keys.end; keys.begin += run.count, to += run.count * rows.step) {
+        run = run_of(base->attn, t, at, keys);
+        if (!run.data) memset(to, 0, (size_t)(run.count * rows.step));
+        for (ptrdiff_t r = 0; run.data && r < run.count; r++)
+            am_kv_widen_row(base->widen, t, (float *)(to + r * rows.step), run.data + r * t->token, count);
+    }
+    return rows;
 }
 
 /* Keys or values of the tile in whole lanes of `width` numbers. They are `direct`, where they lie, if they do
@@ -224,6 +242,7 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
                          bool direct, bool in_pages, char *copy)
 {
     const am_attn *f = w->kv->base->attn;
+    if (w->kv->base->widen) return widen_rows(w, at, which, copy);
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
     am_range keys = w->keys;
@@ -354,12 +373,12 @@ static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_f
                              : read_rows(w, at, i, width, is_plain(w, i, width), false, copy_of(w, at, i));
         scales[i] = token_scales(w, i) ? w->scales[at->kv_head - w->head][i] : NULL;
     }
-    ptrdiff_t count;
-    const am_tokens *v = array_of(w, OF_V, &count);
+    const ptrdiff_t lanes = am_ceil_div(w->kv->base->attn->value_dim, width),
+                    size = (ptrdiff_t)am_size_of(am_kv_row_type(w->kv->base));
     *tile = (am_flash_tile){.layout = AM_ROWS,
                             .k = rows[OF_K],
                             .v = rows[OF_V],
-                            .value_bytes = am_ceil_div(count, width) * width * (ptrdiff_t)am_size_of(v->type),
+                            .value_bytes = lanes * width * size,
                             .k_scales = scales[OF_K],
                             .v_scales = scales[OF_V]};
 }

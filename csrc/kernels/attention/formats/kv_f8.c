@@ -7,5 +7,5 @@ void SHARED(add_tile_f8)(const am_flash_rows *block, const am_flash_tile *tile, 
 }
 
 const am_kernels TABLE(kv_f8) = {
-    .flash_f32.kv[AM_FLOAT8] = KV_KERNELS(f8),
+    .flash_f32.kv[AM_FLOAT8_E4M3] = KV_KERNELS(f8),
 };

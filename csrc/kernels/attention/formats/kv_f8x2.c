@@ -15,6 +15,6 @@ void SHARED(add_tile_f8)(const am_flash_rows *block, const am_flash_tile *tile, 
 #include "kernels/attention/formats/pack_8_tpl.h"
 const am_kernels TABLE(kv_f8x2) = {
     .flash_bf16x2.kv = {[AM_INT8] = {.pack_keys = pack_keys_bf16x2_i8, .pack_values = pack_values_bf16x2_i8},
-                        [AM_FLOAT8] = {pack_queries_f8x2, pack_keys_bf16x2_f8, pack_values_bf16x2_f8,
-                                       step_unpacked_f8x2, false, true}},
+                        [AM_FLOAT8_E4M3] = {pack_queries_f8x2, pack_keys_bf16x2_f8, pack_values_bf16x2_f8,
+                                            step_unpacked_f8x2, false, true}},
 };
