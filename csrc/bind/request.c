@@ -69,6 +69,15 @@ const char *am_request_words(am_request *r)
     return said->words;
 }
 
+bool am_check_axes(am_request *r, const am_view *v, const char *name)
+{
+    for (int i = 0; i < v->axes && i < AM_MOST_AXES; i++) {
+        if (v->shape[i] > AM_LONGEST)
+            return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of at most 2**56 along each axis", name);
+    }
+    return true;
+}
+
 void *am_keep(am_request *r, ptrdiff_t count, size_t size)
 {
     const ptrdiff_t bytes = am_product(count, (ptrdiff_t)size, 1);

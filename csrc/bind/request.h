@@ -61,7 +61,8 @@ typedef struct {
     am_refusal *refusal; /* NULL: none; of this thread, until the next one */
     am_kept *kept;
     am_mask mask;
-    int waiting; /* terms of the mask that wait for an operator */
+    am_attn attn; /* of this mask, which has its shape, too */
+    int waiting;  /* terms of the mask that wait for an operator */
 } am_request;
 
 /* Frees all but what belongs to the door. */
@@ -75,6 +76,9 @@ static inline bool am_is_refused(const am_request *r) { return r->status != AM_O
 
 /* All that the request says, for doors that have no words of their own. */
 const char *am_request_words(am_request *r);
+
+/* Checks that no axis is longer than AM_LONGEST. */
+bool am_check_axes(am_request *r, const am_view *v, const char *name);
 
 /* Zeros, which are freed with the request. */
 void *am_keep(am_request *r, ptrdiff_t count, size_t size);
@@ -114,6 +118,8 @@ bool am_mask_include(am_request *r, const am_mask *mask);
 /* `more` terms are joined by "and" to what was read, which may be nothing. */
 bool am_mask_end(am_request *r, const am_node *more, int more_count);
 
+/* --- Integers --- */
+
 /* `count` integers within ±AM_FAR, of an operand that may be one for all; `none` where there is nothing. The
  * second function returns new memory. */
 bool am_convert_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none, ptrdiff_t *to);
@@ -122,5 +128,40 @@ ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count,
 /* Starts of sequences of so many tokens; `count` of sequences is -1 until it is known. */
 const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,
                                    ptrdiff_t *count);
+
+/* --- Attention (request_attention.c) --- */
+
+/* Sets the shape of the call, which what comes next is compared with. */
+bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, const am_view *value);
+/* Checks the numbers and places that the door has set. */
+bool am_check_numbers(am_request *r);
+
+bool am_read_bias(am_request *r, const am_view *bias);
+/* Checks the type and shape of a bias or of its gradient. */
+bool am_check_bias(am_request *r, const am_view *v, const char *name);
+/* [S] or [H, S] */
+bool am_read_sinks(am_request *r, const am_view *sinks);
+/* [1 or rows, H], or no array */
+bool am_read_slopes(am_request *r, const am_view *slopes, ptrdiff_t rows);
+
+/* Terms that follow from the distance of a pair. */
+typedef struct {
+    am_operand starts,
+        offsets; /* starts: of packed sequences, or nothing; offsets: of each batch row or sequence */
+    am_view slopes, table;
+    ptrdiff_t low;
+} am_relative_given;
+bool am_read_relative(am_request *r, const am_relative_given *given);
+
+/* float64 for float64, and else float32. */
+am_dtype am_wide_type(const am_request *r);
+bool am_check_result(am_request *r, const am_view *v, const char *name, am_dtype type);
+bool am_check_stats(am_request *r, const am_view *v, const char *name);
+
+typedef struct {
+    am_view d_out, out, lse, d_lse; /* d_lse may be no array */
+} am_gradients_given;
+/* Sets all but the results. */
+bool am_read_gradients(am_request *r, const am_gradients_given *given, am_attn_gradients *to);
 
 #endif

@@ -18,15 +18,6 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
     return memcmp(a, b, axes * sizeof *a) == 0;
 }
 
-static bool check_axes(am_request *r, const am_view *v, const char *name)
-{
-    for (int i = 0; i < v->axes; i++) {
-        if (v->shape[i] > AM_LONGEST)
-            return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of at most 2**56 along each axis", name);
-    }
-    return true;
-}
-
 static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, const char *name,
                          const char *axes)
 {
@@ -36,7 +27,7 @@ static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, co
         return am_refuse(r, AM_WRONG_VALUE, v,
                          c->packed ? "%s must be [total, %s] with cu_seqlens_q" : "%s must be [B, T, %s]",
                          name, axes);
-    if (!check_axes(r, v, name)) return false;
+    if (!am_check_axes(r, v, name)) return false;
     const ptrdiff_t end = c->packed ? c->q_starts[c->sequences] : 0;
     return !c->packed || end == v->shape[0] ||
            am_refuse(r, AM_WRONG_VALUE, NULL, "cu_seqlens_q must end at %td tokens of %s, got %td",
@@ -57,7 +48,7 @@ static bool check_caches(am_request *r, const am_cached *c)
         if (v->axes != 4)
             return am_refuse(r, AM_WRONG_VALUE, v,
                              "%s must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]", cache_names[i]);
-        if (!check_axes(r, v, cache_names[i])) return false;
+        if (!am_check_axes(r, v, cache_names[i])) return false;
     }
     const char *type = am_dtype_name(k_cache->type);
     if (v_cache->type != k_cache->type)
@@ -245,8 +236,9 @@ int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2])
     return 1;
 }
 
-void am_cached_describe(am_request *r, const am_cached *c, am_attn *attn)
+void am_cached_describe(am_request *r, const am_cached *c)
 {
+    am_attn *attn = &r->attn;
     const ptrdiff_t *q = am_cached_tokens(c, &c->query);
     attn->batch = r->mask.batch, attn->heads = q[1], attn->kv_heads = c->caches[0].shape[2];
     attn->queries = q[0], attn->keys = r->mask.keys;

@@ -36,7 +36,7 @@ bool am_cached_check_pages(am_request *r, const am_cached *c);
 int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2]);
 
 /* Sets all of attention but its numbers, sinks, slopes and results. */
-void am_cached_describe(am_request *r, const am_cached *c, am_attn *attn);
+void am_cached_describe(am_request *r, const am_cached *c);
 
 /* Writes new keys and values to the cache, if there are any. */
 am_status am_cached_append(const am_context *context, const am_cached *c);

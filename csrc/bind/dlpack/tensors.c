@@ -12,12 +12,6 @@
 
 static const char TABLE[] = "dlpack_exchange_api"; /* what DLPack calls the capsule */
 
-typedef struct {
-    am_tokens tokens;
-    am_dl_type type;
-    npy_intp shape[4];
-} view;
-
 static am_dtype dtype_of(am_dl_type type)
 {
     if (type.lanes != 1) return AM_OTHER;
@@ -29,19 +23,15 @@ static am_dtype dtype_of(am_dl_type type)
                              : AM_OTHER;
 }
 
-static am_tokens tokens_of(const am_dl_tensor *t)
+/* Of a tensor of four axes. */
+static am_view view_of(const am_dl_tensor *t)
 {
     static char nothing[1]; /* of empty tensors */
     const am_dtype type = dtype_of(t->type);
     const ptrdiff_t size = type == AM_OTHER ? 1 : (ptrdiff_t)am_size_of(type);
-    return (am_tokens){
-        .data = t->data ? (char *)t->data + t->byte_offset : nothing,
-        .type = type,
-        .batch = t->strides[0] * size,
-        .token = t->strides[1] * size,
-        .head = t->strides[2] * size,
-        .element = t->strides[3] * size,
-    };
+    am_view v = {.data = t->data ? (char *)t->data + t->byte_offset : nothing, .type = type, .axes = 4};
+    for (int i = 0; i < 4; i++) v.shape[i] = t->shape[i], v.stride[i] = t->strides[i] * size;
+    return v;
 }
 
 enum { MODULE, EXCHANGE, OTHER, GRADIENT, NEGATIVE }; /* what the function returned below holds */
@@ -62,21 +52,16 @@ static bool is_more_than_memory(PyObject *bound, PyObject *object)
 }
 
 /* False, and maybe with an exception, unless the tensor can be taken as it is. */
-static bool look(const am_dl_exchange *exchange, PyObject *object, view *v)
+static bool look(const am_dl_exchange *exchange, PyObject *object, am_view *v, am_dl_type *type)
 {
     am_dl_tensor t;
     if (exchange->look(object, &t) < 0) return false;
     /* Before DLPack 1.2 a compact tensor may have no strides. */
     if (t.device.kind != AM_DL_CPU || t.axes != 4 || !t.strides) return false;
-    bool empty = false;
-    for (int i = 0; i < 4; i++) {
-        v->shape[i] = t.shape[i];
-        empty = empty || t.shape[i] == 0;
-    }
+    *v = view_of(&t), *type = t.type;
+    const bool empty = !v->shape[0] || !v->shape[1] || !v->shape[2] || !v->shape[3];
     if (!t.data && !empty) return false; /* zeros that PyTorch has no memory of */
-    v->tokens = tokens_of(&t);
-    v->type = t.type;
-    return am_is_floating(v->tokens.type) && (uintptr_t)v->tokens.data % am_size_of(v->tokens.type) == 0;
+    return am_is_floating(v->type) && (uintptr_t)v->data % am_size_of(v->type) == 0;
 }
 
 /* --- Results --- */
@@ -117,17 +102,19 @@ static result *new_result(const npy_intp shape[4], am_dl_type type)
 
 enum { QUERY, KEY, VALUE, CAUSAL, OFFSET, SCALE, OPERANDS };
 
-/* What is read of a call; `v` of query, key and value. */
+/* What is read of a call. */
 typedef struct {
-    view v[3];
+    am_request request;
+    am_dl_type type;
     bool causal;
     npy_intp diagonal;
-    double scale;
 } call;
 
 static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject *const *args,
                       Py_ssize_t nargs, call *c)
 {
+    am_view v[3];
+    am_attn *attn = &c->request.attn;
     if (nargs != OPERANDS || (args[CAUSAL] != Py_True && args[CAUSAL] != Py_False)) return false;
     for (int i = 0; i < 3; i++) { /* before any pointer is read: this may run code of a subclass */
         if (is_more_than_memory(bound, args[i])) return false;
@@ -135,60 +122,44 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
     /* From here on no Python code runs: the table's functions read a tensor's fields, and the rest of the
      * arguments must be plain numbers. */
     for (int i = 0; i < 3; i++) {
-        if (!look(exchange, args[i], &c->v[i]) || c->v[i].tokens.type != c->v[0].tokens.type) return false;
+        if (!look(exchange, args[i], &v[i], &c->type)) return false;
     }
     c->causal = args[CAUSAL] == Py_True;
-    return am_shapes_fit(c->v[QUERY].shape, c->v[KEY].shape, c->v[VALUE].shape) &&
-           !am_heads_seem_first(c->v[QUERY].shape, c->v[KEY].shape) &&
-           am_usual_diagonal(args[OFFSET], c->causal, c->v[QUERY].shape[1], c->v[KEY].shape[1],
-                             &c->diagonal) &&
-           am_usual_scale(args[SCALE], c->v[QUERY].shape[3], &c->scale);
+    attn->normalize = true;
+    return am_read_inputs(&c->request, &v[QUERY], &v[KEY], &v[VALUE]) && !am_heads_seem_first(attn) &&
+           am_usual_diagonal(args[OFFSET], c->causal, attn, &c->diagonal) &&
+           am_usual_scale(args[SCALE], attn->head_dim, &attn->scale);
 }
 
 static am_status compute(PyObject *module, call *c, result *r)
 {
-    const npy_intp *q = c->v[QUERY].shape, *k = c->v[KEY].shape;
     const ptrdiff_t low = -AM_FAR, high = c->diagonal;
+    const am_view out = view_of(&r->managed.tensor);
+    am_attn *attn = &c->request.attn;
     am_node node = {.kind = AM_TERM_ALL};
     if (c->causal) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
-    am_mask mask = {
-        .batch = q[0], .heads = q[2], .queries = q[1], .keys = k[1], .nodes = &node, .node_count = 1};
-    am_attn attn = {
-        .batch = q[0],
-        .heads = q[2],
-        .kv_heads = k[2],
-        .queries = q[1],
-        .keys = k[1],
-        .head_dim = q[3],
-        .value_dim = c->v[VALUE].shape[3],
-        .q = c->v[QUERY].tokens,
-        .k = c->v[KEY].tokens,
-        .v = c->v[VALUE].tokens,
-        .out = tokens_of(&r->managed.tensor),
-        .mask = &mask,
-        .scale = c->scale,
-        .normalize = true,
-    };
+    attn->mask->nodes = &node, attn->mask->node_count = 1;
+    attn->out = am_tokens_of(&out);
     am_call away;
     am_enter(&away, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&away.context, &mask);
-    if (status == AM_OK) status = am_attn_forward(&away.context, &attn);
-    am_mask_release(&mask);
+    am_status status = am_mask_prepare(&away.context, attn->mask);
+    if (status == AM_OK) status = am_attn_forward(&away.context, attn);
     am_leave(&away);
+    am_request_free(&c->request);
     return status;
 }
 
 static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs)
 {
     const am_dl_exchange *exchange = PyCapsule_GetPointer(PyTuple_GET_ITEM(bound, EXCHANGE), TABLE);
-    call c;
+    call c = {0};
     if (!exchange) return NULL;
     if (!read_call(exchange, bound, args, nargs, &c)) {
         PyErr_Clear(); /* the other function says what is wrong */
         return PyObject_Vectorcall(PyTuple_GET_ITEM(bound, OTHER), args, (size_t)nargs, NULL);
     }
-    const npy_intp *q = c.v[QUERY].shape;
-    result *r = new_result((npy_intp[]){q[0], q[1], q[2], c.v[VALUE].shape[3]}, c.v[QUERY].type);
+    const am_attn *attn = &c.request.attn;
+    result *r = new_result((npy_intp[]){attn->batch, attn->queries, attn->heads, attn->value_dim}, c.type);
     const am_status status = r ? compute(PyTuple_GET_ITEM(bound, MODULE), &c, r) : AM_NO_MEMORY;
     void *tensor = NULL;
     if (status == AM_OK) return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;

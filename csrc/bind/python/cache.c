@@ -275,15 +275,12 @@ static int check_all(arguments *a)
 static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
 {
     PyArrayObject *slopes = a->arrays[ALIBI_SLOPES], *sinks = a->arrays[SOFTMAX_AUX];
-    am_attn attn = {
-        .out = am_tokens_of_array(out),
-        .scale = a->scale,
-        .cap = a->cap,
-        .sinks = sinks ? PyArray_DATA(sinks) : NULL,
-        .sink_count = sinks ? PyArray_DIM(sinks, 1) : 0,
-        .lse = lse ? PyArray_DATA(lse) : NULL,
-    };
-    am_cached_describe(&a->mask.request, &a->cached, &attn);
+    am_request *r = &a->mask.request;
+    am_cached_describe(r, &a->cached);
+    am_attn attn = r->attn;
+    attn.out = am_tokens_of_array(out), attn.scale = a->scale, attn.cap = a->cap;
+    if (sinks) attn.sinks = PyArray_DATA(sinks), attn.sink_count = PyArray_DIM(sinks, 1);
+    if (lse) attn.lse = PyArray_DATA(lse);
     if (slopes && a->cached.sequences > 0)
         attn.relative.slopes = PyArray_DATA(slopes),
         attn.relative.slope_step = PyArray_DIM(slopes, 0) == 1 ? 0 : attn.heads;

@@ -31,12 +31,12 @@ static int keep_array(am_mask_arg *arg, PyArrayObject *array)
     return status;
 }
 
-static int read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
+int am_read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
 {
     PyArrayObject *array = NULL;
-    if (object == Py_None) {
-        o->kind = AM_NOTHING;
-    } else if (PyLong_Check(object)) {
+    *o = (am_operand){0};
+    if (object == Py_None) return 0;
+    if (PyLong_Check(object)) {
         o->kind = AM_INTEGER;
         o->number = PyNumber_AsSsize_t(object, NULL); /* clips */
     } else if (PyArray_CheckExact(object) && PyArray_ISBEHAVED_RO((PyArrayObject *)object)) {
@@ -51,7 +51,7 @@ static int read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
 
 static int read_term(am_mask_arg *arg, PyObject *term)
 {
-    am_operand operands[AM_MOST_OPERANDS] = {{0}};
+    am_operand operands[AM_MOST_OPERANDS];
     const Py_ssize_t size = PyTuple_Check(term) ? PyTuple_GET_SIZE(term) : 0;
     const char *name = size && PyUnicode_Check(PyTuple_GET_ITEM(term, 0))
                            ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(term, 0))
@@ -65,8 +65,9 @@ static int read_term(am_mask_arg *arg, PyObject *term)
         PyErr_Format(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
         return -1;
     }
+    if (size - 1 < most) operands[most - 1] = (am_operand){0};
     for (Py_ssize_t i = 1; i < size; i++) {
-        if (read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
+        if (am_read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
     }
     return am_raise_refused(&arg->request, am_mask_add(&arg->request, form, operands));
 }

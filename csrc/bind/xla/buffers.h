@@ -18,7 +18,6 @@ typedef struct {
     int64_t first_array, arrays; /* of the mask, among the arguments */
     am_context context;
     am_request request;
-    am_attn attn;
 } am_xla_call;
 
 enum { AM_XLA_ALL_CALLS = -1 };

@@ -108,12 +108,13 @@ static bool read_attention(problem *p)
 {
     am_xla_call *c = p->c;
     am_operand slopes;
-    c->attn.q.type = p->cached.query.type;
-    if (has(p, SINKS) && !am_xla_read_sinks(c, am_xla_argument(c, p->next_argument))) return false;
+    c->request.attn.q.type = p->cached.query.type;
+    am_view sinks;
+    if (has(p, SINKS) && (!look_at_next(p, &sinks) || !am_read_sinks(&c->request, &sinks))) return false;
     if (!am_xla_next_operand(c, false, AM_FLOAT64, &slopes) ||
-        !am_xla_read_slopes(c, &slopes, p->cached.sequences) || !read_mask(p))
+        !am_read_slopes(&c->request, &slopes.view, p->cached.sequences) || !read_mask(p))
         return false;
-    am_cached_describe(&c->request, &p->cached, &c->attn);
+    am_cached_describe(&c->request, &p->cached);
     return true;
 }
 
@@ -141,7 +142,7 @@ static bool look_at_written(problem *p, const am_view *v)
 
 static bool read_results(problem *p)
 {
-    am_attn *attn = &p->c->attn;
+    am_attn *attn = &p->c->request.attn;
     const am_cached *cached = &p->cached;
     am_view out = {.type = attn->q.type,
                    .axes = 4,
@@ -167,7 +168,7 @@ static bool compute(problem *p)
     am_request *r = &c->request;
     return am_refuse_status(r, am_cached_append(&c->context, &p->cached)) &&
            am_refuse_status(r, am_mask_prepare(&c->context, &r->mask)) &&
-           am_refuse_status(r, am_attn_forward(&c->context, &c->attn));
+           am_refuse_status(r, am_attn_forward(&c->context, &c->request.attn));
 }
 
 bool am_xla_kvcache(am_xla_call *c)

@@ -23,8 +23,6 @@
  * jax.vmap puts axes in front of all buffers, of length 1 where a buffer is the same for all calls. The calls
  * become rows of one larger batch; where that cannot be said by a stride, or rows have to be told apart,
  * there is one call after the other. */
-#include <float.h>
-#include <math.h>
 #include <string.h>
 
 #include "bind/python/state.h"
@@ -40,29 +38,13 @@ enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512, PART = 1024 }
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
-/* One batch row may stand for those of all calls. */
-static bool fits_batch(const am_xla_call *c, const am_view *v)
+/* Looks at an input, of which one batch row may stand for those of all calls. */
+static bool look(am_xla_call *c, const am_xla_buffer *buffer, am_view *v)
 {
-    return v->shape[0] == c->request.mask.batch ||
-           (v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1);
-}
-
-/* The first length is the batch's. */
-static bool has_shape(am_xla_call *c, const am_view *v, const char *name, int axes, const ptrdiff_t *shape)
-{
-    bool fits = v->axes == axes && fits_batch(c, v);
-    for (int i = 1; fits && i < axes; i++) fits = v->shape[i] == shape[i];
-    return fits ? true : am_xla_fail(c, "%s has a shape that does not fit", name);
-}
-
-/* Whether each axis is as long as that of the mask, or shared. */
-static bool broadcasts(const am_xla_call *c, const am_view *v)
-{
-    const ptrdiff_t wanted[4] = {c->request.mask.batch, c->request.mask.heads, c->request.mask.queries,
-                                 c->request.mask.keys};
-    bool fits = v->axes == 4;
-    for (int i = 0; fits && i < 4; i++) fits = v->shape[i] == 1 || v->shape[i] == wanted[i];
-    return fits;
+    if (!am_xla_look(c, buffer, true, v)) return false;
+    if (v->axes && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1)
+        v->shape[0] = c->request.mask.batch, v->stride[0] = 0;
+    return true;
 }
 
 /* --- Attention --- */
@@ -70,128 +52,32 @@ static bool broadcasts(const am_xla_call *c, const am_view *v)
 /* Query, key and value. */
 static bool read_tokens(am_xla_call *c)
 {
-    am_attn *attn = &c->attn;
-    am_view q, k, v;
-    if (!am_xla_look(c, am_xla_argument(c, 0), true, &q) ||
-        !am_xla_look(c, am_xla_argument(c, 1), true, &k) || !am_xla_look(c, am_xla_argument(c, 2), true, &v))
-        return false;
-    const bool same = am_is_floating(q.type) && k.type == q.type && v.type == q.type && q.axes == 4 &&
-                      k.axes == 4 && v.axes == 4;
-    if (!same) return am_xla_fail(c, "query, key and value must have four axes and one floating-point type");
-    const bool fits = fits_batch(c, &q) && fits_batch(c, &k) && fits_batch(c, &v) &&
-                      k.shape[3] == q.shape[3] &&
-                      (k.shape[2] == 0 ? q.shape[2] == 0 : q.shape[2] % k.shape[2] == 0) &&
-                      v.shape[1] == k.shape[1] && v.shape[2] == k.shape[2];
-    if (!fits) return am_xla_fail(c, "query, key and value have shapes that do not fit");
-    c->request.mask.heads = attn->heads = q.shape[2], attn->kv_heads = k.shape[2],
-    attn->batch = c->request.mask.batch;
-    c->request.mask.queries = attn->queries = q.shape[1], c->request.mask.keys = attn->keys = k.shape[1];
-    attn->head_dim = q.shape[3], attn->value_dim = v.shape[3];
-    attn->q = am_tokens_of(&q), attn->k = am_tokens_of(&k), attn->v = am_tokens_of(&v);
-    return true;
-}
-
-static bool read_bias(am_xla_call *c, const am_xla_buffer *buffer)
-{
-    am_attn *attn = &c->attn;
-    am_view v;
-    if (!am_xla_look(c, buffer, true, &v)) return false;
-    if (!am_is_floating(v.type) || !broadcasts(c, &v))
-        return am_xla_fail(c, "bias has a type or a shape that does not fit");
-    attn->bias = v.data, attn->bias_type = v.type;
-    attn->bias_batch = am_shared_stride(&v, 0), attn->bias_head = am_shared_stride(&v, 1);
-    attn->bias_row = am_shared_stride(&v, 2), attn->bias_column = am_shared_stride(&v, 3);
-    return true;
-}
-
-/* All numbers as doubles. NULL after a failure. */
-static double *doubles(am_xla_call *c, const am_view *v, const char *name)
-{
-    ptrdiff_t count = 1;
-    if (v->type != AM_FLOAT32 && v->type != AM_FLOAT64) {
-        am_xla_fail(c, "%s has a type that does not fit", name);
-        return NULL;
+    am_view v[3];
+    const ptrdiff_t batch = c->request.mask.batch;
+    for (int i = 0; i < 3; i++) {
+        if (!look(c, am_xla_argument(c, i), &v[i])) return false;
     }
-    for (int i = 0; i < v->axes; i++) count *= v->shape[i];
-    double *numbers = am_keep(&c->request, count, sizeof *numbers);
-    if (!numbers || count == 0) return numbers;
-    if (v->type == AM_FLOAT64)
-        memcpy(numbers, v->data, (size_t)count * sizeof *numbers);
-    else
-        for (ptrdiff_t i = 0; i < count; i++) numbers[i] = (double)((const float *)v->data)[i];
-    return numbers;
-}
-
-bool am_xla_read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
-{
-    am_view v;
-    if (!am_xla_look(c, buffer, false, &v)) return false;
-    const bool by_head = v.axes == 2;
-    const ptrdiff_t heads = c->request.mask.heads, count = v.axes ? v.shape[v.axes - 1] : 0;
-    if (v.axes < 1 || v.axes > 2 || (by_head && v.shape[0] != heads))
-        return am_xla_fail(c, "softmax_aux has a shape that does not fit");
-    const double greatest = c->attn.q.type == AM_FLOAT64 ? DBL_MAX : (double)FLT_MAX;
-    const double *given = doubles(c, &v, "softmax_aux");
-    double *sinks = given ? am_keep(&c->request, am_product(heads, count, 1), sizeof *sinks) : NULL;
-    for (ptrdiff_t i = 0; sinks && i < heads * count; i++) {
-        const double sink = given[by_head ? i : i % count];
-        sinks[i] = isfinite(sink) ? fmax(-greatest, fmin(sink, greatest)) : sink;
-    }
-    c->attn.sinks = count ? sinks : NULL;
-    c->attn.sink_count = count;
-    return sinks;
-}
-
-bool am_xla_read_slopes(am_xla_call *c, const am_operand *slopes, ptrdiff_t rows)
-{
-    am_relative *relative = &c->attn.relative;
-    const am_view v = slopes->view;
-    if (!v.data) return true;
-    const double *numbers = doubles(c, &v, "alibi_slopes");
-    if (!numbers) return false;
-    if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->request.mask.heads)
-        return am_xla_fail(c, "alibi_slopes has a shape that does not fit");
-    for (ptrdiff_t i = 0; i < v.shape[0] * v.shape[1]; i++) {
-        if (!isfinite(numbers[i])) return am_xla_fail(c, "alibi_slopes must be finite, got %g", numbers[i]);
-    }
-    relative->slopes = numbers, relative->slope_step = v.shape[0] == 1 ? 0 : v.shape[1];
-    return true;
+    return am_read_inputs(&c->request, &v[0], &v[1], &v[2]) &&
+           (c->request.mask.batch == batch || am_xla_fail(c, "query must have the batch size of the result"));
 }
 
 /* The terms by distance; `table` is NULL where there is no relative bias. */
 static bool read_relative(am_xla_call *c, const am_xla_buffer *table)
 {
-    am_relative *relative = &c->attn.relative;
     const bool packed = (c->flags & PACKED) != 0;
-    ptrdiff_t rows = packed ? -1 : c->request.mask.batch;
-    am_operand starts, offsets, slopes, low;
-    am_view v;
+    am_relative_given given = {0};
+    am_operand slopes, low;
     if (packed) {
         c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1; /* sequences are those of one row */
-        if (c->apart) return false;
-        if (!am_xla_next_operand(c, false, AM_INT64, &starts)) return false;
-        relative->q_starts =
-            am_read_starts_of(&c->request, "cum_seqlens_q", &starts, c->request.mask.queries, &rows);
-        if (!relative->q_starts) return false;
-        if (rows < 1 || c->request.mask.batch != 1)
-            return am_xla_fail(c, "sequences must be those of one batch row");
-        relative->sequences = rows;
+        if (c->apart || !am_xla_next_operand(c, false, AM_INT64, &given.starts)) return false;
     }
-    if (!am_xla_next_operand(c, !packed, AM_INT64, &offsets) ||
+    if (!am_xla_next_operand(c, !packed, AM_INT64, &given.offsets) ||
         !am_xla_next_operand(c, !packed, AM_FLOAT64, &slopes) ||
-        !am_xla_next_operand(c, false, AM_INT64, &low))
+        !am_xla_next_operand(c, false, AM_INT64, &low) ||
+        (table && !am_xla_look(c, table, false, &given.table)))
         return false;
-    relative->low = low.number;
-    relative->offsets = am_read_integers(&c->request, &offsets, rows, 0);
-    relative->offset_step = 1;
-    if (!relative->offsets) return false;
-    if (!am_xla_read_slopes(c, &slopes, rows)) return false;
-    if (!table) return true;
-    if (!am_xla_look(c, table, false, &v)) return false;
-    if (v.axes != 2 || v.shape[0] != c->request.mask.heads || v.shape[1] < 1)
-        return am_xla_fail(c, "relative_bias has a shape that does not fit");
-    relative->table = doubles(c, &v, "relative_bias"), relative->length = v.shape[1];
-    return relative->table;
+    given.slopes = slopes.view, given.low = low.number;
+    return am_read_relative(&c->request, &given);
 }
 
 static bool next_double(am_xla_call *c, double *number)
@@ -204,16 +90,14 @@ static bool next_double(am_xla_call *c, double *number)
 
 bool am_xla_read_numbers(am_xla_call *c)
 {
-    am_attn *attn = &c->attn;
+    am_attn *attn = &c->request.attn;
     int64_t version;
     *attn = (am_attn){.mask = &c->request.mask};
     if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
     if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
     if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
         return false;
-    return isnan(attn->scale) || !(attn->cap >= 0) || !(attn->dropout >= 0 && attn->dropout < 1)
-               ? am_xla_fail(c, "words: a number is out of its range")
-               : true;
+    return am_check_numbers(&c->request);
 }
 
 /* Where a part of a larger problem begins. */
@@ -221,17 +105,15 @@ static bool read_part(am_xla_call *c)
 {
     int64_t query, key;
     if (!am_xla_next_word(c, &query) || !am_xla_next_word(c, &key)) return false;
-    if (query < 0 || query > AM_FAR || key < 0 || key > AM_FAR)
-        return am_xla_fail(c, "words: a number is out of its range");
-    c->attn.first_query = query, c->attn.first_key = key;
-    return true;
+    c->request.attn.first_query = query, c->request.attn.first_key = key;
+    return am_check_numbers(&c->request);
 }
 
 /* The arguments that say what attention is asked for, and the mask prepared. `own` of them are the
  * gradient's. */
 static bool read_attention(am_xla_call *c, int own)
 {
-    am_attn *attn = &c->attn;
+    am_attn *attn = &c->request.attn;
     am_operand seed;
     if (!am_xla_read_numbers(c)) return false;
     attn->normalize = (c->flags & NORMALIZE) != 0;
@@ -247,8 +129,12 @@ static bool read_attention(am_xla_call *c, int own)
         return false;
     }
     if (!read_tokens(c)) return false;
-    if (bias && !read_bias(c, am_xla_argument(c, 3))) return false;
-    if (sinks && !am_xla_read_sinks(c, am_xla_argument(c, 3 + bias))) return false;
+    am_view v;
+    if (bias && (!am_xla_look(c, am_xla_argument(c, 3), true, &v) || !am_read_bias(&c->request, &v)))
+        return false;
+    if (sinks &&
+        (!am_xla_look(c, am_xla_argument(c, 3 + bias), false, &v) || !am_read_sinks(&c->request, &v)))
+        return false;
     if (!am_xla_next_operand(c, false, AM_INT64, &seed)) return false;
     attn->seed = (uint64_t)seed.number;
     if (seed.view.data) {
@@ -261,85 +147,41 @@ static bool read_attention(am_xla_call *c, int own)
     if ((c->flags & PART) && !read_part(c)) return false;
     const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
-    if (am_has_dropout_of_too_many_keys(attn)) return am_xla_fail(c, "dropout takes up to 2**32 keys");
-    return am_xla_read_mask(c, NULL, 0) &&
+    return am_check_numbers(&c->request) && am_xla_read_mask(c, NULL, 0) &&
            am_refuse_status(&c->request, am_mask_prepare(&c->context, &c->request.mask));
 }
 
-static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
-                           const ptrdiff_t shape[4], am_tokens *to)
+/* Looks at a result. That of a part, which will be added to others, has the type of the arithmetic. */
+static bool look_at_result(am_xla_call *c, int64_t i, bool wide, const ptrdiff_t shape[4], am_tokens *to)
 {
     am_view v;
-    if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
+    const am_dtype type = wide || (c->flags & PART) ? am_wide_type(&c->request) : c->request.attn.q.type;
+    if (!am_xla_look(c, am_xla_result(c, i), true, &v)) return false;
     *to = am_tokens_of(&v);
-    return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
-}
-
-/* The type of the arithmetic. */
-static am_dtype wide_type(const am_xla_call *c)
-{
-    return c->attn.q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
-}
-
-/* The same of a result of a type. */
-static bool look_at_wide(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_dtype type,
-                         const ptrdiff_t shape[4], am_tokens *to)
-{
-    am_view v;
-    if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
-    *to = am_tokens_of(&v);
-    return v.type == type ? true : am_xla_fail(c, "%s has a type that does not fit", name);
-}
-
-/* The same of a result: that of a part, which will be added to others, has the type of the arithmetic. */
-static bool look_at_result(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
-                           const ptrdiff_t shape[4], am_tokens *to)
-{
-    return look_at_wide(c, buffer, name, c->flags & PART ? wide_type(c) : c->attn.q.type, shape, to);
-}
-
-/* What gradients take as the result: it, or the same in the type of the arithmetic. */
-static bool look_at_kept(am_xla_call *c, const am_xla_buffer *buffer, const ptrdiff_t shape[4], am_tokens *to)
-{
-    const bool wide = am_xla_type_of(buffer->dtype) == wide_type(c);
-    return look_at_wide(c, buffer, "out", wide ? wide_type(c) : c->attn.q.type, shape, to);
-}
-
-static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_view *v)
-{
-    const ptrdiff_t shape[3] = {c->request.mask.batch, c->request.mask.heads, c->request.mask.queries};
-    if (!am_xla_look(c, buffer, true, v) || !has_shape(c, v, name, 3, shape)) return false;
-    return v->type == wide_type(c)
-               ? true
-               : am_xla_fail(c, "%s must be float32, or float64 for float64 inputs", name);
+    return (v.type == type && v.axes == 4 && memcmp(v.shape, shape, sizeof v.shape) == 0) ||
+           am_xla_fail(c, "a result has a type or a shape that does not fit");
 }
 
 static bool forward(am_xla_call *c)
 {
-    am_attn *attn = &c->attn;
+    am_attn *attn = &c->request.attn;
     am_view lse;
     if (!read_attention(c, 0)) return false;
     const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim};
-    if (!look_at_result(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
+    if (!look_at_result(c, 0, false, shape, &attn->out)) return false;
     if (c->frame->results.count > 1) {
-        if (!look_at_rows(c, am_xla_result(c, 1), "lse", &lse)) return false;
+        if (!am_xla_look(c, am_xla_result(c, 1), true, &lse) || !am_check_stats(&c->request, &lse, "lse"))
+            return false;
         attn->lse = lse.data;
     }
-    if (c->frame->results.count > 2 &&
-        !look_at_wide(c, am_xla_result(c, 2), "wide out", wide_type(c), shape, &attn->wide_out))
-        return false;
+    if (c->frame->results.count > 2 && !look_at_result(c, 2, true, shape, &attn->wide_out)) return false;
     return am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
-}
-
-static am_row_stats row_stats(const am_view *v)
-{
-    return (am_row_stats){v->data, v->stride[0], v->stride[1], v->stride[2]};
 }
 
 /* From one of each head and number to what was given: a row for each head, or one for all. */
 static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t count, const am_view *to)
 {
-    const ptrdiff_t heads = c->attn.heads;
+    const ptrdiff_t heads = c->request.attn.heads;
     for (ptrdiff_t i = 0; i < (to->axes == 2 ? heads * count : count); i++) {
         double sum = to->axes == 2 ? numbers[i] : 0;
         for (ptrdiff_t h = 0; to->axes == 1 && h < heads; h++) sum += numbers[h * count + i];
@@ -355,19 +197,20 @@ static double *look_at_numbers(am_xla_call *c, const am_xla_buffer *buffer, cons
                                am_view *to)
 {
     if (!am_xla_look(c, buffer, false, to)) return NULL;
-    const bool by_head = to->axes == 2 && to->shape[0] == c->attn.heads;
+    const bool by_head = to->axes == 2 && to->shape[0] == c->request.attn.heads;
     if ((to->type != AM_FLOAT32 && to->type != AM_FLOAT64) || (!by_head && to->axes != 1) ||
         to->shape[to->axes - 1] != count) {
         am_xla_fail(c, "%s has a type or a shape that does not fit", name);
         return NULL;
     }
-    return am_keep(&c->request, am_product(c->attn.heads, count, 1), sizeof(double));
+    return am_keep(&c->request, am_product(c->request.attn.heads, count, 1), sizeof(double));
 }
 
 static bool backward(am_xla_call *c)
 {
-    const am_attn *attn = &c->attn;
-    am_view lse, d_lse, d_bias, d_sinks, d_table;
+    const am_attn *attn = &c->request.attn;
+    am_view d_bias, d_sinks, d_table;
+    am_gradients_given given = {0};
     int64_t next_result = 3;
     if (!read_attention(c, 3)) return false;
     const bool want_bias = (c->flags & GRAD_BIAS) && attn->bias,
@@ -376,27 +219,21 @@ static bool backward(am_xla_call *c)
     if (c->frame->results.count != 3 + want_bias + want_sinks + want_table)
         return am_xla_fail(c, "there are too few results");
     const int64_t own = c->first_array + c->arrays;
-    const ptrdiff_t out[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},
-                    q[4] = {attn->batch, attn->queries, attn->heads, attn->head_dim},
+    const ptrdiff_t q[4] = {attn->batch, attn->queries, attn->heads, attn->head_dim},
                     k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim},
                     v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim};
-    am_attn_gradients problem = {.forward = *attn};
-    if (!look_at_tokens(c, am_xla_argument(c, own), "dout", out, &problem.d_out) ||
-        !look_at_kept(c, am_xla_argument(c, own + 1), out, &problem.forward.out) ||
-        !look_at_rows(c, am_xla_argument(c, own + 2), "lse", &lse) ||
-        !look_at_result(c, am_xla_result(c, 0), "dquery", q, &problem.d_q) ||
-        !look_at_result(c, am_xla_result(c, 1), "dkey", k, &problem.d_k) ||
-        !look_at_result(c, am_xla_result(c, 2), "dvalue", v, &problem.d_v))
+    am_attn_gradients problem;
+    if (!look(c, am_xla_argument(c, own), &given.d_out) ||
+        !look(c, am_xla_argument(c, own + 1), &given.out) ||
+        !look(c, am_xla_argument(c, own + 2), &given.lse) ||
+        ((c->flags & GRAD_LSE) && !look(c, am_xla_argument(c, own + 3), &given.d_lse)) ||
+        !am_read_gradients(&c->request, &given, &problem) || !look_at_result(c, 0, false, q, &problem.d_q) ||
+        !look_at_result(c, 1, false, k, &problem.d_k) || !look_at_result(c, 2, false, v, &problem.d_v))
         return false;
-    problem.lse = row_stats(&lse);
-    if (c->flags & GRAD_LSE) {
-        if (!look_at_rows(c, am_xla_argument(c, own + 3), "dlse", &d_lse)) return false;
-        problem.d_lse = row_stats(&d_lse);
-    }
     if (want_bias) {
         if (!am_xla_look(c, am_xla_result(c, next_result++), true, &d_bias)) return false;
-        if (d_bias.type != attn->bias_type || !broadcasts(c, &d_bias))
-            return am_xla_fail(c, "dbias does not fit");
+        if (!am_check_bias(&c->request, &d_bias, "dbias")) return false;
+        if (d_bias.type != attn->bias_type) return am_xla_fail(c, "dbias does not fit");
         problem.d_bias = d_bias.data;
         memcpy(problem.bias_shape, d_bias.shape, sizeof problem.bias_shape);
     }
