@@ -207,10 +207,9 @@ PyMethodDef am_tensors_methods[] = {
      "A built-in function of one argument that calls `function`. torch.compile reads a property of such, "
      "each\n"
      "time that it looks whether a graph does for a call, and does not look into it."},
-    {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
-     "tensor_attention($module, exchange, other, /)\n--\n\n"
-     "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` that DLPack\n"
-     "has their class offer. It calls `other` where anything is unusual, or wrong; without a table it "
-     "is `other`."},
+    AM_METHOD(tensor_attention, "exchange, other",
+              "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` "
+              "that DLPack\nhas their class offer. It calls `other` where anything is unusual, or wrong; "
+              "without a table it is `other`."),
     {.ml_name = NULL},
 };

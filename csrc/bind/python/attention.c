@@ -639,31 +639,23 @@ fail:
 }
 
 PyMethodDef am_flash_methods[] = {
-    {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
-     "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, part, return_lse, out, /)\n--\n\n"},
-    {"flash_forward_vjp", (PyCFunction)(void *)flash_forward_vjp, METH_FASTCALL,
-     "flash_forward_vjp($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, relative, part, /)\n--\n\nReturns the result, its logsumexp, and what flash_backward takes as "
-     "out."},
-    {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
-     "flash_usual($module, names, args, given, /)\n--\n\n"},
-    {"flash_usual_fwd", (PyCFunction)(void *)flash_usual_fwd, METH_FASTCALL,
-     "flash_usual_fwd($module, names, args, given, /)\n--\n\n"},
-    {"flash_usual_vjp", (PyCFunction)(void *)flash_usual_vjp, METH_FASTCALL,
-     "flash_usual_vjp($module, names, args, given, /)\n--\n\n"},
-    {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
-     "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, relative, part, threads, /)\n--\n\nHow attention forward divides its work for that many "
-     "threads:\n\n"
-     "sections   a dict for each section of queries: its queries, keys, strategy\n"
-     "tasks    (index of the section, [(rows, tiles) of each item])\n"
-     "waves    (tasks, tasks that one thread takes in order) of each parallel loop\n"
-     "scratch  bytes of memory in addition to the results"},
-    {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
-     "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, part, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
-    {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
-     "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
+    AM_METHOD(flash_forward, "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
+                             "relative, part, return_lse, out"),
+    AM_METHOD(flash_forward_vjp,
+              "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, relative, part",
+              "Returns the result, its logsumexp, and what flash_backward takes as out."),
+    AM_METHOD(flash_usual, "names, args, given"),
+    AM_METHOD(flash_usual_fwd, "names, args, given"),
+    AM_METHOD(flash_usual_vjp, "names, args, given"),
+    AM_METHOD(attention_schedule,
+              "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, relative, part, "
+              "threads",
+              "How attention forward divides its work for that many threads:\n\nsections   a dict for each "
+              "section of queries: its queries, keys, strategy\ntasks    (index of the section, [(rows, "
+              "tiles) of each item])\nwaves    (tasks, tasks that one thread takes in order) of each "
+              "parallel loop\nscratch  bytes of memory in addition to the results"),
+    AM_METHOD(flash_backward, "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
+                              "relative, part, dout, out, lse, dlse, want_bias, want_sinks, want_table"),
+    AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),
     {.ml_name = NULL},
 };

@@ -170,11 +170,8 @@ static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py
 }
 
 PyMethodDef am_cumsum_methods[] = {
-    {"chunk_local_cumsum", (PyCFunction)(void *)chunk_local_cumsum, METH_FASTCALL,
-     "chunk_local_cumsum($module, g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, "
-     "output_dtype, out, /)\n--\n\n"},
-    {"chunk_global_cumsum", (PyCFunction)(void *)chunk_global_cumsum, METH_FASTCALL,
-     "chunk_global_cumsum($module, s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out, "
-     "/)\n--\n\n"},
+    AM_METHOD(chunk_local_cumsum,
+              "g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out"),
+    AM_METHOD(chunk_global_cumsum, "s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out"),
     {.ml_name = NULL},
 };

@@ -542,23 +542,18 @@ static PyObject *check_linear_attention_step(PyObject *module, PyObject *const *
 }
 
 PyMethodDef am_linear_attention_methods[] = {
-    {"linear_attention", (PyCFunction)(void *)linear_attention, METH_FASTCALL,
-     "linear_attention($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-     "normalize_qk, chunk_size, return_state, out, /)\n--\n\n"},
-    {"check_linear_attention", (PyCFunction)(void *)check_linear_attention, METH_FASTCALL,
-     "check_linear_attention($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-     "normalize_qk, chunk_size, /)\n--\n\n"},
-    {"linear_forward_vjp", (PyCFunction)(void *)linear_forward_vjp, METH_FASTCALL,
-     "linear_forward_vjp($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-     "normalize_qk, chunk_size, out, /)\n--\n\n"},
-    {"linear_backward", (PyCFunction)(void *)linear_backward, METH_FASTCALL,
-     "linear_backward($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-     "normalize_qk, chunk_size, kept, dout, dstate, /)\n--\n\n"},
-    {"linear_attention_step", (PyCFunction)(void *)linear_attention_step, METH_FASTCALL,
-     "linear_attention_step($module, query, key, value, state, decay, beta, scale, normalize_qk, "
-     "state_indices, out, /)\n--\n\n"},
-    {"check_linear_attention_step", (PyCFunction)(void *)check_linear_attention_step, METH_FASTCALL,
-     "check_linear_attention_step($module, query, key, value, state, decay, beta, scale, normalize_qk, "
-     "state_indices, out, /)\n--\n\n"},
+    AM_METHOD(linear_attention, "query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
+                                "normalize_qk, chunk_size, return_state, out"),
+    AM_METHOD(check_linear_attention,
+              "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size"),
+    AM_METHOD(
+        linear_forward_vjp,
+        "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size, out"),
+    AM_METHOD(linear_backward, "query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
+                               "normalize_qk, chunk_size, kept, dout, dstate"),
+    AM_METHOD(linear_attention_step,
+              "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"),
+    AM_METHOD(check_linear_attention_step,
+              "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"),
     {.ml_name = NULL},
 };

@@ -342,16 +342,11 @@ fail:
 }
 
 PyMethodDef am_mask_methods[] = {
-    {"mask_prepare", (PyCFunction)(void *)mask_prepare, METH_FASTCALL,
-     "mask_prepare($module, shape, nodes, /)\n--\n\nReads a mask once, so that it can be a term of other "
-     "masks "
-     "of the same shape."},
-    {"mask_fill", (PyCFunction)(void *)mask_fill, METH_FASTCALL,
-     "mask_fill($module, shape, nodes, dtype, live, dead, out, /)\n--\n\n"},
-    {"mask_count", (PyCFunction)(void *)mask_count, METH_FASTCALL,
-     "mask_count($module, shape, nodes, /)\n--\n\n"},
-    {"mask_any", (PyCFunction)(void *)mask_any, METH_FASTCALL, "mask_any($module, shape, nodes, /)\n--\n\n"},
-    {"mask_grid", (PyCFunction)(void *)mask_grid, METH_FASTCALL,
-     "mask_grid($module, shape, nodes, batch, head, q_cell, k_cell, /)\n--\n\n"},
+    AM_METHOD(mask_prepare, "shape, nodes",
+              "Reads a mask once, so that it can be a term of other masks of the same shape."),
+    AM_METHOD(mask_fill, "shape, nodes, dtype, live, dead, out"),
+    AM_METHOD(mask_count, "shape, nodes"),
+    AM_METHOD(mask_any, "shape, nodes"),
+    AM_METHOD(mask_grid, "shape, nodes, batch, head, q_cell, k_cell"),
     {.ml_name = NULL},
 };

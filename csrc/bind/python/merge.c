@@ -241,9 +241,7 @@ fail:
 }
 
 PyMethodDef am_merge_methods[] = {
-    {"merge_attention_states", (PyCFunction)(void *)merge_attention_states, METH_FASTCALL,
-     "merge_attention_states($module, outs, lses, /)\n--\n\n"},
-    {"merge_backward", (PyCFunction)(void *)merge_backward, METH_FASTCALL,
-     "merge_backward($module, outs, lses, dout, dlse, /)\n--\n\n"},
+    AM_METHOD(merge_attention_states, "outs, lses"),
+    AM_METHOD(merge_backward, "outs, lses, dout, dlse"),
     {.ml_name = NULL},
 };

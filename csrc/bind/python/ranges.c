@@ -379,21 +379,13 @@ fail:
 }
 
 PyMethodDef am_pairs_methods[] = {
-    {"qkv_masks_to_cu_seqlens", (PyCFunction)(void *)qkv_masks_to_cu_seqlens, METH_FASTCALL,
-     "qkv_masks_to_cu_seqlens($module, q_mask, kv_mask, out_dtype, /)\n--\n\n"},
-    {"attention_mask_to_qkv_cu_seqlens", (PyCFunction)(void *)attention_mask_to_qkv_cu_seqlens, METH_FASTCALL,
-     "attention_mask_to_qkv_cu_seqlens($module, attention_mask, reduce_heads, out_dtype, /)\n--\n\n"},
-    {"cu_seqlens_to_mask", (PyCFunction)(void *)cu_seqlens_to_mask, METH_FASTCALL,
-     "cu_seqlens_to_mask($module, cu_seqlens, max_len, dtype, out, /)\n--\n\n"},
-    {"qkv_cu_seqlens_to_qkv_masks", (PyCFunction)(void *)qkv_cu_seqlens_to_qkv_masks, METH_FASTCALL,
-     "qkv_cu_seqlens_to_qkv_masks($module, cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype, "
-     "/)\n--\n\n"},
-    {"qkv_cu_seqlens_to_attention_mask", (PyCFunction)(void *)qkv_cu_seqlens_to_attention_mask, METH_FASTCALL,
-     "qkv_cu_seqlens_to_attention_mask($module, cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype, "
-     "out, /)\n--\n\n"},
-    {"pairs_to_cu_seqlens", (PyCFunction)(void *)pairs_to_cu_seqlens, METH_FASTCALL,
-     "pairs_to_cu_seqlens($module, pairs, /)\n--\n\n"},
-    {"cu_seqlens_to_pairs", (PyCFunction)(void *)cu_seqlens_to_pairs, METH_FASTCALL,
-     "cu_seqlens_to_pairs($module, cu_seqlens, /)\n--\n\n"},
+    AM_METHOD(qkv_masks_to_cu_seqlens, "q_mask, kv_mask, out_dtype"),
+    AM_METHOD(attention_mask_to_qkv_cu_seqlens, "attention_mask, reduce_heads, out_dtype"),
+    AM_METHOD(cu_seqlens_to_mask, "cu_seqlens, max_len, dtype, out"),
+    AM_METHOD(qkv_cu_seqlens_to_qkv_masks, "cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype"),
+    AM_METHOD(qkv_cu_seqlens_to_attention_mask,
+              "cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype, out"),
+    AM_METHOD(pairs_to_cu_seqlens, "pairs"),
+    AM_METHOD(cu_seqlens_to_pairs, "cu_seqlens"),
     {.ml_name = NULL},
 };

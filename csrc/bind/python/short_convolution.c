@@ -395,18 +395,10 @@ static PyObject *check_short_convolution_step(PyObject *module, PyObject *const 
 }
 
 PyMethodDef am_short_convolution_methods[] = {
-    {"short_convolution", (PyCFunction)(void *)short_convolution, METH_FASTCALL,
-     "short_convolution($module, x, weight, bias, silu, cu_seqlens, initial_state, return_state, out, "
-     "/)\n--\n\n"},
-    {"short_convolution_backward", (PyCFunction)(void *)short_convolution_backward, METH_FASTCALL,
-     "short_convolution_backward($module, x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate, "
-     "/)\n--\n\n"},
-    {"short_convolution_step", (PyCFunction)(void *)short_convolution_step, METH_FASTCALL,
-     "short_convolution_step($module, x, weight, state, bias, silu, state_indices, out, /)\n--\n\n"},
-    {"check_short_convolution", (PyCFunction)(void *)check_short_convolution, METH_FASTCALL,
-     "check_short_convolution($module, x, weight, bias, silu, cu_seqlens, initial_state, return_state, out, "
-     "/)\n--\n\n"},
-    {"check_short_convolution_step", (PyCFunction)(void *)check_short_convolution_step, METH_FASTCALL,
-     "check_short_convolution_step($module, x, weight, state, bias, silu, state_indices, out, /)\n--\n\n"},
+    AM_METHOD(short_convolution, "x, weight, bias, silu, cu_seqlens, initial_state, return_state, out"),
+    AM_METHOD(short_convolution_backward, "x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate"),
+    AM_METHOD(short_convolution_step, "x, weight, state, bias, silu, state_indices, out"),
+    AM_METHOD(check_short_convolution, "x, weight, bias, silu, cu_seqlens, initial_state, return_state, out"),
+    AM_METHOD(check_short_convolution_step, "x, weight, state, bias, silu, state_indices, out"),
     {.ml_name = NULL},
 };

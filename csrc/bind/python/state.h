@@ -60,6 +60,11 @@ PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num);
  * MemoryError. */
 PyArrayObject *am_of_memory(PyObject *array);
 
+/* A function of positional arguments and, after their names, its documentation. */
+#define AM_METHOD(name, parameters, ...)                                                                     \
+    {#name, (PyCFunction)(void *)name, METH_FASTCALL,                                                        \
+     #name "($module, " parameters ", /)\n--\n\n" __VA_ARGS__}
+
 /* The methods of each topic, which its file adds to the module. */
 extern PyMethodDef am_packed_methods[], am_cumsum_methods[], am_mask_methods[], am_segments_methods[],
     am_pairs_methods[], am_merge_methods[], am_flash_methods[], am_kvcache_methods[], am_xla_methods[],
