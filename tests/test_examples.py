@@ -7,16 +7,21 @@ import numpy as np
 import pytest
 from conftest import SANITIZED
 
-TRAIN_TINY = Path(__file__).parent.parent / "examples" / "train_tiny.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TRAIN_TINY = EXAMPLES / "train_tiny.py"
 pytestmark = pytest.mark.skipif(not TRAIN_TINY.exists(), reason="the tests run without the examples")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def train_tiny():
-    spec = importlib.util.spec_from_file_location("train_tiny", TRAIN_TINY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("train_tiny")
 
 
 def test_the_model_has_the_right_gradients(train_tiny):
@@ -51,3 +56,22 @@ def test_training_beats_bigrams(train_tiny):
     drawn = "".join(lines[-9:-1])
     assert drawn.count("●") == min(steps, 60)
     assert drawn.count("bigrams") == 1
+
+
+def test_a_hybrid_learns_and_writes():
+    """Token by token it computes what it computes for whole documents, which do not see each other."""
+    torch = pytest.importorskip("torch")
+    module, lines = load("train_hybrid"), []
+    steps = 2 if SANITIZED else 40
+    model, loss, bigram = module.train(steps=steps, count=6, report=lines.append)
+    assert SANITIZED or loss < 0.8 * bigram
+    assert lines[-1].startswith("it writes: ")
+    assert "".join(lines[-10:-2]).count("bigrams") == 1
+    characters, _, starts = module.tiny.packed(np.random.default_rng(1), 3)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(characters)[None], lambda i, mixer, x: mixer(x, starts))[0]
+        states = [mixer.new_state() for mixer in model.mixers]
+        for t in range(starts[-2], starts[-1]):
+            token = torch.from_numpy(characters[t : t + 1])
+            alone = model(token, lambda i, mixer, x: mixer.step(x, states[i]))
+            np.testing.assert_allclose(alone[0], logits[t], atol=1e-4)
