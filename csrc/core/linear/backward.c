@@ -69,8 +69,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
                    am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
                    chunk->tokens, l->at->channels);
     if (kernel(chunk, g, l->from->pairs, b->scratch)) return AM_OK;
-    if (!b->token_scratch)
-        b->token_scratch = malloc((size_t)base->kernels->scratch(&base->shape).backward_tokens);
+    if (!b->token_scratch) b->token_scratch = malloc((size_t)base->scratch.backward_tokens);
     if (!b->token_scratch) return AM_NO_MEMORY;
     am_linear_put_aside(base, b, 0, NULL, g->d_state);
     if (!chunk->state) { /* a slice of one, which is seldom asked for */

@@ -52,6 +52,15 @@ static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_li
     return rounded ? kernels->linear_bf16x2 : NULL;
 }
 
+/* What both kinds of kernels need. */
+static void find_scratch(am_linear_base *base)
+{
+    const am_linear_scratch chunks = base->chunks->scratch(&base->shape);
+    base->scratch = base->kernels->scratch(&base->shape);
+    base->scratch.pairs = chunks.pairs;
+    base->scratch.forward = am_max(base->scratch.forward, chunks.forward);
+}
+
 am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
                           bool forward)
 {
@@ -80,6 +89,7 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .normalize = linear->normalize,
         .scale = linear->scale,
     };
+    find_scratch(base);
     base->slices = 1;
     base->kept_step = base->shape.channel_step;
     base->offsets = calloc((size_t)linear->sequences + 1, sizeof *base->offsets);
@@ -98,6 +108,7 @@ void am_linear_cut_channels(am_linear_base *base, const am_context *context)
     const ptrdiff_t slices = am_min(am_ceil_div(context->threads, tasks), most);
     base->shape.channels = base->shape.channel_step = padded(am_ceil_div(base->linear->channels, slices));
     base->slices = am_ceil_div(base->linear->channels, am_max(base->shape.channels, 1));
+    find_scratch(base);
 }
 
 void am_linear_end(am_linear_base *base) { free(base->offsets); }
@@ -134,7 +145,6 @@ static am_strided_rows state_at(const am_linear_array *states, const am_linear_p
 ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, int uses, char *memory)
 {
     const am_linear_shape *s = &base->shape;
-    const am_linear_scratch scratch = base->kernels->scratch(s), of_chunks = base->chunks->scratch(s);
     const ptrdiff_t keys = s->token_step * s->row_step * base->size;
     const ptrdiff_t values = s->token_step * s->channel_step * base->size,
                     tokens = s->token_step * base->size;
@@ -153,7 +163,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->beta, tokens, AM_LINEAR_READ},
         {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
-        {&b->pairs, of_chunks.pairs, AM_LINEAR_READ},
+        {&b->pairs, base->scratch.pairs, AM_LINEAR_READ},
         {&b->v, values, AM_LINEAR_TAKE},
         {&b->out, values, AM_LINEAR_TAKE},
         {&b->reset, decays, AM_LINEAR_TAKE},
@@ -161,8 +171,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->states[1], state, AM_LINEAR_TAKE},
         {&b->spare, values + state, AM_LINEAR_TAKE},
         {&b->wide, 2 * keys + values + tokens, base->chunks != base->kernels ? AM_LINEAR_TAKE : 0},
-        {&b->scratch, uses & AM_LINEAR_BACK ? scratch.backward : am_max(scratch.forward, of_chunks.forward),
-         AM_LINEAR_TAKE},
+        {&b->scratch, uses & AM_LINEAR_BACK ? base->scratch.backward : base->scratch.forward, AM_LINEAR_TAKE},
         {&b->state, state, AM_LINEAR_BACK},
         {&b->d_out, values, AM_LINEAR_BACK},
         {&b->d_q, keys, AM_LINEAR_BACK},

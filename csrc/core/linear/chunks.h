@@ -12,6 +12,7 @@ typedef struct {
     const am_linear_kernels
         *chunks; /* find pairs of chunks, and take them forward; the same or of bfloat16 */
     am_linear_shape shape;
+    am_linear_scratch scratch;
     am_dtype type;       /* of sums */
     ptrdiff_t size;      /* of their elements */
     ptrdiff_t *offsets;  /* [sequences + 1]: states that are kept before each sequence */

@@ -15,7 +15,7 @@ static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token
                                                                   const int vectors)
 {
     const ptrdiff_t step = t->channel_step;
-    V u[4], out[4];
+    V u[2 * VECTORS], out[2 * VECTORS];
     UNROLL(16)
     for (int j = 0; j < vectors; j++) u[j] = out[j] = VOP(set1)(0);
     if (t->beta) {
@@ -47,7 +47,9 @@ static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token
 
 static void FN(take_token)(const FN(token) * t)
 {
+    enum { WIDE = 2 * VECTORS };
     ptrdiff_t column = 0;
+    for (; column + WIDE * LANES <= t->channel_step; column += WIDE * LANES) FN(token_panel)(t, column, WIDE);
     for (; column + 4 * LANES <= t->channel_step; column += 4 * LANES) FN(token_panel)(t, column, 4);
     for (; column < t->channel_step; column += LANES) FN(token_panel)(t, column, 1);
 }
