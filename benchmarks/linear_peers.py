@@ -7,6 +7,7 @@ for.
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from linear_cases import Arrays, Case
-from workers import Call, serve, turn
+from workers import Call, load_ejkernel, serve, turn
 
 LIBRARY, THREADS = sys.argv[1], int(sys.argv[2])
 CHUNKS = (64, 256)  # of Mamba-2 in transformers: the fastest counts
@@ -296,7 +297,43 @@ class Vllm(Torch):
         return Ready(torch.inference_mode()(call), read)
 
 
-PEERS = {"ONNX Runtime": OnnxRuntime, "vLLM": Vllm, "transformers": Transformers}
+class EjKernel:
+    """Its XLA functions. Where `gated_delta_rule` is missing, `kernel_delta_attention` has a decay per token."""
+
+    def __init__(self) -> None:
+        os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={str(THREADS > 1).lower()}"
+        found = load_ejkernel("ejkernel.kernels._xla")
+        if found is None:
+            raise Unknown("not installed")
+        import jax
+
+        self.jax, self.found = jax, found
+
+    def ready(self, case: Case) -> Ready:
+        if case.is_step or case.rule != "gated delta rule":
+            raise Unknown("has none with these arguments")
+        jax, names = self.jax, ("query", "key", "value", "beta", "decay")
+        arrays = case.arrays()
+        given = [jax.numpy.asarray(batched(case, arrays[name])) for name in names]
+        rule = getattr(self.found, "gated_delta_rule", None) or self.found.kernel_delta_attention
+
+        def forward(*given: object) -> object:
+            return rule(*given, softmax_scale=case.scale, use_qk_l2norm=False)[0]
+
+        if not case.grads:
+            run = jax.jit(forward)
+            call = lambda: run(*given).block_until_ready()  # noqa: E731
+            return Ready(call, lambda: {"out": self.array(case, call())})
+        dout = jax.numpy.asarray(batched(case, arrays["dout"]))
+        gradients = jax.jit(lambda dout, *given: jax.vjp(forward, *given)[1](dout))
+        call = lambda: jax.block_until_ready(gradients(dout, *given))  # noqa: E731
+        return Ready(call, lambda: {name: self.array(case, x) for name, x in zip(names, call(), strict=True)})
+
+    def array(self, case: Case, x: object) -> np.ndarray:
+        return np.asarray(x).astype(np.float32).reshape(1, case.tokens, *x.shape[2:])
+
+
+PEERS = {"ONNX Runtime": OnnxRuntime, "vLLM": Vllm, "transformers": Transformers, "ejKernel": EjKernel}
 
 
 # The functions of the worker
