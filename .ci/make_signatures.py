@@ -5,9 +5,8 @@ from pathlib import Path
 
 from attnmask._attention import arguments as table
 
-PATH = Path(__file__).parents[1] / "attnmask" / "_attention" / "flash_attention.pyi"
-HEAD = '''"""Written by .ci/make_signatures.py."""
-
+PACKAGE = Path(__file__).parents[1] / "attnmask"
+ATTENTION = """
 from typing import Any, Literal, SupportsIndex, overload
 
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -17,7 +16,25 @@ from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._attention.problem import FlashAttentionGrads
 from attnmask._masks.info import MaskInfo
-'''
+"""
+CACHE = """
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask._masks.info import MaskInfo
+"""
+STUBS = {  # what they import and declare
+    PACKAGE / "_attention" / "flash_attention.pyi": (
+        ATTENTION,
+        table.FLASH_ATTENTION,
+        table.FLASH_ATTENTION_FWD,
+        table.FLASH_ATTENTION_VJP,
+        table.FLASH_ATTENTION_BWD,
+    ),
+    PACKAGE / "_cache" / "flash_attention_with_kvcache.pyi": (CACHE, table.FLASH_ATTENTION_WITH_KVCACHE),
+}
 RESULT = "NDArray[Any]"
 
 
@@ -39,9 +56,9 @@ def declared(function: table.Function, lse: bool | None) -> str:
     return "\n".join([*lines, f") -> {result}: ..."])
 
 
-def stub() -> str:
-    texts = [HEAD]
-    for function in table.FUNCTIONS:
+def stub(imports: str, *functions: table.Function) -> str:
+    texts = ['"""Written by .ci/make_signatures.py."""', imports]
+    for function in functions:
         if "return_lse" in function.names:
             texts += [f"@overload\n{declared(function, lse)}" for lse in (False, True, None)]
         else:
@@ -50,4 +67,5 @@ def stub() -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(stub())
+    for path, contents in STUBS.items():
+        path.write_text(stub(*contents))

@@ -22,7 +22,7 @@ from attnmask._attention.hints import BwdParams, FwdParams
 from attnmask._attention.problem import FlashAttentionGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._cache import attend
-from attnmask._cache.attend import flash_attention_with_kvcache
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, quantize_kv
 from attnmask._common import arguments
 from attnmask._common.debug import get_debug_mode, set_debug_mode

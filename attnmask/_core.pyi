@@ -92,50 +92,8 @@ def attention_schedule(
 def flash_usual(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
 def flash_usual_fwd(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
 def flash_usual_vjp(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
-def flash_kvcache(
-    query: ArrayLike,
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
-    key: ArrayLike | None,
-    value: ArrayLike | None,
-    cache_seqlens: ArrayLike | None,
-    block_table: ArrayLike | None,
-    cu_seqlens_q: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
-    softmax_scale: float | None,
-    causal: bool,
-    sliding_window: Any,
-    logits_soft_cap: float | None,
-    softmax_aux: ArrayLike | None,
-    alibi_slopes: ArrayLike | None,
-    attention_mask: Any,
-    return_lse: bool,
-    out: NDArray[Any] | None,
-    /,
-) -> Any: ...
-def check_kvcache(
-    query: ArrayLike,
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
-    key: ArrayLike | None,
-    value: ArrayLike | None,
-    cache_seqlens: ArrayLike | None,
-    block_table: ArrayLike | None,
-    cu_seqlens_q: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
-    softmax_scale: float | None,
-    causal: bool,
-    sliding_window: Any,
-    logits_soft_cap: float | None,
-    softmax_aux: ArrayLike | None,
-    alibi_slopes: ArrayLike | None,
-    attention_mask: Any,
-    return_lse: bool,
-    out: NDArray[Any] | None,
-    /,
-) -> None: ...
+def flash_kvcache(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
+def check_kvcache(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> None: ...
 def flash_forward(
     query: ArrayLike,
     key: ArrayLike,

@@ -10,6 +10,7 @@ from kvcache_cases import BF16, F16, F32, F64, Case, arguments_of
 
 import attnmask
 from attnmask import MaskInfo
+from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
@@ -104,9 +105,7 @@ def test_the_bits_of_numpy(torch, name):
 
 
 def operands(torch, arguments):
-    names = attnmask.torch._cache.kvcache.flash_attention_with_kvcache.__kwdefaults__
-    given = dict.fromkeys(("query", "k_cache", "v_cache", "key", "value", *names)) | {"causal": True}
-    return attnmask.torch._cache._operands(given | arguments)
+    return attnmask.torch._cache._operands(FLASH_ATTENTION_WITH_KVCACHE.bind((), arguments))
 
 
 def test_the_operator(torch, name):

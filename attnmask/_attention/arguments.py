@@ -6,7 +6,7 @@ To add one, add its type to the class of the faces that take it and its row to `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
@@ -157,40 +157,41 @@ NUMBERS = tuple(  # a window is two
 )
 HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
 DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
-_LAST_BY_PLACE = "logits_dtype"
+CACHE_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in CacheOptions.__annotations__}
+CACHE_DEFAULTS["causal"] = True
+RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
 _RESULTS = "tuple[NDArray[Any], NDArray[Any]]"
 
 
 class Function:
     """How a function of NumPy arrays is called: the names of its arguments, those by place first, and its signature."""
 
-    def __init__(self, name: str, result: str, **own: tuple[str, Any]) -> None:
-        """`own` arguments have a type and a default; what has none goes before and after query, key and value."""
-        all_of_them = [(row.name, row.type, row.default) for row in ARGUMENTS]
-        required = [(key, *own[key]) for key in own if own[key][1] is Parameter.empty]
-        optional = [(key, *own[key]) for key in own if own[key][1] is not Parameter.empty]
-        rows = [*required[:1], *all_of_them[:3], *required[1:], *all_of_them[3:], *optional]
+    def __init__(
+        self, name: str, result: str, rows: Mapping[str, tuple[str, Any]], last_by_place: str
+    ) -> None:
+        """`rows` have a type and a default for each argument."""
         self.name = name
-        self.names = tuple(key for key, _, _ in rows)
-        self.places = self.names.index(_LAST_BY_PLACE) + 1
-        self.required = {key for key, _, default in rows if default is Parameter.empty}
-        self.defaults = {key: default for key, _, default in rows if default is not Parameter.empty}
+        self.in_torch = name if "k_cache" in rows else "flash_attention"
+        self.names = tuple(rows)
+        self.places = self.names.index(last_by_place) + 1
+        self.required = {key for key, (_, default) in rows.items() if default is Parameter.empty}
+        self.defaults = {key: default for key, (_, default) in rows.items() if key not in self.required}
         kinds = [Parameter.POSITIONAL_OR_KEYWORD] * self.places + [Parameter.KEYWORD_ONLY] * len(rows)
         self.signature = Signature(
             [
                 Parameter(key, kind, default=default, annotation=annotation)
-                for (key, annotation, default), kind in zip(rows, kinds, strict=False)
+                for (key, (annotation, default)), kind in zip(rows.items(), kinds, strict=False)
             ],
             return_annotation=result,
         )
 
     def __call__(self, function: _Function) -> _Function:
-        """Show the signature on a function of ``(*args, **given)``."""
+        """Show the signature of a function that is defined with ``(*args, **given)``."""
         shown = self.signature
         function.__signature__ = shown  # type: ignore[attr-defined]
         function.__annotations__ = {key: row.annotation for key, row in shown.parameters.items()}
         function.__annotations__["return"] = shown.return_annotation
-        left_to_python(function, "call attnmask.torch.flash_attention, which goes into graphs")
+        left_to_python(function, f"call attnmask.torch.{self.in_torch}, which goes into graphs")
         return function
 
     def bind(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
@@ -221,21 +222,16 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
-def spelled_out(options: type, **defaults: Any) -> Callable[[_Function], _Function]:
-    """Show the arguments in ``**more`` of a function, those of `options`, in its signature."""
+def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]:
+    """Show the arguments in ``**more`` of a function in its signature."""
 
     def show(function: _Function) -> _Function:
         whole = signature(function)
         own = [row for row in whole.parameters.values() if row.kind is not Parameter.VAR_KEYWORD]
         more = [
-            Parameter(
-                row.name,
-                Parameter.KEYWORD_ONLY,
-                default=defaults.get(row.name, row.default),
-                annotation=row.type,
-            )
+            Parameter(row.name, Parameter.KEYWORD_ONLY, default=defaults[row.name], annotation=row.type)
             for row in ARGUMENTS
-            if row.name in options.__annotations__ and row.name not in whole.parameters
+            if row.name in defaults and row.name not in whole.parameters
         ]
         function.__signature__ = whole.replace(parameters=own + more)  # type: ignore[attr-defined]
         return function
@@ -243,22 +239,58 @@ def spelled_out(options: type, **defaults: Any) -> Callable[[_Function], _Functi
     return show
 
 
-_OUT = ("NDArray[Any] | None", None)
+def check_options(function: Callable[..., Any], more: Collection[str]) -> None:
+    """Refuse what is not in the signature of a function."""
+    shown = signature(function).parameters
+    unknown = [name for name in more if name not in shown]
+    if unknown:
+        reject_unknown(function.__name__, unknown, shown)
+
+
 _FLAG = ("bool", False)
+_OPTIONAL = ("ArrayLike | None", None)
+_OUT = ("NDArray[Any] | None", None)
 _ARRAY = ("ArrayLike", Parameter.empty)
+_INPUTS = dict.fromkeys(LEARNED[:3], _ARRAY)
 _GRADS = {f"grad_{name}": _FLAG for name in LEARNED[3:]}
-FLASH_ATTENTION = Function("flash_attention", f"NDArray[Any] | {_RESULTS}", return_lse=_FLAG, out=_OUT)
-FLASH_ATTENTION_FWD = Function("flash_attention_fwd", _RESULTS, out=_OUT)
+_ATTENTION = {row.name: (row.type, row.default) for row in ARGUMENTS}
+_EITHER = f"NDArray[Any] | {_RESULTS}"
+
+FLASH_ATTENTION = Function(
+    "flash_attention", _EITHER, _ATTENTION | {"return_lse": _FLAG, "out": _OUT}, "logits_dtype"
+)
+FOR_GRADIENTS = Function("flash_attention", _RESULTS, _ATTENTION, "logits_dtype")
+FLASH_ATTENTION_FWD = Function("flash_attention_fwd", _RESULTS, _ATTENTION | {"out": _OUT}, "logits_dtype")
 FLASH_ATTENTION_VJP = Function(
-    "flash_attention_vjp", f"tuple[NDArray[Any] | {_RESULTS}, Vjp]", return_lse=_FLAG, **_GRADS
+    "flash_attention_vjp",
+    f"tuple[{_EITHER}, Vjp]",
+    _ATTENTION | {"return_lse": _FLAG} | _GRADS,
+    "logits_dtype",
 )
 FLASH_ATTENTION_BWD = Function(
     "flash_attention_bwd",
     "FlashAttentionGrads",
-    dout=_ARRAY,
-    out=_ARRAY,
-    lse=_ARRAY,
-    **_GRADS,
-    dlse=("ArrayLike | None", None),
+    {"dout": _ARRAY} | _INPUTS | {"out": _ARRAY, "lse": _ARRAY} | _ATTENTION | _GRADS | {"dlse": _OPTIONAL},
+    "logits_dtype",
 )
-FUNCTIONS = (FLASH_ATTENTION, FLASH_ATTENTION_FWD, FLASH_ATTENTION_VJP, FLASH_ATTENTION_BWD)
+FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
+    "flash_attention_with_kvcache",
+    _EITHER,
+    {
+        "query": _ARRAY,
+        "k_cache": ("NDArray[Any]", Parameter.empty),
+        "v_cache": ("NDArray[Any]", Parameter.empty),
+        "key": _OPTIONAL,
+        "value": _OPTIONAL,
+        "cache_seqlens": _OPTIONAL,
+        "block_table": _OPTIONAL,
+        "cu_seqlens_q": _OPTIONAL,
+        "k_scale": ("NDArray[np.float32] | None", None),
+        "v_scale": ("NDArray[np.float32] | None", None),
+        "attention_mask": _ATTENTION["attention_mask"],
+        "return_lse": _FLAG,
+        "out": _OUT,
+        **{name: (_ATTENTION[name][0], default) for name, default in CACHE_DEFAULTS.items()},
+    },
+    "value",
+)

@@ -14,10 +14,13 @@ from attnmask._attention.arguments import (
     Diagonal,  # noqa: F401
 )
 from attnmask._attention.backward import Vjp, attend_backward, attend_with_vjp  # noqa: F401
-from attnmask._attention.forward import attend, attend_with_lse
+from attnmask._attention.forward import attend
 from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
 from attnmask._attention.problem import FlashAttentionGrads  # noqa: F401
+from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo  # noqa: F401
+
+_NAMES, _NAMES_FWD = FLASH_ATTENTION.names, FLASH_ATTENTION_FWD.names
 
 
 @FLASH_ATTENTION
@@ -148,7 +151,11 @@ def flash_attention(*args, **given):
     >>> out.ravel(), np.exp(lse).round(6)
     (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
     """
-    return attend(args, given)
+    results = _core.flash_usual(_NAMES, args, given)
+    if results is NotImplemented:
+        given = FLASH_ATTENTION.bind(args, given)
+        results = attend(given, given.pop("return_lse"))
+    return results[0] if results[1] is None else results
 
 
 @FLASH_ATTENTION_FWD
@@ -173,7 +180,8 @@ def flash_attention_fwd(*args, **given):
     >>> np.exp(lse).round(6)
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
-    return attend_with_lse(args, given)
+    results = _core.flash_usual_fwd(_NAMES_FWD, args, given)
+    return attend(FLASH_ATTENTION_FWD.bind(args, given), True) if results is NotImplemented else results
 
 
 @FLASH_ATTENTION_BWD

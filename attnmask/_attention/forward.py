@@ -11,7 +11,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_FWD, Function
+from attnmask._attention.arguments import FLASH_ATTENTION, FOR_GRADIENTS
 from attnmask._attention.problem import Problem, check_apart, dropout_of, read_problem
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
 from attnmask._common.loading import _core
@@ -26,24 +26,8 @@ def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     return target[None]
 
 
-def attend(args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """Return what `flash_attention` returns. `out` may be None and must share no memory with the other arguments."""
-    results = _core.flash_usual(FLASH_ATTENTION.names, args, given)
-    if results is NotImplemented:
-        given = FLASH_ATTENTION.bind(args, given)
-        results = _attend(given, given.pop("return_lse"))
-    return results[0] if results[1] is None else results
-
-
-def attend_with_lse(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return what `flash_attention_fwd` returns."""
-    results = _core.flash_usual_fwd(FLASH_ATTENTION_FWD.names, args, given)
-    if results is NotImplemented:
-        results = _attend(FLASH_ATTENTION_FWD.bind(args, given), True)
-    return results  # type: ignore[no-any-return]
-
-
-def _attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Attend into `out` of `given`, which may be None and must share no memory with the other arguments."""
     problem, batched = read_problem(given)
     return_lse = flag(return_lse, "return_lse")
     out = given["out"]
@@ -61,15 +45,12 @@ def attend_for_gradients(given: dict[str, Any]) -> tuple[NDArray[Any], NDArray[A
     """The results of `flash_attention_fwd`, and what its gradients take best as the result: of sixteen bits a copy that
     is not rounded to them, and else the same array.
     """
-    usual = _core.flash_usual_vjp(_FOR_GRADIENTS.names, (), given)
+    usual = _core.flash_usual_vjp(FOR_GRADIENTS.names, (), given)
     if usual is not NotImplemented:
         return usual  # type: ignore[no-any-return]
-    problem, batched = read_problem(_FOR_GRADIENTS.bind((), given))
+    problem, batched = read_problem(FOR_GRADIENTS.bind((), given))
     results = _core.flash_forward_vjp(*problem)
     return results if batched else (results[0][0], results[1][0], results[2][0])
-
-
-_FOR_GRADIENTS = Function("flash_attention", "")
 
 
 def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._cache.attend import flash_attention_with_kvcache
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import (
     FLOAT8,
     allocate,

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmask._attention.arguments import NUMBERS, RING_DEFAULTS
 from attnmask._attention.problem import distances, slopes_of, starts_of
 from attnmask._common.arguments import describe
 from attnmask._common.loading import _core
@@ -382,7 +383,7 @@ def ring_of(
 
 # Arguments of `ring_attention`, by their names
 
-OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "dropout_seed", "relative_low")  # of each call
+OPTIONS = tuple(name for name in NUMBERS if name in RING_DEFAULTS and name != "causal")  # of each call
 
 
 def check_whole(given: Mapping[str, Any], batch: int) -> None:

@@ -28,6 +28,7 @@ Examples
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 try:
     import jax  # type: ignore[import-not-found, unused-ignore]
@@ -39,9 +40,20 @@ if not hasattr(jax, "enable_x64"):
         f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
     )
 
-from attnmask._attention.arguments import DEFAULTS, LEARNED, TRACED, Options, spelled_out
+from attnmask._attention.arguments import (
+    CACHE_DEFAULTS,
+    DEFAULTS,
+    LEARNED,
+    RING_DEFAULTS,
+    TRACED,
+    CacheOptions,
+    Options,
+    RingOptions,
+    check_options,
+    spelled_out,
+)
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
-from attnmask._cache.attend import flash_attention_with_kvcache as kvcache_in_numpy
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
 from attnmask._common.arguments import as_array, describe, flag
 from attnmask._common.keywords import reject_unknown
 from attnmask._masks.info import MaskInfo
@@ -135,7 +147,7 @@ def flash_attention(
     callback: bool = False,
     **more: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
-@spelled_out(Options)
+@spelled_out(DEFAULTS)
 def flash_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
@@ -219,26 +231,22 @@ def flash_attention(
     return results if with_lse else results[0]
 
 
+@spelled_out(CACHE_DEFAULTS)
 def flash_attention_with_kvcache(
-    query: Any,
-    k_cache: Any,
-    v_cache: Any,
-    key: Any = None,
-    value: Any = None,
+    query: jax.typing.ArrayLike,
+    k_cache: jax.typing.ArrayLike,
+    v_cache: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike | None = None,
+    value: jax.typing.ArrayLike | None = None,
     *,
-    cache_seqlens: Any = None,
-    block_table: Any = None,
-    cu_seqlens_q: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: Any = None,
-    alibi_slopes: Any = None,
-    attention_mask: Any = None,
+    cache_seqlens: jax.typing.ArrayLike | None = None,
+    block_table: jax.typing.ArrayLike | None = None,
+    cu_seqlens_q: jax.typing.ArrayLike | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     return_lse: bool = False,
+    **more: Unpack[CacheOptions],
 ) -> KVCacheResult:
     """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
 
@@ -251,11 +259,13 @@ def flash_attention_with_kvcache(
         As in `attnmask.flash_attention_with_kvcache`.
     cache_seqlens, block_table, cu_seqlens_q : array, optional
         May be traced, like all arrays. Errors in their numbers are raised when the function runs.
-    k_scale, v_scale, softmax_aux, alibi_slopes : array, optional
-    softmax_scale, causal, sliding_window, logits_soft_cap, return_lse
-        Must be known at compile time.
+    k_scale, v_scale : array, optional
     attention_mask : array or MaskInfo, optional
         Not supported with `cu_seqlens_q` in a compiled function.
+    return_lse : bool
+    **more
+        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. `softmax_aux` and
+        `alibi_slopes` may be traced; the others, like `return_lse`, must be known at compile time.
 
     Returns
     -------
@@ -277,7 +287,8 @@ def flash_attention_with_kvcache(
     >>> caches[0][0, :4, 0, 0].tolist()
     [0.0, 1.0, 2.0, 0.0]
     """
-    given = {
+    check_options(flash_attention_with_kvcache, more)
+    given: dict[str, Any] = {
         "query": query,
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -288,14 +299,10 @@ def flash_attention_with_kvcache(
         "cu_seqlens_q": cu_seqlens_q,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "softmax_aux": softmax_aux,
-        "alibi_slopes": alibi_slopes,
         "attention_mask": attention_mask,
         "return_lse": return_lse,
+        **CACHE_DEFAULTS,
+        **more,
     }
     for name, x in given.items():
         if name not in kvcache.TRACED:
@@ -321,28 +328,44 @@ def _eager(given: dict[str, Any]) -> KVCacheResult:
     return KVCacheResult(_to_jax(out), _to_jax(lse[0]) if lse else None, **caches)
 
 
+@overload
 def ring_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
     *,
-    axis_name: Any,
-    layout: str | ShardPlan = "zigzag",
-    cu_seqlens: Any = None,
+    axis_name: str | tuple[str, ...],
+    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
+    cu_seqlens: ArrayLike | None = None,
     attention_mask: MaskInfo | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    causal: bool = False,
-    dropout_seed: Any = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    alibi_slopes: Any = None,
-    relative_bias: Any = None,
-    relative_low: int = 0,
+    return_lse: Literal[False] = False,
+    **more: Unpack[RingOptions],
+) -> jax.Array: ...
+@overload
+def ring_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
+    cu_seqlens: ArrayLike | None = None,
+    attention_mask: MaskInfo | None = None,
+    return_lse: Literal[True],
+    **more: Unpack[RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@spelled_out(RING_DEFAULTS)
+def ring_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
+    cu_seqlens: ArrayLike | None = None,
+    attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
+    **more: Any,
 ) -> Any:
     """Attend over a sequence that is divided along a mesh axis, inside `jax.shard_map`.
 
@@ -361,16 +384,11 @@ def ring_attention(
         Starts of packed sequences in the whole sequence.
     attention_mask : MaskInfo, optional
         The mask of the whole sequence.
-    softmax_aux : array, shape [S], [1, S] or [H, S], optional
-        Sinks, which count once.
-    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
-    alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
-    dropout_seed : int, optional
-        The same on each device. It may be traced, like `softmax_aux` and `relative_bias`; everything else except query,
-        key and value must be known at compile time.
-    softmax_scale, dropout_prob, causal, sliding_window, logits_soft_cap, relative_bias, relative_low
-        As in `attnmask.flash_attention`. Dropout is that of the whole sequence.
     return_lse : bool
+    **more
+        As in `attnmask.flash_attention`, for the whole sequence: segment ids are of shape [B, T of the whole sequence],
+        slopes with `cu_seqlens` [sequences, H], and sinks count once. `softmax_aux`, `relative_bias` and `dropout_seed`
+        may be traced; everything else except query, key and value must be known at compile time.
 
     Returns
     -------
@@ -393,7 +411,17 @@ def ring_attention(
     [0.0, 0.5, 1.0, 1.5]
     """
     with_lse = flag(return_lse, "return_lse")
-    given = dict(locals())
+    check_options(ring_attention, more)
+    given = RING_DEFAULTS | {
+        "query": query,
+        "key": key,
+        "value": value,
+        "axis_name": axis_name,
+        "layout": layout,
+        "cu_seqlens": cu_seqlens,
+        "attention_mask": attention_mask,
+        **more,
+    }
     learned = {name: given.pop(name) for name in LEARNED if name in given}
     learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
     register()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
+from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 from attnmask._attention.problem import mask_nodes
 from attnmask._cache import attend as kvcache
 from attnmask._common.arguments import as_array, fields_in_a_line
@@ -78,7 +79,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
     known = {name: _known(name, value, given["query"]) for name, value in given.items()}
-    _core.check_kvcache(*(known | {"out": None}).values())
+    _core.check_kvcache(FLASH_ATTENTION_WITH_KVCACHE.names, (), known)
     packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
     if packed and given["attention_mask"] is not None:
         raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
@@ -123,9 +124,9 @@ def _words(
     batch, queries, heads, channels = shape
     starts = given["cu_seqlens_q"]
     sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
-    names = ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "softmax_aux", "alibi_slopes")
-    options = [known[name] for name in ("query", *names, "return_lse")] + [sequences, heads, channels]
-    scale, cap, _, slopes, low, high, with_lse = kvcache.options(*options)
+    scale, cap, _, slopes, low, high, with_lse = kvcache.options(
+        known["query"], sequences, heads, channels, known
+    )
     flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
     flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
     flags |= _SINKS * (given["softmax_aux"] is not None) | _MASKED * (given["attention_mask"] is not None)

@@ -181,7 +181,7 @@ def flash_attention(
     return_lse: Literal[True],
     **more: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@spelled_out(Options)
+@spelled_out(DEFAULTS)
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,

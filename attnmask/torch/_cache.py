@@ -5,17 +5,28 @@ The operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `
 to the caches and their scales, and returns both results.
 """
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-from attnmask._attention.arguments import ARGUMENTS, ARRAYS, NUMBERS, CacheOptions
-from attnmask._cache import attend as kvcache
+from numpy.typing import ArrayLike
+
+from attnmask._attention.arguments import (
+    ARGUMENTS,
+    ARRAYS,
+    CACHE_DEFAULTS,
+    NUMBERS,
+    CacheOptions,
+    check_options,
+    spelled_out,
+)
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
 from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
+from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._masks import MaskTensors, restored, to_tensor
 from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
 
-_ROWS = {row.name: row for row in ARGUMENTS if row.name in CacheOptions.__annotations__}
+_ROWS = {row.name: row for row in ARGUMENTS if row.name in CACHE_DEFAULTS}
 _ARRAYS = tuple(name for name in _ROWS if name in ARRAYS)
 _NUMBERS = tuple(name for name in _ROWS if name in NUMBERS)
 _PARAMETERS = ", ".join(
@@ -45,14 +56,14 @@ def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: b
     """Attend on the CPU. Autograd must know what is written to, as for any in-place operator."""
     arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
     try:
-        result = kvcache.flash_attention_with_kvcache(**given | arrays, return_lse=with_lse)
+        result = attend_in_numpy(**given | arrays, return_lse=with_lse)
     except (TypeError, ValueError) as error:
         suit_hint(error, tensors)
         raise
     if given["key"] is not None:
         written = (tensors[name] for name in _WRITTEN if name in tensors)
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
-    return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)
+    return tuple(map(to_tensor, result)) if isinstance(result, tuple) else to_tensor(result)
 
 
 # The operator
@@ -133,7 +144,10 @@ operators.register(
 
 # The function
 
+_COUNT = len(CACHE_DEFAULTS) + 11  # of arguments, but return_lse
 
+
+@overload
 def flash_attention_with_kvcache(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -141,19 +155,48 @@ def flash_attention_with_kvcache(
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
     *,
-    cache_seqlens: Any = None,
-    block_table: Any = None,
-    cu_seqlens_q: Any = None,
+    cache_seqlens: "ArrayLike | None" = None,
+    block_table: "ArrayLike | None" = None,
+    cu_seqlens_q: "ArrayLike | None" = None,
     k_scale: "torch.Tensor | None" = None,
     v_scale: "torch.Tensor | None" = None,
-    softmax_scale: "float | None" = None,
-    causal: bool = True,
-    sliding_window: Any = None,
-    logits_soft_cap: "float | None" = None,
-    softmax_aux: Any = None,
-    alibi_slopes: Any = None,
-    attention_mask: Any = None,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    return_lse: Literal[False] = False,
+    **more: Unpack[CacheOptions],
+) -> torch.Tensor: ...
+@overload
+def flash_attention_with_kvcache(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: "torch.Tensor | None" = None,
+    value: "torch.Tensor | None" = None,
+    *,
+    cache_seqlens: "ArrayLike | None" = None,
+    block_table: "ArrayLike | None" = None,
+    cu_seqlens_q: "ArrayLike | None" = None,
+    k_scale: "torch.Tensor | None" = None,
+    v_scale: "torch.Tensor | None" = None,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    return_lse: Literal[True],
+    **more: Unpack[CacheOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@spelled_out(CACHE_DEFAULTS)
+def flash_attention_with_kvcache(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: "torch.Tensor | None" = None,
+    value: "torch.Tensor | None" = None,
+    *,
+    cache_seqlens: "ArrayLike | None" = None,
+    block_table: "ArrayLike | None" = None,
+    cu_seqlens_q: "ArrayLike | None" = None,
+    k_scale: "torch.Tensor | None" = None,
+    v_scale: "torch.Tensor | None" = None,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: bool = False,
+    **more: Any,
 ) -> Any:
     """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
 
@@ -168,11 +211,11 @@ def flash_attention_with_kvcache(
         float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2.
     k_scale, v_scale : Tensor of float32, optional
     cache_seqlens : int, Tensor or array_like, optional
-    block_table, cu_seqlens_q, softmax_aux, alibi_slopes : Tensor or array_like, optional
+    block_table, cu_seqlens_q : Tensor or array_like, optional
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
-    softmax_scale, causal, sliding_window, logits_soft_cap
-        All of these as in `attnmask.flash_attention_with_kvcache`.
     return_lse : bool
+    **more
+        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`; all mean the same.
 
     Returns
     -------
@@ -194,8 +237,23 @@ def flash_attention_with_kvcache(
     >>> out.flatten().tolist(), v_cache.flatten()[:4].tolist()
     ([0.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0])
     """
-    given = dict(locals())
-    with_lse = flag(given.pop("return_lse"), "return_lse")
+    with_lse = flag(return_lse, "return_lse")
+    given = CACHE_DEFAULTS | {
+        "query": query,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "key": key,
+        "value": value,
+        "cache_seqlens": cache_seqlens,
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "attention_mask": attention_mask,
+        **more,
+    }
+    if len(given) > _COUNT:
+        check_options(flash_attention_with_kvcache, more)
     tensors = _tensors(given)
     for name in _MUST_BE:
         if name not in tensors and (given[name] is not None or name in _MUST_BE[:3]):

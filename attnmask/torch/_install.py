@@ -20,7 +20,7 @@ from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
 
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.problem import both_starts
-from attnmask._cache import attend as kvcache
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
 from attnmask.torch._import import torch
 from attnmask.torch._masks import to_tensor
@@ -156,7 +156,7 @@ def _varlen_into(
     if block_table is not None:
         if seqused_k is None:
             raise ValueError("seqused_k must be given with block_table, got None")
-        _, lse = kvcache.flash_attention_with_kvcache(
+        _, lse = flash_attention_with_kvcache(
             query,
             key,
             value,

@@ -10,13 +10,20 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch.autograd.function import once_differentiable  # type: ignore[import-not-found, unused-ignore]
+from torch.distributed.device_mesh import DeviceMesh  # type: ignore[import-not-found, unused-ignore]
 
-from attnmask._attention.arguments import DEFAULTS
+from attnmask._attention.arguments import (
+    DEFAULTS,
+    RING_DEFAULTS,
+    RingOptions,
+    check_options,
+    spelled_out,
+)
 from attnmask._attention.backward import like_sinks, like_table
 from attnmask._attention.problem import (
     Problem,
@@ -572,28 +579,44 @@ def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
     return None if sinks is None else torch.from_numpy(sinks).to(wide.dtype)
 
 
+@overload
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    group: Any = None,
-    layout: str | ShardPlan = "zigzag",
-    cu_seqlens: Any = None,
+    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
+    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
+    cu_seqlens: "ArrayLike | None" = None,
     attention_mask: MaskInfo | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    causal: bool = False,
-    dropout_seed: int | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    alibi_slopes: Any = None,
-    relative_bias: Any = None,
-    relative_low: int = 0,
+    return_lse: Literal[False] = False,
+    **more: Unpack[RingOptions],
+) -> torch.Tensor: ...
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
+    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
+    cu_seqlens: "ArrayLike | None" = None,
+    attention_mask: MaskInfo | None = None,
+    return_lse: Literal[True],
+    **more: Unpack[RingOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@spelled_out(RING_DEFAULTS)
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
+    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
+    cu_seqlens: "ArrayLike | None" = None,
+    attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
+    **more: Any,
 ) -> Any:
     """Attend over a sequence that is divided among the processes of a group.
 
@@ -619,14 +642,10 @@ def ring_attention(
         Starts of packed sequences in the whole sequence, the same in each process.
     attention_mask : MaskInfo, optional
         The mask of the whole sequence, the same in each process. Only the parts that this process needs are read.
-    softmax_aux : Tensor or array_like, shape [S], [1, S] or [H, S], optional
-        Sinks, which count once.
-    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
-        The same in each process.
-    alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
-    softmax_scale, dropout_prob, causal, dropout_seed, sliding_window, logits_soft_cap, relative_bias, relative_low
-        As in `attnmask.flash_attention`. Dropout is that of the whole sequence.
     return_lse : bool
+    **more
+        As in `attnmask.flash_attention`, for the whole sequence and the same in each process: segment ids are of shape
+        [B, T of the whole sequence], slopes with `cu_seqlens` [sequences, H], and sinks count once.
 
     Returns
     -------
@@ -645,28 +664,12 @@ def ring_attention(
     [0.0, 0.5, 1.0]
     >>> torch.distributed.destroy_process_group()
     """
-    tensors = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "softmax_aux": softmax_aux,
-        "relative_bias": relative_bias,
-    }
-    given = {  # locals() would have more under a compiler
-        "layout": layout,
-        "cu_seqlens": cu_seqlens,
-        "attention_mask": attention_mask,
-        "softmax_scale": softmax_scale,
-        "dropout_prob": dropout_prob,
-        "causal": causal,
-        "dropout_seed": dropout_seed,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "alibi_slopes": alibi_slopes,
-        "relative_low": relative_low,
-    }
+    check_options(ring_attention, more)
+    given = (
+        RING_DEFAULTS | {"layout": layout, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask} | more
+    )
+    learned = {name: given.pop(name) for name in ("softmax_aux", "relative_bias")}
+    tensors = {"query": query, "key": key, "value": value} | learned
     if torch.compiler.is_dynamo_compiling():  # messages do not go into a graph
         results = torch.compiler.disable(_attend)(tensors, given, group)  # type: ignore[no-untyped-call, unused-ignore]
     else:
@@ -675,7 +678,7 @@ def ring_attention(
 
 
 def _attend(tensors: dict[str, Any], given: dict[str, Any], group: Any) -> Any:
-    if isinstance(group, torch.distributed.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         group = group.get_group()
     if torch.distributed.get_rank(group) < 0:
         raise ValueError("group must be one that this process is in")

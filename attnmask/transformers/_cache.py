@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._cache import attend as kvcache
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
 from attnmask._common.arguments import describe, frozen
 from attnmask._sequences.packed import prepare_position_ids
@@ -57,7 +57,7 @@ class Pages:
 
     def _attend(self, query: Any, **more: Any) -> NDArray[Any]:
         places = self.before if self.new else self.after
-        out = kvcache.flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
+        out = flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
         self.new = {}
         return out  # type: ignore[no-any-return]
 

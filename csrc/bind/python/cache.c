@@ -18,15 +18,15 @@ enum {
     CU_SEQLENS_Q,
     K_SCALE,
     V_SCALE,
+    ATTENTION_MASK,
+    RETURN_LSE,
+    OUT,
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
     LOGITS_SOFT_CAP,
     SOFTMAX_AUX,
     ALIBI_SLOPES,
-    ATTENTION_MASK,
-    RETURN_LSE,
-    OUT,
     ARGUMENTS,
 };
 
@@ -117,11 +117,14 @@ static int read_options(arguments *a)
         a->with_lse = given[RETURN_LSE] == Py_True;
         return 0;
     }
-    PyObject *low, *high, *sinks, *slopes,
-        *options = am_ask(AM_OPTIONS, "(OOOOOOOOnnn)", a->arrays[QUERY], scale, given[CAUSAL],
-                          given[SLIDING_WINDOW], given[LOGITS_SOFT_CAP], given[SOFTMAX_AUX],
-                          given[ALIBI_SLOPES], given[RETURN_LSE], a->cached.sequences, q[1], q[2]);
     int lse, bad = -1;
+    PyObject *by_name = PyDict_New();
+    for (int i = RETURN_LSE; by_name && i < ARGUMENTS; i++) {
+        if (PyDict_SetItemString(by_name, a->names[i], given[i]) < 0) Py_CLEAR(by_name);
+    }
+    if (!by_name) return -1;
+    PyObject *low, *high, *sinks, *slopes,
+        *options = am_ask(AM_OPTIONS, "(OnnnN)", a->arrays[QUERY], a->cached.sequences, q[1], q[2], by_name);
     if (options &&
         PyArg_ParseTuple(options, "ddOOOOp", &a->scale, &a->cap, &sinks, &slopes, &low, &high, &lse)) {
         a->cached.limits =
@@ -377,9 +380,44 @@ fail:
     return result;
 }
 
+/* The place of a name that is not interned. */
+static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
+{
+    while (i < ARGUMENTS && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) != 0) i++;
+    return i;
+}
+
+/* Takes a call's arguments: their names in the order above, a tuple of those by place, a dict of the others.
+ * Names in calls and in Python's table are interned, so that they are the same objects. */
+static int take(arguments *a, const am_param *params, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *name, *value, *const names = nargs == 3 ? args[0] : NULL;
+    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) != ARGUMENTS || !PyTuple_Check(args[1]) ||
+        PyTuple_GET_SIZE(args[1]) > K_SCALE || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
+        return -1;
+    }
+    const Py_ssize_t by_place = PyTuple_GET_SIZE(args[1]);
+    for (int i = 0; i < ARGUMENTS; i++) {
+        a->given[i] = i < by_place ? PyTuple_GET_ITEM(args[1], i) : Py_None;
+        a->names[i] = params[i].name;
+    }
+    a->given[CAUSAL] = Py_True, a->given[RETURN_LSE] = Py_False;
+    for (Py_ssize_t n = 0; PyDict_Next(args[2], &n, &name, &value);) {
+        Py_ssize_t i = by_place;
+        while (i < ARGUMENTS && PyTuple_GET_ITEM(names, i) != name) i++;
+        if (i == ARGUMENTS) i = place_of(names, name, by_place);
+        if (i == ARGUMENTS) {
+            PyErr_Format(PyExc_TypeError, "unexpected argument '%S'", name);
+            return -1;
+        }
+        a->given[i] = value;
+    }
+    return am_parse("flash_kvcache", a->given, ARGUMENTS, params, ARGUMENTS);
+}
+
 /* Computes, or checks only what check_all does. */
-static PyObject *call(PyObject *module, const char *function, PyObject *const *args, Py_ssize_t nargs,
-                      bool only_check)
+static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
     arguments a = {0};
     PyObject *result = NULL;
@@ -404,8 +442,7 @@ static PyObject *call(PyObject *module, const char *function, PyObject *const *a
         [RETURN_LSE] = {"return_lse", to_given, NULL},
         [OUT] = {"out", am_to_out, &a.out},
     };
-    for (Py_ssize_t i = 0; i < ARGUMENTS && i < nargs; i++) a.given[i] = args[i], a.names[i] = params[i].name;
-    if (am_parse(function, args, nargs, params, ARGUMENTS) < 0 || check_all(&a) < 0) goto fail;
+    if (take(&a, params, args, nargs) < 0 || check_all(&a) < 0) goto fail;
     if (only_check) {
         result = Py_NewRef(Py_None);
         goto fail;
@@ -431,23 +468,19 @@ fail:
 
 static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return call(module, "flash_kvcache", args, nargs, false);
+    return call(module, args, nargs, false);
 }
 
 static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return call(module, "check_kvcache", args, nargs, true);
+    return call(module, args, nargs, true);
 }
 
-#define PARAMETERS                                                                                           \
-    "($module, query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, "     \
-    "v_scale, softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, "           \
-    "attention_mask, return_lse, out, /)\n--\n\n"
-
 PyMethodDef am_kvcache_methods[] = {
-    {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL, "flash_kvcache" PARAMETERS},
+    {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,
+     "flash_kvcache($module, names, args, given, /)\n--\n\n"},
     {"check_kvcache", (PyCFunction)(void *)check_kvcache, METH_FASTCALL,
-     "check_kvcache" PARAMETERS
+     "check_kvcache($module, names, args, given, /)\n--\n\n"
      "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
     {.ml_name = NULL},
 };
