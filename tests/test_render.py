@@ -280,7 +280,7 @@ def test_places_outside(drawing, place, error):
         ({"block_size": (2, 2.5)}, TypeError, "block_size must be an integer, got 2.5"),
         ({"block_size": "2"}, TypeError, "block_size must be an integer, got '2'"),
         ({"block_size": "32"}, TypeError, "block_size must be an integer, got '32'"),
-        ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or two of them, got 3"),
+        ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or a pair, got 3 entries"),
         ({"max_rows": 0}, ValueError, "max_rows must be at least 1, got 0"),
         ({"max_cols": -1}, ValueError, "max_cols must be at least 1, got -1"),
         ({"max_cols": 1.5}, TypeError, "max_cols must be an integer, got 1.5"),

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
-from attnmask._common.arguments import as_array, describe, flag, is_floating
+from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
 
 
@@ -76,7 +76,7 @@ def _backward(
 ) -> FlashAttentionGrads:
     """Return all gradients; `out` has a batch axis."""
     batch, queries, heads, _ = problem.query.shape
-    wide = np.dtype(np.float64 if problem.query.dtype == np.float64 else np.float32)
+    wide = wide_dtype(problem.query.dtype)
     rows = (batch, heads, queries)
     dquery, dkey, dvalue, dbias, dsinks, dtable = _core.flash_backward(
         *problem,

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from attnmask._common.arguments import describe, integer, is_floating
+from attnmask._common.arguments import describe, floating_dtype, integer
 
 
 class _HasName(Protocol):
@@ -76,8 +75,9 @@ def check_hints(given: Mapping[str, Any]) -> None:
         _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
     if given["precision"] is not None:
         _check_precision(given["precision"])
-    if given["logits_dtype"] is not None:
-        _check_logits_dtype(given["logits_dtype"])
+    dtype = given["logits_dtype"]
+    if dtype is not None and not (isinstance(dtype, str) and dtype == "bfloat16"):  # a name of ml_dtypes
+        floating_dtype(dtype, "logits_dtype")
 
 
 def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
@@ -96,15 +96,3 @@ def _check_precision(precision: Precision) -> None:
         raise TypeError(f"{expected}, got {describe(precision)}")
     if not valid:
         raise ValueError(f"{expected}, got {describe(precision)}")
-
-
-def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
-    if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
-        return  # NumPy knows the name only if ml_dtypes is installed
-    expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
-    try:
-        dtype = np.dtype(logits_dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"{expected}, got {logits_dtype!r:.200}") from None
-    if not is_floating(dtype):
-        raise ValueError(f"{expected}, got {dtype}")

@@ -28,6 +28,7 @@ from attnmask._common.arguments import (
     as_array,
     check_form,
     describe,
+    dtype_of,
     frozen,
     integer,
     integer_array,
@@ -58,16 +59,13 @@ def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
     """A type of eight bits, or any type that a cache can have."""
     if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
-    try:
-        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
-    except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
-        dtype = None
-    if dtype is None or not (dtype.name in _LARGEST or (floating and is_floating(dtype))):
-        floats = ("float16", "bfloat16", "float32", "float64") if floating else ()
-        *names, last = *floats, *_LARGEST
-        expected = f"{', '.join(names)} or {last}"
-        raise TypeError(f"dtype must be {expected}, got {value!r:.200}")
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
+    *names, last = *(("float16", "bfloat16", "float32", "float64") if floating else ()), *_LARGEST
+    return dtype_of(
+        value,
+        "dtype",
+        f"{', '.join(names)} or {last}",
+        lambda dtype: dtype.name in _LARGEST or (floating and is_floating(dtype)),
+    )
 
 
 def quantize_kv(

@@ -420,15 +420,44 @@ def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None
     return read_only(array)
 
 
-def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
-    """Return a dtype that a mask can have."""
+def dtype_of(
+    value: DTypeLike, name: str, expected: str, fits: Callable[[np.dtype[Any]], bool]
+) -> np.dtype[Any]:
+    """Return a dtype in native byte order that `fits`."""
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
     except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
         dtype = None
-    if dtype is None or not is_number(dtype):
-        raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r:.200}")
+    if dtype is None or not fits(dtype):
+        raise TypeError(f"{name} must be {expected}, got {value!r:.200}")
     return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+    """Return a dtype that a mask can have."""
+    return dtype_of(value, name, "bool, an integer or a floating-point type", is_number)
+
+
+def floating_dtype(value: DTypeLike, name: str) -> np.dtype[Any]:
+    """Return a floating-point dtype that the core knows, for an argument that may be None."""
+    expected = "None, float16, bfloat16, float32 or float64"
+    dtype = dtype_of(value, name, expected, lambda _: True)
+    if not is_floating(dtype):
+        raise ValueError(f"{name} must be {expected}, got {dtype}")
+    return dtype
+
+
+def wide_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return the type of a logsumexp, and of what is summed, for queries of this type."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def block_sizes(block_size: Any) -> tuple[int, int]:
+    """Return how many queries and keys a block has."""
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size must be an integer or a pair, got {len(sizes)} entries")
+    return integer(sizes[0], "block_size", 1), integer(sizes[1], "block_size", 1)
 
 
 def allocate(

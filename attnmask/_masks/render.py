@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._common.arguments import describe, flag, integer, one_of, place
+from attnmask._common.arguments import block_sizes, describe, flag, integer, one_of, place
 
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -67,14 +67,6 @@ class Drawable(Protocol):
 
 def places(info: Drawable, batch: Any, head: Any) -> tuple[int, int]:
     return place(batch, "batch", info.shape[0]), place(head, "head", info.heads)
-
-
-def _block(block_size: Any) -> tuple[int, int]:
-    if not isinstance(block_size, (tuple, list)):
-        block_size = (block_size, block_size)
-    if len(block_size) != 2:
-        raise ValueError(f"block_size must be an integer or two of them, got {len(block_size)}")
-    return integer(block_size[0], "block_size", 1), integer(block_size[1], "block_size", 1)
 
 
 # What lies in a cell
@@ -322,7 +314,7 @@ def visualize(
     max_rows, max_cols = integer(max_rows, "max_rows", 1), integer(max_cols, "max_cols", 1)
     one_of(charset, "charset", tuple(_GLYPHS))
     fits_terminal = block_size is None and fit_in_screen
-    q_block, k_block = _block(32 if block_size is None else block_size)
+    q_block, k_block = block_sizes(32 if block_size is None else block_size)
 
     batches, queries, keys = info.shape
     q_cell, k_cell = q_block, k_block

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._common.arguments import (
     allocate,
     as_array,
+    block_sizes,
     describe,
     flag,
     frozen,
@@ -257,10 +258,7 @@ def of_tokens(array: ArrayLike, name: str, layout: str) -> State:
 
 def of_blocks(blocks: ArrayLike, block_size: Any, q_len: int | None, kv_len: int | None) -> State:
     live = mask_array(blocks, "blocks", ("[B, H, Q blocks, K blocks]",))
-    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sizes) != 2:
-        raise ValueError(f"block_size must be an integer or a pair, got {len(sizes)} entries")
-    q_size, k_size = (integer(size, "block_size", 1) for size in sizes)
+    q_size, k_size = block_sizes(block_size)
     queries = _covered(q_len, "q_len", live.shape[2], q_size)
     keys = _covered(kv_len, "kv_len", live.shape[3], k_size)
     return _of_tiles(

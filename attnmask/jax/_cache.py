@@ -11,7 +11,7 @@ import numpy as np
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 from attnmask._attention.problem import mask_nodes
 from attnmask._cache import attend as kvcache
-from attnmask._common.arguments import as_array, fields_in_a_line
+from attnmask._common.arguments import as_array, fields_in_a_line, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.terms import Node
@@ -95,7 +95,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     batch, queries, heads, _ = query.shape
     shapes: list[Any] = [((batch, queries, heads, first["v_cache"].shape[3]), query.dtype)]
     if with_lse:
-        shapes.append(((batch, heads, queries), np.float64 if query.dtype == np.float64 else np.float32))
+        shapes.append(((batch, heads, queries), wide_dtype(query.dtype)))
     by_token = (*k_cache.shape[:3], 1)
     scales = [name for name in ("k_scale", "v_scale") if name in first and first[name].shape == by_token]
     written = ["k_cache", "v_cache", *scales] if appends else []

@@ -10,6 +10,7 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
 from attnmask._attention.arguments import LEARNED
+from attnmask._common.arguments import wide_dtype
 from attnmask._common.loading import _core
 from attnmask._masks.program import Leaf, Program
 from attnmask.jax._arguments import Spec, Wide
@@ -195,7 +196,7 @@ def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results:
     arrays, flags = _split(learned)
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
-    wide = np.float64 if query.dtype == np.float64 else np.float32
+    wide = wide_dtype(query.dtype)
     row = batch, queries, heads, value.shape[3]
     shapes = [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
     return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes[:results])

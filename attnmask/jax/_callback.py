@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax  # type: ignore[import-not-found, unused-ignore]
-import numpy as np
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.forward import attend_for_gradients
-from attnmask._common.arguments import as_array
+from attnmask._common.arguments import as_array, wide_dtype
 from attnmask._masks.info import MaskInfo
 from attnmask.jax._call import alike, struct_like
 
@@ -45,7 +44,7 @@ def forward(
 
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
-    wide = np.float64 if query.dtype == np.float64 else np.float32
+    wide = wide_dtype(query.dtype)
     row = batch, queries, heads, value.shape[3]
     shapes = [(row, query.dtype), ((batch, heads, queries), wide), (row, wide)]
     return _call(compute, shapes[:results], learned, others)

@@ -12,7 +12,7 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
 
-from attnmask._common.arguments import as_array, flag, one_of, real
+from attnmask._common.arguments import as_array, flag, one_of, real, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
@@ -84,10 +84,6 @@ def _check_static(given: Mapping[str, Any]) -> None:
 def _register() -> None:
     if not call.registered():
         raise RuntimeError("JAX refuses the C functions of this build of attnmask")
-
-
-def _wide(dtype: Any) -> Any:
-    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _differentiable(
@@ -225,7 +221,7 @@ def linear_attention(
         *((known | static).get(name) for name in problem), normalize_qk, chunk_size
     )
     batch, _, heads, columns = arrays["value"].shape
-    rows, wide = arrays["query"].shape[3], _wide(arrays["query"].dtype)
+    rows, wide = arrays["query"].shape[3], wide_dtype(arrays["query"].dtype)
     sequences = batch
     if cu_seqlens is not None:
         sequences = arrays["cu_seqlens"].shape[0] - 1

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._attention.arguments import DEFAULTS
-from attnmask._common.arguments import describe
+from attnmask._common.arguments import describe, wide_dtype
 from attnmask._sharded.ring import OPTIONS, Call, Ring, check_whole, described
 from attnmask.jax import _call as engine
 from attnmask.jax._arguments import check, is_traced, sinks_of, specify
@@ -77,7 +77,7 @@ class _Task(NamedTuple):
 def attend(learned: dict[str, Any], given: Mapping[str, Any], with_lse: bool) -> Any:
     """Return `out`, and `lse` if wanted. `learned` are the arrays with gradients, `given` the other arguments."""
     task = _task(learned, given)
-    wide = _wide(learned["query"].dtype)
+    wide = wide_dtype(learned["query"].dtype)
     learned = dict(learned)
     if "softmax_aux" in learned:
         sinks = sinks_of(learned["softmax_aux"])
@@ -220,10 +220,6 @@ class _Travel:
 # Calls
 
 
-def _wide(dtype: Any) -> Any:
-    return np.float64 if dtype == np.float64 else np.float32
-
-
 def _calls(task: _Task, rank: int, round: _Round) -> tuple[list[Call], int]:
     """Return the calls of a device in a round, and the number of keys."""
     source = (rank - round.distance) % task.world
@@ -263,7 +259,7 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
     sinks, table = learned.get("softmax_aux"), learned.get("relative_bias")
     query, value = task.in_row(learned["query"]), learned["value"]
     rows, tokens, heads, _ = query.shape
-    wide = _wide(query.dtype)
+    wide = wide_dtype(query.dtype)
     lse = jax.numpy.full((rows, heads, tokens), -np.inf, wide)
     if sinks is not None:
         lse = jax.numpy.broadcast_to(jax.scipy.special.logsumexp(sinks, axis=1)[:, None], lse.shape)
@@ -300,7 +296,7 @@ def _backward(
     table = learned.get("relative_bias")
     query = task.in_row(learned["query"])
     own = {name: learned[name] for name in ("key", "value")}
-    wide = _wide(query.dtype)
+    wide = wide_dtype(query.dtype)
     of_rows = [task.in_row(given[0]), task.in_row(results[0])]
     stats = [task.stats_in_row(x) for x in (results[1], *given[1:])]
     tables = {} if table is None else {"relative_bias": table}

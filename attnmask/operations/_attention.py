@@ -11,7 +11,7 @@ from attnmask._attention.arguments import DEFAULTS
 from attnmask._attention.flash_attention import flash_attention_fwd
 from attnmask._attention.forward import dropout_keep_mask
 from attnmask._attention.problem import Problem, read_problem
-from attnmask._common.arguments import allocate, as_array, is_floating
+from attnmask._common.arguments import allocate, as_array, is_floating, wide_dtype
 from attnmask._common.keywords import advice
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import fill
@@ -198,7 +198,7 @@ class VanillaAttention(_Attention):
         shape = (batch, heads, queries, keys)
 
         dtype = problem.query.dtype
-        lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        lse_dtype = wide_dtype(dtype)
         wide = np.result_type(lse_dtype, arguments["logits_dtype"] or lse_dtype)
         out = allocate((batch, heads, queries, problem.value.shape[3]), dtype, "query and value")
         weights = allocate(shape, dtype, "query and key")

@@ -21,8 +21,8 @@ from attnmask._common.arguments import (
     describe,
     fields_in_a_line,
     flag,
+    floating_dtype,
     integer,
-    is_floating,
     mask_array,
     real,
 )
@@ -38,14 +38,7 @@ _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 def _floating(value: Any, name: str) -> np.dtype[Any]:
     if isinstance(value, str) and value == "bfloat16":
         return bfloat16(name)
-    expected = f"{name} must be None, float16, bfloat16, float32 or float64"
-    try:
-        dtype: np.dtype[Any] = np.dtype(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{expected}, got {value!r:.200}") from None
-    if not is_floating(dtype):
-        raise ValueError(f"{expected}, got {dtype}")
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
+    return floating_dtype(value, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch.nn.attention.flex_attention import BlockMask  # type: ignore[import-not-found, unused-ignore]
 
-from attnmask._common.arguments import describe, integer
+from attnmask._common.arguments import block_sizes, describe
 from attnmask._masks import derived
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program
@@ -15,16 +15,9 @@ from attnmask.torch._import import torch
 from attnmask.torch._masks import to_tensor
 
 
-def _pair(block_size: Any) -> tuple[int, int]:
-    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sizes) != 2:
-        raise ValueError(f"block_size must be an integer or a pair, got {len(sizes)} entries")
-    return integer(sizes[0], "block_size", 1), integer(sizes[1], "block_size", 1)
-
-
 def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
     (batch, heads, queries, keys), program = mask._state.described("make a BlockMask of it")
-    q_size, k_size = _pair(block_size)
+    q_size, k_size = block_sizes(block_size)
     live = np.stack(
         [[derived.grid(mask._state, b, h, q_size, k_size) for h in range(heads)] for b in range(batch)]
     )

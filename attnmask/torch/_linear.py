@@ -475,7 +475,7 @@ def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
     _check_axes(given, query="[B, T, Hk, K]", key="[B, T, Hk, K]", value="[B, T, H, V]")
     query, value, starts = given["query"], given["value"], given["cu_seqlens"]
     count = value.shape[0] if starts is None else starts.numel() - 1
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = operators.wide_dtype(query.dtype)
     return (value.shape, query.dtype), ((count, value.shape[2], query.shape[3], value.shape[3]), wide)
 
 

@@ -8,7 +8,7 @@ from attnmask._common.arguments import describe, suit_hint
 from attnmask._common.loading import _core
 from attnmask.torch._import import torch
 from attnmask.torch._masks import to_tensor
-from attnmask.torch._operators import NO_SECOND, check_no_tangents, check_tensor, in_place
+from attnmask.torch._operators import NO_SECOND, check_no_tangents, check_tensor, in_place, wide_dtype
 
 _NAME = "merge_attention_states"
 
@@ -34,10 +34,6 @@ def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def _lse_dtype(out: torch.Tensor) -> torch.dtype:
-    return torch.float64 if out.dtype == torch.float64 else torch.float32
-
-
 _operator = torch.library.custom_op(f"attnmask::{_NAME}", _merge, mutates_args=(), device_types="cpu")
 _backward = torch.library.custom_op(
     f"attnmask::{_NAME}_backward", _merge_backward, mutates_args=(), device_types="cpu"
@@ -46,14 +42,14 @@ _backward = torch.library.custom_op(
 
 @_operator.register_fake  # type: ignore[misc, unused-ignore]
 def _(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(outs[0]), _like(lses[0], _lse_dtype(outs[0]))
+    return _like(outs[0]), _like(lses[0], wide_dtype(outs[0].dtype))
 
 
 @_backward.register_fake  # type: ignore[misc, unused-ignore]
 def _(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
-    return [*map(_like, outs), *(_like(x, _lse_dtype(outs[0])) for x in lses)]
+    return [*map(_like, outs), *(_like(x, wide_dtype(outs[0].dtype)) for x in lses)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:

@@ -64,6 +64,11 @@ _ATTENTION = "flash_attention"
 _library = torch.library.Library("attnmask", "DEF")
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a logsumexp, and of what is summed, for queries of this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
@@ -295,7 +300,7 @@ def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> li
 
 def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], ...]:
     """Return shape and type of the result, its logsumexp, and the wide result."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query.dtype)
     *batch, tokens, heads, _ = query.shape
     row = (*batch, tokens, heads, value.shape[-1])
     return (row, query.dtype), ((*batch, heads, tokens), wide), (row, wide)

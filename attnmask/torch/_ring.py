@@ -349,10 +349,6 @@ def _taken(tensor: torch.Tensor, ranges: NDArray[np.int64]) -> torch.Tensor:
 # One process
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any], table: Any) -> Problem:
     """Return a call for the core, with some query heads, and tensors whose batch rows lie as in the call."""
     key, value = (x[:, call.keys] for x in keys)
@@ -378,7 +374,11 @@ class _Merged:
     """
 
     def __init__(self, query: torch.Tensor, channels: int, sinks: "torch.Tensor | None") -> None:
-        self.shape, self.dtype, self.sinks = (*query.shape[:3], channels), _wide(query.dtype), sinks
+        self.shape, self.dtype, self.sinks = (
+            (*query.shape[:3], channels),
+            operators.wide_dtype(query.dtype),
+            sinks,
+        )
         self.results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, queries: slice, heads: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -421,7 +421,7 @@ class _Sum:
 
     def total(self) -> torch.Tensor:
         if self.tensor is None:
-            self.tensor = torch.zeros_like(self.like, dtype=_wide(self.like.dtype))
+            self.tensor = torch.zeros_like(self.like, dtype=operators.wide_dtype(self.like.dtype))
         return self.tensor
 
 
@@ -489,7 +489,9 @@ class _Returning:
     def __init__(self, task: _Task, totals: list[_Sum], steps: list[_Step]) -> None:
         self.task, self.totals = task, totals
         largest = max(math.prod(step.sent_shape) for step in steps)
-        self.memory = [_Buffer(total.like, _wide(total.like.dtype), largest) for total in totals]
+        self.memory = [
+            _Buffer(total.like, operators.wide_dtype(total.like.dtype), largest) for total in totals
+        ]
         self.messages = _Messages(task.group)
         self.arriving: list[torch.Tensor] = []
         self.of = steps[0]  # the step whose gradients arrive
@@ -574,7 +576,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-igno
 
 
 def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
-    wide = torch.empty(0, dtype=_wide(query.dtype))
+    wide = torch.empty(0, dtype=operators.wide_dtype(query.dtype))
     sinks = sinks_of(softmax_aux, query.shape[2], numbers_of(wide.numpy().dtype))
     return None if sinks is None else torch.from_numpy(sinks).to(wide.dtype)
 
