@@ -14,7 +14,7 @@ from pathlib import Path
 import harness
 import numpy as np
 from harness import Call, difference, digits, percent, race
-from kvcache_cases import DEPTH, HEADS, KV_HEADS, TYPES, Step, in_lines, paged
+from kvcache_cases import CHANNELS, DEPTH, HEADS, KV_HEADS, TYPES, VALUES, Latent, Step, in_lines, paged
 from workers import Remote, Worker, WorkerError, started
 
 import attnmask
@@ -115,6 +115,21 @@ def selected(batch: int, keys: int, count: int, name: str, seconds: float) -> li
     return [f"{count:,} of {batch} × {keys:,}, {name}", one, gathered, f"{gathered.ratio_to(one):.2f}"]
 
 
+def views(step: Latent, seconds: float) -> list[object]:
+    """A row: a latent cache, and keys and values in arrays of their own."""
+    query, latent, value = step.arrays()
+    latent, value = in_lines(latent), in_lines(value)
+    out = np.empty_like(query[..., :VALUES])
+    calls: dict[str, Call] = {
+        "latent": lambda: attnmask.flash_attention_with_kvcache(query, latent, latent[..., :VALUES], out=out),
+        "two arrays": lambda: attnmask.flash_attention_with_kvcache(query, latent, value, out=out),
+    }
+    assert calls["latent"]().tobytes() == calls["two arrays"]().tobytes()
+    times = race(calls, seconds)
+    one, both = times["latent"], times["two arrays"]
+    return [step, one, both, f"{both.ratio_to(one):.2f}"]
+
+
 class Peers:
     """Steps of decoding by libraries in processes of their own."""
 
@@ -203,7 +218,29 @@ def main() -> None:
     for step in steps(options.quick):
         if options.only in f"peers {step}":
             report.row(*peers.row(step))
+    report.end_table()
+    report.heading("Latent caches")
+    report.text(
+        f"One token of {CHANNELS} channels, of which {VALUES} are the values, is written and attended to, as in "
+        "multi-head latent attention. vLLM's operator does not write the token."
+    )
+    report.table("case", "attnmask", "GB/s", "of read", *PEERS, "ratio")
+    latents = [
+        Latent(rows, keys, 1, name, heads)
+        for name in ("bfloat16", "float32", "int8")
+        for heads in (16, 128)
+        for rows in ((1, batch) if name == "bfloat16" else (1,))
+    ]
+    for step in latents:
+        if options.only in f"latent peers {step}":
+            report.row(*peers.row(step))
+    report.end_table()
     peers.close()
+    report.text("The same beside keys and values in arrays of their own, without a new token.")
+    report.table("case", "latent", "two arrays", "ratio")
+    for step in latents:
+        if options.only in f"latent views {step}" and not step.is_quantized:
+            report.row(*views(step, options.seconds))
     report.end_table()
     report.heading("Pages")
     report.text("Tokens a second relative to the contiguous cache, of shuffled pages of so many tokens.")

@@ -77,3 +77,29 @@ class Step:
         """A table of shuffled pages, [B, pages]."""
         order = np.random.default_rng(1).permutation(self.batch * self.keys // size)
         return order.reshape(self.batch, -1).astype(np.int32)
+
+
+CHANNELS, VALUES = 576, 512  # of the latents of DeepSeek and Kimi, and how many of them are values
+
+
+@dataclass(frozen=True)
+class Latent(Step):
+    """One new token of each sequence, in a latent cache: values are channels of the keys."""
+
+    heads: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.keys:,}, {self.heads} heads, {self.name}"
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.batch * self.keys * CHANNELS * self.cache_type.itemsize
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries [B, 1, heads, 576], the latents of all tokens [B, T, 1, 576], and their values."""
+        rng = np.random.default_rng(0)
+        query, latent = (
+            rng.standard_normal((self.batch, tokens, heads, CHANNELS), np.float32).astype(self.dtype)
+            for tokens, heads in ((1, self.heads), (self.keys, 1))
+        )
+        return query, latent, latent[..., :VALUES]

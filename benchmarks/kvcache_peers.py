@@ -26,7 +26,7 @@ from flash_peers import (
     heads_first,
     seconds,
 )
-from kvcache_cases import DEPTH, HEADS, KV_HEADS, Step, in_lines, paged
+from kvcache_cases import DEPTH, HEADS, KV_HEADS, VALUES, Latent, Step, in_lines, paged
 from workers import serve, turn
 
 SCALE = DEPTH**-0.5
@@ -68,6 +68,23 @@ class Attnmask:
         def call() -> np.ndarray:
             return self.attnmask.flash_attention_with_kvcache(
                 query, k_cache, v_cache, *new, cache_seqlens=lengths, block_table=table, out=out, **scales
+            )
+
+        return Ready(call, call)
+
+    def latent(self, size: str, step: Latent) -> Ready:
+        query, latent, _ = arrays(step)
+        table = step.pages(int(size))
+        cache, scale = paged(latent, int(size), table.ravel()), None
+        if step.is_quantized:
+            cache, scale = self.attnmask.quantize_kv(cache, step.cache_type, -1)
+            cache = in_lines(cache)
+        new, lengths = step.new(latent), np.full(step.batch, step.keys - 1, np.int32)
+        given = {"block_table": table, "k_scale": scale, "out": np.full_like(query[..., :VALUES], 0)}
+
+        def call() -> np.ndarray:
+            return self.attnmask.flash_attention_with_kvcache(
+                query, cache, cache[..., :VALUES], new, cache_seqlens=lengths, **given
             )
 
         return Ready(call, call)
@@ -141,6 +158,24 @@ class Vllm(Torch):
             return out
 
         return Ready(call, lambda: call().float().numpy().reshape(step.batch, step.queries, HEADS, DEPTH))
+
+    def latent(self, variant: str, step: Latent) -> Ready:
+        """Without the new token, which is another operator. Pages have 16 tokens."""
+        if variant != "16" or step.is_quantized:
+            raise Unknown("has pages of 16 tokens, and floats")
+        torch = self.torch
+        query, latent, _ = map(self.tensor, arrays(step))
+        table = torch.from_numpy(step.pages(16))
+        cache = torch.empty(table.numel(), 16, latent.shape[-1], dtype=query.dtype)
+        cache[table.long().flatten()] = latent.reshape(-1, 16, latent.shape[-1])
+        query, lengths = query[:, 0].contiguous(), torch.full((step.batch,), step.keys, dtype=torch.int32)
+        out, scale = torch.zeros_like(query[..., :VALUES]), query.shape[-1] ** -0.5
+
+        def call() -> object:
+            self.ops.mla_decode_kvcache(out, query, cache, scale, table, lengths)
+            return out
+
+        return Ready(call, lambda: call().float().numpy()[:, None])
 
 
 class Flex(Torch):
@@ -366,9 +401,12 @@ def prepare(step: Step) -> str:
     """Prepares the fastest variant, and returns its name."""
     found: list[tuple[float, str, Ready]] = []
     troubles = []
+    attend = getattr(library(), "latent" if isinstance(step, Latent) else "attend", None)
+    if attend is None:
+        raise Unknown("has no latent caches")
     for variant in library().variants(step):
         try:
-            attended = library().attend(variant, step)
+            attended = attend(variant, step)
             found.append((seconds(attended.call), variant, attended))
         except Exception as error:
             troubles.append(f"{variant}: {error}".splitlines()[0])

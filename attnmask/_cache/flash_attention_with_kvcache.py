@@ -37,11 +37,12 @@ def flash_attention_with_kvcache(*args, **given):
         float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``, with any
         strides. Queries may have another type, but float64 goes only with float64.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
-        Same type as `k_cache`.
+        Same type as `k_cache`. In a latent cache, a view of some channels of it, such as ``k_cache[..., :512]``.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
         Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong. With new tokens, no two
         elements of the caches and scales may share memory, nor may they share it with anything that is read.
     value : array_like, shape [B, Tnew, Hkv, Dv], or [total, Hkv, Dv], optional
+        None in a latent cache, since `key` has the values.
     cache_seqlens : int or array_like of integers, shape [B], optional
         The number of cached tokens before the call. Defaults to all of a contiguous cache.
     block_table : array_like of integers, shape [B, max_pages], optional
@@ -49,7 +50,8 @@ def flash_attention_with_kvcache(*args, **given):
     k_scale, v_scale : ndarray of float32, optional
         Both are required for 8-bit caches, whose numbers they multiply: one per token and head, of shape ``[B, Tmax,
         Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or one per head and channel, ``[1, 1, Hkv, D]``. The scales of new
-        tokens are written in the first case; in the second, new tokens are quantized with the given scales.
+        tokens are written in the first case; in the second, new tokens are quantized with the given scales. In a latent
+        cache, `k_scale` serves both, and `v_scale` is None.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
         Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
         many.

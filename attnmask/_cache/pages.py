@@ -29,6 +29,7 @@ from attnmask._common.arguments import (
     check_form,
     describe,
     dtype_of,
+    flag,
     frozen,
     integer,
     integer_array,
@@ -196,12 +197,17 @@ class KVCache:
         three have one scale per token and head, as in `quantize_kv`.
     value_depth : int, optional
         Dv of the values; defaults to `depth`.
+    latent : bool
+        The values are the first `value_depth` channels of the keys, as in multi-head latent attention (DeepSeek, Kimi):
+        steps take no `value`, and one scale serves both.
 
     Attributes
     ----------
     k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
     k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
         Only for 8-bit caches.
+    latent : bool
+        If True, `v_pages` is a view of `k_pages`, and `v_scales` is `k_scales`.
     page_size : int
 
     See Also
@@ -239,6 +245,7 @@ class KVCache:
         page_size: int = 64,
         dtype: DTypeLike,
         value_depth: int | None = None,
+        latent: bool = False,
     ) -> None:
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
         shape = tuple(integer(size, name, 1) for name, size in sizes.items())
@@ -252,12 +259,16 @@ class KVCache:
         def zeros(channels: int, dtype: DTypeLike) -> NDArray[Any]:
             return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
 
-        self.page_size = shape[2]
-        self.k_pages, self.v_pages = zeros(k_depth, numbers), zeros(v_depth, numbers)
+        self.page_size, self.latent = shape[2], flag(latent, "latent")
+        if self.latent and v_depth > k_depth:
+            raise ValueError(f"value_depth must be at most depth, {k_depth}, if latent, got {v_depth}")
+        self.k_pages = zeros(k_depth, numbers)
+        self.v_pages = self.k_pages[..., :v_depth] if latent else zeros(v_depth, numbers)
         self.k_scales: NDArray[np.float32] | None = None
         self.v_scales: NDArray[np.float32] | None = None
         if numbers.name in _LARGEST:
-            self.k_scales, self.v_scales = zeros(1, np.float32), zeros(1, np.float32)
+            self.k_scales = zeros(1, np.float32)
+            self.v_scales = self.k_scales if latent else zeros(1, np.float32)
         self._returned: list[int] = []  # a stack: the last one is taken first
         self._fresh = range(shape[1])  # pages that were never taken
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
@@ -271,8 +282,9 @@ class KVCache:
         if self.v_pages.shape[-1] != depth:
             sizes["value_depth"] = self.v_pages.shape[-1]
         sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": self.k_pages.dtype}
+        sizes |= {"latent": True} if self.latent else {}
         sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
-        sizes["nbytes"] = sum(held.nbytes for held in map(vars(self).get, _HELD) if held is not None)
+        sizes["nbytes"] = sum(held.nbytes for held in self._held())
         return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
     def _repr_html_(self) -> str:
@@ -298,18 +310,26 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         self._check_no_step()
         sequences = {number: tuple(sequence) for number, sequence in self._sequences.items()}
-        return vars(self) | {"version": _FORM, "_sequences": sequences}
+        views = {"v_pages": self.v_pages.shape[-1], "v_scales": None} if self.latent else {}
+        return vars(self) | views | {"version": _FORM, "_sequences": sequences}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_form(state, _FORM, "the KVCache")
+        self.latent = False  # as before there were latent caches
         vars(self).update((name, value) for name, value in state.items() if name != "version")
         self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
-        for name in _HELD:
+        for name in _HELD[:: 2 if self.latent else 1]:
             held = state[name]
             if held is not None:
                 lines = _zeros_in_lines(held.shape, held.dtype)
                 lines[...] = held
                 setattr(self, name, lines)
+        if self.latent:
+            self.v_pages, self.v_scales = self.k_pages[..., : state["v_pages"]], self.k_scales
+
+    def _held(self) -> list[NDArray[Any]]:
+        """The arrays that hold memory of their own."""
+        return [held for name in _HELD[:: 2 if self.latent else 1] if (held := vars(self)[name]) is not None]
 
     @property
     def free_pages(self) -> int:
@@ -548,9 +568,8 @@ class KVCache:
                 self._returned.append(page)
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
-        for held in map(vars(self).get, _HELD):
-            if held is not None:
-                held[:, target, :tokens] = held[:, source, :tokens]
+        for held in self._held():
+            held[:, target, :tokens] = held[:, source, :tokens]
 
     def _who_copies(self, rows: list[_Sequence], counts: list[int]) -> list[int]:
         """Return which rows need a copy of their last page because they write to it and others share it.
@@ -676,7 +695,9 @@ class KVCacheStep:
                 "the cache is unchanged"
             )
 
-    def attend(self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Any) -> Any:
+    def attend(
+        self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike | None = None, **more: Any
+    ) -> Any:
         """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
 
         Parameters
@@ -686,6 +707,7 @@ class KVCacheStep:
             The tokens of the step's first sequence, then those of the second, and so on.
         key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
         value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
+            None in a latent cache, whose keys contain the values.
         **more
             As in `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
             `softmax_aux`, `alibi_slopes`, `attention_mask`, `return_lse`, `out`.
@@ -713,7 +735,10 @@ class KVCacheStep:
         if cache._step is not self:
             raise RuntimeError("step.attend must be called inside the with block of its step")
         index = place(layer, "layer", len(cache.k_pages))
-        q, k, v = self._tokens(query, "query"), self._tokens(key, "key"), self._tokens(value, "value")
+        q, k = self._tokens(query, "query"), self._tokens(key, "key")
+        if value is None and not cache.latent:
+            raise TypeError("value must be given, as the cache is not latent, got None")
+        v = None if value is None else self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
         result = flash_attention_with_kvcache(
             q,

@@ -65,16 +65,31 @@ static bool check_caches(am_request *r, const am_cached *c)
     return true;
 }
 
+/* Whether the values are some of the keys' channels, in the same memory. */
+static bool is_latent(const am_view *k, const am_view *v)
+{
+    const ptrdiff_t step = k->stride[3], offset = v->data - k->data;
+    for (int i = 0; i < 3; i++) {
+        if (k->shape[i] > 1 && k->stride[i] != v->stride[i]) return false;
+    }
+    if (v->shape[3] > k->shape[3] || (v->shape[3] > 1 && v->stride[3] != step)) return false;
+    if (step == 0 || offset % step != 0) return false;
+    return offset / step >= 0 && offset / step <= k->shape[3] - v->shape[3];
+}
+
 static bool check_rows(am_request *r, const am_cached *c)
 {
     static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
     if (!c->rows[0].data && !c->rows[1].data) return true;
+    if (c->latent && c->rows[0].data && c->rows[1].data)
+        return am_refuse(r, AM_WRONG_VALUE, &c->rows[1],
+                         "value must be None where v_cache is channels of k_cache, which key has");
     for (int side = 0; side < 2; side++) {
-        if (!c->rows[side].data)
+        if (!c->rows[side].data && !(c->latent && side == 1))
             return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given with %s, got None", row_names[side],
                              row_names[1 - side]);
     }
-    for (int side = 0; side < 2; side++) {
+    for (int side = 0; side < 2 && c->rows[side].data; side++) {
         const am_view *v = &c->rows[side];
         const ptrdiff_t *cache = c->caches[side].shape;
         if (!check_tokens(r, c, v, row_names[side], axes[side])) return false;
@@ -86,7 +101,7 @@ static bool check_rows(am_request *r, const am_cached *c)
                              row_names[side], cache[2], cache[3]);
     }
     const ptrdiff_t tokens = *am_cached_tokens(c, &c->rows[0]);
-    return *am_cached_tokens(c, &c->rows[1]) == tokens ||
+    return c->latent || *am_cached_tokens(c, &c->rows[1]) == tokens ||
            am_refuse(r, AM_WRONG_VALUE, &c->rows[1], "value must have %td tokens as key", tokens);
 }
 
@@ -126,6 +141,28 @@ static bool read_scales(am_request *r, am_cached *c, int side)
                      (double)*wrong);
 }
 
+static bool is_same_memory(const am_view *a, const am_view *b)
+{
+    return a->data == b->data && a->axes == b->axes && same_shape(a->shape, b->shape, AM_MOST_AXES) &&
+           same_shape(a->stride, b->stride, AM_MOST_AXES);
+}
+
+/* Scales of both sides; where values are channels of the keys, those of the keys serve both. */
+static bool read_all_scales(am_request *r, am_cached *c)
+{
+    const am_view *k = &c->factors[0], *v = &c->factors[1], *k_cache = &c->caches[0],
+                  *v_cache = &c->caches[1];
+    if (!read_scales(r, c, 0)) return false;
+    if (!c->latent || !k->data || (v->data && !is_same_memory(k, v)))
+        return (!c->latent || !v->data || !c->rows[0].data ||
+                am_refuse(r, AM_WRONG_VALUE, v,
+                          "v_scale must be None or k_scale itself where v_cache is channels of k_cache")) &&
+               read_scales(r, c, 1);
+    c->scales[1] = c->scales[0];
+    c->scales[1].data += (v_cache->data - k_cache->data) / k_cache->stride[3] * c->scales[0].element;
+    return true;
+}
+
 static bool check_table(am_request *r, const am_cached *c)
 {
     const am_view *table = &c->table, *k_cache = &c->caches[0];
@@ -144,9 +181,9 @@ static bool check_table(am_request *r, const am_cached *c)
 
 bool am_cached_check(am_request *r, am_cached *c)
 {
-    if (!check_tokens(r, c, &c->query, "query", "H, D") || !check_caches(r, c) || !read_scales(r, c, 0) ||
-        !read_scales(r, c, 1))
-        return false;
+    if (!check_tokens(r, c, &c->query, "query", "H, D") || !check_caches(r, c)) return false;
+    c->latent = is_latent(&c->caches[0], &c->caches[1]);
+    if (!read_all_scales(r, c)) return false;
     if (!c->packed) c->sequences = c->query.shape[0];
     return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_rows(r, c) &&
            check_table(r, c);

@@ -15,6 +15,8 @@ typedef struct {
 
     am_kv_limits limits; /* before am_cached_place */
 
+    bool latent; /* values are channels of the keys: new tokens are written once, and one scale serves both */
+
     ptrdiff_t capacity; /* of a sequence */
     am_kv_cache layout;
     am_pages pages;

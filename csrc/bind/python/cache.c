@@ -225,8 +225,9 @@ static int check_written(arguments *a)
     PyArrayObject *arrays[AM_MOST_WRITTEN];
     const char *names[AM_MOST_WRITTEN];
     for (int i = 0; i < AM_MOST_WRITTEN; i++) arrays[i] = a->arrays[which[i]], names[i] = a->names[which[i]];
+    if (a->cached.latent) arrays[1] = arrays[3] = NULL; /* they are the keys' */
     if (am_check_written(arrays, names, 4, AM_MOST_WRITTEN) < 0) return -1;
-    for (int side = 0; side < 2; side++) {
+    for (int side = 0; side < (a->cached.latent ? 1 : 2); side++) {
         const bool by_token = a->arrays[K_SCALE + side] && !a->cached.scales[side].by_channel;
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
             return -1;
