@@ -332,16 +332,24 @@ def test_a_program_of_another_version():
     attnmask.jax.register()
     x = jax.numpy.ones((1, 4, 1, 8))
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    good = [1, 1, 0, 0, 0, 0, 0]
+    good = [2, 1, 0, 3, 0]
+    start, cap = good[:4], [3, int(np.float64(2).view(np.int64)), 0, 0, 0, 0, 0]
     cases = [
         [],
-        [2],
+        [1],
+        [2, 1, 0, 9, 0, 0],
+        [*start, 99, 0],
+        [*start, 1, 99, *cap[1:], 0],
+        [*start, 1, 3, 0, *cap[2:], 0],
+        [*start, 2, *cap, *cap, 0],
+        [*start, 1, 0, 0, 0, 0, 4, 3, 0, 0],
+        [*start, 1, 0, 0, 0, 0, 0, 0, 0, 0],
         [*good, 9],
         [*good, 7],
         [*good, 0, 0],
         [*good, 3, 2, 0, 2, 0],
         [*good, 4, 2, 9, 2, 0, 1, 0],
-        [1, 3],
+        [2, 1],
     ]
     for words in cases:
         call = jax.ffi.ffi_call("attnmask_flash_forward", shape, vmap_method="expand_dims")

@@ -78,15 +78,13 @@ def _backward(
     batch, queries, heads, _ = problem.query.shape
     wide = wide_dtype(problem.query.dtype)
     rows = (batch, heads, queries)
-    dquery, dkey, dvalue, dbias, dsinks, dtable = _core.flash_backward(
+    dquery, dkey, dvalue, of_terms = _core.flash_backward(
         *problem,
         _of_result(dout, "dout", problem, batched),
         out,
         _of_rows(lse, "lse", rows, wide, batched),
         None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
-        extras.bias is not None,
-        extras.softmax_aux is not None and problem.sinks is not None,
-        extras.relative_bias is not None and problem.relative is not None,
+        tuple(name for name, array in zip(_Extras._fields, extras, strict=True) if array is not None),
     )
     if not batched:
         dquery, dkey, dvalue = dquery[0], dkey[0], dvalue[0]
@@ -94,28 +92,26 @@ def _backward(
         dquery,
         dkey,
         dvalue,
-        None if extras.bias is None or dbias is None else dbias.reshape(extras.bias.shape),
-        None if extras.softmax_aux is None else like_sinks(dsinks, extras.softmax_aux),
-        None if extras.relative_bias is None else like_table(dtable, extras.relative_bias),
+        *(
+            None if array is None else like_argument(of_terms.get(name), array)
+            for name, array in zip(_Extras._fields, extras, strict=True)
+        ),
     )
 
 
-def like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
-    """Return the gradient of `softmax_aux` from the sums of each head; None means that there are no sinks."""
-    dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
-    if dsinks is None:
-        return np.zeros(softmax_aux.shape, dtype)
+def like_argument(gradient: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
+    """Return the gradient of a term's argument in its shape and type, float64 for integers, from that of all heads;
+    None means that it took no part.
+    """
+    dtype = array.dtype if is_floating(array.dtype) else np.dtype(np.float64)
+    if gradient is None:
+        return np.zeros(array.shape, dtype)
+    if gradient.dtype == dtype and gradient.size == array.size:
+        return gradient.reshape(array.shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        shared = softmax_aux.shape != dsinks.shape
-        return (dsinks.sum(axis=0).reshape(softmax_aux.shape) if shared else dsinks).astype(dtype)
-
-
-def like_table(dtable: NDArray[np.float64] | None, relative_bias: NDArray[Any]) -> NDArray[Any]:
-    """Return the gradient of `relative_bias`; None means that there are no sequences."""
-    if dtable is None:
-        return np.zeros_like(relative_bias)
-    with np.errstate(over="ignore"):
-        return dtable.astype(relative_bias.dtype)
+        if gradient.size != array.size:
+            gradient = gradient.reshape(-1, array.shape[-1]).sum(axis=0)
+        return gradient.reshape(array.shape).astype(dtype)
 
 
 def attend_backward(args: tuple[Any, ...], given: dict[str, Any]) -> FlashAttentionGrads:

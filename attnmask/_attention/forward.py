@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import FLASH_ATTENTION, FOR_GRADIENTS
-from attnmask._attention.problem import Problem, check_apart, dropout_of, read_problem
+from attnmask._attention.problem import Problem, check_apart, read_problem
+from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
 from attnmask._common.loading import _core
 

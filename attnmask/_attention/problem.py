@@ -5,7 +5,6 @@ axis for the batch; what `out` has to be is for the core to say.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import permutations
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,19 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import ARRAYS, TOP_LEFT
 from attnmask._attention.hints import check_hints
+from attnmask._attention.terms import Places, Range, Sizes, Term, four_axes, numbers_of, terms_of
 from attnmask._common.arguments import (
-    FARTHEST,
-    allocate,
     as_array,
     check_mask_type,
     describe,
     fields_in_a_line,
     flag,
-    integer,
     integer_array,
     is_bottom_right,
     is_floating,
-    is_number,
     mask_array,
     per_row,
     real,
@@ -44,33 +40,6 @@ Starts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]  # of the querie
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
-class _Range(NamedTuple):
-    """The range of the arithmetic: the smallest positive number with a reciprocal, and the largest number."""
-
-    least: float
-    greatest: float
-
-
-_FLOAT32, _FLOAT64 = (
-    _Range(float(info.tiny), float(info.max)) for info in (np.finfo(np.float32), np.finfo(np.float64))
-)
-
-
-def numbers_of(dtype: np.dtype[Any]) -> _Range:
-    """Return the range of logits for queries of this type."""
-    return _FLOAT64 if dtype == np.float64 else _FLOAT32
-
-
-class Relative(NamedTuple):
-    """The logit terms that depend on the distance k - q - offset of a pair."""
-
-    slopes: NDArray[np.float64] | None  # [1 or rows, H]
-    table: NDArray[np.float64] | None  # [H, L]
-    offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
-    starts: NDArray[np.intp] | None  # of packed sequences
-    low: int  # the distance that the table begins with
-
-
 class Problem(NamedTuple):
     """The first arguments of the core's functions, in their order."""
 
@@ -78,17 +47,17 @@ class Problem(NamedTuple):
     key: NDArray[Any]
     value: NDArray[Any]
     nodes: Program
-    bias: NDArray[Any] | None
+    terms: tuple[Term, ...]
     scale: float
-    cap: float  # 0 means that there is none
-    sinks: NDArray[np.float64] | None
     normalize: bool
-    dropout: float
-    seed: int
-    relative: Relative | None
+    places: Places | None  # None without terms
     # Of a part of a larger problem, the places of its first query and its first key there, from which dropout counts;
     # results, to be added to those of other parts, are then float32 for types of 16 bits.
     part: tuple[int, int] | None = None
+
+    def term(self, name: str) -> Term | None:
+        """Return the term that comes from this argument."""
+        return next((term for term in self.terms if term.name == name), None)
 
 
 class FlashAttentionGrads(NamedTuple):
@@ -130,16 +99,7 @@ class FlashAttentionGrads(NamedTuple):
         return fields_in_a_line(self)
 
 
-def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
-    """Return the probability that a weight is dropped, and the seed as 64 bits."""
-    chance = real(prob, names[0])
-    if not 0 <= chance < 1:
-        hint = "; write 0.1 to drop one weight of ten"
-        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}{hint}")
-    return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
-
-
-def scale_of(softmax_scale: Any, channels: int, numbers: _Range) -> float:
+def scale_of(softmax_scale: Any, channels: int, numbers: Range) -> float:
     if softmax_scale is None:
         return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
     scale = real(softmax_scale, "softmax_scale")
@@ -149,74 +109,6 @@ def scale_of(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     if abs(scale) > most:
         raise ValueError(f"softmax_scale must be from {-most:.1e} to {most:.1e}, got {scale}")
     return scale
-
-
-def cap_of(logits_soft_cap: Any, numbers: _Range) -> float:
-    cap = 0.0 if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap")
-    if cap < 0:
-        raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
-    return 0.0 if cap == 0 or cap > numbers.greatest else max(cap, numbers.least)
-
-
-def sinks_of(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
-    """Return one row of finite sinks per head, or None if there are none."""
-    if softmax_aux is None:
-        return None
-    array = as_array(softmax_aux, "softmax_aux")
-    if array.dtype.kind == "b" or not is_number(array.dtype):
-        raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
-    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
-        hint = ""
-        if array.size == heads:
-            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink per head"
-        elif array.ndim == 2 and array.shape[1] == heads:
-            hint = "; write np.transpose(softmax_aux) for [S, H]"
-        expected = f"[S], [1, S] or [H, S] with H = {heads}"
-        raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
-    if array.shape[-1] == 0:
-        return None
-    if array.shape == (heads,) and heads > 1:
-        warn_once("sinks")
-    sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
-    sinks[...] = array
-    return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
-
-
-def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
-    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
-
-
-def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
-    """Return how to arrange the axes of a mask or bias that does not broadcast."""
-    batch, _, queries, keys = shape
-    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
-    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
-    if index:
-        return f"; write {name}{index}"
-    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
-        if _broadcasts([array.shape[axis] for axis in order], shape):
-            return f"; write np.transpose({name}, {order})"
-    return ""
-
-
-def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
-    """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
-    if array.ndim > 4 or not _broadcasts(array.shape, shape):
-        hint = _axes_hint(array, name, shape)
-        raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
-    return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
-
-
-def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
-    if bias is None:
-        return None
-    given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
-    if isinstance(given, MaskInfo) or not is_floating(given.dtype):
-        hint = ""
-        if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
-            hint = "; write attention_mask= for a mask of allowed pairs, or bias.astype(np.float32)"
-        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
-    return _four_axes(given, "bias", shape)
 
 
 def _for_all_rows(node: Node) -> Node:
@@ -247,7 +139,7 @@ def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
         if array.ndim == 0:
             hint = "; write None for no mask, and dropout_prob= for dropout, which is FlashAttention's fourth argument"
             raise ValueError(f"attention_mask must have axes, got {describe(attention_mask)}{hint}")
-        array = _four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
+        array = four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
         return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
@@ -356,7 +248,7 @@ def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> Pe
     return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
 
 
-def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
+def _allowed(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
     """Return what sequences, the diagonal and the window allow; None for everything."""
     low, high = distances(given)
     if starts is None:
@@ -378,55 +270,12 @@ def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offs
     q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
     terms = (
         None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
-        _places(given, starts, offset),
+        _allowed(given, starts, offset),
     )
     for term in terms:
         if term is not None:
             nodes += (term, "and") if nodes else (term,)
     return tuple(nodes) or (("all",),)
-
-
-def slopes_of(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
-    array = as_array(alibi_slopes, "alibi_slopes")
-    if array.dtype.kind == "b" or not is_number(array.dtype):
-        raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
-    if array.shape not in ((heads,), (1, heads), (rows, heads)):
-        raise ValueError(f"alibi_slopes must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
-    slopes = np.array(array, np.float64, ndmin=2, order="C")
-    if not np.isfinite(slopes).all():
-        raise ValueError(f"alibi_slopes must be finite, got {slopes[~np.isfinite(slopes)][0]}")
-    return slopes
-
-
-def _table(relative_bias: ArrayLike, heads: int) -> NDArray[np.float64]:
-    array = as_array(relative_bias, "relative_bias")
-    if not is_floating(array.dtype):
-        raise TypeError(f"relative_bias must be float16, bfloat16, float32 or float64, got {describe(array)}")
-    if array.ndim != 2 or array.shape[0] != heads or array.shape[1] == 0:
-        raise ValueError(f"relative_bias must be [H, L] with H = {heads} and L > 0, got {describe(array)}")
-    return np.array(array, np.float64, order="C")
-
-
-def _relative(
-    given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow
-) -> Relative | None:
-    alibi_slopes, relative_bias, low = given["alibi_slopes"], given["relative_bias"], given["relative_low"]
-    if alibi_slopes is None and relative_bias is None and type(low) is int and low == 0:
-        return None
-    low = integer(low, "relative_low")
-    if relative_bias is None and low != 0:
-        raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(low)}")
-    if alibi_slopes is None and relative_bias is None:  # zero of another type
-        return None
-    if abs(low) > FARTHEST:
-        raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
-    rows, row = (shape[0], "B") if starts is None else (len(starts[0]) - 1, "sequences")
-    slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, rows, shape[1], row)
-    table = None if relative_bias is None else _table(relative_bias, shape[1])
-    if starts is None:
-        return Relative(slopes, table, np.array(offset, np.intp, ndmin=1), None, low)
-    offsets = starts[1][:-1] - starts[0][:-1] + offset
-    return Relative(slopes, table, offsets, starts[0], low) if rows else None
 
 
 def _layout_hint(array: NDArray[Any]) -> str:
@@ -504,30 +353,34 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
         raise
 
 
+def _places(starts: Starts | None, offset: PerRow) -> Places:
+    if starts is None:
+        return Places(np.array(offset, np.intp, ndmin=1), None)
+    return Places(starts[1][:-1] - starts[0][:-1] + offset, starts[0])
+
+
 def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     check_hints(given)
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
-    numbers = numbers_of(q.dtype)
     starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
     offset = _offset(given, starts, shape)
     nodes = _program(given, shape, starts, offset)
-    dropout, seed = dropout_of(given["dropout_prob"], given["dropout_seed"], ("dropout_prob", "dropout_seed"))
+    rows, row = (batch, "B") if starts is None else (len(starts[0]) - 1, "sequences")
+    terms = terms_of(given, Sizes(shape, rows, row, numbers_of(q.dtype)))
+    if starts is not None and not rows:
+        terms = ()  # of no queries
     problem = Problem(
         q,
         k,
         v,
         nodes,
-        _bias(given["bias"], shape),
-        scale_of(given["softmax_scale"], channels, numbers),
-        cap_of(given["logits_soft_cap"], numbers),
-        sinks_of(given["softmax_aux"], heads, numbers),
+        terms,
+        scale_of(given["softmax_scale"], channels, numbers_of(q.dtype)),
         flag(given["normalize_output"], "normalize_output"),
-        dropout,
-        seed,
-        _relative(given, shape, starts, offset),
+        _places(starts, offset) if terms else None,
     )
     return problem, batched
 

@@ -9,14 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.problem import (
-    cap_of,
     distances,
     mask_nodes,
-    numbers_of,
     scale_of,
-    sinks_of,
-    slopes_of,
 )
+from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import as_array, flag, integer_array, per_row
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program
@@ -42,12 +39,11 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
 def options(
     query: NDArray[Any], batch: int, heads: int, channels: int, given: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    numbers, slopes = numbers_of(query.dtype), given["alibi_slopes"]
+    numbers = numbers_of(query.dtype)
+    terms = terms_of(given, Sizes((batch, heads, 0, 0), batch, "B", numbers))
     return (
         scale_of(given["softmax_scale"], channels, numbers),
-        cap_of(given["logits_soft_cap"], numbers),
-        sinks_of(given["softmax_aux"], heads, numbers),
-        None if slopes is None else slopes_of(slopes, batch, heads, "B"),
+        terms if batch else (),
         *distances(given),
         flag(given["return_lse"], "return_lse"),
     )

@@ -38,7 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._attention.arguments import NUMBERS, RING_DEFAULTS
-from attnmask._attention.problem import distances, slopes_of, starts_of
+from attnmask._attention.problem import distances, starts_of
+from attnmask._attention.terms import slopes_of
 from attnmask._common.arguments import describe
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo

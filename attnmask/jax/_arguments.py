@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.problem import Problem, distances, read_problem
+from attnmask._attention.terms import Term
 from attnmask._common.arguments import is_floating, is_number
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program
@@ -18,6 +19,7 @@ from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, o
 
 __all__ = [
     "Arrays",
+    "Learned",
     "Spec",
     "Wide",
     "check",
@@ -26,7 +28,6 @@ __all__ = [
     "mask_like",
     "mask_terms",
     "sinks_of",
-    "slopes_of",
     "specify",
     "starts_like",
 ]
@@ -38,18 +39,23 @@ class Wide(NamedTuple):
     place: int
 
 
+class Learned(NamedTuple):
+    """A placeholder for an array that has a gradient."""
+
+    name: str
+    shape: tuple[int, ...]  # in which the core takes it
+
+
 class Spec(NamedTuple):
-    """What is asked for, with a `Leaf` or a `Wide` for each array. Sequences have one operand more than in programs of
-    masks, an offset that is added to both limits.
+    """What is asked for, with a `Leaf`, a `Wide` or a `Learned` for each array. Sequences have one operand more than in
+    programs of masks, an offset that is added to both limits.
     """
 
     nodes: Program
+    terms: tuple[Term, ...]
     scale: float
-    cap: float
     normalize: bool
-    dropout: float
-    seed: int | Leaf | Wide
-    relative: tuple[Any, ...] | None  # of the terms by distance: starts, offsets, slopes, the least distance
+    places: tuple[Any, Any] | None  # offsets and starts
     part: tuple[int, int] | None = None  # as of `Problem`
 
 
@@ -161,21 +167,40 @@ def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]
     nodes = tuple(
         node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:])) for node in program
     )
-    seed: Any = 0
-    if problem.dropout:
-        seed = given["dropout_seed"]
-        seed = jax.numpy.reshape(seed, (1,)) if is_traced(seed) else np.array([problem.seed], np.uint64)
-    relative = _relative(given, problem, program)
+    places = _places(given, problem, program)
     spec = Spec(
         nodes,
+        term_operands(given, problem.terms, arrays, LEARNED),
         problem.scale,
-        problem.cap,
         problem.normalize,
-        problem.dropout,
-        arrays.place(seed),
-        None if relative is None else tuple(map(arrays.place, relative)),
+        None if places is None else (arrays.place(places[0]), arrays.place(places[1])),
     )
     return spec, arrays.taken
+
+
+def term_operands(
+    given: Mapping[str, Any], terms: tuple[Term, ...], arrays: Arrays, learned: tuple[str, ...] = ()
+) -> tuple[Term, ...]:
+    """Return the terms of the arguments `given` with placeholders for arrays, and for the seed."""
+
+    def operands(term: Term) -> Term:
+        value: Any = given[term.name]
+        array: Any = term.array
+        integer: Any = term.integer
+        if term.name == "dropout_prob":
+            seed = given["dropout_seed"]
+            seed = jax.numpy.reshape(seed, (1,)) if is_traced(seed) else np.array([integer], np.uint64)
+            integer = arrays.place(seed)
+        if array is not None and term.name in learned and isinstance(value, jax.Array):
+            array = Learned(term.name, array.shape)
+        elif array is not None and is_traced(value):
+            wide = value.dtype == np.float64
+            array = arrays.place(value.astype(np.float64 if wide else np.float32).reshape(array.shape))
+        else:
+            array = arrays.place(array)
+        return term._replace(array=array, integer=integer)
+
+    return tuple(map(operands, terms))
 
 
 def sinks_of(softmax_aux: Any) -> Any:
@@ -185,26 +210,18 @@ def sinks_of(softmax_aux: Any) -> Any:
     return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
 
 
-def slopes_of(alibi_slopes: Any, heads: int) -> Any:
-    """Return traced slopes as the core takes them."""
-    wide = alibi_slopes.dtype == np.float64
-    return alibi_slopes.reshape(-1, heads).astype(np.float64 if wide else np.float32)
-
-
-def _relative(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, ...] | None:
-    if problem.relative is None:
+def _places(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, Any] | None:
+    if problem.places is None:
         return None
-    slopes, _, offsets, starts, low = problem.relative
-    given_slopes, offset = given["alibi_slopes"], given["causal_offset"]
-    if is_traced(given_slopes):
-        slopes = slopes_of(given_slopes, problem.query.shape[2])
+    offsets, starts = problem.places
+    offset = given["causal_offset"]
     if starts is None:
-        return None, jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, slopes, low
+        return jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, None
     sequences: Any = [node for node in program if node[0] == "sequences"][-1]
     _, q_starts, k_starts, _, _, moved = sequences
     if any(map(is_traced, (q_starts, k_starts, offset))):
-        offsets = jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved
-    return q_starts, offsets, slopes, low
+        return jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved, q_starts
+    return offsets, q_starts
 
 
 def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:

@@ -22,14 +22,13 @@ from attnmask.jax._arguments import (
     like,
     mask_like,
     mask_terms,
-    sinks_of,
-    slopes_of,
     starts_like,
+    term_operands,
 )
 
 __all__ = ["TRACED", "KVCacheResult", "attend"]
 
-_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _SINKS = (1 << i for i in range(7))
+_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE = (1 << i for i in range(6))
 _FIRST = (
     "query",
     "k_cache",
@@ -38,9 +37,16 @@ _FIRST = (
     "value",
     "k_scale",
     "v_scale",
-    "softmax_aux",
 )  # in the call's order
-TRACED = (*_FIRST, "cache_seqlens", "block_table", "cu_seqlens_q", "alibi_slopes", "attention_mask")
+TRACED = (
+    *_FIRST,
+    "cache_seqlens",
+    "block_table",
+    "cu_seqlens_q",
+    "softmax_aux",
+    "alibi_slopes",
+    "attention_mask",
+)
 
 
 class KVCacheResult(NamedTuple):
@@ -86,8 +92,6 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     first = {name: given[name] for name in _FIRST if given[name] is not None}
     if packed:
         first |= {name: first[name][None] for name in ("query", "key", "value") if name in first}
-    if "softmax_aux" in first:
-        first["softmax_aux"] = sinks_of(first["softmax_aux"])
     query, k_cache = first["query"], first["k_cache"]
     arrays = Arrays()
     words, with_lse = _words(given, known, query.shape, arrays)
@@ -124,12 +128,10 @@ def _words(
     batch, queries, heads, channels = shape
     starts = given["cu_seqlens_q"]
     sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
-    scale, cap, _, slopes, low, high, with_lse = kvcache.options(
-        known["query"], sequences, heads, channels, known
-    )
+    scale, terms, low, high, with_lse = kvcache.options(known["query"], sequences, heads, channels, known)
     flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
     flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
-    flags |= _SINKS * (given["softmax_aux"] is not None) | _MASKED * (given["attention_mask"] is not None)
+    flags |= _MASKED * (given["attention_mask"] is not None)
     before, table = given["cache_seqlens"], given["block_table"]
     if is_traced(before):
         before = before.reshape(-1)
@@ -142,11 +144,11 @@ def _words(
     operands = [low, high, before, table]
     if starts is not None:
         operands.append(starts if is_traced(starts) else _core.checked_starts(starts, "cu_seqlens_q"))
-    operands.append(slopes_of(given["alibi_slopes"], heads) if is_traced(given["alibi_slopes"]) else slopes)
 
-    words = call.first_words(flags, scale, cap, 0.0)
+    words = call.first_words(flags, scale)
     for operand in operands:
         words += call.operand_words(arrays.place(operand))
+    words += call.term_words(term_operands(given, terms, arrays))
     if given["attention_mask"] is not None:
         rows = known["k_cache"].shape[1]
         capacity = rows if table is None else rows * table.shape[1]

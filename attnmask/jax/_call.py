@@ -10,10 +10,11 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
 from attnmask._attention.arguments import LEARNED
+from attnmask._attention.terms import Term
 from attnmask._common.arguments import wide_dtype
 from attnmask._common.loading import _core
 from attnmask._masks.program import Leaf, Program
-from attnmask.jax._arguments import Spec, Wide
+from attnmask.jax._arguments import Learned, Spec, Wide
 
 __all__ = [
     "TARGETS",
@@ -26,6 +27,7 @@ __all__ = [
     "operand_words",
     "registered",
     "struct_like",
+    "term_words",
 ]
 
 TARGETS = (  # names of the handlers
@@ -39,9 +41,8 @@ TARGETS = (  # names of the handlers
     "attnmask_convolution_backward",
     "attnmask_convolution_step",
 )
-_VERSION = 1  # of the words
-_NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
-_TABLE, _GRAD_TABLE, _RELATIVE, _PACKED, _PART = (1 << i for i in range(6, 11))
+_VERSION = 2  # of the words
+_NORMALIZE, _GRAD_LSE, _PLACES, _PACKED, _PART = (1 << i for i in range(5))
 # Terms and operators by the number that the handlers have for them. Exported programs hold these: new ones come last.
 _KINDS = (
     "all",
@@ -58,7 +59,8 @@ _KINDS = (
     "xor",
     "diagonal",
 )
-_NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
+_TERMS = _core.term_names()  # numbered in the same way
+_NOTHING, _INTEGER, _NARROW, _WIDE, _ARGUMENT = range(5)
 
 _lock = threading.Lock()
 _accepted: bool | None = None
@@ -85,16 +87,30 @@ def registered() -> bool:
         return _accepted
 
 
-def operand_words(value: Any) -> tuple[int, int]:
+def operand_words(value: Any, learned: Sequence[str] = ()) -> tuple[int, int]:
     if value is None:
         return _NOTHING, 0
+    if isinstance(value, Learned):
+        return _ARGUMENT, learned.index(value.name)
     if isinstance(value, (Leaf, Wide)):
         return (_NARROW if isinstance(value, Leaf) else _WIDE), value.place
     return _INTEGER, int(value)
 
 
-def first_words(flags: int, scale: float, cap: float, dropout: float) -> list[int]:
-    return [_VERSION, flags, *struct.unpack("3q", struct.pack("3d", scale, cap, dropout))]
+def first_words(flags: int, scale: float) -> list[int]:
+    return [_VERSION, flags, *_bits(scale)]
+
+
+def _bits(number: float) -> tuple[int, ...]:
+    return struct.unpack("q", struct.pack("d", number))
+
+
+def term_words(terms: Sequence[Term], learned: Sequence[str] = (), wanted: Sequence[str] = ()) -> list[int]:
+    words = [len(terms)]
+    for name, array, number, integer in terms:
+        words += [_TERMS.index(name), *_bits(number), *operand_words(integer)]
+        words += [*operand_words(array, learned), name in wanted]
+    return words
 
 
 def mask_words(nodes: Program) -> list[int]:
@@ -107,16 +123,16 @@ def mask_words(nodes: Program) -> list[int]:
     return words
 
 
-def _words(spec: Spec, flags: int) -> Any:
-    relative = spec.relative
-    if relative is not None:
-        flags |= _RELATIVE | _PACKED * (relative[0] is not None)
-    flags |= _PART * (spec.part is not None)
-    words = first_words(flags | _NORMALIZE * spec.normalize, spec.scale, spec.cap, spec.dropout)
-    words += [*operand_words(spec.seed), *(spec.part or ())]
-    for value in () if relative is None else relative[relative[0] is None :]:
-        words += operand_words(value)
-    return np.array(words + mask_words(spec.nodes), np.int64)
+def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]) -> Any:
+    flags |= _NORMALIZE * spec.normalize | _PART * (spec.part is not None)
+    words = []
+    if spec.places is not None:
+        offsets, starts = spec.places
+        flags |= _PLACES | _PACKED * (starts is not None)
+        words += () if starts is None else operand_words(starts)
+        words += operand_words(offsets)
+    words = [*first_words(flags, spec.scale), len(learned), *(spec.part or ()), *words]
+    return np.array(words + term_words(spec.terms, learned, wanted) + mask_words(spec.nodes), np.int64)
 
 
 def _varying(array: Any) -> frozenset[Any]:
@@ -177,29 +193,36 @@ def call_handler(
     return found
 
 
-def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
+def _call(
+    name: str,
+    spec: Spec,
+    learned: dict[str, Any],
+    more: Sequence[Any],
+    shapes: Sequence[Any],
+    flags: int = 0,
+    wanted: Sequence[str] = (),
+) -> tuple[Any, ...]:
     no_gradients = "attnmask.jax.flash_attention has gradients, but no gradients of these"
-    return call_handler(name, _words(spec, flags), arrays, shapes, no_gradients)
+    terms = _learned_terms(spec)
+    words = _words(spec, flags, (*LEARNED[:3], *terms), wanted)
+    arrays = [learned[name] for name in LEARNED[:3]]
+    arrays += [learned[name].reshape(shape) for name, shape in terms.items()]
+    return call_handler(name, words, [*arrays, *more], shapes, no_gradients)
 
 
-def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
-    flags = (
-        _BIAS * ("bias" in learned)
-        | _SINKS * ("softmax_aux" in learned)
-        | _TABLE * ("relative_bias" in learned)
-    )
-    return [learned[name] for name in LEARNED if name in learned], flags  # trees sort names
+def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """Return the terms whose arrays have gradients, and the shapes in which the core takes them."""
+    return dict(term.array for term in spec.terms if isinstance(term.array, Learned))
 
 
 def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results: int) -> tuple[Any, ...]:
     """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
-    arrays, flags = _split(learned)
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
     wide = wide_dtype(query.dtype)
     row = batch, queries, heads, value.shape[3]
     shapes = [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
-    return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes[:results])
+    return _call(TARGETS[0], spec, learned, others, shapes[:results])
 
 
 def backward(
@@ -212,14 +235,17 @@ def backward(
     """The gradients of those that are `wanted`, by the result, which may be that before rounding, its logsumexp and the
     gradients of both; that of the logsumexp may be missing.
     """
-    arrays, flags = _split(learned)
-    flags |= _GRAD_BIAS * ("bias" in wanted) | _GRAD_SINKS * ("softmax_aux" in wanted)
-    flags |= _GRAD_TABLE * ("relative_bias" in wanted)
-    flags |= _GRAD_LSE * (len(of_result) == 4)
-    names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
     narrow = spec.part is not None and learned["query"].dtype != np.float64
-    shapes = [(learned[name].shape, np.float32 if narrow else learned[name].dtype) for name in names]
-
-    gradients = _call(TARGETS[1], spec, flags, [*arrays, *others, *of_result], shapes)
+    terms = _learned_terms(spec)
+    names = [*LEARNED[:3], *(name for name in terms if name in wanted)]
+    shapes = [
+        (terms.get(name, learned[name].shape), np.float32 if narrow else learned[name].dtype)
+        for name in names
+    ]
+    flags = _GRAD_LSE * (len(of_result) == 4)
+    gradients = _call(TARGETS[1], spec, learned, [*others, *of_result], shapes, flags, wanted)
     found = dict(zip(names, gradients, strict=True))
-    return tuple(found[name] for name in wanted)
+    return tuple(
+        found[name].reshape(learned[name].shape) if name in found else jax.numpy.zeros_like(learned[name])
+        for name in wanted
+    )

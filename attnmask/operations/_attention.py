@@ -137,24 +137,25 @@ def _attend(
     if bias is not None:
         live = live & (bias != -np.inf)
         logits += bias
-    if problem.cap:
-        logits = problem.cap * np.tanh(logits / problem.cap)
+    cap, dropout, sinks = (problem.term(name) for name in ("logits_soft_cap", "dropout_prob", "softmax_aux"))
+    if cap:
+        logits = cap.number * np.tanh(logits / cap.number)
     logits = np.where(live, logits, -np.inf)
 
-    sinks = np.zeros((len(q), 0)) if problem.sinks is None else problem.sinks
-    sinks = sinks.astype(q.dtype)[:, None]
+    aux = np.zeros((1, 1, 0)) if sinks is None or sinks.array is None else sinks.array[0]
+    aux = aux.astype(q.dtype)
     top = np.maximum(
         logits.max(axis=2, keepdims=True, initial=-np.inf),
-        sinks.max(axis=2, keepdims=True, initial=-np.inf),
+        aux.max(axis=2, keepdims=True, initial=-np.inf),
     )
     top = np.where(top == -np.inf, 0, top)
     weights = np.exp(logits - top)
-    total = weights.sum(axis=2, keepdims=True) + np.exp(sinks - top).sum(axis=2, keepdims=True)
+    total = weights.sum(axis=2, keepdims=True) + np.exp(aux - top).sum(axis=2, keepdims=True)
     lse = (top + np.log(total))[..., 0]
     if problem.normalize:
         weights /= np.where(total == 0, 1, total)
-    if kept is not None:
-        weights = np.where(kept, weights / (1 - problem.dropout), 0)
+    if kept is not None and dropout:
+        weights = np.where(kept, weights / (1 - dropout.number), 0)
     return _weighted_sums(weights, v, live), weights, lse
 
 
@@ -204,12 +205,13 @@ class VanillaAttention(_Attention):
         weights = allocate(shape, dtype, "query and key")
         lse = allocate(shape[:3], lse_dtype, "query")
         live = fill(shape, problem.nodes, np.dtype(bool), True, False)
-        kept = dropout_keep_mask(problem.seed, problem.dropout, shape) if problem.dropout else None
+        added, dropout = problem.term("bias"), problem.term("dropout_prob")
+        kept = dropout_keep_mask(dropout.integer, dropout.number, shape) if dropout else None
         rows = max(1, _PAIRS // max(1, heads * keys))
         with np.errstate(all="ignore"):
             shared = self.repeat_kv_heads(problem.key, problem.value, heads // max(kv_heads, 1))
             q, k, v = (array.swapaxes(1, 2) for array in (problem.query, *shared))
-            bias = None if problem.bias is None else np.broadcast_to(problem.bias, shape)
+            bias = None if added is None or added.array is None else np.broadcast_to(added.array, shape)
             for row in range(batch):
                 row_k, row_v = k[row].astype(wide), v[row].astype(wide)
                 for begin in range(0, queries, rows):

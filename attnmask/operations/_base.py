@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._attention.problem import dropout_of
+from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import (
     AxisName,
     allocate,

@@ -24,13 +24,9 @@ from attnmask._attention.arguments import (
     check_options,
     spelled_out,
 )
-from attnmask._attention.backward import like_sinks, like_table
-from attnmask._attention.problem import (
-    Problem,
-    numbers_of,
-    read_problem,
-    sinks_of,
-)
+from attnmask._attention.backward import like_argument
+from attnmask._attention.problem import Problem, read_problem
+from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import as_array, describe, flag, is_floating, is_number
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
@@ -466,12 +462,13 @@ def _backward(
             dout, out = (as_array(x[:, queries, heads], "out") for x in of_row)
             lse, dlse = (None if x is None else as_array(x[:, heads, queries], "lse") for x in stats)
             problem = _problem(task, call, heads, row, keys, table)
-            grads = _core.flash_backward(*problem, dout, out, lse, dlse, False, False, table_wanted)  # type: ignore[arg-type]
+            names = ("relative_bias",) if d_table is not None else ()
+            *grads, of_terms = _core.flash_backward(*problem, dout, out, lse, dlse, names)  # type: ignore[arg-type]
             d_query.add(queries, heads, to_tensor(grads[0]))
-            for d_key, grad in zip(d_keys, grads[1:3], strict=True):
+            for d_key, grad in zip(d_keys, grads[1:], strict=True):
                 d_key.add(call.keys, slice(None), to_tensor(grad))
             if d_table is not None:
-                d_table[heads] += grads[5]
+                d_table[heads] += of_terms["relative_bias"][0, :, 0]
         returning.next(step, [d_key.total().view(x.shape) for d_key, x in zip(d_keys, tensors, strict=True)])
     returning.finish()
     return [d_query.total().view(query.shape), *(x.total() for x in d_own)], d_table
@@ -568,17 +565,19 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-igno
         if wanted[3]:
             sinks = _sinks(softmax_aux, out)
             of_heads = None if sinks is None else _d_sinks(sinks, (out, lse), given)
-            d_sinks = to_tensor(like_sinks(of_heads, as_array(softmax_aux, "softmax_aux")))
+            d_sinks = to_tensor(like_argument(of_heads, as_array(softmax_aux, "softmax_aux")))
         if wanted[4]:
-            d_table = to_tensor(like_table(d_table, as_array(table, "relative_bias")))
+            d_table = to_tensor(like_argument(d_table, as_array(table, "relative_bias")))
         typed = (grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
         return *typed, d_sinks, d_table, None
 
 
 def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
     wide = torch.empty(0, dtype=operators.wide_dtype(query.dtype))
-    sinks = sinks_of(softmax_aux, query.shape[2], numbers_of(wide.numpy().dtype))
-    return None if sinks is None else torch.from_numpy(sinks).to(wide.dtype)
+    heads, numbers = query.shape[2], numbers_of(wide.numpy().dtype)
+    for term in terms_of({"softmax_aux": softmax_aux}, Sizes((1, heads, 1, 1), 1, "B", numbers)):
+        return torch.from_numpy(term.array[0, :, 0]).to(wide.dtype).expand(heads, -1)
+    return None
 
 
 @overload

@@ -14,7 +14,7 @@
 static const ptrdiff_t AM_LONGEST = (ptrdiff_t)1 << 56;
 
 /* An array as it was when it was looked at. */
-enum { AM_MOST_AXES = 4 };
+enum { AM_MOST_AXES = 5 };
 typedef struct {
     char *data; /* NULL: not given */
     am_dtype type;
@@ -129,29 +129,24 @@ ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count,
 const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,
                                    ptrdiff_t *count);
 
-/* --- Attention (request_attention.c) --- */
+/* --- Attention (request_attention.c, request_terms.c) --- */
 
 /* Sets the shape of the call, which what comes next is compared with. */
 bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, const am_view *value);
 /* Checks the numbers and places that the door has set. */
 bool am_check_numbers(am_request *r);
 
-bool am_read_bias(am_request *r, const am_view *bias);
-/* Checks the type and shape of a bias or of its gradient. */
-bool am_check_bias(am_request *r, const am_view *v, const char *name);
-/* [S] or [H, S] */
-bool am_read_sinks(am_request *r, const am_view *sinks);
-/* [1 or rows, H], or no array */
-bool am_read_slopes(am_request *r, const am_view *slopes, ptrdiff_t rows);
+/* Says where queries are among the keys: `starts` of packed sequences, or nothing. */
+bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets);
 
-/* Terms that follow from the distance of a pair. */
+/* A term of the logits, as the door brings it. */
 typedef struct {
-    am_operand starts,
-        offsets; /* starts: of packed sequences, or nothing; offsets: of each batch row or sequence */
-    am_view slopes, table;
-    ptrdiff_t low;
-} am_relative_given;
-bool am_read_relative(am_request *r, const am_relative_given *given);
+    am_logit_kind kind;
+    double number;
+    am_operand integer, array; /* array: of four axes */
+} am_term_given;
+/* Adds a term, once places and all other numbers are known. */
+bool am_read_term(am_request *r, const am_term_given *given);
 
 /* float64 for float64, and else float32. */
 am_dtype am_wide_type(const am_request *r);

@@ -1,10 +1,7 @@
 /* request_attention.c – the arguments of attention and of its gradients. */
-#include <float.h>
 #include <math.h>
-#include <string.h>
 
 #include "bind/request.h"
-#include "core/arrays/convert.h"
 #include "core/runtime/sizes.h"
 
 bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, const am_view *value)
@@ -31,111 +28,11 @@ bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, con
 
 bool am_check_numbers(am_request *r)
 {
-    const am_attn *attn = &r->attn;
-    if (isnan(attn->scale) || !(attn->cap >= 0))
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "softmax_scale and logits_soft_cap must be numbers, the cap not negative");
-    if (!(attn->dropout >= 0 && attn->dropout < 1))
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "dropout_prob must be at least 0 and less than 1");
-    if (attn->first_query < 0 || attn->first_query > AM_LONGEST || attn->first_key < 0 ||
-        attn->first_key > AM_LONGEST)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "part must be two places from 0 to 2**56");
-    return !am_has_dropout_of_too_many_keys(attn) ||
-           am_refuse(r, AM_WRONG_VALUE, NULL,
-                     "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it",
-                     attn->first_key + attn->keys);
-}
-
-bool am_check_bias(am_request *r, const am_view *v, const char *name)
-{
-    const ptrdiff_t wanted[4] = {r->mask.batch, r->mask.heads, r->mask.queries, r->mask.keys};
-    if (!am_is_floating(v->type))
-        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be of a floating-point dtype", name);
-    bool fits = v->axes == 4;
-    for (int i = 0; i < 4; i++) fits = fits && (v->shape[i] == 1 || v->shape[i] == wanted[i]);
-    return fits || am_refuse(r, AM_WRONG_VALUE, v, "%s must be broadcastable to [B, H, Tq, Tk]", name);
-}
-
-bool am_read_bias(am_request *r, const am_view *v)
-{
-    am_attn *attn = &r->attn;
-    if (!am_check_bias(r, v, "bias")) return false;
-    attn->bias = v->data, attn->bias_type = v->type;
-    attn->bias_batch = am_shared_stride(v, 0), attn->bias_head = am_shared_stride(v, 1);
-    attn->bias_row = am_shared_stride(v, 2), attn->bias_column = am_shared_stride(v, 3);
-    return true;
-}
-
-/* A copy of rows × columns numbers as doubles, of an array [rows, columns] or [columns]. */
-static double *doubles(am_request *r, const am_view *v, const char *name, ptrdiff_t rows)
-{
-    if ((v->type != AM_FLOAT32 && v->type != AM_FLOAT64) || v->axes < 1 || v->axes > 2) {
-        am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32 or float64, of one or two axes", name);
-        return NULL;
-    }
-    const ptrdiff_t columns = v->shape[v->axes - 1];
-    double *numbers = am_keep(r, am_product(rows, columns, 1), sizeof *numbers);
-    for (ptrdiff_t i = 0; numbers && i < rows * columns; i++) {
-        const char *from = v->data + (v->axes == 2 ? i / columns * am_shared_stride(v, 0) : 0) +
-                           i % columns * v->stride[v->axes - 1];
-        if (v->type == AM_FLOAT64)
-            memcpy(&numbers[i], from, sizeof numbers[i]);
-        else
-            numbers[i] = (double)*(const float *)from;
-    }
-    return numbers;
-}
-
-bool am_read_sinks(am_request *r, const am_view *v)
-{
-    const ptrdiff_t heads = r->mask.heads, count = v->axes ? v->shape[v->axes - 1] : 0;
-    const double greatest = r->attn.q.type == AM_FLOAT64 ? DBL_MAX : (double)FLT_MAX;
-    if (v->axes == 2 && v->shape[0] != heads)
-        return am_refuse(r, AM_WRONG_VALUE, v, "softmax_aux must be [S] or [H, S]");
-    double *sinks = doubles(r, v, "softmax_aux", heads);
-    for (ptrdiff_t i = 0; sinks && i < heads * count; i++)
-        if (isfinite(sinks[i])) sinks[i] = fmax(-greatest, fmin(sinks[i], greatest));
-    r->attn.sinks = count ? sinks : NULL, r->attn.sink_count = count;
-    return sinks;
-}
-
-bool am_read_slopes(am_request *r, const am_view *v, ptrdiff_t rows)
-{
-    const ptrdiff_t heads = r->mask.heads, given = v->shape[0];
-    if (!v->data) return true;
-    if (v->axes != 2 || (given != 1 && given != rows) || v->shape[1] != heads)
-        return am_refuse(r, AM_WRONG_VALUE, v, "alibi_slopes must be [1, H], [B, H] or [sequences, H]");
-    const double *slopes = doubles(r, v, "alibi_slopes", given);
-    for (ptrdiff_t i = 0; slopes && i < given * heads; i++) {
-        if (!isfinite(slopes[i]))
-            return am_refuse(r, AM_WRONG_VALUE, NULL, "alibi_slopes must be finite, got %g", slopes[i]);
-    }
-    r->attn.relative.slopes = slopes, r->attn.relative.slope_step = given == 1 ? 0 : heads;
-    return slopes;
-}
-
-bool am_read_relative(am_request *r, const am_relative_given *g)
-{
-    am_relative *relative = &r->attn.relative;
-    const am_view *table = &g->table;
-    ptrdiff_t rows = r->mask.batch;
-    if (g->starts.kind == AM_ARRAY) {
-        rows = -1;
-        relative->q_starts = am_read_starts_of(r, "cum_seqlens_q", &g->starts, r->mask.queries, &rows);
-        if (!relative->q_starts) return false;
-        if (rows < 1 || r->mask.batch != 1)
-            return am_refuse(r, AM_WRONG_VALUE, NULL, "sequences must be those of one batch row");
-        relative->sequences = rows;
-    }
-    relative->low = am_max(-AM_FAR, am_min(g->low, AM_FAR));
-    relative->offsets = am_read_integers(r, &g->offsets, rows, 0), relative->offset_step = 1;
-    if (!relative->offsets || !am_read_slopes(r, &g->slopes, rows)) return false;
-    if (!table->data) return true;
-    if (table->axes != 2 || table->shape[0] != r->mask.heads || table->shape[1] < 1)
-        return am_refuse(r, AM_WRONG_VALUE, table, "relative_bias must be [H, L] with L > 0");
-    relative->table = doubles(r, table, "relative_bias", table->shape[0]);
-    relative->length = table->shape[1];
-    return relative->table;
+    const am_places *places = &r->attn.places;
+    if (isnan(r->attn.scale)) return am_refuse(r, AM_WRONG_VALUE, NULL, "softmax_scale must be a number");
+    return (places->first_query >= 0 && places->first_query <= AM_LONGEST && places->first_key >= 0 &&
+            places->first_key <= AM_LONGEST) ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "part must be two places from 0 to 2**56");
 }
 
 /* --- Gradients --- */

@@ -37,7 +37,7 @@ bool am_cached_check_pages(am_request *r, const am_cached *c);
 /* What the queries see: terms of the mask, at least one unless it has others. Returns their number. */
 int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2]);
 
-/* Sets all of attention but its numbers, sinks, slopes and results. */
+/* Sets all of attention but its scale, terms and results. */
 void am_cached_describe(am_request *r, const am_cached *c);
 
 /* Writes new keys and values to the cache, if there are any. */

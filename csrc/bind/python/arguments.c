@@ -321,7 +321,7 @@ am_view am_view_of(PyArrayObject *array)
     am_view v = {.data = PyArray_BYTES(array),
                  .type = am_kv_dtype_of(PyArray_DESCR(array)),
                  .axes = PyArray_NDIM(array),
-                 .shape = {1, 1, 1, 1},
+                 .shape = {1, 1, 1, 1, 1},
                  .object = array};
     for (int i = 0; i < v.axes && i < AM_MOST_AXES; i++)
         v.shape[i] = PyArray_DIM(array, i), v.stride[i] = PyArray_STRIDE(array, i);

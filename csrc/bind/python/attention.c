@@ -6,19 +6,20 @@
 
 #include "bind/python/arguments.h"
 #include "bind/python/attention.h"
+#include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
 #include "core/runtime/sizes.h"
 #include "core/runtime/openmp.h"
 
 typedef struct {
-    PyArrayObject *query, *key, *value, *bias, *sinks;
+    PyArrayObject *query, *key, *value;
     PyArray_Descr *dtype; /* of the query; owned */
     am_out out;
-    PyObject *nodes, *relative, *part; /* borrowed */
+    PyObject *nodes, *terms, *places, *part; /* borrowed */
+    PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
     am_mask_arg mask;
-    am_scale scale, cap, dropout;
+    am_scale scale;
     bool normalize, return_lse, return_wide; /* return_wide: also the result as `wide_result` says */
-    uint64_t seed;
 } arguments;
 
 static int to_seed(PyObject *object, const char *name, void *dst)
@@ -56,39 +57,17 @@ static bool read_inputs(arguments *a)
     return am_read_inputs(&a->mask.request, &q, &k, &v);
 }
 
-/* Reads the terms that follow from the distance of a pair: None, or a tuple of slopes, table, offsets and
- * starts, each of which may be None, and the distance that the table begins with. */
-static int read_relative(arguments *a)
-{
-    PyObject *objects[4];
-    am_operand slopes, table;
-    am_relative_given given = {0};
-    am_operand *const operands[] = {&slopes, &table, &given.offsets, &given.starts};
-    if (a->relative == Py_None) return 0;
-    if (!PyTuple_Check(a->relative))
-        return am_reject(PyExc_TypeError, "relative", "a tuple, or None", a->relative);
-    if (!PyArg_ParseTuple(a->relative, "OOOOn;relative must have five parts", &objects[0], &objects[1],
-                          &objects[2], &objects[3], &given.low))
-        return -1;
-    for (int i = 0; i < 4; i++) {
-        if (am_read_operand(&a->mask, objects[i], operands[i]) < 0) return -1;
-    }
-    given.slopes = slopes.view, given.table = table.view;
-    return am_raise_refused(&a->mask.request, am_read_relative(&a->mask.request, &given));
-}
-
 /* Sets the numbers, and where a part of a larger problem begins: None, or a tuple of its first query and its
  * first key. */
 static int read_numbers(arguments *a)
 {
     am_request *r = &a->mask.request;
-    am_attn *attn = &r->attn;
-    attn->scale = a->scale.value, attn->cap = a->cap.value, attn->dropout = a->dropout.value;
-    attn->seed = a->seed, attn->normalize = a->normalize;
+    am_places *places = &r->attn.places;
+    r->attn.scale = a->scale.value, r->attn.normalize = a->normalize;
     if (a->part != Py_None && !PyTuple_Check(a->part))
         return am_reject(PyExc_TypeError, "part", "a tuple of two, or None", a->part);
     if (a->part != Py_None &&
-        !PyArg_ParseTuple(a->part, "nn;part must be two integers", &attn->first_query, &attn->first_key))
+        !PyArg_ParseTuple(a->part, "nn;part must be two integers", &places->first_query, &places->first_key))
         return -1;
     return am_raise_refused(r, am_check_numbers(r));
 }
@@ -148,28 +127,25 @@ fail:
 }
 
 /* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 13 };
+enum { PROBLEM_PARAMS = 9 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
-        {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
-        {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
-        {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
-        {"dropout_prob", am_to_scale, &(a).dropout}, {"dropout_seed", to_seed, &(a).seed},                   \
-        {"relative", am_to_object, &(a).relative},                                                           \
+        {"nodes", am_to_object, &(a).nodes}, {"terms", am_to_object, &(a).terms},                            \
+        {"softmax_scale", am_to_scale, &(a).scale}, {"normalize_output", am_to_bool, &(a).normalize},        \
+        {"places", am_to_object, &(a).places},                                                               \
     {                                                                                                        \
         "part", am_to_object, &(a).part                                                                      \
     }
 
-/* Checks these arguments after they are parsed, and reads the mask. */
+/* Checks these arguments after they are parsed, and reads the mask and the terms of the logits. */
 static int check_problem(arguments *a)
 {
     am_request *r = &a->mask.request;
-    if (am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
-        read_relative(a) < 0 || read_numbers(a) < 0)
-        return -1;
-    const am_view bias = am_view_of(a->bias), sinks = am_view_of(a->sinks);
-    return am_raise_refused(r,
-                            (!a->bias || am_read_bias(r, &bias)) && (!a->sinks || am_read_sinks(r, &sinks)));
+    return am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
+                   am_to_places(r, a->places) < 0 || read_numbers(a) < 0 ||
+                   am_to_terms(r, a->terms, a->term_arrays) < 0
+               ? -1
+               : 0;
 }
 
 static void release(arguments *a)
@@ -178,8 +154,7 @@ static void release(arguments *a)
     Py_XDECREF(a->query);
     Py_XDECREF(a->key);
     Py_XDECREF(a->value);
-    Py_XDECREF(a->bias);
-    Py_XDECREF(a->sinks);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
     Py_XDECREF(a->out.array);
     Py_XDECREF(a->dtype);
 }
@@ -485,7 +460,7 @@ fail:
 typedef struct {
     arguments a;
     PyArrayObject *d_out, *out, *lse, *d_lse;
-    bool want_bias, want_sinks, want_table;
+    PyObject *wanted; /* the names of terms whose gradients are returned; borrowed */
 } backward_arguments;
 
 static int check_backward(backward_arguments *g, am_attn_gradients *problem)
@@ -493,16 +468,9 @@ static int check_backward(backward_arguments *g, am_attn_gradients *problem)
     am_request *r = &g->a.mask.request;
     const am_gradients_given given = {am_view_of(g->d_out), am_view_of(g->out), am_view_of(g->lse),
                                       am_view_of(g->d_lse)};
-    const char *lacks = g->want_bias && !r->attn.bias              ? "grad_bias needs a bias"
-                        : g->want_sinks && !r->attn.sinks          ? "grad_softmax_aux needs softmax_aux"
-                        : g->want_table && !r->attn.relative.table ? "grad_relative_bias needs relative_bias"
-                                                                   : NULL;
-    if (!lacks) return am_raise_refused(r, am_read_gradients(r, &given, problem));
-    PyErr_SetString(PyExc_ValueError, lacks);
-    return -1;
+    if (!PyTuple_Check(g->wanted)) return am_reject(PyExc_TypeError, "wanted", "a tuple of names", g->wanted);
+    return am_raise_refused(r, am_read_gradients(r, &given, problem));
 }
-
-enum { RESULTS = 6 }; /* query, key, value, bias, sinks, relative bias */
 
 static PyArrayObject *like(const arguments *a, PyArrayObject *array)
 {
@@ -512,57 +480,64 @@ static PyArrayObject *like(const arguments *a, PyArrayObject *array)
     return made;
 }
 
-/* Makes the results, and sets where they are; 0 or -1. */
-static int make_results(const backward_arguments *g, am_attn_gradients *problem, PyArrayObject *made[RESULTS])
+/* Makes an array for the gradient of a term, and puts it into a dict under its name if that is wanted. */
+static int add_term_gradient(const backward_arguments *g, int i, am_logit_term *term, PyObject *made)
 {
-    const arguments *a = &g->a;
-    const am_attn *attn = &a->mask.request.attn;
-    PyArrayObject *const inputs[] = {a->query, a->key, a->value};
-    am_tokens *const places[] = {&problem->d_q, &problem->d_k, &problem->d_v};
-    npy_intp const sinks[] = {attn->heads, attn->sink_count}, table[] = {attn->heads, attn->relative.length};
-    for (int i = 0; i < 3; i++) {
-        made[i] = like(a, inputs[i]);
-        if (!made[i]) return -1;
-        *places[i] = am_tokens_of_array(made[i]);
+    PyObject *name = PyUnicode_FromString(am_row_of_term(term)->name);
+    PyArrayObject *array = NULL;
+    int bad = -1, wanted = name ? PySequence_Contains(g->wanted, name) : -1;
+    if (wanted <= 0 || !am_can_learn(term)) {
+        bad = wanted < 0 ? -1 : 0;
+        goto fail;
     }
-    if (g->want_bias) {
-        made[3] = am_new_array(4, PyArray_DIMS(a->bias), PyArray_DESCR(a->bias));
-        if (!made[3]) return -1;
-        problem->d_bias = PyArray_BYTES(made[3]);
-        memcpy(problem->bias_shape, PyArray_DIMS(made[3]), sizeof problem->bias_shape);
+    npy_intp shape[4];
+    memcpy(shape, term->shape, sizeof shape);
+    if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = g->a.mask.request.attn.heads;
+    PyArray_Descr *dtype = PyArray_DESCR(g->a.term_arrays[i]);
+    if (am_dtype_of(dtype) == term->array.type) array = am_new_array(4, shape, dtype);
+    if (!array) goto fail;
+    term->gradient = PyArray_DATA(array);
+    bad = PyDict_SetItem(made, name, (PyObject *)array);
+fail:
+    Py_XDECREF(name);
+    Py_XDECREF(array);
+    return bad;
+}
+
+/* Makes arrays for the gradients of all terms that are wanted, by name; those that there are none of have
+ * none. */
+static PyObject *new_term_gradients(const backward_arguments *g, am_terms *terms)
+{
+    PyObject *made = PyDict_New();
+    for (int i = 0; made && i < terms->count; i++) {
+        if (add_term_gradient(g, i, &terms->list[i], made) < 0) Py_CLEAR(made);
     }
-    if (g->want_sinks) {
-        made[4] = am_new_array_of(2, sinks, NPY_FLOAT64);
-        if (!made[4]) return -1;
-        problem->d_sinks = PyArray_DATA(made[4]);
-    }
-    if (g->want_table) {
-        made[5] = am_new_array_of(2, table, NPY_FLOAT64);
-        if (!made[5]) return -1;
-        problem->d_table = PyArray_DATA(made[5]);
-    }
-    return 0;
+    return made;
 }
 
 static PyObject *compute_backward(PyObject *module, backward_arguments *g, am_attn_gradients *problem)
 {
-    PyObject *result = NULL;
-    PyArrayObject *made[RESULTS] = {NULL};
-    if (make_results(g, problem, made) < 0) goto fail;
+    PyArrayObject *const inputs[] = {g->a.query, g->a.key, g->a.value};
+    am_tokens *const places[] = {&problem->d_q, &problem->d_k, &problem->d_v};
+    PyObject *result = NULL, *of_terms = new_term_gradients(g, &problem->forward.terms);
+    PyArrayObject *made[3] = {NULL};
+    for (int i = 0; i < 3; i++) {
+        made[i] = of_terms ? like(&g->a, inputs[i]) : NULL;
+        if (!made[i]) goto fail;
+        *places[i] = am_tokens_of_array(made[i]);
+    }
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.context, problem->forward.mask);
     if (status == AM_OK) status = am_attn_backward(&call.context, problem);
     am_leave(&call);
-    if (status != AM_OK) {
+    if (status == AM_OK)
+        result = PyTuple_Pack(4, made[0], made[1], made[2], of_terms);
+    else
         am_raise(status, NULL);
-        goto fail;
-    }
-    result = PyTuple_New(RESULTS);
-    for (int i = 0; result && i < RESULTS; i++)
-        PyTuple_SET_ITEM(result, i, Py_NewRef(made[i] ? (PyObject *)made[i] : Py_None));
 fail:
-    for (int i = 0; i < RESULTS; i++) Py_XDECREF(made[i]);
+    Py_XDECREF(of_terms);
+    for (int i = 0; i < 3; i++) Py_XDECREF(made[i]);
     return result;
 }
 
@@ -575,13 +550,11 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"out", am_to_array, &g.out},
         {"lse", am_to_array, &g.lse},
         {"dlse", to_array_or_none, &g.d_lse},
-        {"grad_bias", am_to_bool, &g.want_bias},
-        {"grad_softmax_aux", am_to_bool, &g.want_sinks},
-        {"grad_relative_bias", am_to_bool, &g.want_table},
+        {"wanted", am_to_object, &g.wanted},
     };
     PyObject *result = NULL;
     am_attn_gradients problem;
-    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 7) == 0 &&
+    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 5) == 0 &&
         check_problem(&g.a) == 0 && check_backward(&g, &problem) == 0)
         result = compute_backward(module, &g, &problem);
     release(&g.a);
@@ -639,23 +612,22 @@ fail:
 }
 
 PyMethodDef am_flash_methods[] = {
-    AM_METHOD(flash_forward, "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-                             "relative, part, return_lse, out"),
-    AM_METHOD(flash_forward_vjp,
-              "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, relative, part",
+    AM_METHOD(flash_forward, "query, key, value, nodes, terms, scale, normalize, places, part, return_lse, "
+                             "out"),
+    AM_METHOD(flash_forward_vjp, "query, key, value, nodes, terms, scale, normalize, places, part",
               "Returns the result, its logsumexp, and what flash_backward takes as out."),
     AM_METHOD(flash_usual, "names, args, given"),
     AM_METHOD(flash_usual_fwd, "names, args, given"),
     AM_METHOD(flash_usual_vjp, "names, args, given"),
-    AM_METHOD(attention_schedule,
-              "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, relative, part, "
-              "threads",
+    AM_METHOD(attention_schedule, "query, key, value, nodes, terms, scale, normalize, places, part, threads",
               "How attention forward divides its work for that many threads:\n\nsections   a dict for each "
               "section of queries: its queries, keys, strategy\ntasks    (index of the section, [(rows, "
               "tiles) of each item])\nwaves    (tasks, tasks that one thread takes in order) of each "
               "parallel loop\nscratch  bytes of memory in addition to the results"),
-    AM_METHOD(flash_backward, "query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-                              "relative, part, dout, out, lse, dlse, want_bias, want_sinks, want_table"),
+    AM_METHOD(flash_backward, "query, key, value, nodes, terms, scale, normalize, places, part, dout, out, "
+                              "lse, dlse, wanted"),
+    {"term_names", am_term_names, METH_NOARGS,
+     "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),
     {.ml_name = NULL},
 };

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "bind/python/arguments.h"
+#include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
 #include "bind/request_cache.h"
 
@@ -24,15 +25,14 @@ enum {
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
-    LOGITS_SOFT_CAP,
-    SOFTMAX_AUX,
-    ALIBI_SLOPES,
-    ARGUMENTS,
+    TERMS, /* all that follow become terms of the logits */
+    ARGUMENTS = TERMS + AM_LOGIT_KIND_COUNT,
 };
 
 typedef struct {
     PyObject *given[ARGUMENTS]; /* borrowed */
     const char *names[ARGUMENTS];
+    int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
     am_starts starts;                 /* of packed queries */
     am_out out;
@@ -40,7 +40,9 @@ typedef struct {
     am_mask_arg mask;
     PyObject *table; /* owned; what was converted */
     PyObject *masks; /* of packed sequences: a list of nodes for each; NULL: none is given */
-    double scale, cap;
+    PyObject *terms; /* owned; NULL: none */
+    PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
+    double scale;
     bool with_lse;
 } arguments;
 
@@ -100,41 +102,37 @@ static int read_lengths(arguments *a)
 
 static bool is_flag(PyObject *object) { return object == Py_True || object == Py_False; }
 
-/* Sets the scale, the cap, sinks, slopes, limits and whether the logsumexp is wanted. Python looks at all but
- * the usual values. */
+/* Sets the scale, the terms of the logits, limits and whether the logsumexp is wanted. Python looks at all
+ * but the usual values. */
 static int read_options(arguments *a)
 {
     PyObject *const *given = a->given;
     const npy_intp *q = q_shape(a);
     PyObject *scale = given[SOFTMAX_SCALE];
     const double number = PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : 0;
+    bool usual = is_flag(given[CAUSAL]) && is_flag(given[RETURN_LSE]) &&
+                 (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30));
+    for (int i = SLIDING_WINDOW; i < a->count; i++) usual &= given[i] == Py_None;
     a->scale = scale != Py_None ? number : q[2] > 0 ? 1 / sqrt((double)q[2]) : 1;
-    if (is_flag(given[CAUSAL]) && is_flag(given[RETURN_LSE]) &&
-        (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30)) &&
-        given[SLIDING_WINDOW] == Py_None && given[LOGITS_SOFT_CAP] == Py_None &&
-        given[SOFTMAX_AUX] == Py_None && given[ALIBI_SLOPES] == Py_None) {
+    if (usual) {
         a->cached.limits.has_high = given[CAUSAL] == Py_True;
         a->with_lse = given[RETURN_LSE] == Py_True;
         return 0;
     }
     int lse, bad = -1;
     PyObject *by_name = PyDict_New();
-    for (int i = RETURN_LSE; by_name && i < ARGUMENTS; i++) {
+    for (int i = RETURN_LSE; by_name && i < a->count; i++) {
         if (PyDict_SetItemString(by_name, a->names[i], given[i]) < 0) Py_CLEAR(by_name);
     }
     if (!by_name) return -1;
-    PyObject *low, *high, *sinks, *slopes,
+    PyObject *low, *high, *terms,
         *options = am_ask(AM_OPTIONS, "(OnnnN)", a->arrays[QUERY], a->cached.sequences, q[1], q[2], by_name);
-    if (options &&
-        PyArg_ParseTuple(options, "ddOOOOp", &a->scale, &a->cap, &sinks, &slopes, &low, &high, &lse)) {
+    if (options && PyArg_ParseTuple(options, "dOOOp", &a->scale, &terms, &low, &high, &lse)) {
+        a->terms = Py_NewRef(terms);
         a->cached.limits =
             (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
                            high == Py_None ? 0 : PyLong_AsSsize_t(high)};
         a->with_lse = lse;
-        Py_CLEAR(a->arrays[SOFTMAX_AUX]);
-        Py_CLEAR(a->arrays[ALIBI_SLOPES]);
-        if (sinks != Py_None) a->arrays[SOFTMAX_AUX] = (PyArrayObject *)Py_NewRef(sinks);
-        if (slopes != Py_None) a->arrays[ALIBI_SLOPES] = (PyArrayObject *)Py_NewRef(slopes);
         bad = PyErr_Occurred() ? -1 : 0;
     }
     Py_XDECREF(options);
@@ -276,21 +274,6 @@ static int check_all(arguments *a)
     return read_lengths(a) < 0 ? -1 : read_options(a);
 }
 
-static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
-{
-    PyArrayObject *slopes = a->arrays[ALIBI_SLOPES], *sinks = a->arrays[SOFTMAX_AUX];
-    am_request *r = &a->mask.request;
-    am_cached_describe(r, &a->cached);
-    am_attn attn = r->attn;
-    attn.out = am_tokens_of_array(out), attn.scale = a->scale, attn.cap = a->cap;
-    if (sinks) attn.sinks = PyArray_DATA(sinks), attn.sink_count = PyArray_DIM(sinks, 1);
-    if (lse) attn.lse = PyArray_DATA(lse);
-    if (slopes && a->cached.sequences > 0)
-        attn.relative.slopes = PyArray_DATA(slopes),
-        attn.relative.slope_step = PyArray_DIM(slopes, 0) == 1 ? 0 : attn.heads;
-    return attn;
-}
-
 static am_status attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
 {
     am_call call;
@@ -331,10 +314,9 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
     one.pages.table += s * one.pages.table_step, one.pages.used += s, one.pages.lengths += s;
     one.pages.starts = NULL, one.pages.sequences = 1;
-    if (one.relative.slopes) {
-        one.relative.slopes += s * one.relative.slope_step;
-        one.relative.offsets = cache->offsets + s, one.relative.q_starts = NULL;
-    }
+    one.places = (am_places){.offsets = cache->offsets + s};
+    for (int i = 0; i < one.terms.count; i++)
+        one.terms.list[i].array.data += s * one.terms.list[i].array.batch;
     const am_status status = attend(module, a, &one, false);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -364,7 +346,12 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
                               a->cached.query.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
-    const am_attn attn = problem_of(a, out, lse);
+    am_request *r = &a->mask.request;
+    am_cached_describe(r, &a->cached);
+    r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
+    r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
+    if (a->terms && am_to_terms(r, a->terms, a->term_arrays) < 0) goto fail;
+    const am_attn attn = r->attn;
     const am_status status = attend(module, a, is_one_by_one(a) ? NULL : &attn, true);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -384,37 +371,43 @@ fail:
 /* The place of a name that is not interned. */
 static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
 {
-    while (i < ARGUMENTS && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) != 0) i++;
+    while (i < PyTuple_GET_SIZE(names) && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) != 0) i++;
     return i;
 }
 
 /* Takes a call's arguments: their names in the order above, a tuple of those by place, a dict of the others.
  * Names in calls and in Python's table are interned, so that they are the same objects. */
-static int take(arguments *a, const am_param *params, PyObject *const *args, Py_ssize_t nargs)
+static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *name, *value, *const names = nargs == 3 ? args[0] : NULL;
-    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) != ARGUMENTS || !PyTuple_Check(args[1]) ||
+    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < TERMS ||
+        PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
         PyTuple_GET_SIZE(args[1]) > K_SCALE || !PyDict_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
         return -1;
     }
     const Py_ssize_t by_place = PyTuple_GET_SIZE(args[1]);
-    for (int i = 0; i < ARGUMENTS; i++) {
+    a->count = (int)PyTuple_GET_SIZE(names);
+    for (int i = TERMS; i < a->count; i++) {
+        params[i] = (am_param){PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), to_given, NULL};
+        if (!params[i].name) return -1;
+    }
+    for (int i = 0; i < a->count; i++) {
         a->given[i] = i < by_place ? PyTuple_GET_ITEM(args[1], i) : Py_None;
         a->names[i] = params[i].name;
     }
     a->given[CAUSAL] = Py_True, a->given[RETURN_LSE] = Py_False;
     for (Py_ssize_t n = 0; PyDict_Next(args[2], &n, &name, &value);) {
         Py_ssize_t i = by_place;
-        while (i < ARGUMENTS && PyTuple_GET_ITEM(names, i) != name) i++;
-        if (i == ARGUMENTS) i = place_of(names, name, by_place);
-        if (i == ARGUMENTS) {
+        while (i < a->count && PyTuple_GET_ITEM(names, i) != name) i++;
+        if (i == a->count) i = place_of(names, name, by_place);
+        if (i == a->count) {
             PyErr_Format(PyExc_TypeError, "unexpected argument '%S'", name);
             return -1;
         }
         a->given[i] = value;
     }
-    return am_parse("flash_kvcache", a->given, ARGUMENTS, params, ARGUMENTS);
+    return am_parse("flash_kvcache", a->given, a->count, params, a->count);
 }
 
 /* Computes, or checks only what check_all does. */
@@ -422,7 +415,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 {
     arguments a = {0};
     PyObject *result = NULL;
-    const am_param params[ARGUMENTS] = {
+    am_param params[ARGUMENTS] = {
         [QUERY] = {"query", am_to_readable, &a.arrays[QUERY]},
         [K_CACHE] = {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
         [V_CACHE] = {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
@@ -436,9 +429,6 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [SOFTMAX_SCALE] = {"softmax_scale", to_given, NULL},
         [CAUSAL] = {"causal", to_given, NULL},
         [SLIDING_WINDOW] = {"sliding_window", to_given, NULL},
-        [LOGITS_SOFT_CAP] = {"logits_soft_cap", to_given, NULL},
-        [SOFTMAX_AUX] = {"softmax_aux", to_readable, &a.arrays[SOFTMAX_AUX]},
-        [ALIBI_SLOPES] = {"alibi_slopes", to_readable, &a.arrays[ALIBI_SLOPES]},
         [ATTENTION_MASK] = {"attention_mask", to_given, NULL},
         [RETURN_LSE] = {"return_lse", to_given, NULL},
         [OUT] = {"out", am_to_out, &a.out},
@@ -458,6 +448,8 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     result = compute(module, &a, shape);
 fail:
     am_free_mask(&a.mask);
+    Py_XDECREF(a.terms);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a.term_arrays[i]);
     am_free_starts(&a.starts);
     am_cached_free(&a.cached);
     Py_XDECREF(a.masks);

@@ -37,7 +37,7 @@ bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_vi
     *v = (am_view){.data = buffer->data ? buffer->data : nothing,
                    .type = am_xla_type_of(buffer->dtype),
                    .axes = (int)axes,
-                   .shape = {1, 1, 1, 1}};
+                   .shape = {1, 1, 1, 1, 1}};
     if (axes < 0 || axes > AM_MOST_AXES || v->type == AM_OTHER)
         return am_xla_fail(c, "a buffer has type %d and %lld axes", (int)buffer->dtype,
                            (long long)buffer->rank);
@@ -75,17 +75,19 @@ bool am_xla_next_word(am_xla_call *c, int64_t *word)
 
 bool am_xla_next_operand(am_xla_call *c, bool by_row, am_dtype wide, am_operand *o)
 {
-    enum { NOTHING, INTEGER, NARROW, WIDE };
+    enum { NOTHING, INTEGER, NARROW, WIDE, ARGUMENT };
     int64_t kind;
     *o = (am_operand){0};
     if (!am_xla_next_word(c, &kind) || !am_xla_next_word(c, &o->number)) return false;
     o->kind = kind == NOTHING ? AM_NOTHING : kind == INTEGER ? AM_INTEGER : AM_ARRAY;
     if (o->kind != AM_ARRAY) return true;
-    if ((kind != NARROW && kind != WIDE) || o->number < 0 || o->number >= c->arrays)
+    const int64_t first = kind == ARGUMENT ? 0 : c->first_array,
+                  count = kind == ARGUMENT ? c->first_array : c->arrays;
+    if (kind < NARROW || kind > ARGUMENT || o->number < 0 || o->number >= count)
         return am_xla_fail(c, "words: there is no such operand");
     am_view *v = &o->view;
-    if (!am_xla_look(c, am_xla_argument(c, c->first_array + o->number), by_row, v)) return false;
-    if (kind == NARROW) return true;
+    if (!am_xla_look(c, am_xla_argument(c, first + o->number), by_row, v)) return false;
+    if (kind != WIDE) return true;
     if (v->type != AM_INT32 || v->axes < 1 || v->shape[v->axes - 1] != 2)
         return am_xla_fail(c, "an array of 64 bits must be pairs of int32");
     v->type = wide, v->axes--, v->shape[v->axes] = 1, v->stride[v->axes] = 0;

@@ -15,7 +15,7 @@ typedef struct {
     bool apart;            /* calls cannot be rows of one */
     const int64_t *words, *words_end;
     int64_t flags;
-    int64_t first_array, arrays; /* of the mask, among the arguments */
+    int64_t first_array, arrays; /* of the words, among the arguments */
     am_context context;
     am_request request;
 } am_xla_call;
@@ -42,7 +42,8 @@ bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_vi
 bool am_xla_next_word(am_xla_call *c, int64_t *word);
 
 /* Reads two words: 0, 0 for nothing; 1 and an integer; 2 or 3 and the index of an array among those of the
- * mask. Arrays of 64 bits, 3, come as pairs of int32 along one axis more, and are of the type `wide`. */
+ * words; 4 and the index of an argument. Arrays of 64 bits, 3, come as pairs of int32 along one axis more,
+ * and are of the type `wide`. */
 bool am_xla_next_operand(am_xla_call *c, bool by_row, am_dtype wide, am_operand *o);
 
 /* The rest of the words, and more terms that are joined to them by "and". */

@@ -1,17 +1,17 @@
 /* cache.c – attention over a cache of keys and values, called by XLA.
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
- * the limits of distances; cache_seqlens, block_table, cu_seqlens_q if PACKED, and alibi_slopes; and if
- * MASKED the number of keys of the mask, and the mask.
+ * the limits of distances; cache_seqlens, block_table, and cu_seqlens_q if PACKED; the terms of the logits;
+ * and if MASKED the number of keys of the mask, and the mask.
  *
- * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale, v_scale and sinks if there are;
- * and the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
+ * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
+ * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
  * the caches and the scales of their tokens, which are the memory of the arguments. */
 #include "bind/request_cache.h"
 #include "bind/xla/xla.h"
 #include "core/runtime/sizes.h"
 
-enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32, SINKS = 64 }; /* flags */
+enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32 }; /* flags */
 
 typedef struct {
     am_xla_call *c;
@@ -107,14 +107,9 @@ static bool read_mask(problem *p)
 static bool read_attention(problem *p)
 {
     am_xla_call *c = p->c;
-    am_operand slopes;
-    c->request.attn.q.type = p->cached.query.type;
-    am_view sinks;
-    if (has(p, SINKS) && (!look_at_next(p, &sinks) || !am_read_sinks(&c->request, &sinks))) return false;
-    if (!am_xla_next_operand(c, false, AM_FLOAT64, &slopes) ||
-        !am_read_slopes(&c->request, &slopes.view, p->cached.sequences) || !read_mask(p))
-        return false;
     am_cached_describe(&c->request, &p->cached);
+    if (!am_xla_read_terms(c) || !read_mask(p)) return false;
+    c->request.attn.keys = c->request.mask.keys;
     return true;
 }
 
@@ -146,10 +141,10 @@ static bool read_results(problem *p)
     const am_cached *cached = &p->cached;
     am_view out = {.type = attn->q.type,
                    .axes = 4,
-                   .shape = {attn->batch, attn->queries, attn->heads, attn->value_dim}},
+                   .shape = {attn->batch, attn->queries, attn->heads, attn->value_dim, 1}},
             lse = {.type = out.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32,
                    .axes = 3,
-                   .shape = {attn->batch, attn->heads, attn->queries, 1}};
+                   .shape = {attn->batch, attn->heads, attn->queries, 1, 1}};
     if (!look_at_result(p, &out) || (has(p, LSE) && !look_at_result(p, &lse))) return false;
     attn->out = am_tokens_of(&out), attn->lse = lse.data;
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
@@ -175,7 +170,7 @@ bool am_xla_kvcache(am_xla_call *c)
 {
     problem p = {.c = c};
     if (!am_xla_read_numbers(c)) return false;
-    c->first_array = 3 + 2 * has(&p, APPEND) + has(&p, K_SCALE) + has(&p, V_SCALE) + has(&p, SINKS);
+    c->first_array = 3 + 2 * has(&p, APPEND) + has(&p, K_SCALE) + has(&p, V_SCALE);
     c->arrays = c->frame->arguments.count - c->first_array;
     const bool done = read_arguments(&p) && read_attention(&p) && read_results(&p) && compute(&p);
     am_cached_free(&p.cached);

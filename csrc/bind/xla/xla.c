@@ -5,20 +5,19 @@
  * its am_mask. Here it is made of buffers and of one attribute, the int64 array `words`
  * (attnmask/jax/_call.py):
  *
- *     VERSION, flags, the bits of the doubles scale, cap and dropout; the operand seed;
- *     if PART the places of the first query and the first key in the larger problem;
- *     if RELATIVE the operands starts (if PACKED), offsets, slopes and low of am_relative;
+ *     VERSION, flags, the bits of the double scale;
+ *     the number of arguments before the arrays; if PART the places of the first query and the first key in
+ *     the larger problem; if PLACES the operands starts (if PACKED) and offsets of am_places;
+ *     the number of terms, and of each its am_logit_kind, the bits of its number, the operands of its integer
+ *     and its array, and whether its gradient is wanted;
  *     the mask in postfix order: of each term or operator its am_node_kind, and the operands of a term in the
  *     order of its reader
  *
- * An operand is two words: AM_XLA_NOTHING, 0; or AM_XLA_INTEGER and its value; or AM_XLA_NARROW or
- * AM_XLA_WIDE and the index of an array among those of the mask. Wide arrays have 64 bits, as pairs of int32
- * along one axis more, as by default JAX has no such types.
+ * Operands are read by am_xla_next_operand.
  *
- * Arguments are query, key and value; bias, sinks and relative bias if there are; the arrays of the mask; and
- * for gradients those of the result: dout, out, lse, and dlse if there is. Results are out, and lse if it is
- * wanted; or the gradients of query, key and value, and of bias, sinks and relative bias where they are
- * wanted.
+ * Arguments are query, key and value; those arrays of terms that have gradients; other arrays; and for
+ * gradients those of the result: dout, out, lse, and dlse if there is. Results are out, and lse if it is
+ * wanted; or the gradients of query, key and value, and of the terms whose gradients are wanted.
  *
  * jax.vmap puts axes in front of all buffers, of length 1 where a buffer is the same for all calls. The calls
  * become rows of one larger batch; where that cannot be said by a stride, or rows have to be told apart,
@@ -28,13 +27,12 @@
 #include "bind/python/state.h"
 #include "bind/xla/xla.h"
 #include "core/runtime/sizes.h"
-#include "core/attention/attention.h"
+#include "core/attention/terms/terms.h"
 #include "core/runtime/memory_blocks.h"
 #include "core/arrays/convert.h"
 
-enum { VERSION = 1 }; /* of the words: programs are exported and kept */
-enum { NORMALIZE = 1, BIAS = 2, SINKS = 4, GRAD_BIAS = 8, GRAD_SINKS = 16, GRAD_LSE = 32 }; /* flags */
-enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512, PART = 1024 };           /* more of them */
+enum { VERSION = 2 }; /* of the words: programs are exported and kept */
+enum { NORMALIZE = 1, GRAD_LSE = 2, PLACES = 4, PACKED = 8, PART = 16 }; /* flags */
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
@@ -61,23 +59,15 @@ static bool read_tokens(am_xla_call *c)
            (c->request.mask.batch == batch || am_xla_fail(c, "query must have the batch size of the result"));
 }
 
-/* The terms by distance; `table` is NULL where there is no relative bias. */
-static bool read_relative(am_xla_call *c, const am_xla_buffer *table)
+/* Where queries are among the keys. */
+static bool read_places(am_xla_call *c)
 {
     const bool packed = (c->flags & PACKED) != 0;
-    am_relative_given given = {0};
-    am_operand slopes, low;
-    if (packed) {
-        c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1; /* sequences are those of one row */
-        if (c->apart || !am_xla_next_operand(c, false, AM_INT64, &given.starts)) return false;
-    }
-    if (!am_xla_next_operand(c, !packed, AM_INT64, &given.offsets) ||
-        !am_xla_next_operand(c, !packed, AM_FLOAT64, &slopes) ||
-        !am_xla_next_operand(c, false, AM_INT64, &low) ||
-        (table && !am_xla_look(c, table, false, &given.table)))
-        return false;
-    given.slopes = slopes.view, given.low = low.number;
-    return am_read_relative(&c->request, &given);
+    am_operand starts = {0}, offsets;
+    c->apart = packed && c->call == AM_XLA_ALL_CALLS && c->calls > 1; /* sequences are those of one row */
+    return !c->apart && (!packed || am_xla_next_operand(c, false, AM_INT64, &starts)) &&
+           am_xla_next_operand(c, !packed, AM_INT64, &offsets) &&
+           am_read_places(&c->request, &starts, &offsets);
 }
 
 static bool next_double(am_xla_call *c, double *number)
@@ -88,6 +78,37 @@ static bool next_double(am_xla_call *c, double *number)
     return found;
 }
 
+static bool read_term(am_xla_call *c)
+{
+    am_terms *terms = &c->request.attn.terms;
+    am_term_given given;
+    int64_t kind, wanted;
+    if (!am_xla_next_word(c, &kind) || !next_double(c, &given.number)) return false;
+    if (kind < 0 || kind >= AM_LOGIT_KIND_COUNT) return am_xla_fail(c, "words: there is no such term");
+    given.kind = (am_logit_kind)kind;
+    const am_logit_row *row = &am_logit_rows[kind];
+    /* Each call drops weights by the places of its own rows. */
+    c->apart = row->acts == AM_DROPS && c->calls > 1 && c->call == AM_XLA_ALL_CALLS;
+    const bool by_row = *row->axes == 'B' || (*row->axes == 'R' && !c->request.attn.places.starts);
+    if (c->apart || !am_xla_next_operand(c, false, AM_INT64, &given.integer) ||
+        !am_xla_next_operand(c, by_row, AM_FLOAT64, &given.array) || !am_xla_next_word(c, &wanted) ||
+        !am_read_term(&c->request, &given))
+        return false;
+    am_logit_term *term = &terms->list[terms->count - 1];
+    if (wanted && am_can_learn(term)) term->gradient = term; /* until there is one */
+    return true;
+}
+
+bool am_xla_read_terms(am_xla_call *c)
+{
+    int64_t count;
+    if (!am_xla_next_word(c, &count)) return false;
+    for (; count > 0; count--) {
+        if (!read_term(c)) return false;
+    }
+    return true;
+}
+
 bool am_xla_read_numbers(am_xla_call *c)
 {
     am_attn *attn = &c->request.attn;
@@ -95,9 +116,7 @@ bool am_xla_read_numbers(am_xla_call *c)
     *attn = (am_attn){.mask = &c->request.mask};
     if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
     if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
-    if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
-        return false;
-    return am_check_numbers(&c->request);
+    return next_double(c, &attn->scale) && am_check_numbers(&c->request);
 }
 
 /* Where a part of a larger problem begins. */
@@ -105,7 +124,7 @@ static bool read_part(am_xla_call *c)
 {
     int64_t query, key;
     if (!am_xla_next_word(c, &query) || !am_xla_next_word(c, &key)) return false;
-    c->request.attn.first_query = query, c->request.attn.first_key = key;
+    c->request.attn.places.first_query = query, c->request.attn.places.first_key = key;
     return am_check_numbers(&c->request);
 }
 
@@ -113,41 +132,13 @@ static bool read_part(am_xla_call *c)
  * gradient's. */
 static bool read_attention(am_xla_call *c, int own)
 {
-    am_attn *attn = &c->request.attn;
-    am_operand seed;
-    if (!am_xla_read_numbers(c)) return false;
-    attn->normalize = (c->flags & NORMALIZE) != 0;
+    if (!am_xla_read_numbers(c) || !am_xla_next_word(c, &c->first_array)) return false;
+    c->request.attn.normalize = (c->flags & NORMALIZE) != 0;
     if (own) own += (c->flags & GRAD_LSE) != 0;
-    const bool bias = (c->flags & BIAS) != 0, sinks = (c->flags & SINKS) != 0,
-               table = (c->flags & TABLE) != 0;
-    c->first_array = 3 + bias + sinks + table;
     c->arrays = c->frame->arguments.count - c->first_array - own;
-    if (c->arrays < 0) return am_xla_fail(c, "there are too few arguments");
-    if (attn->dropout > 0 && c->calls > 1 &&
-        c->call == AM_XLA_ALL_CALLS) { /* each call has the places of the first row */
-        c->apart = true;
-        return false;
-    }
-    if (!read_tokens(c)) return false;
-    am_view v;
-    if (bias && (!am_xla_look(c, am_xla_argument(c, 3), true, &v) || !am_read_bias(&c->request, &v)))
-        return false;
-    if (sinks &&
-        (!am_xla_look(c, am_xla_argument(c, 3 + bias), false, &v) || !am_read_sinks(&c->request, &v)))
-        return false;
-    if (!am_xla_next_operand(c, false, AM_INT64, &seed)) return false;
-    attn->seed = (uint64_t)seed.number;
-    if (seed.view.data) {
-        ptrdiff_t number;
-        if (seed.view.axes > 1 || seed.view.shape[0] != 1 || !am_is_integer(seed.view.type) ||
-            am_widen(&seed.view, &number) >= 0)
-            return am_xla_fail(c, "dropout_seed must be an integer below 2**63");
-        attn->seed = (uint64_t)number;
-    }
-    if ((c->flags & PART) && !read_part(c)) return false;
-    const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
-    if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
-    return am_check_numbers(&c->request) && am_xla_read_mask(c, NULL, 0) &&
+    if (c->first_array < 3 || c->arrays < 0) return am_xla_fail(c, "there are too few arguments");
+    return read_tokens(c) && (!(c->flags & PART) || read_part(c)) &&
+           (!(c->flags & PLACES) || read_places(c)) && am_xla_read_terms(c) && am_xla_read_mask(c, NULL, 0) &&
            am_refuse_status(&c->request, am_mask_prepare(&c->context, &c->request.mask));
 }
 
@@ -158,7 +149,7 @@ static bool look_at_result(am_xla_call *c, int64_t i, bool wide, const ptrdiff_t
     const am_dtype type = wide || (c->flags & PART) ? am_wide_type(&c->request) : c->request.attn.q.type;
     if (!am_xla_look(c, am_xla_result(c, i), true, &v)) return false;
     *to = am_tokens_of(&v);
-    return (v.type == type && v.axes == 4 && memcmp(v.shape, shape, sizeof v.shape) == 0) ||
+    return (v.type == type && v.axes == 4 && memcmp(v.shape, shape, 4 * sizeof *shape) == 0) ||
            am_xla_fail(c, "a result has a type or a shape that does not fit");
 }
 
@@ -178,13 +169,35 @@ static bool forward(am_xla_call *c)
     return am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
 }
 
-/* From one of each head and number to what was given: a row for each head, or one for all. */
-static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t count, const am_view *to)
+/* Looks at the result that takes the gradient of a term's array: of a bias as it is, of others doubles for
+ * each head, which write_numbers brings there. */
+static bool look_at_gradient(am_xla_call *c, const am_xla_buffer *buffer, am_logit_term *term, am_view *to)
 {
-    const ptrdiff_t heads = c->request.attn.heads;
-    for (ptrdiff_t i = 0; i < (to->axes == 2 ? heads * count : count); i++) {
-        double sum = to->axes == 2 ? numbers[i] : 0;
-        for (ptrdiff_t h = 0; to->axes == 1 && h < heads; h++) sum += numbers[h * count + i];
+    const am_attn *attn = &c->request.attn;
+    const bool is_bias = am_row_of_term(term)->acts == AM_ADDS_PAIRS;
+    if (!am_xla_look(c, buffer, is_bias, to)) return false;
+    bool fits = to->axes == 4 &&
+                (is_bias ? to->type == term->array.type : to->type == AM_FLOAT32 || to->type == AM_FLOAT64);
+    /* Under vmap a bias that all calls share has a gradient for each. */
+    if (is_bias) memcpy(term->shape, to->shape, sizeof term->shape);
+    for (int i = 0; i < 4; i++) fits &= to->shape[i] == term->shape[i];
+    if (!fits || !am_term_fits(attn, term))
+        return am_xla_fail(c, "d%s has a type or a shape that does not fit", am_row_of_term(term)->name);
+    term->gradient =
+        is_bias ? to->data : am_keep(&c->request, am_product(attn->heads, term->shape[3], 1), sizeof(double));
+    return term->gradient;
+}
+
+/* From a number for each head to what was given: a row for each head, or one for all. */
+static void write_numbers(const am_xla_call *c, const am_logit_term *term, const am_view *to)
+{
+    const double *numbers = term->gradient;
+    const ptrdiff_t heads = c->request.attn.heads, count = to->shape[3],
+                    copies = to->shape[1] ? heads / to->shape[1] : 0;
+    if (am_row_of_term(term)->acts == AM_ADDS_PAIRS) return;
+    for (ptrdiff_t i = 0; i < to->shape[1] * count; i++) {
+        double sum = 0;
+        for (ptrdiff_t h = 0; h < copies; h++) sum += numbers[h * count + i];
         if (to->type == AM_FLOAT64)
             ((double *)to->data)[i] = sum;
         else
@@ -192,32 +205,15 @@ static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t
     }
 }
 
-/* Where the gradients of such numbers go, and zeros to add them up in. */
-static double *look_at_numbers(am_xla_call *c, const am_xla_buffer *buffer, const char *name, ptrdiff_t count,
-                               am_view *to)
-{
-    if (!am_xla_look(c, buffer, false, to)) return NULL;
-    const bool by_head = to->axes == 2 && to->shape[0] == c->request.attn.heads;
-    if ((to->type != AM_FLOAT32 && to->type != AM_FLOAT64) || (!by_head && to->axes != 1) ||
-        to->shape[to->axes - 1] != count) {
-        am_xla_fail(c, "%s has a type or a shape that does not fit", name);
-        return NULL;
-    }
-    return am_keep(&c->request, am_product(c->request.attn.heads, count, 1), sizeof(double));
-}
-
 static bool backward(am_xla_call *c)
 {
     const am_attn *attn = &c->request.attn;
-    am_view d_bias, d_sinks, d_table;
+    am_view learned[AM_LOGIT_KIND_COUNT];
     am_gradients_given given = {0};
-    int64_t next_result = 3;
+    int64_t results = 3;
     if (!read_attention(c, 3)) return false;
-    const bool want_bias = (c->flags & GRAD_BIAS) && attn->bias,
-               want_sinks = (c->flags & GRAD_SINKS) && (c->flags & SINKS),
-               want_table = (c->flags & GRAD_TABLE) && (c->flags & TABLE);
-    if (c->frame->results.count != 3 + want_bias + want_sinks + want_table)
-        return am_xla_fail(c, "there are too few results");
+    for (int i = 0; i < attn->terms.count; i++) results += attn->terms.list[i].gradient != NULL;
+    if (c->frame->results.count != results) return am_xla_fail(c, "there are too few results");
     const int64_t own = c->first_array + c->arrays;
     const ptrdiff_t q[4] = {attn->batch, attn->queries, attn->heads, attn->head_dim},
                     k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim},
@@ -230,32 +226,17 @@ static bool backward(am_xla_call *c)
         !am_read_gradients(&c->request, &given, &problem) || !look_at_result(c, 0, false, q, &problem.d_q) ||
         !look_at_result(c, 1, false, k, &problem.d_k) || !look_at_result(c, 2, false, v, &problem.d_v))
         return false;
-    if (want_bias) {
-        if (!am_xla_look(c, am_xla_result(c, next_result++), true, &d_bias)) return false;
-        if (!am_check_bias(&c->request, &d_bias, "dbias")) return false;
-        if (d_bias.type != attn->bias_type) return am_xla_fail(c, "dbias does not fit");
-        problem.d_bias = d_bias.data;
-        memcpy(problem.bias_shape, d_bias.shape, sizeof problem.bias_shape);
-    }
-    double *sinks = NULL, *table = NULL;
-    if (want_sinks) {
-        sinks =
-            look_at_numbers(c, am_xla_result(c, next_result++), "dsoftmax_aux", attn->sink_count, &d_sinks);
-        if (!sinks) return false;
-        problem.d_sinks = attn->sinks ? sinks : NULL;
-    }
-    if (want_table) {
-        const am_xla_buffer *to = am_xla_result(c, next_result);
-        const ptrdiff_t length = attn->relative.table ? attn->relative.length
-                                 : to->rank > 0       ? to->shape[to->rank - 1]
-                                                      : 0; /* which the next line refuses, of rank 0 */
-        table = look_at_numbers(c, to, "drelative_bias", length, &d_table);
-        if (!table) return false;
-        problem.d_table = attn->relative.table ? table : NULL;
+    am_terms *terms = &problem.forward.terms;
+    results = 3;
+    for (int i = 0; i < terms->count; i++) {
+        if (terms->list[i].gradient &&
+            !look_at_gradient(c, am_xla_result(c, results++), &terms->list[i], &learned[i]))
+            return false;
     }
     if (!am_refuse_status(&c->request, am_attn_backward(&c->context, &problem))) return false;
-    if (sinks) write_numbers(c, sinks, attn->sink_count, &d_sinks);
-    if (table) write_numbers(c, table, d_table.shape[d_table.axes - 1], &d_table);
+    for (int i = 0; i < terms->count; i++) {
+        if (terms->list[i].gradient) write_numbers(c, &terms->list[i], &learned[i]);
+    }
     return true;
 }
 

@@ -4,8 +4,11 @@
 
 #include "bind/xla/buffers.h"
 
-/* The first words: version, flags, scale, cap and dropout, to an am_attn that has nothing else. */
+/* The first words: version, flags and scale, to an am_attn that has nothing else. */
 bool am_xla_read_numbers(am_xla_call *c);
+
+/* The terms of the logits, once shapes and places are known. */
+bool am_xla_read_terms(am_xla_call *c);
 
 /* Attention over a cache, to which new tokens are appended. */
 bool am_xla_kvcache(am_xla_call *c);

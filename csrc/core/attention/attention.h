@@ -7,6 +7,7 @@
 #include "core/masks/mask.h"
 #include "core/runtime/status.h"
 #include "core/runtime/threads.h"
+#include "core/attention/terms/kinds.h"
 
 /* A strided array; steps in bytes. */
 typedef struct {
@@ -15,18 +16,34 @@ typedef struct {
     ptrdiff_t batch, token, head, element;
 } am_tokens;
 
-/* Terms that follow from the distance k - q - offset of a pair; the offset is that of its batch row, or of
- * its sequence where batch rows are divided. */
+/* One term of the logits, as kinds.h has them. */
 typedef struct {
-    const double *slopes; /* ALiBi adds -slope |distance|; NULL: none */
-    ptrdiff_t slope_step; /* from row or sequence to the next, 0: shared; then [heads] */
-    const double *table;  /* [heads][length]: adds table[distance - low], the ends beyond it; NULL: none */
-    ptrdiff_t length, low;
-    const ptrdiff_t *offsets;
-    ptrdiff_t offset_step;     /* 1, or 0 if it is shared */
-    const ptrdiff_t *q_starts; /* where sequences begin, and the number of queries; NULL: batch rows */
+    am_logit_kind kind;
+    am_tokens array;    /* its numbers by batch row or sequence, head, query and key: steps are 0 along axes
+                         * that are shared. double, and side by side along the last axis; a bias is of any
+                         * type and has any steps */
+    ptrdiff_t shape[4]; /* of the array; 1 along axes that are shared */
+    double number;      /* of a soft cap, the cap; of dropout, the probability, below 1 */
+    int64_t integer;    /* of a relative bias, the distance that it begins with; of dropout, the seed */
+    void *gradient;     /* of a bias, C-contiguous as its array and of its type; else double [heads][length]
+                         * of the last axis; NULL: not computed */
+} am_logit_term;
+
+/* Where queries are among the keys: the distance of a pair is k - q - offset, with the offset of its batch
+ * row, or of its sequence where batch rows are divided. */
+typedef struct {
+    const ptrdiff_t *offsets; /* NULL: 0 */
+    ptrdiff_t offset_step;    /* 1, or 0 if it is shared */
+    const ptrdiff_t *starts;  /* where the queries of sequences begin, and their number; NULL: batch rows */
     ptrdiff_t sequences;
-} am_relative;
+    ptrdiff_t first_query, first_key; /* of a part of a larger problem: its places there */
+} am_places;
+
+/* The terms of a call, in any order; at most one of each kind. */
+typedef struct {
+    int count;
+    am_logit_term list[AM_LOGIT_KIND_COUNT];
+} am_terms;
 
 /* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
  * is a sequence; or packed sequences lie one behind the other in one row of keys. */
@@ -50,7 +67,7 @@ typedef struct {
 
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
  *
- *     logit = q·k scale + bias + relative terms,  capped to cap tanh(logit / cap) if there is a cap
+ *     logit = q·k scale + added terms,  capped to cap tanh(logit / cap) if there is a soft cap
  *     out = Σ e^logit v / (Σ e^logit + Σ e^sink),  lse = log of the denominator
  *
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
@@ -61,37 +78,16 @@ typedef struct {
     am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
     am_kv_scales k_scales, v_scales; /* both, of pages of eight bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
-    const char *bias;                /* NULL: none */
-    am_dtype bias_type;
-    ptrdiff_t bias_batch, bias_head, bias_row, bias_column; /* in bytes, 0 along axes that are shared */
-    am_relative relative;
-    double scale, cap;   /* cap 0: none */
-    const double *sinks; /* [heads][sink_count] */
-    ptrdiff_t sink_count;
+    am_terms terms;
+    am_places places;
+    double scale;
     bool normalize;
-    double dropout; /* the probability, below 1 */
-    uint64_t seed;
-    ptrdiff_t first_query, first_key; /* dropout counts places from these */
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
 } am_attn;
 
 /* Dropout numbers keys by 32 bits. */
 static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
-static inline bool am_has_dropout_of_too_many_keys(const am_attn *attn)
-{
-    return attn->dropout > 0 && attn->first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
-}
-
-static inline bool am_has_relative_terms(const am_attn *attn)
-{
-    return attn->relative.slopes || attn->relative.table;
-}
-
-/* Whether terms are added to the products of a tile. */
-static inline bool am_adds_to_products(const am_attn *attn)
-{
-    return attn->bias || am_has_relative_terms(attn);
-}
+bool am_has_dropout_of_too_many_keys(const am_attn *attn);
 
 am_status am_attn_forward(const am_context *context, const am_attn *attn);
 
@@ -102,14 +98,10 @@ typedef struct {
 } am_row_stats;
 
 typedef struct {
-    am_attn forward;         /* `out` is its result, of its type or of that of the arithmetic; its lse is not
-                              * read */
+    am_attn forward;         /* its terms say which of their gradients are computed; `out` is its result, of
+                              * its type or of that of the arithmetic; its lse is not read */
     am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
     am_tokens d_out, d_q, d_k, d_v;
-    char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */
-    ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
-    double *d_sinks;         /* [heads][sink_count]; NULL: not computed */
-    double *d_table;         /* of the relative bias, [heads][length]; NULL: not computed */
 } am_attn_gradients;
 
 am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);

@@ -25,9 +25,9 @@ static am_status compute(const am_context *context, am_backward_plan *p)
     const ptrdiff_t blocks = p->sections.blocks.count * f->heads;
     am_status status = am_parallel(context, blocks, 1, am_row_stats_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
-    if (status == AM_OK && p->problem->d_sinks) status = am_sum_sink_gradients(context, p);
-    /* Batch rows that share a bias or a table add to its gradient in order, too. */
-    const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->table.result;
+    if (status == AM_OK && am_is_learned(p->base.terms.sinks)) status = am_sum_sink_gradients(context, p);
+    /* Batch rows that share the numbers of a term add to its gradient in order, too. */
+    const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->lines.count > 0;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
     if (status == AM_OK)
         status = am_parallel_rows(context, in_order ? 1 : f->batch,
@@ -44,6 +44,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
                           .problem = problem,
                           .threads = context->threads,
                           .d_q = problem->d_q};
+    if (p.base.terms.sinks) p.base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
     am_status status = am_backward_plan_make(&p, by_mask);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->head_dim, size),
@@ -51,8 +52,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     char *own_d_q = NULL;
     am_backward_workspace unused;
     if (status == AM_OK)
-        status = am_bias_gradient_make(&p.bias, &p.base, problem, &p.sections, p.row_tasks, p.task_tiles);
-    if (status == AM_OK) status = am_table_gradient_make(&p.table, &p.base, problem->d_table);
+        status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
+    if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
     if (status == AM_OK)
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks);
@@ -81,7 +82,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     am_free_aligned(p.row_stats, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
-    am_table_gradient_free(&p.table);
+    am_line_gradients_free(&p.lines);
     return status;
 }
 
@@ -109,9 +110,11 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
     if (context->kernels->plain) return am_plain_backward(context, problem);
-    if (f->head_dim == 0 && f->value_dim == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
-        return AM_OK;
-    if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)
+    bool learned = false;
+    for (int i = 0; i < f->terms.count; i++) learned |= am_is_learned(&f->terms.list[i]);
+    if (f->head_dim == 0 && f->value_dim == 0 && !learned) return AM_OK;
+    const am_logit_term *bias = am_find_terms(f).bias;
+    if (!am_is_learned(bias) || bias->shape[0] > 1 || f->batch == 1)
         return compute_gradients(context, problem, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
      * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that
@@ -121,7 +124,7 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
     if (status == AM_OK) status = compute_gradients(context, problem, false);
     if (status != AM_OK || whole) return status;
     am_attn_gradients others = *problem;
-    others.d_bias = NULL, others.d_sinks = NULL, others.d_table = NULL;
+    for (int i = 0; i < f->terms.count; i++) others.forward.terms.list[i].gradient = NULL;
     return compute_gradients(context, &others, true);
 }
 

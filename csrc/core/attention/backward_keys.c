@@ -115,7 +115,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             .k = s->k + i * p->k_panels_bytes,
             .d_k = s->d_k + i * p->k_bytes,
             .d_v = s->d_v + i * p->v_bytes,
-            .d_bias = p->bias.result || p->table.result ? s->d_bias : NULL,
+            .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
         };
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
         pack_tile(p, at, keys, i, s);
@@ -128,7 +128,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
-        if (p->table.result) am_table_add(&p->table, at, keys, s->d_bias, s->row, s->table);
+        am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
         if (p->bias.result)
             *status =
                 am_bias_add(&p->bias, at, task % p->row_tasks, keys, i, s->d_bias, s->d_bias_scratch, team);
@@ -239,7 +239,7 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     if (status == AM_OK)
         status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles,
                                   task->tiles, s.d_bias_scratch, team);
-    if (status == AM_OK) status = am_table_end_task(&p->table, &at, index / heads, s.table, team);
+    if (status == AM_OK) status = am_end_line_sums(&p->lines, &at, index / heads, s.lines, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     am_workspace_release(&p->workspaces, memory);
     return status;

@@ -19,7 +19,7 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     const ptrdiff_t n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size,
                     word = sizeof(uint64_t);
     ptrdiff_t used = 0;
-    const bool keeps_ds = p->problem->d_bias || p->problem->d_table;
+    const bool keeps_ds = p->bias.result || p->lines.count > 0;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
     s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->k_bytes) : s->q;
@@ -27,10 +27,10 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     s->d_q = am_take(memory, &used, p->k_bytes);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
-    s->terms.bias = am_take(memory, &used, am_adds_to_products(f) ? tile_bytes : 0);
+    s->terms.bias = am_take(memory, &used, am_adds_to_products(&p->base.terms) ? tile_bytes : 0);
     s->d_bias = am_take(memory, &used, keeps_ds ? tile_bytes : 0);
     s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
-    s->table = am_table_sums_take(&p->table, memory, &used);
+    s->lines = am_line_sums_take(&p->lines, memory, &used);
     s->row = s->terms.row =
         am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->head_dim, f->value_dim), TILE)));
     s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
@@ -68,7 +68,6 @@ static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_
 static ptrdiff_t choose(am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
-    if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
     const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
                     head_dim = am_ceil_div(f->head_dim, panel) * panel;
     p->step = step_of(p, head_dim);
@@ -148,7 +147,7 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
         divide_row(p, sections, most, tasks);
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
-            if (p->problem->d_bias)
+            if (am_is_learned(p->base.terms.bias))
                 task->sections = sections; /* each task passes the tickets of all blocks */
         }
     }

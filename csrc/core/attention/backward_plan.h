@@ -5,7 +5,7 @@
 
 #include "core/attention/terms/bias_gradient.h"
 #include "core/attention/terms/logit_terms.h"
-#include "core/attention/terms/relative.h"
+#include "core/attention/terms/lines.h"
 #include "core/attention/tiles/tiles.h"
 
 /* One block of query rows of one head. */
@@ -40,7 +40,7 @@ typedef struct {
     ptrdiff_t sink_parts;  /* of a head, into which the gradient of its sinks is divided */
     double *d_sinks;       /* [heads][sink_parts][sink_count] */
     am_bias_gradient bias;
-    am_table_gradient table;
+    am_line_gradients lines;
     am_workspaces workspaces;
 } am_backward_plan;
 
@@ -53,7 +53,7 @@ typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     am_logit_scratch terms;
-    am_table_sums *table;
+    am_line_sums *lines;
     am_local_tile *tiles;
 } am_backward_workspace;
 

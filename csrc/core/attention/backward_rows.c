@@ -58,9 +58,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .ds = s->ds,
         .scale = f->scale,
         .factor = f->scale * AM_LOG2_E / p->base.unit,
-        .cap = f->cap,
+        .cap = am_cap_of(&p->base.terms),
         .unit = p->base.unit,
-        .kept_factor = 1 / (1 - f->dropout),
+        .kept_factor = 1 / (1 - am_dropout_of(&p->base.terms)),
     };
     block.q_finite = load_block(p, &f->q, at, p->step, s->row, s->q, s->q_rows);
     block.d_out_finite =
@@ -196,10 +196,10 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn *f = p->base.attn;
     const ptrdiff_t head = index / p->sink_parts, part = index % p->sink_parts,
-                    blocks = p->sections.blocks.count;
-    double *d_sinks = p->d_sinks + index * f->sink_count;
+                    blocks = p->sections.blocks.count, count = am_sink_count(&p->base.terms);
+    double *d_sinks = p->d_sinks + index * count;
     am_status status = AM_OK;
-    memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
+    memset(d_sinks, 0, (size_t)count * sizeof *d_sinks);
     for (ptrdiff_t block = part * blocks / p->sink_parts;
          status == AM_OK && block < (part + 1) * blocks / p->sink_parts; block++) {
         const am_attn_place at = am_backward_block(p, block * f->heads + head);
@@ -207,8 +207,8 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
             double base = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_BASE), r),
                    rest = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_REST), r),
                    add = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_ADD), r);
-            for (ptrdiff_t i = 0; i < f->sink_count; i++) {
-                double logit = am_sink_logit(&p->base, head, i);
+            for (ptrdiff_t i = 0; i < count; i++) {
+                double logit = am_sink_logit(p->base.terms.sinks, p->base.type == AM_FLOAT64, head, i);
                 if (logit == -INFINITY) continue;
                 d_sinks[i] += exp2((logit - base) * p->base.unit + rest) * add;
                 if (!f->normalize && logit == base)
@@ -225,19 +225,17 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_sum_sink_gradients(const am_context *context, am_backward_plan *p)
 {
     enum { MOST_PARTS = 64, PART = 1 << 16 }; /* rows times sinks that are worth a part: a millisecond */
-    const am_attn *f = p->base.attn;
-    const ptrdiff_t work = am_product(p->sections.blocks.count, TILE, f->sink_count),
-                    sums = f->heads * f->sink_count;
+    const ptrdiff_t heads = p->base.attn->heads, count = am_sink_count(&p->base.terms),
+                    work = am_product(p->sections.blocks.count, TILE, count), sums = heads * count;
+    double *to = p->base.terms.sinks->gradient;
     p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->sections.blocks.count));
     p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
     am_status status =
-        p->d_sinks ? am_parallel(context, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
+        p->d_sinks ? am_parallel(context, heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
     for (ptrdiff_t i = 0; status == AM_OK && i < sums; i++) {
-        const double *from =
-            p->d_sinks + i / f->sink_count * p->sink_parts * f->sink_count + i % f->sink_count;
-        p->problem->d_sinks[i] = 0;
-        for (ptrdiff_t part = 0; part < p->sink_parts; part++)
-            p->problem->d_sinks[i] += from[part * f->sink_count];
+        const double *from = p->d_sinks + i / count * p->sink_parts * count + i % count;
+        to[i] = 0;
+        for (ptrdiff_t part = 0; part < p->sink_parts; part++) to[i] += from[part * count];
     }
     free(p->d_sinks);
     return status;

@@ -16,21 +16,6 @@ uint32_t am_threshold_of(double probability)
     return scaled >= 0x1p32 ? UINT32_MAX : scaled < 1 && probability > 0 ? 1 : (uint32_t)scaled;
 }
 
-/* Whether logits can be in units of ln 2: not if what is added to products might then be too large. */
-static bool is_small(const am_attn *f)
-{
-    const am_relative *x = &f->relative;
-    if (f->bias || f->cap > 0 || x->table) return false;
-    const ptrdiff_t rows = x->q_starts ? x->sequences : f->batch;
-    for (ptrdiff_t i = 0; x->slopes && i < rows; i++) {
-        const double farthest = (double)(f->queries + f->keys) + fabs((double)x->offsets[i * x->offset_step]);
-        for (ptrdiff_t h = 0; h < f->heads; h++) {
-            if (!(fabs(x->slopes[i * x->slope_step + h]) * farthest < 1e30)) return false;
-        }
-    }
-    return true;
-}
-
 /* The first that takes queries and keys of these types; the last takes all others. */
 static const am_arithmetic *choose_arithmetic(const am_kernels *kernels, const am_attn *f)
 {
@@ -54,6 +39,7 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
     const am_kernels *k = context->kernels;
     const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
     am_widen_row *widen = widen_of(arithmetic, attn->k.type);
+    const am_terms_found terms = am_find_terms(attn);
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
@@ -63,9 +49,10 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
         .type = arithmetic->type,
         .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
-        .unit = is_small(attn) ? 1 : AM_LOG2_E,
+        .unit = terms.small ? 1 : AM_LOG2_E,
         .by_head = am_mask_is_by_head(attn->mask),
-        .threshold = attn->dropout > 0 ? am_threshold_of(attn->dropout) : 0,
+        .terms = terms,
+        .threshold = terms.dropout ? am_threshold_of(terms.dropout->number) : 0,
     };
 }
 

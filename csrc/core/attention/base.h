@@ -9,6 +9,7 @@
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
 #include "core/attention/attention.h"
+#include "core/attention/terms/terms.h"
 #include "core/attention/plan/partition.h"
 
 static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453;
@@ -31,8 +32,9 @@ typedef struct {
     ptrdiff_t size;      /* of their elements */
     ptrdiff_t heads_per_kv; /* query heads that share a key head */
     double unit;            /* of logits: e^logit is 2^(unit logit) */
-    uint32_t threshold;     /* of dropout, 0 for none */
-    bool by_head;           /* heads may see different keys */
+    am_terms_found terms;
+    uint32_t threshold; /* of dropout, 0 for none */
+    bool by_head;       /* heads may see different keys */
 } am_attn_base;
 
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */

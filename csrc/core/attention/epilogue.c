@@ -41,7 +41,7 @@ static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const 
     const double factor = f->normalize  ? am_power(AM_LOG2_E, ref_max, highest) / sum
                           : isnan(live) ? live
                                         : am_power(AM_LOG2_E, ref_max, row_max);
-    return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
+    return factor / (1 - am_dropout_of(&base->terms));
 }
 
 void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_attn_place *at,

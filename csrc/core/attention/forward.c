@@ -10,7 +10,7 @@
 #include "core/attention/epilogue.h"
 #include "core/attention/plain.h"
 #include "core/attention/tiles/tiles.h"
-#include "core/attention/terms/relative.h"
+#include "core/attention/terms/lines.h"
 #include "core/arrays/convert.h"
 #include "core/cache/formats.h"
 
@@ -81,7 +81,7 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
     w->accumulators = am_take(memory, &used, s->item_bytes);
     w->terms.row = w->kv.row;
-    w->terms.bias = am_take(memory, &used, am_adds_to_products(attn) ? tile : 0);
+    w->terms.bias = am_take(memory, &used, am_adds_to_products(&f->base.terms) ? tile : 0);
     w->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     w->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     w->terms.row_keys = (uint64_t *)am_take(memory, &used, s->item_rows * word);
@@ -107,7 +107,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
         .rows = count,
         .head_dim = query_lanes(f, g),
         .out_dim = f->schedule.out_dim,
-        .cap = f->base.attn->cap,
+        .cap = am_cap_of(&f->base.terms),
         .factor = am_scales_products(&f->base) && !packs_queries(f, g) ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
         .float_weights = g->shape.float_weights,
@@ -139,7 +139,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                .terms = w->terms};
     if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
     if (packs_queries(f, g)) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
-    if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
+    if (am_adds_to_products(&f->base.terms)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
     char *own =
         am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
@@ -217,13 +217,12 @@ typedef struct {
     ptrdiff_t first; /* then those before it, backwards, and at last those behind it */
 } tile_order;
 
-/* As they lie; but the nearest first if ALiBi makes near keys count most: its logits are the greatest of a
- * row for the most part, so that the row is seldom rescaled. */
+/* As they lie, or the nearest first. */
 static tile_order tile_order_of(const forward *f, const position *where)
 {
     const am_range tiles = am_split_tiles(where->section, where->tiles, where->split);
     tile_order order = {tiles, tiles.begin};
-    if (!f->base.attn->relative.slopes) return order;
+    if (!f->base.terms.nearest_first) return order;
     const ptrdiff_t key = am_nearest_key(&f->base, &where->at);
     while (order.first + 1 < tiles.end && am_range_at(&f->sections.tiles, order.first + 1).begin <= key)
         order.first++;
@@ -295,7 +294,7 @@ static void choose_prefetch(const forward *f, const position *here, const positi
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
 static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, const am_attn_place *b)
 {
-    return !base->by_head && base->threshold == 0 && !am_adds_to_products(base->attn) && a->q == b->q &&
+    return !base->by_head && base->threshold == 0 && !am_adds_to_products(&base->terms) && a->q == b->q &&
            a->queries == b->queries && a->heads == b->heads;
 }
 

@@ -3,14 +3,14 @@
  *
  * Query q of a head, and the keys k that it sees, each with its value v:
  *
- *     logit = q·k scale + bias + relative terms,  then cap tanh(logit / cap)
+ *     logit = q·k scale + added terms,  then cap tanh(logit / cap)
  *     p = e^(logit - highest),   sum = Σ p + Σ e^(sink - highest),   lse = highest + log sum
  *     out = Σ p v / sum
  *
  * Backward, with p = e^(logit - lse):
  *
  *     ds = p (d_out·v - d_out·out + d_lse),  times the slope of the cap
- *     d_v += p d_out,   d_bias += ds,   d_q += ds scale k,   d_k += ds scale q
+ *     d_v += p d_out,   d_term += ds,   d_q += ds scale k,   d_k += ds scale q
  *
  * Dropout makes p 0 where it multiplies v or d_out, and d_out·v, or else divides them by 1 - dropout. */
 #include "core/attention/plain.h"
@@ -31,6 +31,7 @@ typedef struct {
     const am_attn *f;
     const am_attn_gradients *g; /* NULL: forward */
     const am_kernels *kernels;
+    am_terms_found terms;
     double *d_bias; /* sums of the gradient of the bias */
     am_workspaces workspaces;
 } plain;
@@ -124,39 +125,41 @@ static void add(double *to, double factor, const double *from, ptrdiff_t count)
 
 static bool has(const uint64_t *bits, ptrdiff_t k) { return bits[k / 64] >> k % 64 & 1; }
 
-/* The batch row or sequence whose offset and slopes a query has, and the distance of a key. */
-static ptrdiff_t relative_row(const am_relative *x, const row *r)
+/* The number that a term adds along a line to one pair. */
+static am_line line_of(const am_attn *f, const am_logit_term *term, const row *r, ptrdiff_t k)
 {
-    return x->q_starts ? am_sequence_of(x->q_starts, x->sequences, r->q) : r->b;
-}
-static ptrdiff_t distance_of(const am_relative *x, const row *r, ptrdiff_t k)
-{
-    return k - r->q - x->offsets[relative_row(x, r) * x->offset_step];
-}
-
-/* The number of the relative bias that a pair has; its ends stand for all that is farther. */
-static ptrdiff_t table_index(const am_relative *x, const row *r, ptrdiff_t k)
-{
-    return r->head * x->length + am_max(0, am_min(distance_of(x, r, k) - x->low, x->length - 1));
+    const am_places *places = &f->places;
+    const ptrdiff_t x = am_row_of_query(places, r->b, r->q);
+    const bool by_key = am_row_of_term(term)->acts == AM_ADDS_BY_KEY;
+    return (am_line){
+        .term = term,
+        .numbers = (const double *)(term->array.data + x * term->array.batch + r->head * term->array.head),
+        .factor = 1,
+        .first = k + (by_key ? places->first_key : -r->q - am_offset_of_row(places, x)),
+        .count = 1,
+    };
 }
 
 /* What is added to the product of a pair. -INFINITY makes it dead. */
 static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
 {
-    const am_relative *x = &f->relative;
-    double terms = 0;
-    if (f->bias)
-        terms = read_number(f->bias_type, f->bias + r->b * f->bias_batch + r->head * f->bias_head +
-                                              r->q * f->bias_row + k * f->bias_column);
-    if (x->slopes && terms != -INFINITY)
-        terms -= x->slopes[relative_row(x, r) * x->slope_step + r->head] * fabs((double)distance_of(x, r, k));
-    return x->table && terms != -INFINITY ? terms + x->table[table_index(x, r, k)] : terms;
+    double sum = 0;
+    for (int i = 0; i < f->terms.count && sum != -INFINITY; i++) {
+        const am_logit_term *term = &f->terms.list[i];
+        const am_tokens *array = &term->array;
+        if (am_row_of_term(term)->acts == AM_ADDS_PAIRS) {
+            sum += read_number(array->type, am_token(array, r->b, r->head, r->q) + k * array->element);
+        } else if (am_row_of_term(term)->add) {
+            const am_line line = line_of(f, term, r, k);
+            am_row_of_term(term)->add(&line, &sum);
+        }
+    }
+    return sum;
 }
 
-static double sink_of(const am_attn *f, const row *r, ptrdiff_t i)
+static double sink_of(const plain *p, const row *r, ptrdiff_t i)
 {
-    const double sink = f->sinks[r->head * f->sink_count + i];
-    return f->q.type == AM_FLOAT64 ? sink : (double)(float)sink;
+    return am_sink_logit(p->terms.sinks, p->f->q.type == AM_FLOAT64, r->head, i);
 }
 
 static double power_of(double logit, double reference)
@@ -168,35 +171,40 @@ static double power_of(double logit, double reference)
 static void find_logits(const plain *p, row *r)
 {
     const am_attn *f = p->f;
-    const uint32_t threshold = f->dropout > 0 ? am_threshold_of(f->dropout) : 0;
-    const uint64_t key = am_dropout_row_key(f->seed, r->b, r->head, f->first_query + r->q);
+    const am_logit_term *dropout = p->terms.dropout;
+    const uint32_t threshold = dropout ? am_threshold_of(dropout->number) : 0;
+    const uint64_t seed = dropout ? (uint64_t)dropout->integer : 0,
+                   key = am_dropout_row_key(seed, r->b, r->head, f->places.first_query + r->q);
+    const double cap = am_cap_of(&p->terms);
+    const ptrdiff_t sinks = am_sink_count(&p->terms);
     read_row(&f->q, am_token(&f->q, r->b, r->head, r->q), f->head_dim, r->query);
     r->highest = -INFINITY, r->own = r->equal = 0;
     for (ptrdiff_t k = 0; k < f->keys; k += 64) {
         r->live[k / 64] = am_mask_row(f->mask, r->b, r->head, r->q, k, am_min(64, f->keys - k));
         r->kept[k / 64] = UINT64_MAX;
-        if (threshold) r->kept[k / 64] = p->kernels->keep_bits(key, (uint32_t)(k + f->first_key), threshold);
+        if (threshold)
+            r->kept[k / 64] = p->kernels->keep_bits(key, (uint32_t)(k + f->places.first_key), threshold);
     }
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;
         const double terms = terms_of(f, r, k);
         double logit = dot(r->query, read_key(f, r, false, k), f->head_dim) * f->scale + terms, bent = 0;
-        if (f->cap > 0) bent = tanh(logit / f->cap), logit = f->cap * bent;
+        if (cap > 0) bent = tanh(logit / cap), logit = cap * bent;
         r->logits[k] = logit, r->slopes[k] = 1 - bent * bent;
         if (terms == -INFINITY)
             r->live[k / 64] &= ~((uint64_t)1 << k % 64);
         else
             r->highest = fmax(r->highest, logit);
     }
-    for (ptrdiff_t i = 0; i < f->sink_count; i++) r->highest = fmax(r->highest, sink_of(f, r, i));
+    for (ptrdiff_t i = 0; i < sinks; i++) r->highest = fmax(r->highest, sink_of(p, r, i));
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;
         r->own += power_of(r->logits[k], r->highest);
         r->equal += r->logits[k] == r->highest;
     }
     r->sum = r->own;
-    for (ptrdiff_t i = 0; i < f->sink_count; i++) {
-        const double sink = sink_of(f, r, i);
+    for (ptrdiff_t i = 0; i < sinks; i++) {
+        const double sink = sink_of(p, r, i);
         r->sum += sink == r->highest ? 1 : power_of(sink, r->highest);
         r->equal += sink == r->highest;
     }
@@ -216,7 +224,7 @@ static void forward_row(const plain *p, row *r)
         const double power = has(r->kept, k) ? power_of(r->logits[k], r->highest) : 0;
         add(r->out, power, read_key(f, r, true, k), f->value_dim);
     }
-    const double factor = (r->own == 0 ? 0 : f->normalize ? 1 / r->sum : 1) / (1 - f->dropout);
+    const double factor = (r->own == 0 ? 0 : f->normalize ? 1 / r->sum : 1) / (1 - am_dropout_of(&p->terms));
     for (ptrdiff_t i = 0; i < f->value_dim; i++) r->out[i] *= factor;
     write_row(p, &f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
     if (f->wide_out.data)
@@ -261,6 +269,24 @@ static ptrdiff_t bias_index(const ptrdiff_t shape[4], const row *r, ptrdiff_t k)
     return index;
 }
 
+/* Adds the gradient of the logit of a pair to those of terms. */
+static void learn(const plain *p, const row *r, ptrdiff_t k, double ds)
+{
+    const am_terms *terms = &p->f->terms;
+    for (int i = 0; i < terms->count; i++) {
+        const am_logit_term *term = &terms->list[i];
+        const ptrdiff_t length = term->shape[3];
+        if (!term->gradient) continue;
+        if (term == p->terms.bias) {
+            p->d_bias[bias_index(term->shape, r, k)] += ds;
+        } else if (am_row_of_term(term)->learn) {
+            const am_line line = line_of(p->f, term, r, k);
+            am_line_sums sums = {{0, length}, (double *)term->gradient + r->head * length};
+            am_row_of_term(term)->learn(&line, &ds, &sums);
+        }
+    }
+}
+
 /* Adds what a row contributes to all gradients, and writes its d_q. */
 static void backward_row(const plain *p, row *r)
 {
@@ -273,7 +299,7 @@ static void backward_row(const plain *p, row *r)
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;
         const double power = power_of(r->logits[k], x.reference),
-                     factor = has(r->kept, k) ? 1 / (1 - f->dropout) : 0,
+                     factor = has(r->kept, k) ? 1 / (1 - am_dropout_of(&p->terms)) : 0,
                      product = dot(r->d_out, read_key(f, r, true, k), f->value_dim),
                      dp = factor == 0 ? 0 : product * factor,
                      share = r->logits[k] == r->highest ? x.share : 0,
@@ -281,13 +307,14 @@ static void backward_row(const plain *p, row *r)
         add(r->d_v + k * f->value_dim, power * factor, r->d_out, f->value_dim);
         add(r->d_k + k * f->head_dim, ds * f->scale, r->query, f->head_dim);
         add(r->d_q, ds * f->scale, read_key(f, r, false, k), f->head_dim);
-        if (g->d_bias) p->d_bias[bias_index(g->bias_shape, r, k)] += ds;
-        if (g->d_table) g->d_table[table_index(&f->relative, r, k)] += ds;
+        learn(p, r, k, ds);
     }
-    for (ptrdiff_t i = 0; g->d_sinks && i < f->sink_count; i++) {
-        const double sink = sink_of(f, r, i), share = sink == r->highest ? x.share : 0;
+    const ptrdiff_t sinks = am_is_learned(p->terms.sinks) ? am_sink_count(&p->terms) : 0;
+    for (ptrdiff_t i = 0; i < sinks; i++) {
+        const double sink = sink_of(p, r, i), share = sink == r->highest ? x.share : 0;
         if (sink == -INFINITY) continue;
-        g->d_sinks[r->head * f->sink_count + i] += exp(sink - x.reference) * x.shift - share;
+        ((double *)p->terms.sinks->gradient)[r->head * sinks + i] +=
+            exp(sink - x.reference) * x.shift - share;
     }
     write_row(p, &g->d_q, am_token(&g->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
 }
@@ -357,24 +384,31 @@ static am_status take_heads(const am_context *context, plain *p)
 
 am_status am_plain_forward(const am_context *context, const am_attn *attn)
 {
-    return take_heads(context, &(plain){.f = attn, .kernels = context->kernels});
+    return take_heads(context,
+                      &(plain){.f = attn, .kernels = context->kernels, .terms = am_find_terms(attn)});
 }
 
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *g)
 {
     const am_attn *f = &g->forward;
-    const ptrdiff_t *shape = g->bias_shape, size = (ptrdiff_t)am_size_of(f->bias_type),
-                    count = g->d_bias ? am_product(shape[0] * shape[1], shape[2], shape[3]) : 0;
-    plain p = {.f = f, .g = g, .kernels = context->kernels};
+    plain p = {.f = f, .g = g, .kernels = context->kernels, .terms = am_find_terms(f)};
+    const am_logit_term *bias = am_is_learned(p.terms.bias) ? p.terms.bias : NULL;
+    const ptrdiff_t count =
+        bias ? am_product(bias->shape[0] * bias->shape[1], bias->shape[2], bias->shape[3]) : 0;
     am_context one_thread = *context; /* heads may add to the same gradients */
     one_thread.threads = 1;
     p.d_bias = calloc((size_t)am_max(count, 1), sizeof *p.d_bias);
     if (!p.d_bias) return AM_NO_MEMORY;
-    if (g->d_table) memset(g->d_table, 0, (size_t)(f->heads * f->relative.length) * sizeof *g->d_table);
-    if (g->d_sinks) memset(g->d_sinks, 0, (size_t)(f->heads * f->sink_count) * sizeof *g->d_sinks);
+    for (int i = 0; i < f->terms.count; i++) {
+        const am_logit_term *term = &f->terms.list[i];
+        if (term->gradient && term != bias)
+            memset(term->gradient, 0, (size_t)(f->heads * term->shape[3]) * sizeof(double));
+    }
     const am_status status = take_heads(&one_thread, &p);
-    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++)
-        write_number(&p, f->bias_type, g->d_bias + i * size, p.d_bias[i]);
+    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
+        const am_dtype type = bias->array.type;
+        write_number(&p, type, (char *)bias->gradient + i * (ptrdiff_t)am_size_of(type), p.d_bias[i]);
+    }
     free(p.d_bias);
     return status;
 }

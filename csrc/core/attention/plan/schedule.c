@@ -80,7 +80,7 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .factor = s->factor,
         .width = am_width(base),
         .packed_alone = base->arithmetic->packed_alone,
-        .products_alone = !(base->threshold || f->cap > 0 || am_adds_to_products(f)),
+        .products_alone = !(base->terms.dropout || base->terms.cap || am_adds_to_products(&base->terms)),
         .packs_rounded = base->kv->rounds_queries && am_query_packer(base),
         .queries_readable = can_read_queries(base),
         .values_readable = can_read_values(base),

@@ -24,7 +24,7 @@ static ptrdiff_t index_of(const bias_gradient *g, const am_attn_place *at, ptrdi
 
 static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
 {
-    am_dtype own = g->base->type, wanted = g->base->attn->bias_type;
+    am_dtype own = g->base->type, wanted = g->base->terms.bias->array.type;
     char *to = g->result + index * (ptrdiff_t)am_size_of(wanted);
     if (own == wanted)
         memcpy(to, from, (size_t)(count * g->base->size));
@@ -141,18 +141,19 @@ am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrd
 
 /* --- Begin and end --- */
 
-am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, const am_attn_gradients *problem,
-                                const am_sections *sections, ptrdiff_t tasks, ptrdiff_t task_tiles)
+am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, const am_sections *sections,
+                                ptrdiff_t tasks, ptrdiff_t task_tiles)
 {
+    const am_logit_term *bias = base->terms.bias;
     *g = (bias_gradient){.base = base,
-                         .result = problem->d_bias,
+                         .result = bias ? bias->gradient : NULL,
                          .blocks = &sections->blocks,
                          .tasks = tasks,
                          .task_tiles = task_tiles,
                          .count = 1};
     if (!g->result) return AM_OK;
     const am_attn *f = base->attn;
-    const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys}, *shape = problem->bias_shape;
+    const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys}, *shape = bias->shape;
     bool shared = false;
     for (int axis = 0; axis < 4; axis++) {
         g->count *= g->shape[axis] = shape[axis];
@@ -162,7 +163,7 @@ am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, cons
     const ptrdiff_t cells = am_product(shape[0] * shape[1] * (shape[3] == 1 ? 1 : tasks),
                                        shape[2] == 1 ? 1 : sections->blocks.count, sizeof *g->serving);
     g->serving = calloc((size_t)am_max(cells, 1), 1);
-    g->sums = f->bias_type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
+    g->sums = bias->array.type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
     return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
 }
 
@@ -175,7 +176,7 @@ void am_bias_gradient_free(const bias_gradient *g)
 static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const bias_gradient *g = arg;
-    ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->attn->bias_type);
+    ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->terms.bias->array.type);
     ptrdiff_t begin = index * PIECE;
     memset((g->sums ? g->sums : g->result) + begin * size, 0,
            (size_t)(am_min(PIECE, g->count - begin) * size));

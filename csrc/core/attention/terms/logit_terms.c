@@ -1,11 +1,12 @@
 /* logit_terms.c – the terms of logits. */
 #include "core/attention/terms/logit_terms.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/attention/terms/relative.h"
+#include "core/attention/terms/lines.h"
 #include "core/arrays/convert.h"
 
 enum {
@@ -13,23 +14,32 @@ enum {
     SINKS_PIECE = 1 << 14, /* sinks between two checkpoints */
 };
 
-am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys)
+/* The bias of a row of a block from key `k` on. */
+static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t row, ptrdiff_t k)
 {
-    const am_attn *f = base->attn;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(f->bias_type), rows = f->bias_row ? at->queries : 1;
-    if (!f->bias || at->heads > 1 || f->bias_column != size || keys.begin == keys.end)
-        return (am_prefetch_rows){0};
-    const char *first = f->bias + at->b * f->bias_batch + at->head * f->bias_head + at->q * f->bias_row;
-    return (am_prefetch_rows){.at = first + keys.begin * size,
-                              .step = f->bias_row,
-                              .length = (keys.end - keys.begin) * size,
-                              .rows = rows};
+    const am_tokens *bias = &base->terms.bias->array;
+    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + k * bias->element;
 }
 
-double am_sink_logit(const am_attn_base *base, ptrdiff_t head, ptrdiff_t i)
+am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys)
 {
-    double logit = base->attn->sinks[head * base->attn->sink_count + i];
-    return base->type == AM_FLOAT64 ? logit : (double)(float)logit;
+    if (!base->terms.bias || at->heads > 1 || keys.begin == keys.end) return (am_prefetch_rows){0};
+    const am_tokens *bias = &base->terms.bias->array;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
+    if (bias->element != size) return (am_prefetch_rows){0};
+    return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin),
+                              .step = bias->token,
+                              .length = (keys.end - keys.begin) * size,
+                              .rows = bias->token ? at->queries : 1};
+}
+
+double am_sink_logit(const am_logit_term *sinks, bool wide, ptrdiff_t head, ptrdiff_t i)
+{
+    const am_tokens *array = &sinks->array;
+    const double logit = *(const double *)(array->data + head * array->head + i * array->element);
+    const float narrow = (float)logit;
+    if (wide) return logit;
+    return isfinite(logit) && isinf(narrow) ? (double)copysignf(FLT_MAX, narrow) : (double)narrow;
 }
 
 typedef struct {
@@ -40,15 +50,15 @@ typedef struct {
 static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
 {
     const sinks_job *job = arg;
-    const ptrdiff_t count = job->base->attn->sink_count;
+    const ptrdiff_t count = am_sink_count(&job->base->terms);
     am_status status = AM_OK;
     am_sink_sum total = {.highest = -INFINITY};
     for (ptrdiff_t i = 0; i < count; i++) {
-        const double logit = am_sink_logit(job->base, head, i);
+        const double logit = am_sink_logit(job->base->terms.sinks, job->base->type == AM_FLOAT64, head, i);
         if (logit > total.highest) total.highest = logit; /* GCC 12 for arm64 breaks down on fmax here */
     }
     for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
-        const double logit = am_sink_logit(job->base, head, i);
+        const double logit = am_sink_logit(job->base->terms.sinks, job->base->type == AM_FLOAT64, head, i);
         if (i % SINKS_PIECE == SINKS_PIECE - 1) status = am_checkpoint(team);
         if (logit == -INFINITY) continue;
         total.sum += am_power(AM_LOG2_E, logit, total.highest);
@@ -60,13 +70,13 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
 
 am_status am_sum_sinks(const am_context *context, const am_attn_base *base, am_sink_sum **sums)
 {
-    const ptrdiff_t heads = base->attn->heads;
+    const ptrdiff_t heads = base->attn->heads, count = am_sink_count(&base->terms);
     *sums = NULL;
-    if (base->attn->sink_count == 0) return AM_OK;
+    if (count == 0) return AM_OK;
     *sums = malloc((size_t)am_max(heads, 1) * sizeof **sums);
     if (!*sums) return AM_NO_MEMORY;
     sinks_job job = {base, *sums};
-    return am_parallel(context, heads, am_ceil_div(SINKS_PIECE, base->attn->sink_count), sinks_task, &job);
+    return am_parallel(context, heads, am_ceil_div(SINKS_PIECE, count), sinks_task, &job);
 }
 
 /* --- Tiles --- */
@@ -148,64 +158,76 @@ static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrd
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
-/* Reads the bias of a tile to [rows][AM_FLASH_TILE]; pairs where it is -INFINITY become dead. */
-static am_tile read_bias(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k, ptrdiff_t columns,
-                         char *scratch, char *bias, uint64_t *live, am_tile tile)
+/* Reads a row of the bias as AM_FLASH_TILE numbers of the arithmetic type; returns which are -INFINITY. */
+static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff_t columns, char *scratch,
+                              char *to)
 {
-    const am_attn *f = base->attn;
-    const bool plain = f->bias_column == (ptrdiff_t)am_size_of(f->bias_type);
-    am_flash_read_bias *own = base->arithmetic->numbers[base->type].read_bias,
-                       *direct = plain ? base->arithmetic->numbers[f->bias_type].read_bias : NULL;
-    uint64_t any = 0;
-    for (ptrdiff_t r = 0; r < at->rows; r++) {
-        const char *src = f->bias + at->b * f->bias_batch + am_head_of(at, r) * f->bias_head +
-                          am_query_of(at, r) * f->bias_row + k * f->bias_column;
-        char *to = bias + r * AM_FLASH_TILE * base->size;
-        uint64_t infinite;
-        if (direct) {
-            infinite = direct(to, src, columns);
-        } else if (f->bias_column) {
-            const am_tokens row = {.type = f->bias_type, .element = f->bias_column};
-            infinite = own(to, am_read_rows(base, &row, src, 1, columns, scratch).data, columns);
-        } else { /* one number for all keys */
-            const am_tokens one = {.type = f->bias_type, .element = (ptrdiff_t)am_size_of(f->bias_type)};
-            src = am_read_rows(base, &one, src, 1, 1, scratch).data;
-            uint64_t pattern = 0;
-            memcpy(&pattern, src, (size_t)base->size);
-            if (base->size == 4) pattern |= pattern << 32;
-            base->all_kernels->fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
-            infinite = am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
-        }
-        uint64_t left = live[r] & ~infinite;
-        if (left != live[r]) tile = AM_MIXED;
-        any |= live[r] = left;
+    const am_tokens *bias = &base->terms.bias->array;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
+    am_flash_read_bias *direct = base->arithmetic->numbers[bias->type].read_bias; /* not of all types */
+    if (bias->element == size && direct) return direct(to, src, columns);
+    if (bias->element) {
+        const am_tokens row = {.type = bias->type, .element = bias->element};
+        return base->arithmetic->numbers[base->type].read_bias(
+            to, am_read_rows(base, &row, src, 1, columns, scratch).data, columns);
     }
-    return any ? tile : AM_DEAD;
+    const am_tokens one = {.type = bias->type, .element = size}; /* one number for all keys */
+    src = am_read_rows(base, &one, src, 1, 1, scratch).data;
+    uint64_t pattern = 0;
+    memcpy(&pattern, src, (size_t)base->size);
+    if (base->size == 4) pattern |= pattern << 32;
+    base->all_kernels->fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
+    return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
+}
+
+/* Reads the bias of a tile to the scratch; pairs where it is -INFINITY become dead. Returns whether any is.
+ */
+static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_range keys,
+                      const am_logit_scratch *scratch)
+{
+    bool any = false;
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        char *to = scratch->bias + r * AM_FLASH_TILE * base->size;
+        const uint64_t infinite =
+            read_bias_row(base, bias_at(base, at, r, keys.begin), am_length(keys), scratch->row, to);
+        any |= (scratch->live[r] & infinite) != 0;
+        scratch->live[r] &= ~infinite;
+    }
+    return any;
+}
+
+/* Finds what is added to the products of a tile that has live pairs; returns what it is then. Nobody else
+ * sees the parts of the sum, so that none can write to one that overlaps. */
+static am_tile add_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
+                         const am_logit_scratch *scratch, am_tile kind, am_added *added)
+{
+    bool any = false;
+    *added = (am_added){NULL, AM_FLASH_TILE};
+    if (base->terms.bias) {
+        any = read_bias(base, at, keys, scratch);
+        added->rows = scratch->bias;
+    }
+    any |= am_add_lines(base, at, keys.begin, scratch, added);
+    if (!any) return kind;
+    uint64_t live = 0;
+    for (ptrdiff_t r = 0; r < at->rows; r++) live |= scratch->live[r];
+    return live ? AM_MIXED : AM_DEAD;
 }
 
 bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
                          const am_logit_scratch *scratch, am_logit_terms *terms)
 {
-    const ptrdiff_t k = keys.begin, columns = keys.end - k;
-    am_tile kind = find_live(base, at, k, columns, scratch->live);
-    if (kind != AM_DEAD && base->attn->bias)
-        kind = read_bias(base, at, k, columns, scratch->row, scratch->bias, scratch->live, kind);
-    const void *bias = base->attn->bias ? scratch->bias : NULL;
-    ptrdiff_t bias_step = AM_FLASH_TILE;
-    if (kind != AM_DEAD && am_has_relative_terms(base->attn) &&
-        am_relative_terms(base, at, k, scratch, &bias, &bias_step)) {
-        uint64_t any = 0;
-        for (ptrdiff_t r = 0; r < at->rows; r++) any |= scratch->live[r];
-        kind = any ? AM_MIXED : AM_DEAD;
-    }
+    am_added added;
+    am_tile kind = find_live(base, at, keys.begin, am_length(keys), scratch->live);
+    if (kind != AM_DEAD) kind = add_terms(base, at, keys, scratch, kind, &added);
     if (kind == AM_DEAD) return false;
+    const uint32_t first = (uint32_t)(keys.begin + base->attn->places.first_key);
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->kept[r] = base->all_kernels->keep_bits(
-            scratch->row_keys[r], (uint32_t)(k + base->attn->first_key), base->threshold);
+        scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], first, base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
-                              .bias = bias,
-                              .bias_step = bias_step};
+                              .bias = added.rows,
+                              .bias_step = added.step};
     return true;
 }
 
@@ -229,8 +251,9 @@ uint64_t am_dropout_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q
 void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am_logit_scratch *scratch)
 {
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->row_keys[r] = am_dropout_row_key(base->attn->seed, at->b, am_head_of(at, r),
-                                                  base->attn->first_query + am_query_of(at, r));
+        scratch->row_keys[r] =
+            am_dropout_row_key((uint64_t)base->terms.dropout->integer, at->b, am_head_of(at, r),
+                               base->attn->places.first_query + am_query_of(at, r));
 }
 
 typedef struct {

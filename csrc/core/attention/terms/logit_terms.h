@@ -4,6 +4,7 @@
 #define AM_CORE_ATTENTION_TERMS_LOGIT_TERMS_H
 
 #include "core/attention/base.h"
+#include "core/attention/terms/terms.h"
 
 /* Memory for the terms of one tile. */
 typedef struct {
@@ -40,8 +41,8 @@ ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, c
 /* The bias of the rows of one head and some keys, to prefetch if it lies side by side. */
 am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys);
 
-/* A sink in units of 1, rounded as logits are. */
-double am_sink_logit(const am_attn_base *base, ptrdiff_t head, ptrdiff_t i);
+/* A sink in units of 1, rounded as logits are: to float unless they are `wide`. */
+double am_sink_logit(const am_logit_term *sinks, bool wide, ptrdiff_t head, ptrdiff_t i);
 
 /* The greatest of a head's sinks, Σ e^(sink - highest), and the number of sinks that are as great. */
 typedef struct {

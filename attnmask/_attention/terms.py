@@ -1,0 +1,225 @@
+"""The terms of the logits: arguments that add to logits, cap them, drop weights, or add to the denominator.
+
+Each has a row in `TERMS`; what the core does with a term is in its row of ``csrc/core/attention/terms/kinds.h``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask._common.arguments import (
+    FARTHEST,
+    allocate,
+    as_array,
+    describe,
+    integer,
+    is_floating,
+    is_number,
+    real,
+)
+from attnmask._common.warnings import warn_once
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import Shape
+
+__all__ = [
+    "TERMS",
+    "Places",
+    "Range",
+    "Sizes",
+    "Term",
+    "dropout_of",
+    "four_axes",
+    "numbers_of",
+    "slopes_of",
+    "terms_of",
+]
+
+
+class Range(NamedTuple):
+    """The range of the arithmetic: the smallest positive number with a reciprocal, and the largest number."""
+
+    least: float
+    greatest: float
+
+
+_FLOAT32, _FLOAT64 = (
+    Range(float(info.tiny), float(info.max)) for info in (np.finfo(np.float32), np.finfo(np.float64))
+)
+
+
+def numbers_of(dtype: np.dtype[Any]) -> Range:
+    """Return the range of logits for queries of this type."""
+    return _FLOAT64 if dtype == np.float64 else _FLOAT32
+
+
+class Term(NamedTuple):
+    """One term, as the core takes it."""
+
+    name: str  # of its argument
+    array: NDArray[Any] | None = None  # [B or sequences, H, Tq, Tk]; 1 along axes that are shared
+    number: float = 0.0
+    integer: int = 0
+
+
+class Places(NamedTuple):
+    """Where queries are among the keys: the distance of a pair is k - q - offset."""
+
+    offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
+    starts: NDArray[np.intp] | None  # of packed sequences
+
+
+class Sizes(NamedTuple):
+    """What the arguments must fit."""
+
+    shape: Shape  # [B, H, Tq, Tk]
+    rows: int  # batch rows or sequences
+    row: str  # their name in messages
+    numbers: Range
+
+
+def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
+
+
+def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
+    """Return how to arrange the axes of a mask or bias that does not broadcast."""
+    batch, _, queries, keys = shape
+    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
+    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
+    if index:
+        return f"; write {name}{index}"
+    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
+        if _broadcasts([array.shape[axis] for axis in order], shape):
+            return f"; write np.transpose({name}, {order})"
+    return ""
+
+
+def four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
+    """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
+    if array.ndim > 4 or not _broadcasts(array.shape, shape):
+        hint = _axes_hint(array, name, shape)
+        raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
+    return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
+
+
+def _bias(bias: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
+    given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
+    if isinstance(given, MaskInfo) or not is_floating(given.dtype):
+        hint = ""
+        if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
+            hint = "; write attention_mask= for a mask of allowed pairs, or bias.astype(np.float32)"
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
+    return Term("bias", four_axes(given, "bias", sizes.shape))
+
+
+def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
+    """Return the probability that a weight is dropped, and the seed as 64 bits."""
+    chance = real(prob, names[0])
+    if not 0 <= chance < 1:
+        hint = "; write 0.1 to drop one weight of ten"
+        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}{hint}")
+    return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
+
+
+def _dropout(dropout_prob: Any, _: Sizes, given: Mapping[str, Any]) -> Term | None:
+    names = ("dropout_prob", "dropout_seed")
+    chance, seed = dropout_of(dropout_prob, given["dropout_seed"], names)
+    return Term(names[0], number=chance, integer=seed) if chance else None
+
+
+def _soft_cap(logits_soft_cap: Any, sizes: Sizes, _: Mapping[str, Any]) -> Term | None:
+    cap = real(logits_soft_cap, "logits_soft_cap")
+    if cap < 0:
+        raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
+    if cap == 0 or cap > sizes.numbers.greatest:
+        return None
+    return Term("logits_soft_cap", number=max(cap, sizes.numbers.least))
+
+
+def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term | None:
+    heads = sizes.shape[1]
+    array = as_array(softmax_aux, "softmax_aux")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
+        hint = ""
+        if array.size == heads:
+            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink per head"
+        elif array.ndim == 2 and array.shape[1] == heads:
+            hint = "; write np.transpose(softmax_aux) for [S, H]"
+        expected = f"[S], [1, S] or [H, S] with H = {heads}"
+        raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
+    if array.shape[-1] == 0:
+        return None
+    if array.shape == (heads,) and heads > 1:
+        warn_once("sinks")
+    sinks = allocate(array.shape, np.float64, "softmax_aux")
+    sinks[...] = array
+    most = sizes.numbers.greatest
+    np.clip(sinks, -most, most, out=sinks, where=np.isfinite(sinks))
+    return Term("softmax_aux", sinks.reshape(1, -1, 1, array.shape[-1]))
+
+
+def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
+    return Term(
+        "alibi_slopes", slopes_of(alibi_slopes, sizes.rows, sizes.shape[1], sizes.row)[:, :, None, None]
+    )
+
+
+def slopes_of(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
+    """Return slopes as [1 or rows, H]."""
+    array = as_array(alibi_slopes, "alibi_slopes")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
+    if array.shape not in ((heads,), (1, heads), (rows, heads)):
+        raise ValueError(f"alibi_slopes must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
+    slopes = np.array(array, np.float64, ndmin=2, order="C")
+    if not np.isfinite(slopes).all():
+        raise ValueError(f"alibi_slopes must be finite, got {slopes[~np.isfinite(slopes)][0]}")
+    return slopes
+
+
+def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, Any]) -> Term:
+    heads = sizes.shape[1]
+    low = integer(given["relative_low"], "relative_low")
+    if abs(low) > FARTHEST:
+        raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
+    array = as_array(relative_bias, "relative_bias")
+    if not is_floating(array.dtype):
+        raise TypeError(f"relative_bias must be float16, bfloat16, float32 or float64, got {describe(array)}")
+    if array.ndim != 2 or array.shape[0] != heads or array.shape[1] == 0:
+        raise ValueError(f"relative_bias must be [H, L] with H = {heads} and L > 0, got {describe(array)}")
+    return Term("relative_bias", np.array(array, np.float64, order="C")[None, :, None], integer=low)
+
+
+def _relative_low(relative_low: Any, _: Sizes, given: Mapping[str, Any]) -> None:
+    if given["relative_bias"] is None and integer(relative_low, "relative_low") != 0:
+        raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(relative_low)}")
+
+
+# What each argument becomes, given all of them: a term; or None if it asks for nothing.
+TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
+    "bias": _bias,
+    "logits_soft_cap": _soft_cap,
+    "softmax_aux": _sinks,
+    "dropout_prob": _dropout,
+    "alibi_slopes": _alibi,
+    "relative_bias": _relative_bias,
+    "relative_low": _relative_low,
+}
+
+
+_NOT_NONE = ("dropout_prob", "relative_low")
+
+
+def terms_of(given: Mapping[str, Any], sizes: Sizes) -> tuple[Term, ...]:
+    """Return the terms of a call that has some of these arguments."""
+    terms = (
+        make(given[name], sizes, given)
+        for name, make in TERMS.items()
+        if name in given and (given[name] is not None or name in _NOT_NONE)
+    )
+    return tuple(term for term in terms if term is not None)

@@ -1,0 +1,117 @@
+/* request_terms.c – the terms of the logits, and where queries are among the keys. */
+#include <math.h>
+#include <string.h>
+
+#include "bind/request.h"
+#include "core/attention/terms/terms.h"
+#include "core/runtime/sizes.h"
+
+static bool reject(am_request *r, const am_logit_term *term, const char *what)
+{
+    return am_refuse(r, AM_WRONG_VALUE, NULL, "%s: %s", am_row_of_term(term)->name, what);
+}
+
+/* Copies numbers of four axes as doubles, one behind the other. */
+static bool copy_doubles(am_request *r, am_view *v)
+{
+    const ptrdiff_t rows = am_product(v->shape[0], v->shape[1], v->shape[2]), count = v->shape[3];
+    double *to = am_keep(r, am_product(rows, count, 1), sizeof *to), *next = to;
+    for (ptrdiff_t row = 0; to && row < rows; row++) {
+        const char *from = v->data + row % v->shape[2] * v->stride[2] +
+                           row / v->shape[2] % v->shape[1] * v->stride[1] +
+                           row / v->shape[2] / v->shape[1] * v->stride[0];
+        for (ptrdiff_t i = 0; i < count; i++, from += v->stride[3])
+            *next++ = v->type == AM_FLOAT64 ? *(const double *)from : (double)*(const float *)from;
+    }
+    v->data = (char *)to, v->type = AM_FLOAT64;
+    ptrdiff_t stride = sizeof *to;
+    for (int axis = 3; axis >= 0; stride *= v->shape[axis--]) v->stride[axis] = stride;
+    return to;
+}
+
+/* The array of a term: a bias where it lies, others as doubles that are side by side. */
+static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
+{
+    const am_logit_row *row = am_row_of_term(term);
+    am_view v = o->view;
+    if (o->kind != AM_ARRAY) return true;
+    if (v.axes != 4) return reject(r, term, "must have four axes");
+    if (row->acts != AM_ADDS_PAIRS) {
+        if (v.type != AM_FLOAT32 && v.type != AM_FLOAT64)
+            return reject(r, term, "must be float32 or float64");
+        const bool in_place = v.type == AM_FLOAT64 && (v.shape[3] == 1 || v.stride[3] == sizeof(double));
+        if (!in_place && !copy_doubles(r, &v)) return false;
+    }
+    memcpy(term->shape, v.shape, sizeof term->shape);
+    term->array = (am_tokens){.data = v.data,
+                              .type = v.type,
+                              .batch = am_shared_stride(&v, 0),
+                              .head = am_shared_stride(&v, 1),
+                              .token = am_shared_stride(&v, 2),
+                              .element = am_shared_stride(&v, 3)};
+    return true;
+}
+
+static bool read_integer(am_request *r, const am_operand *o, am_logit_term *term)
+{
+    term->integer = o->number;
+    if (o->kind != AM_ARRAY) return true;
+    ptrdiff_t number;
+    if (o->view.axes > 1 || o->view.shape[0] != 1 || !am_is_integer(o->view.type) ||
+        am_widen(&o->view, &number) >= 0)
+        return reject(r, term, "must come with an integer below 2**63");
+    term->integer = number;
+    return true;
+}
+
+static bool is_finite(am_request *r, const am_logit_term *term)
+{
+    const am_tokens *array = &term->array;
+    for (ptrdiff_t row = 0; row < term->shape[0]; row++) {
+        for (ptrdiff_t head = 0; head < term->shape[1]; head++) {
+            const double *number = (const double *)(array->data + row * array->batch + head * array->head);
+            for (ptrdiff_t i = 0; i < term->shape[3]; i++) {
+                if (!isfinite(number[i]))
+                    return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite, got %g",
+                                     am_row_of_term(term)->name, number[i]);
+            }
+        }
+    }
+    return true;
+}
+
+bool am_read_term(am_request *r, const am_term_given *given)
+{
+    am_attn *attn = &r->attn;
+    am_terms *terms = &attn->terms;
+    am_logit_term term = {.kind = given->kind, .number = given->number};
+    for (int i = 0; i < terms->count; i++) {
+        if (terms->list[i].kind == term.kind) return reject(r, &term, "must be given once");
+    }
+    if (!read_integer(r, &given->integer, &term) || !read_array(r, &given->array, &term)) return false;
+    if (!am_term_fits(attn, &term)) return reject(r, &term, "a type, a shape or a number does not fit");
+    if (am_row_of_term(&term)->finite && term.array.data && !is_finite(r, &term)) return false;
+    terms->list[terms->count++] = term;
+    return !am_has_dropout_of_too_many_keys(attn) ||
+           am_refuse(r, AM_WRONG_VALUE, NULL,
+                     "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it",
+                     attn->places.first_key + attn->keys);
+}
+
+bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets)
+{
+    const am_attn *attn = &r->attn;
+    am_places *places = &r->attn.places;
+    ptrdiff_t rows = attn->batch;
+    if (starts->kind == AM_ARRAY) {
+        rows = -1;
+        places->starts = am_read_starts_of(r, "cum_seqlens_q", starts, attn->queries, &rows);
+        if (!places->starts) return false;
+        if (rows < 1 || attn->batch != 1)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "sequences must be those of one batch row");
+        places->sequences = rows;
+    }
+    places->offsets = am_read_integers(r, offsets, rows, 0);
+    places->offset_step = 1;
+    return places->offsets;
+}

@@ -1,0 +1,77 @@
+/* kinds.c – the kinds of logit terms: what each of kinds.h's rows says. */
+#include "core/attention/terms/terms.h"
+
+#include <math.h>
+
+#include "core/runtime/sizes.h"
+
+static double no_bound(const am_attn *attn, const am_logit_term *term)
+{
+    (void)attn, (void)term;
+    return INFINITY;
+}
+
+static double adds_nothing(const am_attn *attn, const am_logit_term *term)
+{
+    (void)attn, (void)term;
+    return 0;
+}
+
+/* --- ALiBi adds -slope |distance| --- */
+
+static double alibi_bound(const am_attn *attn, const am_logit_term *term)
+{
+    const am_places *places = &attn->places;
+    const ptrdiff_t rows = places->starts ? places->sequences : attn->batch;
+    double most = 0;
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        const double offset = (double)am_offset_of_row(places, row),
+                     farthest = (double)(attn->queries + attn->keys) + fabs(offset);
+        for (ptrdiff_t head = 0; head < attn->heads; head++) {
+            const double *slope =
+                (const double *)(term->array.data + row * term->array.batch + head * term->array.head);
+            most = fmax(most, fabs(*slope) * farthest);
+        }
+    }
+    return most;
+}
+
+static void alibi_add(const am_line *line, double *numbers)
+{
+    const double slope = am_line_number(line, 0), first = (double)line->first;
+    for (int i = 0; i < line->count; i++) numbers[i] += -slope * fabs(first + i);
+}
+
+/* --- A relative bias adds a number of its table for each distance --- */
+
+/* The place of a distance in the table: its ends stand for all that is farther. */
+static ptrdiff_t table_index(const am_line *line, ptrdiff_t distance)
+{
+    return am_max(0, am_min(distance - line->term->integer, line->term->shape[3] - 1));
+}
+
+static void relative_bias_add(const am_line *line, double *numbers)
+{
+    const ptrdiff_t length = line->term->shape[3], from = line->first - line->term->integer,
+                    begin = am_max(0, am_min(-from, line->count)),
+                    end = am_max(begin, am_min(length - from, line->count));
+    const double first = am_line_number(line, 0), last = am_line_number(line, length - 1);
+    for (ptrdiff_t i = 0; i < begin; i++) numbers[i] += first;
+    for (ptrdiff_t i = begin; i < end; i++) numbers[i] += am_line_number(line, from + i);
+    for (ptrdiff_t i = end; i < line->count; i++) numbers[i] += last;
+}
+
+static void relative_bias_learn(const am_line *line, const double *d_numbers, am_line_sums *sums)
+{
+    const am_range touched = {table_index(line, line->first),
+                              table_index(line, line->first + line->count - 1) + 1};
+    double *to = am_line_sums_in(sums, touched);
+    for (ptrdiff_t i = 0; i < line->count; i++) to[table_index(line, line->first + i)] += d_numbers[i];
+}
+
+/* --- The table --- */
+
+#define ROW(kind, name, axes, finite, acts, first, bound, add, learn)                                        \
+    {name, axes, finite, acts, first, bound, add, learn},
+const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(ROW)};
+#undef ROW

@@ -1,0 +1,201 @@
+/* lines.c – terms of the logits by distance or by key, and their gradients. */
+#include "core/attention/terms/lines.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { TILE = AM_FLASH_TILE, WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE };
+
+/* Rows of a block for which one window serves: queries of one head and one sequence. */
+typedef struct {
+    ptrdiff_t rows, head;
+    ptrdiff_t row;      /* the batch row, or the sequence */
+    ptrdiff_t distance; /* from the last of these queries to key 0 */
+} row_run;
+
+/* The run that begins with row r. */
+static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
+{
+    const am_places *places = &base->attn->places;
+    const ptrdiff_t query = am_query_of(at, r), row = am_row_of_query(places, at->b, query);
+    const ptrdiff_t end = am_min(at->q + at->queries, places->starts ? places->starts[row + 1] : PTRDIFF_MAX);
+    return (row_run){.rows = end - query,
+                     .head = am_head_of(at, r),
+                     .row = row,
+                     .distance = 1 - end - am_offset_of_row(places, row)};
+}
+
+ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at)
+{
+    return -run_from(base, at, 0).distance;
+}
+
+/* How the rows of a tile follow from one line: `step` numbers from row to row. */
+typedef struct {
+    am_acts acts;
+    ptrdiff_t step;
+} line_form;
+static const line_form by_distance = {AM_ADDS_BY_DISTANCE, -1}, by_key = {AM_ADDS_BY_KEY, 0};
+
+/* The numbers of the line for a run and so many keys; row 0 of the run begins with the last `keys`. */
+static ptrdiff_t line_length(const line_form *form, const row_run *run, ptrdiff_t keys)
+{
+    return form->step * (1 - run->rows) + keys;
+}
+
+/* The line of a term that begins with key `k`. */
+static am_line line_of(const am_attn_base *base, const line_form *form, const am_logit_term *term,
+                       const row_run *run, ptrdiff_t k)
+{
+    const am_tokens *array = &term->array;
+    const ptrdiff_t first = form->step < 0 ? run->distance : base->attn->places.first_key;
+    return (am_line){
+        .term = term,
+        .numbers = (const double *)(array->data + run->row * array->batch + run->head * array->head),
+        .factor = AM_LOG2_E / base->unit,
+        .first = first + k,
+    };
+}
+
+/* Fills in the window for `count` numbers, in the unit of logits; returns whether any is -INFINITY. */
+static bool fill_window(const am_attn_base *base, const line_form *form, const row_run *run, ptrdiff_t k,
+                        ptrdiff_t count, void *window)
+{
+    double sums[WINDOW];
+    for (int i = 0; i < count; i++) sums[i] = 0;
+    for (const am_logit_term *term = base->attn->terms.list;
+         term < base->attn->terms.list + base->attn->terms.count; term++) {
+        if (am_row_of_term(term)->acts != form->acts) continue;
+        am_line line = line_of(base, form, term, run, k);
+        line.count = count;
+        am_row_of_term(term)->add(&line, sums);
+    }
+    int any = 0;
+    if (base->type == AM_FLOAT64) {
+        memcpy(window, sums, (size_t)count * sizeof *sums);
+        for (int i = 0; i < count; i++) any |= sums[i] == -INFINITY;
+    } else {
+        float *narrow = window;
+        for (int i = 0; i < count; i++) narrow[i] = (float)sums[i];
+        for (int i = 0; i < count; i++) any |= narrow[i] == -INFINITY;
+    }
+    return any;
+}
+
+/* Adds the terms of one form; `alone`: nothing else is added to this tile, before or after. */
+static bool add_form(const am_attn_base *base, const am_attn_place *at, const line_form *form, bool alone,
+                     ptrdiff_t k, const am_logit_scratch *scratch, am_added *added)
+{
+    bool any = false;
+    row_run run = run_from(base, at, 0);
+    const bool direct = alone && run.rows == at->rows; /* rows are read from the window */
+    char *window = direct ? scratch->bias : scratch->row, *first = window;
+    for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
+        if (r > 0) run = run_from(base, at, r);
+        const bool infinite = fill_window(base, form, &run, k, line_length(form, &run, TILE), window);
+        char *to = scratch->bias + r * TILE * base->size;
+        first = window + form->step * (1 - run.rows) * base->size;
+        if (added->rows)
+            base->arithmetic->add_rows(to, TILE, first, form->step, run.rows, TILE);
+        else if (!direct)
+            base->arithmetic->load_rows(to, TILE, first, form->step, run.rows, TILE);
+        for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
+            for (ptrdiff_t c = 0; c < TILE; c++) {
+                if (am_number(base, first, form->step * i + c) == -INFINITY)
+                    scratch->live[r + i] &= ~((uint64_t)1 << c);
+            }
+        }
+        any |= infinite;
+    }
+    *added = direct ? (am_added){first, form->step} : (am_added){scratch->bias, TILE};
+    return any;
+}
+
+bool am_add_lines(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,
+                  const am_logit_scratch *scratch, am_added *added)
+{
+    const am_terms_found *found = &base->terms;
+    const bool alone = !found->bias && found->by_distance != found->by_key;
+    bool any = false;
+    if (found->by_distance) any |= add_form(base, at, &by_distance, alone, k, scratch, added);
+    if (found->by_key) any |= add_form(base, at, &by_key, alone, k, scratch, added);
+    return any;
+}
+
+/* --- The gradients --- */
+
+am_status am_line_gradients_make(am_line_gradients *g, const am_attn_base *base)
+{
+    const am_attn *f = base->attn;
+    *g = (am_line_gradients){.base = base};
+    for (int i = 0; i < f->terms.count; i++) {
+        const am_logit_term *term = &f->terms.list[i];
+        if (!term->gradient || !am_row_of_term(term)->learn) continue;
+        memset(term->gradient, 0, (size_t)(f->heads * term->shape[3]) * sizeof(double));
+        g->terms[g->count++] = term;
+    }
+    if (g->count == 0) return AM_OK;
+    g->serving = calloc((size_t)am_max(f->kv_heads, 1), sizeof *g->serving);
+    return g->serving ? AM_OK : AM_NO_MEMORY;
+}
+
+void am_line_gradients_free(const am_line_gradients *g) { free(g->serving); }
+
+am_line_sums *am_line_sums_take(const am_line_gradients *g, char *memory, ptrdiff_t *used)
+{
+    const ptrdiff_t heads = g->base->heads_per_kv;
+    am_line_sums *sums = (am_line_sums *)am_take(memory, used, am_product(g->count, heads, sizeof *sums));
+    for (int i = 0; i < g->count; i++) {
+        const ptrdiff_t length = g->terms[i]->shape[3];
+        double *numbers = (double *)am_take(memory, used, am_product(heads, length, sizeof *numbers));
+        for (ptrdiff_t h = 0; memory && h < heads; h++)
+            sums[i * heads + h] = (am_line_sums){.sums = numbers + h * length};
+    }
+    return sums;
+}
+
+/* Adds dS of a tile to the sums of one term. */
+static void learn_term(const am_attn_base *base, const am_logit_term *term, const am_attn_place *at,
+                       am_range keys, const char *d_s, char *window, am_line_sums *sums)
+{
+    const am_logit_row *row = am_row_of_term(term);
+    const line_form *form = row->acts == AM_ADDS_BY_KEY ? &by_key : &by_distance;
+    double d_numbers[WINDOW];
+    row_run run;
+    for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
+        run = run_from(base, at, r);
+        am_line line = line_of(base, form, term, &run, keys.begin);
+        line.count = line_length(form, &run, am_length(keys));
+        memset(window, 0, (size_t)(line.count * base->size));
+        base->arithmetic->add_rows(window + form->step * (1 - run.rows) * base->size, form->step,
+                                   d_s + r * TILE * base->size, TILE, run.rows, am_length(keys));
+        for (ptrdiff_t i = 0; i < line.count; i++) d_numbers[i] = am_number(base, window, i);
+        row->learn(&line, d_numbers, sums);
+    }
+}
+
+void am_learn_lines(const am_line_gradients *g, const am_attn_place *at, am_range keys, const char *d_s,
+                    char *window, am_line_sums *sums)
+{
+    const ptrdiff_t heads = g->base->heads_per_kv, head = at->head % heads;
+    for (int i = 0; i < g->count; i++)
+        learn_term(g->base, g->terms[i], at, keys, d_s, window, &sums[i * heads + head]);
+}
+
+am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, ptrdiff_t ticket,
+                           const am_line_sums *sums, am_team *team)
+{
+    if (g->count == 0) return AM_OK;
+    atomic_ptrdiff_t *serving = &g->serving[at->kv_head];
+    am_status status = am_await(team, serving, ticket);
+    if (status != AM_OK) return status;
+    const ptrdiff_t heads = g->base->heads_per_kv;
+    for (int i = 0; i < g->count; i++) {
+        const ptrdiff_t length = g->terms[i]->shape[3];
+        double *to = (double *)g->terms[i]->gradient + at->kv_head * heads * length;
+        for (ptrdiff_t h = 0; h < heads; h++, sums++, to += length)
+            for (ptrdiff_t k = sums->filled.begin; k < sums->filled.end; k++) to[k] += sums->sums[k];
+    }
+    atomic_store_explicit(serving, ticket + 1, memory_order_release);
+    return AM_OK;
+}

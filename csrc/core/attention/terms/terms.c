@@ -1,0 +1,78 @@
+/* terms.c – the logit terms of a call, as all kinds have them. */
+#include "core/attention/terms/terms.h"
+
+#include "core/runtime/sizes.h"
+#include "core/sequences/packed.h"
+
+am_terms_found am_find_terms(const am_attn *attn)
+{
+    am_terms_found found = {0};
+    double sum = 0;
+    for (int i = 0; i < attn->terms.count; i++) {
+        const am_logit_term *term = &attn->terms.list[i];
+        const am_logit_row *row = am_row_of_term(term);
+        switch (row->acts) {
+        case AM_ADDS_PAIRS: found.bias = term; break;
+        case AM_ADDS_BY_DISTANCE: found.by_distance = true; break;
+        case AM_ADDS_BY_KEY: found.by_key = true; break;
+        case AM_CAPS: found.cap = term; break;
+        case AM_DROPS: found.dropout = term; break;
+        case AM_SINKS: found.sinks = term; break;
+        }
+        found.nearest_first |= row->first == AM_NEAREST_FIRST;
+        sum += row->bound(attn, term);
+    }
+    found.small = sum < 1e30; /* float32 has room for it times log2 e */
+    return found;
+}
+
+ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q)
+{
+    return places->starts ? am_sequence_of(places->starts, places->sequences, q) : b;
+}
+
+double *am_line_sums_in(am_line_sums *s, am_range wanted)
+{
+    if (s->filled.begin == s->filled.end) s->filled = (am_range){wanted.begin, wanted.begin};
+    for (; s->filled.end < wanted.end; s->filled.end++) s->sums[s->filled.end] = 0;
+    for (; s->filled.begin > wanted.begin; s->filled.begin--) s->sums[s->filled.begin - 1] = 0;
+    return s->sums;
+}
+
+bool am_has_dropout_of_too_many_keys(const am_attn *attn)
+{
+    return am_find_terms(attn).dropout && attn->places.first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
+}
+
+/* Whether an axis is 1, or as long as its letter says. */
+static bool is_length(const am_attn *attn, char axis, ptrdiff_t length)
+{
+    const am_places *places = &attn->places;
+    switch (axis) {
+    case 'B': return length == 1 || length == attn->batch;
+    case 'R': return length == 1 || length == (places->starts ? places->sequences : attn->batch);
+    case 'H': return length == 1 || length == attn->heads;
+    case 'Q': return length == 1 || length == attn->queries;
+    case 'K': return length == 1 || length == attn->keys;
+    case 'N': return length > 0;
+    default: return length == 1;
+    }
+}
+
+bool am_term_fits(const am_attn *attn, const am_logit_term *term)
+{
+    const am_logit_row *row = am_row_of_term(term);
+    const am_tokens *array = &term->array;
+    if (row->acts == AM_CAPS && !(term->number > 0)) return false;
+    if (row->acts == AM_DROPS && !(term->number > 0 && term->number < 1)) return false;
+    if (!*row->axes) return !array->data;
+    const bool fits =
+        row->acts == AM_ADDS_PAIRS
+            ? am_is_floating(array->type)
+            : array->type == AM_FLOAT64 && (term->shape[3] == 1 || array->element == sizeof(double));
+    if (!array->data || !fits) return false;
+    for (int axis = 0; axis < 4; axis++) {
+        if (!is_length(attn, row->axes[axis], term->shape[axis])) return false;
+    }
+    return row->acts != AM_ADDS_BY_DISTANCE || (attn->places.offsets && am_abs(term->integer) <= AM_FAR);
+}

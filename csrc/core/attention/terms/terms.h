@@ -1,0 +1,111 @@
+/* terms.h – what is asked of a kind of logit term. */
+#ifndef AM_CORE_ATTENTION_TERMS_TERMS_H
+#define AM_CORE_ATTENTION_TERMS_TERMS_H
+
+#include "core/attention/attention.h"
+#include "core/masks/mask.h"
+
+typedef enum {
+    AM_ADDS_PAIRS,       /* adds a number of its own to each pair */
+    AM_ADDS_BY_DISTANCE, /* adds numbers that follow from k - q - offset: a row of a tile is the row before
+                          * it, moved by one key */
+    AM_ADDS_BY_KEY,      /* adds numbers that follow from the key: queries of a head and a batch row or
+                          * sequence have the same */
+    AM_CAPS,             /* caps logits */
+    AM_DROPS,            /* drops weights */
+    AM_SINKS,            /* adds to the denominator of each row */
+} am_acts;
+
+/* Where the greatest logits of a row are likely to be: with them first, the row is seldom rescaled. */
+typedef enum { AM_ANY_FIRST, AM_NEAREST_FIRST } am_first_keys;
+
+/* Some numbers along a line: those of the pairs of a head at distances from `first` on, or of its keys from
+ * `first` on. */
+typedef struct {
+    const am_logit_term *term;
+    const double *numbers; /* of the term for this head, and batch row or sequence */
+    double factor;         /* from these to the unit of logits */
+    ptrdiff_t first, count;
+} am_line;
+
+/* A number of the term in the unit of logits. */
+static inline double am_line_number(const am_line *line, ptrdiff_t i)
+{
+    return line->numbers[i] * line->factor;
+}
+
+/* The batch row of a query, or its sequence, and that row's offset. */
+ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q);
+static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
+{
+    return places->offsets ? places->offsets[row * places->offset_step] : 0;
+}
+
+/* The gradient of a term's numbers of one head, as a task adds it up: those in a range, the others are not
+ * set. */
+typedef struct {
+    am_range filled;
+    double *sums; /* [length of the last axis] */
+} am_line_sums;
+
+/* Sets those in a range that are not set to zero; returns the sums. */
+double *am_line_sums_in(am_line_sums *sums, am_range wanted);
+
+typedef struct {
+    const char *name, *axes;
+    bool finite;
+    am_acts acts;
+    am_first_keys first;
+    /* The most that it may add to a logit, in absolute value; INFINITY if that is not known, or logits are
+     * not products and what is added to them. */
+    double (*bound)(const am_attn *attn, const am_logit_term *term);
+    void (*add)(const am_line *line, double *numbers);
+    /* The gradient from that of each number of the line. */
+    void (*learn)(const am_line *line, const double *d_numbers, am_line_sums *sums);
+} am_logit_row;
+extern const am_logit_row am_logit_rows[AM_LOGIT_KIND_COUNT];
+
+static inline const am_logit_row *am_row_of_term(const am_logit_term *term)
+{
+    return &am_logit_rows[term->kind];
+}
+
+/* The terms of a call by what they do; NULL: none. */
+typedef struct {
+    const am_logit_term *bias, *cap, *dropout, *sinks;
+    bool by_distance, by_key; /* whether any adds numbers along lines */
+    bool nearest_first;       /* whether any term wants so */
+    bool small;               /* all that is added to products is small enough for units of ln 2 */
+} am_terms_found;
+am_terms_found am_find_terms(const am_attn *attn);
+
+/* Whether anything is added to the products of a tile. */
+static inline bool am_adds_to_products(const am_terms_found *found)
+{
+    return found->bias || found->by_distance || found->by_key;
+}
+static inline double am_cap_of(const am_terms_found *found) { return found->cap ? found->cap->number : 0; }
+static inline double am_dropout_of(const am_terms_found *found)
+{
+    return found->dropout ? found->dropout->number : 0;
+}
+static inline ptrdiff_t am_sink_count(const am_terms_found *found)
+{
+    return found->sinks ? found->sinks->shape[3] : 0;
+}
+
+/* Whether the array of a term has a gradient. */
+static inline bool am_can_learn(const am_logit_term *term)
+{
+    const am_logit_row *row = am_row_of_term(term);
+    return row->learn || row->acts == AM_ADDS_PAIRS || row->acts == AM_SINKS;
+}
+
+/* Whether it is to be computed. */
+static inline bool am_is_learned(const am_logit_term *term) { return term && term->gradient; }
+
+/* Whether the array of a term is what its row says, and its integer in range. Bindings ask before they
+ * compute. */
+bool am_term_fits(const am_attn *attn, const am_logit_term *term);
+
+#endif
