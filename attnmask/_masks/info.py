@@ -24,18 +24,18 @@ from typing import Any, Literal, Never, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._common.arguments import AxisName, Offsets, describe, flag, frozen
+from attnmask._common.arguments import AxisName, Offsets, describe, flag
 from attnmask._common.debug import traced
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import hides
-from attnmask._common.loading import _core
-from attnmask._masks import derived, sources, transforms, tree
+from attnmask._masks import derived, sources, transforms
+from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
 from attnmask._masks.sharding import MaskSharding, shardings
 from attnmask._masks.state import DETAILS, FLAGS, State, changed, with_details
 
 
-class MaskInfo:
+class MaskInfo(OtherWays):
     """Which query may attend to which key, as a description.
 
     Make one with `full`, `causal`, `from_lengths`, `from_padding_mask`, `from_segments`, `from_attention_mask`,
@@ -85,7 +85,7 @@ class MaskInfo:
            [0, 0, 0, 0, 0, 0]])
     """
 
-    __slots__ = ("__weakref__", "_held", "_leaves")
+    __slots__ = ()
 
     __hash__ = None  # type: ignore[assignment]
     __iter__ = None  # or Python would take rows by their index until there are no more
@@ -109,10 +109,9 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        self._held: State | None = changed(State(), locals())  # None until the leaves of a tree are read
-        self._leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._held, self._leaves = changed(State(), locals()), None
 
-    # Constructors. `locals()` passes arguments on by name, so that only the signature lists them.
+    # Making one. `locals()` passes arguments on by name, so that only the signature lists them.
 
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, batch: int = 1) -> Self:
@@ -415,49 +414,6 @@ class MaskInfo:
         return cls._of(with_details(state, locals()))
 
     @classmethod
-    def from_random(
-        cls,
-        batch_size: int,
-        q_len: int,
-        kv_len: int | None = None,
-        sparsity: float = 0.5,
-        seed: int = 0,
-        q_positions: ArrayLike | None = None,
-        kv_positions: ArrayLike | None = None,
-        batch_axis_name: AxisName = ("dp", "fsdp"),
-        qheads_axis_name: AxisName = "tp",
-        kvheads_axis_name: AxisName = "tp",
-        sequence_axis_name: AxisName = "sp",
-    ) -> Self:
-        """Make a mask whose pairs are allowed at random, independently.
-
-        Parameters
-        ----------
-        batch_size, q_len : int
-        kv_len : int, optional
-            Defaults to `q_len`.
-        sparsity : float
-            The probability that a pair is masked out, from 0 to 1.
-        seed : int
-            The seed of ``numpy.random.default_rng``.
-        q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-            As in `MaskInfo`.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_random(2, 300, 400, sparsity=0.9)
-        >>> info.shape, round(info.density(), 2)
-        ((2, 300, 400), 0.1)
-        """
-        state = sources.of_chance(batch_size, q_len, kv_len, sparsity, seed)
-        return cls._of(with_details(state, locals()))
-
-    @classmethod
     def from_blocks(
         cls,
         blocks: ArrayLike,
@@ -552,26 +508,14 @@ class MaskInfo:
         return cls._of(sources.of_function(f, q_len, kv_len, batch, heads))
 
     @classmethod
-    def dynamic_init(
-        cls,
-        *,
-        mask_info: MaskInfo | None = None,
-        input_ids: ArrayLike | None = None,
-        inputs_embeds: ArrayLike | None = None,
-        attention_mask: ArrayLike | None = None,
-    ) -> MaskInfo:
-        """Make a mask from a model's inputs: from the first of these that is given.
+    def from_block_mask(cls, block_mask: Any) -> MaskInfo:
+        """Make a mask from a BlockMask of FlexAttention on the CPU.
+
+        Its ``mask_mod`` is evaluated once for every pair, as in `from_function`.
 
         Parameters
         ----------
-        mask_info : MaskInfo, optional
-            Returned as it is.
-        attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K], optional
-            As in `from_attention_mask`.
-        input_ids : array_like, shape [B, T], optional
-            Only the shape matters: all tokens attend to each other.
-        inputs_embeds : array_like, shape [B, T, D], optional
-            Likewise.
+        block_mask : torch.nn.attention.flex_attention.BlockMask
 
         Returns
         -------
@@ -579,819 +523,17 @@ class MaskInfo:
 
         Examples
         --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.dynamic_init(attention_mask=[[1, 1, 0]])
-        >>> info.q_segment_ids
-        array([[ 0,  0, -1]], dtype=int32)
+        >>> import torch
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 200, 200, device="cpu")
+        >>> int(attnmask.MaskInfo.from_block_mask(block_mask).attention_mask.sum())
+        20100
         """
-        if mask_info is not None:
-            if not isinstance(mask_info, MaskInfo):
-                raise TypeError(f"mask_info must be a MaskInfo, got {describe(mask_info)}")
-            return mask_info
-        if attention_mask is not None:
-            return cls.from_attention_mask(attention_mask)
-        if input_ids is not None:
-            return cls._of(sources.of_tokens(input_ids, "input_ids", "[B, T]"))
-        if inputs_embeds is not None:
-            return cls._of(sources.of_tokens(inputs_embeds, "inputs_embeds", "[B, T, D]"))
-        raise ValueError(
-            "mask_info, attention_mask, input_ids or inputs_embeds must be given, got None of them"
-        )
+        from attnmask.torch._blocks import from_block_mask
 
-    # Inside
+        return from_block_mask(block_mask)
 
-    @classmethod
-    def _of(cls, state: State) -> Self:
-        info = object.__new__(cls)
-        info._held, info._leaves = state, None
-        return info
-
-    def _made(self, state: State) -> Self:
-        """Return self if `state` is already its state."""
-        return self if state is self._state else self._of(state)
-
-    @property
-    def _state(self) -> State:
-        if self._held is None:
-            assert self._leaves is not None
-            self._held = tree.restore(*self._leaves)
-        return self._held
-
-    def _as_tensors(self) -> Any:
-        from attnmask.torch._masks import tensors_of_graphs
-
-        state = self._state
-        return None if state.base is None else state.once("tensors", lambda: tensors_of_graphs(self))
-
-    # As tensors of PyTorch, which torch.compile makes inputs of a graph; None if there is no mask.
-    _tensors = property(_core.built_in(_as_tensors))
-
-    # The mask as an array
-
-    @property
-    def attention_mask(self) -> NDArray[Any]:
-        """The mask as an array ``[B, H, Q, K]``, with one head if all share it.
-
-        bool, or the type of the array that it was made from or converted to by `to_dtype` or
-        `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError if it is too large.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).attention_mask.shape
-        (1, 1, 3, 3)
-        """
-        return derived.mask_array(self._state)
-
-    def get_or_compute_attention_mask(
-        self, dtype: DTypeLike = np.bool_, *, out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
-        """Return the mask as an array: 1 or True for allowed pairs, 0 or False for others.
-
-        Parameters
-        ----------
-        dtype : dtype
-            bool, an integer or a floating-point type.
-        out : ndarray, shape [B, H, Q, K], optional
-            Write the result here, and return it.
-
-        Returns
-        -------
-        ndarray, shape [B, H, Q, K]
-            An array the mask was made from is returned as it is if it has that type.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 1, 0]])
-        >>> info.get_or_compute_attention_mask("float32")[0, 0]
-        array([[1., 0., 1.],
-               [0., 1., 0.],
-               [1., 0., 1.]], dtype=float32)
-        """
-        return derived.mask_of_dtype(self._state, dtype, out)
-
-    def materialize_attention_mask(self, dtype: DTypeLike = np.bool_) -> Self:
-        """Return the same mask as an array instead of a description; ids and positions are kept.
-
-        Parameters
-        ----------
-        dtype : dtype
-            Of the array.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
-        >>> info.materialize_attention_mask("int8").attention_mask.dtype
-        dtype('int8')
-        """
-        return self._made(transforms.materialized(self._state, dtype))
-
-    def to_dtype(self, dtype: DTypeLike) -> Self:
-        """Return the same mask with an `attention_mask` of another type.
-
-        Parameters
-        ----------
-        dtype : dtype
-            bool, an integer or a floating-point type.
-
-        Returns
-        -------
-        MaskInfo
-            The mask itself if it already has that type.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).to_dtype("float32").attention_mask.dtype
-        dtype('float32')
-        """
-        return self._made(transforms.to_dtype(self._state, dtype))
-
-    @property
-    def bias(self) -> NDArray[np.float32]:
-        """The additive mask: 0 for allowed pairs, the lowest float32 for others; see `create_bias`.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 1]]).bias[0, 0, 0]
-        array([ 0.0000000e+00, -3.4028235e+38], dtype=float32)
-        """
-        return derived.bias(self._state, np.float32, None)
-
-    def create_bias(self, dtype: DTypeLike = np.float32, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return the additive mask: 0 for allowed pairs, the lowest number of the dtype for others.
-
-        Parameters
-        ----------
-        dtype : dtype
-            float16, bfloat16, float32 or float64.
-        out : ndarray, shape [B, H, Q, K], optional
-            Write the result here, and return it.
-
-        Returns
-        -------
-        ndarray, shape [B, H, Q, K]
-
-        See Also
-        --------
-        MaskInfo.bias : the same in float32; the result is kept.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 1]]).create_bias("float16")[0, 0, 0].tolist()
-        [0.0, -65504.0]
-        """
-        return derived.bias(self._state, dtype, out)
-
-    # Segment ids, lengths and positions
-
-    @property
-    def q_segment_ids(self) -> NDArray[np.int32]:
-        """The segment id of each query, ``[B, Q]`` or ``[B, H, Q]``; negative for padding.
-
-        The ids that the mask holds, otherwise those of `get_or_compute_segment_ids`.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).q_segment_ids
-        array([[0, 0, 1]], dtype=int32)
-        """
-        return derived.side_ids(self._state, 0)
-
-    @property
-    def kv_segment_ids(self) -> NDArray[np.int32]:
-        """The segment id of each key, ``[B, K]`` or ``[B, H, K]``; negative for padding.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).kv_segment_ids
-        array([[0, 0, 1]], dtype=int32)
-        """
-        return derived.side_ids(self._state, 1)
-
-    def get_or_compute_segment_ids(
-        self, per_head: bool = False
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return segment ids of queries and keys: those held, otherwise those of `mask_to_segment_ids`.
-
-        Parameters
-        ----------
-        per_head : bool
-            If they have to be computed: per head, instead of those of the first head.
-
-        Returns
-        -------
-        q_segment_ids, kv_segment_ids : ndarray of int32
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> mask = attnmask.MaskInfo(attention_mask=[[[0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]]])
-        >>> mask.get_or_compute_segment_ids()
-        (array([[0, 0, 1]], dtype=int32), array([[-1,  0,  0,  1]], dtype=int32))
-        """
-        return derived.segment_ids(self._state, flag(per_head, "per_head"))
-
-    def materialize_segment_ids(self, per_head: bool = False) -> Self:
-        """Return the same mask with the segment ids of `get_or_compute_segment_ids`.
-
-        Parameters
-        ----------
-        per_head : bool
-            As in `get_or_compute_segment_ids`.
-
-        Returns
-        -------
-        MaskInfo
-            The mask itself if it already holds them.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_random(1, 8).materialize_segment_ids()
-        >>> info.q_segment_ids.shape
-        (1, 8)
-        """
-        return self._made(transforms.with_segment_ids(self._state, per_head))
-
-    @property
-    def q_attention_mask(self) -> NDArray[np.int32]:
-        """1 for queries and 0 for padding, ``[B, Q]``, from the segment ids.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 4, -1]]).q_attention_mask
-        array([[1, 1, 0]], dtype=int32)
-        """
-        return frozen((self.q_segment_ids >= 0).astype(np.int32))
-
-    def get_qkv_masks(self, dtype: DTypeLike = np.bool_) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return which queries and keys are not padding, and which pairs share a segment.
-
-        From segment ids alone, whatever terms were applied.
-
-        Parameters
-        ----------
-        dtype : dtype
-            bool, an integer or a floating-point type.
-
-        Returns
-        -------
-        q_mask : ndarray, shape [B, Q]
-        kv_mask : ndarray, shape [B, K]
-        attention_mask : ndarray, shape [B, 1, Q, K]
-            With per-head ids, all three are per head.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> q_mask, kv_mask, mask = attnmask.MaskInfo.from_segments([[0, 1, -1]]).get_qkv_masks("int8")
-        >>> q_mask, mask[0, 0].diagonal()
-        (array([[1, 1, 0]], dtype=int8), array([1, 1, 0], dtype=int8))
-        """
-        return derived.qkv_masks(self._state, dtype)
-
-    @property
-    def is_multi_sequence(self) -> np.bool:
-        """True if the held segment ids name more than one segment: if any is above 0.
-
-        Those of queries, or of keys if only these are held; False if none are.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> bool(attnmask.MaskInfo.from_segments([[0, 0, 1]]).is_multi_sequence)
-        True
-        """
-        return derived.is_multi_sequence(self._state)
-
-    @property
-    def q_lens(self) -> NDArray[np.int32] | None:
-        """The number of queries of each segment, or of each batch row if there is one segment; without padding.
-
-        Segments are counted over all rows together, from 0 to the highest id, by the first head of per-head ids. None
-        if it cannot be told.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 2, -1]]).q_lens
-        array([2, 0, 1], dtype=int32)
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, -1], [0, -1, -1, -1]]).q_lens
-        array([3, 1], dtype=int32)
-        """
-        return derived.lens(self._state, 0)
-
-    @property
-    def kv_lens(self) -> NDArray[np.int32] | None:
-        """The number of keys of each segment, or of each batch row if there is one segment; see `q_lens`.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 1]], [[0, 1, 1, -1]]).kv_lens
-        array([1, 2], dtype=int32)
-        """
-        return derived.lens(self._state, 1)
-
-    @property
-    def cu_seqlens_q(self) -> NDArray[np.integer]:
-        """Where the segments of the queries start and end; see `get_or_compute_qkv_cu_seqlens`.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).cu_seqlens_q[:4]
-        array([0, 2, 3, 3], dtype=int32)
-        """
-        return derived.cu_seqlens_of_int32(self._state)[0]
-
-    @property
-    def cu_seqlens_kv(self) -> NDArray[np.integer]:
-        """Where the segments of the keys start and end; see `get_or_compute_qkv_cu_seqlens`.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 5], packed=True).cu_seqlens_kv
-        array([0, 2, 5], dtype=int32)
-        """
-        return derived.cu_seqlens_of_int32(self._state)[1]
-
-    def get_or_compute_qkv_cu_seqlens(
-        self, *, out_dtype: DTypeLike = np.int32, max_segments: int | None = None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return where the segments of queries and keys start and end.
-
-        Given values are returned as they are. Otherwise they come from held segment ids: the running sum of the tokens
-        of segments 0, 1, 2, …, without padding. Otherwise from the mask: ``[start0, end0, start1, end1, …]``, for each
-        batch row from the first token with an allowed pair to the last.
-
-        Parameters
-        ----------
-        out_dtype : dtype
-            An integer type.
-        max_segments : int, optional
-            Room for this many segments; ValueError if there are more. Defaults to 128, or to the number of segments if
-            larger.
-
-        Returns
-        -------
-        cu_seqlens_q, cu_seqlens_kv : ndarray
-            From segment ids, of shape [max_segments + 1].
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1, -1]])
-        >>> info.get_or_compute_qkv_cu_seqlens(max_segments=3)[0]
-        array([0, 2, 3, 3], dtype=int32)
-        >>> info = attnmask.MaskInfo(attention_mask=[[[0, 1, 1], [0, 1, 0], [0, 0, 0]]])
-        >>> info.get_or_compute_qkv_cu_seqlens()
-        (array([0, 2], dtype=int32), array([1, 3], dtype=int32))
-        """
-        return derived.cu_seqlens(self._state, out_dtype, max_segments)
-
-    @property
-    def q_positions(self) -> NDArray[np.int32] | None:
-        """The given positions of the queries, or None.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]], q_positions=[[5, 6]]).q_positions
-        array([[5, 6]], dtype=int32)
-        """
-        return self._state.q_positions
-
-    @property
-    def kv_positions(self) -> NDArray[np.int32] | None:
-        """The given positions of the keys, or None.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kv_positions is None
-        True
-        """
-        return self._state.kv_positions
-
-    @property
-    def q_position_ids(self) -> NDArray[np.int32]:
-        """The position of each query in its segment, from 0, from the segment ids; -1 for padding.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[-1, 0, 0, 0, 1, 1]]).q_position_ids
-        array([[-1,  0,  1,  2,  0,  1]], dtype=int32)
-        """
-        return derived.position_ids(self._state, 0)
-
-    def get_or_compute_positions(self) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
-        """Return positions of queries and keys: those given, otherwise their positions in their segments.
-
-        Returns
-        -------
-        q_positions : ndarray of int32 or None
-            Padding is at -1. None if they cannot be told.
-        kv_positions : ndarray of int32 or None
-            Padding is at 2147483647: later than every query.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> positions = attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
-        >>> [side.tolist() for side in positions]
-        [[[0, 1, 0, -1]], [[0, 1, 0, 2147483647]]]
-        """
-        return derived.positions(self._state)
-
-    # What it is
-
-    @property
-    def shape(self) -> tuple[int | None, int | None, int | None]:
-        """Batch rows, queries, keys; None for unknown ones.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_random(2, 3, 5).shape
-        (2, 3, 5)
-        """
-        batch, _, queries, keys = self._state.extent
-        return batch, queries, keys
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of batch rows, or None.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_random(2, 3, 5).batch_size
-        2
-        """
-        return self._state.extent[0]
-
-    @property
-    def q_len(self) -> int | None:
-        """The number of queries, or None.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_random(2, 3, 5).q_len
-        3
-        """
-        return self._state.extent[2]
-
-    @property
-    def kv_len(self) -> int | None:
-        """The number of keys, or None.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_random(2, 3, 5).kv_len
-        5
-        """
-        return self._state.extent[3]
-
-    @property
-    def heads(self) -> int:
-        """The number of heads with their own mask; 1 if all share one.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[[0, 0], [0, 1]]]).heads
-        2
-        """
-        return self._state.shape("tell heads")[1]
-
-    @property
-    def causal_mask_baked_in(self) -> bool:
-        """True if `apply_causal` was applied.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().causal_mask_baked_in
-        True
-        """
-        return self._state.baked[0]
-
-    @property
-    def sliding_window_baked_in(self) -> bool:
-        """True if `apply_sliding_window` was applied.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().sliding_window_baked_in
-        False
-        """
-        return self._state.baked[1]
-
-    @property
-    def chunked_mask_baked_in(self) -> bool:
-        """True if `apply_chunked` was applied.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_chunked(2).chunked_mask_baked_in
-        True
-        """
-        return self._state.baked[2]
-
-    @property
-    def token_type_ids_baked_in(self) -> bool:
-        """True if `apply_token_type_ids` was applied.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0]])
-        >>> info.apply_token_type_ids([[1, 2]]).token_type_ids_baked_in
-        True
-        """
-        return self._state.baked[3]
-
-    @property
-    def baked_in_masks(self) -> dict[str, bool]:
-        """The kinds of terms that were applied, by name.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().apply_chunked(2)
-        >>> [name for name, applied in info.baked_in_masks.items() if applied]
-        ['causal', 'chunked']
-        """
-        return dict(zip(FLAGS, self._state.baked, strict=True))
-
-    @property
-    def batch_axis_name(self) -> AxisName:
-        """The mesh axes of batch rows.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).batch_axis_name
-        ('dp', 'fsdp')
-        """
-        return self._state.axes[0]
-
-    @property
-    def qheads_axis_name(self) -> AxisName:
-        """The mesh axes of query heads.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).qheads_axis_name
-        'tp'
-        """
-        return self._state.axes[1]
-
-    @property
-    def kvheads_axis_name(self) -> AxisName:
-        """The mesh axes of key heads.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kvheads_axis_name
-        'tp'
-        """
-        return self._state.axes[2]
-
-    @property
-    def sequence_axis_name(self) -> AxisName:
-        """The mesh axes of tokens.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).sequence_axis_name
-        'sp'
-        """
-        return self._state.axes[3]
-
-    def is_self_attention(self) -> bool:
-        """Return whether queries and keys are the same tokens.
-
-        Judged by the held segment ids, otherwise by equal numbers of queries and keys, otherwise by cu_seqlens.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 1]]).is_self_attention()
-        True
-        """
-        return derived.is_self_attention(self._state)
-
-    def density(self) -> float:
-        """Return the share of allowed pairs, from 0 to 1, without writing out the mask.
-
-        Returns
-        -------
-        float
-            0 if there are no pairs.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, 1]]).apply_causal().density()
-        0.375
-        """
-        return derived.density(self._state)
-
-    def grid(self, batch: int, head: int, q_cell: int, k_cell: int) -> NDArray[np.int64]:
-        """Count the allowed pairs in each cell of a grid, as `visualize` draws it.
-
-        Parameters
-        ----------
-        batch, head : int
-            The plane; IndexError if it does not exist.
-        q_cell, k_cell : int
-            Queries and keys per cell, at least 1. The last cells may have fewer.
-
-        Returns
-        -------
-        ndarray of int64, shape [ceil(Q / q_cell), ceil(K / k_cell)]
-
-        See Also
-        --------
-        MaskInfo.density : the allowed share of the whole mask.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, 0]]).apply_causal().grid(0, 0, 2, 2).tolist()
-        [[3, 0], [4, 3]]
-        """
-        return derived.grid(self._state, batch, head, q_cell, k_cell)
-
-    def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """Return the segment ids of queries and keys of one plane, as `visualize` shows them.
-
-        Parameters
-        ----------
-        batch, head : int
-            The plane; IndexError if it does not exist.
-
-        Returns
-        -------
-        (ndarray of int32, ndarray of int32) or None
-            The held ids, otherwise those of equal rows and columns, or None if there are too many to compare.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 1], [2, 2]]).labels(1, 0)
-        (array([2, 2], dtype=int32), array([2, 2], dtype=int32))
-        """
-        return derived.plane_labels(self._state, batch, head)
-
-    def __repr__(self) -> str:
-        try:
-            return f"{type(self).__name__}({self._state})"
-        except Exception:  # JAX may put other objects than arrays into the leaves
-            return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
-
-    def __str__(self) -> str:
-        """Draw the first plane as `visualize` does, as wide as the terminal, below a line of text.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> print(attnmask.MaskInfo.full(0))
-        mask [1, 1, 0, 0]: full; no pairs
-        """
-        try:
-            state = self._state
-        except Exception:
-            return repr(self)
-        if state.base is None:
-            return f"no mask: {state}"
-        from attnmask._masks import render
-
-        base, terms = words(state.program, state.segment_based)
-        return render.text(self._drawable(), " ".join([base, *terms]))
-
-    # Masks made of masks
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskInfo):
-            return NotImplemented
-        return derived.are_equal(self._state, other._state)
-
-    def _joined(self, other: Any, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
-        if not isinstance(other, MaskInfo):
-            if not hasattr(other, "__array__"):
-                return NotImplemented  # type: ignore[no-any-return]
-            raise TypeError(
-                f"the other operand must be a MaskInfo, got {describe(other)}; "
-                "write MaskInfo.from_attention_mask(array)"
-            )
-        return self._of(transforms.joined(self._state, other._state, operator, baked))
-
-    def __and__(self, other: MaskInfo) -> Self:
-        """Allow the pairs that both allow; batch rows and heads broadcast.
-
-        Segment ids, positions and mesh axes come from the left mask where it has them. Whatever is baked into either
-        is baked into the result.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> causal = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
-        >>> (causal & attnmask.MaskInfo.from_segments([[0, 1, 1]])).attention_mask[0, 0].astype(int)
-        array([[1, 0, 0],
-               [0, 1, 0],
-               [0, 1, 1]])
-        """
-        return self._joined(other, "and", lambda mine, others: mine or others)
-
-    def __or__(self, other: MaskInfo) -> Self:
-        """Allow the pairs that either allows; ids, positions and axes are handled as in ``&``.
-
-        Whatever is baked into both is baked into the result.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> first, last = (attnmask.MaskInfo.from_segments([ids]) for ids in ([0, 0, -1], [-1, 0, 0]))
-        >>> (first | last).density() == 7 / 9
-        True
-        """
-        return self._joined(other, "or", lambda mine, others: mine and others)
-
-    __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
-
-    def __invert__(self) -> Self:
-        """Allow exactly the masked pairs, including padding. The result has no segment ids and nothing baked in.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> (~attnmask.MaskInfo.from_segments([[0, 1, -1]])).attention_mask[0, 0].astype(int)
-        array([[0, 1, 1],
-               [1, 0, 1],
-               [1, 1, 1]])
-        """
-        return self._of(transforms.inverted(self._state))
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            "a MaskInfo is neither True nor False: use & | ~ for `and`, `or`, `not`, and `is None` for a missing one"
-        )
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return `attention_mask` in any dtype, for NumPy functions.
-
-        Examples
-        --------
-        >>> import numpy as np, attnmask
-        >>> np.where(attnmask.MaskInfo.from_segments([[0, 1]]), 0, -1)[0, 0]
-        array([[ 0, -1],
-               [-1,  0]])
-        """
-        return derived.array_protocol(self._state, dtype, copy)
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return a part of the mask, ``mask[rows, heads, queries, keys]``, still as a description.
-
-        Each index is a slice, clipped as in NumPy, or an integer, which keeps its axis. ``...`` stands for all missing
-        axes. Heads that share a mask still share it, whichever you select. Segment ids and positions are sliced too.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 1, 1]] * 2).apply_causal()
-        >>> info[1, :, 2:4, 1:].attention_mask[0, 0].astype(int)
-        array([[1, 1, 0, 0],
-               [0, 0, 1, 0]])
-        >>> info[..., -1, :].shape
-        (2, 1, 5)
-        """
-        return self._made(transforms.sliced(self._state, index))
-
-    # Terms
+    # Narrowing and combining
 
     def apply_causal(
         self, offset: Offsets | Literal["bottom-right"] = 0, *, within_segments: bool = False
@@ -1697,49 +839,79 @@ class MaskInfo:
         """
         return self._of(transforms.kv_lengths(self._state, kv_lengths, q_len, sliding_window))
 
-    @staticmethod
-    def create_chunked_attention_mask(
-        chunk_size: int,
-        q_len: int,
-        kv_len: int | None = None,
-        offset: int = 0,
-        dtype: DTypeLike = np.bool_,
-        *,
-        out: NDArray[Any] | None = None,
-    ) -> NDArray[Any]:
-        """Return the array of pairs within a chunk with ``k <= q + offset``; see `apply_chunked`.
+    def __and__(self, other: MaskInfo) -> Self:
+        """Allow the pairs that both allow; batch rows and heads broadcast.
 
-        The chunk of a query is that of position ``q + offset``.
-
-        Parameters
-        ----------
-        chunk_size : int
-            At least 1.
-        q_len : int
-        kv_len : int, optional
-            Defaults to `q_len`.
-        offset : int
-        dtype : dtype
-            bool, an integer or a floating-point type.
-        out : ndarray, shape [q_len, kv_len], optional
-            Write the result here, and return it.
-
-        Returns
-        -------
-        ndarray, shape [q_len, kv_len]
+        Segment ids, positions and mesh axes come from the left mask where it has them. Whatever is baked into either
+        is baked into the result.
 
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.create_chunked_attention_mask(2, 4, dtype="int8")
-        array([[1, 0, 0, 0],
-               [1, 1, 0, 0],
-               [0, 0, 1, 0],
-               [0, 0, 1, 1]], dtype=int8)
+        >>> causal = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
+        >>> (causal & attnmask.MaskInfo.from_segments([[0, 1, 1]])).attention_mask[0, 0].astype(int)
+        array([[1, 0, 0],
+               [0, 1, 0],
+               [0, 1, 1]])
         """
-        return transforms.chunked_array(chunk_size, q_len, kv_len, offset, dtype, out)
+        return self._joined(other, "and", lambda mine, others: mine or others)
 
-    # Copies
+    def __or__(self, other: MaskInfo) -> Self:
+        """Allow the pairs that either allows; ids, positions and axes are handled as in ``&``.
+
+        Whatever is baked into both is baked into the result.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> first, last = (attnmask.MaskInfo.from_segments([ids]) for ids in ([0, 0, -1], [-1, 0, 0]))
+        >>> (first | last).density() == 7 / 9
+        True
+        """
+        return self._joined(other, "or", lambda mine, others: mine and others)
+
+    def __invert__(self) -> Self:
+        """Allow exactly the masked pairs, including padding. The result has no segment ids and nothing baked in.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> (~attnmask.MaskInfo.from_segments([[0, 1, -1]])).attention_mask[0, 0].astype(int)
+        array([[0, 1, 1],
+               [1, 0, 1],
+               [1, 1, 1]])
+        """
+        return self._of(transforms.inverted(self._state))
+
+    __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
+
+    def _joined(self, other: Any, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
+        if not isinstance(other, MaskInfo):
+            if not hasattr(other, "__array__"):
+                return NotImplemented  # type: ignore[no-any-return]
+            raise TypeError(
+                f"the other operand must be a MaskInfo, got {describe(other)}; "
+                "write MaskInfo.from_attention_mask(array)"
+            )
+        return self._of(transforms.joined(self._state, other._state, operator, baked))
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return a part of the mask, ``mask[rows, heads, queries, keys]``, still as a description.
+
+        Each index is a slice, clipped as in NumPy, or an integer, which keeps its axis. ``...`` stands for all missing
+        axes. Heads that share a mask still share it, whichever you select. Segment ids and positions are sliced too.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 1, 1]] * 2).apply_causal()
+        >>> info[1, :, 2:4, 1:].attention_mask[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [0, 0, 1, 0]])
+        >>> info[..., -1, :].shape
+        (2, 1, 5)
+        """
+        return self._made(transforms.sliced(self._state, index))
 
     def replace(
         self,
@@ -1785,157 +957,360 @@ class MaskInfo:
                 raise TypeError(f"a MaskInfo has no {name!r} to replace")
         return self._of(changed(self._state, locals() | others))
 
-    # FlexAttention
+    # Asking
 
-    def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> Any:
-        """Return the mask as a BlockMask of FlexAttention. PyTorch must be installed.
-
-        Parameters
-        ----------
-        block_size : int or tuple of two int
-            Queries and keys per block.
-
-        Returns
-        -------
-        torch.nn.attention.flex_attention.BlockMask
-            On the CPU. Its ``mask_mod`` is built from the terms: nothing is as large as the mask.
-
-        Examples
-        --------
-        >>> import torch
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 128 + [1] * 128]).apply_causal()
-        >>> block_mask = info.to_block_mask()
-        >>> block_mask.shape, block_mask.sparsity()
-        ((1, 1, 256, 256), 50.0)
-        """
-        from attnmask.torch._blocks import to_block_mask
-
-        return to_block_mask(self, block_size)
-
-    @classmethod
-    def from_block_mask(cls, block_mask: Any) -> MaskInfo:
-        """Make a mask from a BlockMask of FlexAttention on the CPU.
-
-        Its ``mask_mod`` is evaluated once for every pair, as in `from_function`.
-
-        Parameters
-        ----------
-        block_mask : torch.nn.attention.flex_attention.BlockMask
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.nn.attention.flex_attention import create_block_mask
-        >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 200, 200, device="cpu")
-        >>> int(attnmask.MaskInfo.from_block_mask(block_mask).attention_mask.sum())
-        20100
-        """
-        from attnmask.torch._blocks import from_block_mask
-
-        return from_block_mask(block_mask)
-
-    # Trees
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Take the mask apart for JAX: arrays, and the rest.
-
-        Returns
-        -------
-        children : tuple
-            The mask it was made from, segment ids of queries and keys, both cu_seqlens and both positions, each None if
-            not held; then the arrays of the terms.
-        aux_data : tuple
-            Everything that is not an array; hashable.
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        """Batch rows, queries, keys; None for unknown ones.
 
         Examples
         --------
         >>> import attnmask
-        >>> children, aux_data = attnmask.MaskInfo.from_segments([[0, 0, 1]]).tree_flatten()
-        >>> children[1]
-        array([[0, 0, 1]], dtype=int32)
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).shape
+        (2, 3, 5)
         """
-        if self._held is None and self._leaves is not None:
-            aux_data, children = self._leaves
-            return children, aux_data
-        return tree.flatten(self._state)
+        batch, _, queries, keys = self._state.extent
+        return batch, queries, keys
 
-    @classmethod
-    def tree_unflatten(cls, aux_data: tuple[Any, ...], children: tuple[Any, ...]) -> Self:
-        """Rebuild a mask from the parts of `tree_flatten`.
-
-        Parameters
-        ----------
-        aux_data : tuple
-        children : tuple
-            May be anything; they are read and checked when the mask is used.
-
-        Returns
-        -------
-        MaskInfo
+    @property
+    def batch_size(self) -> int | None:
+        """The number of batch rows, or None.
 
         Examples
         --------
         >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]]).apply_causal()
-        >>> children, aux_data = info.tree_flatten()
-        >>> attnmask.MaskInfo.tree_unflatten(aux_data, children) == info
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).batch_size
+        2
+        """
+        return self._state.extent[0]
+
+    @property
+    def q_len(self) -> int | None:
+        """The number of queries, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).q_len
+        3
+        """
+        return self._state.extent[2]
+
+    @property
+    def kv_len(self) -> int | None:
+        """The number of keys, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).kv_len
+        5
+        """
+        return self._state.extent[3]
+
+    @property
+    def heads(self) -> int:
+        """The number of heads with their own mask; 1 if all share one.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[[0, 0], [0, 1]]]).heads
+        2
+        """
+        return self._state.shape("tell heads")[1]
+
+    def density(self) -> float:
+        """Return the share of allowed pairs, from 0 to 1, without writing out the mask.
+
+        Returns
+        -------
+        float
+            0 if there are no pairs.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, 1]]).apply_causal().density()
+        0.375
+        """
+        return derived.density(self._state)
+
+    def grid(self, batch: int, head: int, q_cell: int, k_cell: int) -> NDArray[np.int64]:
+        """Count the allowed pairs in each cell of a grid, as `visualize` draws it.
+
+        Parameters
+        ----------
+        batch, head : int
+            The plane; IndexError if it does not exist.
+        q_cell, k_cell : int
+            Queries and keys per cell, at least 1. The last cells may have fewer.
+
+        Returns
+        -------
+        ndarray of int64, shape [ceil(Q / q_cell), ceil(K / k_cell)]
+
+        See Also
+        --------
+        MaskInfo.density : the allowed share of the whole mask.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, 0]]).apply_causal().grid(0, 0, 2, 2).tolist()
+        [[3, 0], [4, 3]]
+        """
+        return derived.grid(self._state, batch, head, q_cell, k_cell)
+
+    def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """Return the segment ids of queries and keys of one plane, as `visualize` shows them.
+
+        Parameters
+        ----------
+        batch, head : int
+            The plane; IndexError if it does not exist.
+
+        Returns
+        -------
+        (ndarray of int32, ndarray of int32) or None
+            The held ids, otherwise those of equal rows and columns, or None if there are too many to compare.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1], [2, 2]]).labels(1, 0)
+        (array([2, 2], dtype=int32), array([2, 2], dtype=int32))
+        """
+        return derived.plane_labels(self._state, batch, head)
+
+    def is_self_attention(self) -> bool:
+        """Return whether queries and keys are the same tokens.
+
+        Judged by the held segment ids, otherwise by equal numbers of queries and keys, otherwise by cu_seqlens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]]).is_self_attention()
         True
         """
-        info = object.__new__(cls)
-        info._held, info._leaves = None, tree.parts(aux_data, children)
-        return info
+        return derived.is_self_attention(self._state)
 
-    def __getstate__(self) -> dict[str, Any]:
-        children, aux_data = self.tree_flatten()
-        return tree.pickled(aux_data, children)
+    @property
+    def is_multi_sequence(self) -> np.bool:
+        """True if the held segment ids name more than one segment: if any is above 0.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._held, self._leaves = None, tree.unpickled(state)
-
-    # Sharding
-
-    @staticmethod
-    def get_empty_sharding() -> MaskSharding:
-        """Return a `MaskSharding` without a sharding for any array.
+        Those of queries, or of keys if only these are held; False if none are.
 
         Examples
         --------
         >>> import attnmask
-        >>> set(attnmask.MaskInfo.get_empty_sharding())
-        {None}
+        >>> bool(attnmask.MaskInfo.from_segments([[0, 0, 1]]).is_multi_sequence)
+        True
         """
-        return MaskSharding(*[None] * len(MaskSharding._fields))
+        return derived.is_multi_sequence(self._state)
 
-    def get_shardings(self, sequence_parallel: bool = False, *, mesh: Any) -> MaskSharding:
-        """Return how to divide the held arrays among the devices of a mesh, by axis names.
+    @property
+    def q_segment_ids(self) -> NDArray[np.int32]:
+        """The segment id of each query, ``[B, Q]`` or ``[B, H, Q]``; negative for padding.
 
-        Parameters
-        ----------
-        sequence_parallel : bool
-            Also divide queries, and the ids and positions of tokens.
-        mesh : jax.sharding.Mesh or mapping of str to int
-            The axes of the mesh and their sizes.
-
-        Returns
-        -------
-        MaskSharding
-            ``PartitionSpec`` if JAX is installed, otherwise tuples. A dimension is not divided if the axes do not
-            divide its length. None for arrays that are not held, and for cu_seqlens.
+        The ids that the mask holds, otherwise those of `get_or_compute_segment_ids`.
 
         Examples
         --------
         >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 8] * 4)
-        >>> tuple(info.get_shardings(mesh={"dp": 2, "fsdp": 2, "tp": 2}).q_segment_ids)
-        (('dp', 'fsdp'), None)
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).q_segment_ids
+        array([[0, 0, 1]], dtype=int32)
         """
-        return shardings(self._state, sequence_parallel, mesh)
+        return derived.side_ids(self._state, 0)
 
-    # Pictures
+    @property
+    def kv_segment_ids(self) -> NDArray[np.int32]:
+        """The segment id of each key, ``[B, K]`` or ``[B, H, K]``; negative for padding.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).kv_segment_ids
+        array([[0, 0, 1]], dtype=int32)
+        """
+        return derived.side_ids(self._state, 1)
+
+    @property
+    def q_lens(self) -> NDArray[np.int32] | None:
+        """The number of queries of each segment, or of each batch row if there is one segment; without padding.
+
+        Segments are counted over all rows together, from 0 to the highest id, by the first head of per-head ids. None
+        if it cannot be told.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 2, -1]]).q_lens
+        array([2, 0, 1], dtype=int32)
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, -1], [0, -1, -1, -1]]).q_lens
+        array([3, 1], dtype=int32)
+        """
+        return derived.lens(self._state, 0)
+
+    @property
+    def kv_lens(self) -> NDArray[np.int32] | None:
+        """The number of keys of each segment, or of each batch row if there is one segment; see `q_lens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]], [[0, 1, 1, -1]]).kv_lens
+        array([1, 2], dtype=int32)
+        """
+        return derived.lens(self._state, 1)
+
+    @property
+    def cu_seqlens_q(self) -> NDArray[np.integer]:
+        """Where the segments of the queries start and end; see `get_or_compute_qkv_cu_seqlens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).cu_seqlens_q[:4]
+        array([0, 2, 3, 3], dtype=int32)
+        """
+        return derived.cu_seqlens_of_int32(self._state)[0]
+
+    @property
+    def cu_seqlens_kv(self) -> NDArray[np.integer]:
+        """Where the segments of the keys start and end; see `get_or_compute_qkv_cu_seqlens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 5], packed=True).cu_seqlens_kv
+        array([0, 2, 5], dtype=int32)
+        """
+        return derived.cu_seqlens_of_int32(self._state)[1]
+
+    @property
+    def q_positions(self) -> NDArray[np.int32] | None:
+        """The given positions of the queries, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]], q_positions=[[5, 6]]).q_positions
+        array([[5, 6]], dtype=int32)
+        """
+        return self._state.q_positions
+
+    @property
+    def kv_positions(self) -> NDArray[np.int32] | None:
+        """The given positions of the keys, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kv_positions is None
+        True
+        """
+        return self._state.kv_positions
+
+    @property
+    def baked_in_masks(self) -> dict[str, bool]:
+        """The kinds of terms that were applied, by name.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().apply_chunked(2)
+        >>> [name for name, applied in info.baked_in_masks.items() if applied]
+        ['causal', 'chunked']
+        """
+        return dict(zip(FLAGS, self._state.baked, strict=True))
+
+    @property
+    def batch_axis_name(self) -> AxisName:
+        """The mesh axes of batch rows.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).batch_axis_name
+        ('dp', 'fsdp')
+        """
+        return self._state.axes[0]
+
+    @property
+    def qheads_axis_name(self) -> AxisName:
+        """The mesh axes of query heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).qheads_axis_name
+        'tp'
+        """
+        return self._state.axes[1]
+
+    @property
+    def kvheads_axis_name(self) -> AxisName:
+        """The mesh axes of key heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kvheads_axis_name
+        'tp'
+        """
+        return self._state.axes[2]
+
+    @property
+    def sequence_axis_name(self) -> AxisName:
+        """The mesh axes of tokens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).sequence_axis_name
+        'sp'
+        """
+        return self._state.axes[3]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        return derived.are_equal(self._state, other._state)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a MaskInfo is neither True nor False: use & | ~ for `and`, `or`, `not`, and `is None` for a missing one"
+        )
+
+    # Drawing
+
+    def __repr__(self) -> str:
+        try:
+            return f"{type(self).__name__}({self._state})"
+        except Exception:  # JAX may put other objects than arrays into the leaves
+            return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
+
+    def __str__(self) -> str:
+        """Draw the first plane as `visualize` does, as wide as the terminal, below a line of text.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> print(attnmask.MaskInfo.full(0))
+        mask [1, 1, 0, 0]: full; no pairs
+        """
+        try:
+            state = self._state
+        except Exception:
+            return repr(self)
+        if state.base is None:
+            return f"no mask: {state}"
+        from attnmask._masks import render
+
+        base, terms = words(state.program, state.segment_based)
+        return render.text(self._drawable(), " ".join([base, *terms]))
 
     def visualize(
         self,
@@ -2046,16 +1421,134 @@ class MaskInfo:
         self._state.shape("draw it")
         return self
 
+    # Converting
 
-# Every public member is logged in debug mode.
-for _name, _member in list(vars(MaskInfo).items()):
+    @property
+    def attention_mask(self) -> NDArray[Any]:
+        """The mask as an array ``[B, H, Q, K]``, with one head if all share it.
+
+        bool, or the type of the array that it was made from or converted to by `to_dtype` or
+        `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError if it is too large.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).attention_mask.shape
+        (1, 1, 3, 3)
+        """
+        return derived.mask_array(self._state)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return `attention_mask` in any dtype, for NumPy functions.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> np.where(attnmask.MaskInfo.from_segments([[0, 1]]), 0, -1)[0, 0]
+        array([[ 0, -1],
+               [-1,  0]])
+        """
+        return derived.array_protocol(self._state, dtype, copy)
+
+    def to_dtype(self, dtype: DTypeLike) -> Self:
+        """Return the same mask with an `attention_mask` of another type.
+
+        Parameters
+        ----------
+        dtype : dtype
+            bool, an integer or a floating-point type.
+
+        Returns
+        -------
+        MaskInfo
+            The mask itself if it already has that type.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).to_dtype("float32").attention_mask.dtype
+        dtype('float32')
+        """
+        return self._made(transforms.to_dtype(self._state, dtype))
+
+    def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> Any:
+        """Return the mask as a BlockMask of FlexAttention. PyTorch must be installed.
+
+        Parameters
+        ----------
+        block_size : int or tuple of two int
+            Queries and keys per block.
+
+        Returns
+        -------
+        torch.nn.attention.flex_attention.BlockMask
+            On the CPU. Its ``mask_mod`` is built from the terms: nothing is as large as the mask.
+
+        Examples
+        --------
+        >>> import torch
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 128 + [1] * 128]).apply_causal()
+        >>> block_mask = info.to_block_mask()
+        >>> block_mask.shape, block_mask.sparsity()
+        ((1, 1, 256, 256), 50.0)
+        """
+        from attnmask.torch._blocks import to_block_mask
+
+        return to_block_mask(self, block_size)
+
+    @staticmethod
+    def get_empty_sharding() -> MaskSharding:
+        """Return a `MaskSharding` without a sharding for any array.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> set(attnmask.MaskInfo.get_empty_sharding())
+        {None}
+        """
+        return MaskSharding(*[None] * len(MaskSharding._fields))
+
+    def get_shardings(self, sequence_parallel: bool = False, *, mesh: Any) -> MaskSharding:
+        """Return how to divide the held arrays among the devices of a mesh, by axis names.
+
+        Parameters
+        ----------
+        sequence_parallel : bool
+            Also divide queries, and the ids and positions of tokens.
+        mesh : jax.sharding.Mesh or mapping of str to int
+            The axes of the mesh and their sizes.
+
+        Returns
+        -------
+        MaskSharding
+            ``PartitionSpec`` if JAX is installed, otherwise tuples. A dimension is not divided if the axes do not
+            divide its length. None for arrays that are not held, and for cu_seqlens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 8] * 4)
+        >>> tuple(info.get_shardings(mesh={"dp": 2, "fsdp": 2, "tp": 2}).q_segment_ids)
+        (('dp', 'fsdp'), None)
+        """
+        return shardings(self._state, sequence_parallel, mesh)
+
+
+_LEFT_TO_PYTHON = ("__init__", "__getitem__", "__and__", "__or__", "__invert__")  # and all that is public
+
+# Every public member is logged in debug mode, by the name of this class.
+for _name, _member in {**vars(Held), **vars(OtherWays), **vars(MaskInfo)}.items():
+    _function = getattr(_member, "fget", None) or getattr(_member, "__func__", _member)
+    if not isinstance(_function, FunctionType):
+        continue
+    _function.__qualname__ = f"MaskInfo.{_name}"
     if not _name.startswith("_"):
-        setattr(MaskInfo, _name, traced(_member))
-    if not _name.startswith("_") or _name in ("__init__", "__getitem__", "__and__", "__or__", "__invert__"):
-        _function = getattr(vars(MaskInfo)[_name], "__func__", vars(MaskInfo)[_name])
-        if isinstance(_function, FunctionType):
-            left_to_python(
-                _function,
-                "a MaskInfo is made outside of compiled functions: pass it to them, or what "
-                "attnmask.torch.mask_tensors makes of it",
-            )
+        _member = traced(_member)
+        setattr(MaskInfo, _name, _member)
+    if isinstance(_member, property) or (_name.startswith("_") and _name not in _LEFT_TO_PYTHON):
+        continue
+    left_to_python(
+        getattr(_member, "__func__", _member),
+        "a MaskInfo is made outside of compiled functions: pass it to them, or what "
+        "attnmask.torch.mask_tensors makes of it",
+    )
