@@ -345,6 +345,24 @@ def test_a_copy_has_keys_that_nothing_has_attended_to():
         assert (cache.get_seq_length(), cache.kv.free_pages) == (5, 6)
 
 
+def test_pickles_have_a_version():
+    cache = paged(model_of("Llama"), dtype="float32", pages=8)
+    cache.update(*torch.randn(2, 1, 2, 5, 8), 0)
+    cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
+    state = cache.__getstate__()
+    made = copy.copy(cache)
+    made.__setstate__(state)
+    assert (repr(made), vars(made).keys()) == (repr(cache), vars(cache).keys())
+    names = pickle.dumps(cache).replace(b"attnmask.transformers", b"")
+    assert b"attnmask." not in names  # private modules may move
+    for version, message in (
+        (9, "the PagedCache was pickled by a later version"),
+        (None, "must have a version"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.__setstate__(state | {"version": version})
+
+
 def test_layers_that_read_the_keys_of_others():
     """They have no pages of their own, and no step waits for them."""
     config = transformers.Gemma3nTextConfig(

@@ -17,10 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._common.arguments import as_array, describe, frozen, integer, integer_array, one_of, place
+from attnmask._common.arguments import (
+    as_array,
+    check_form,
+    describe,
+    frozen,
+    integer,
+    integer_array,
+    one_of,
+    place,
+)
 from attnmask._common.loading import _core
 
 LAYOUTS = ("zigzag", "contiguous")
+_FORM = 1  # of pickles
 
 
 _MOST_PROCESSES = 2**20  # there are arrays of a number for each
@@ -73,6 +83,15 @@ class ShardPlan:
         values = {"starts": frozen(starts.copy()), "owners": frozen(owners.astype(np.int64)), "world": world}
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"version": _FORM, "starts": self.starts, "owners": self.owners, "world": self.world}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_form(state, _FORM, "the ShardPlan")
+        for name in ("starts", "owners", "world"):
+            object.__setattr__(self, name, state[name])
+        self.__post_init__()
 
     def __repr__(self) -> str:
         return f"ShardPlan(world={self.world}, tokens={self.length}, chunks={len(self.owners)})"

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
-from attnmask._common.arguments import describe, frozen
+from attnmask._common.arguments import check_form, describe, frozen
 from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
 from attnmask.torch._described import DescribedTensor
@@ -100,6 +100,9 @@ class Pages:
         return numbers
 
 
+_FORM = 1  # of pickles
+
+
 class PagedTensor(DescribedTensor):
     """Keys or values of a layer of a `PagedCache` where a model expects a tensor [B, Hkv, T, D]."""
 
@@ -140,11 +143,6 @@ class _Store:
         self.rows: list[int] = []  # the sequences of a batch, if it is one
         self.now: _Step | None = None  # which is open
         self.last: _Step | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, which have all tokens and no step."""
-        self.check_complete()
-        return vars(self) | {"last": None}
 
     def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
         self.append_all()
@@ -344,8 +342,26 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             page_size=page_size,
             dtype=dtype,
         )
-        self._store = _Store(kv, writers)
-        super().__init__(layers=[_PagedLayer(self._store, index) for index in range(layers)])
+        self._fill(_Store(kv, writers), layers)
+
+    def _fill(self, store: _Store, layers: int) -> None:
+        self._store = store
+        super().__init__(layers=[_PagedLayer(store, index) for index in range(layers)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, which have all tokens and no step."""
+        store = self._store
+        store.check_complete()
+        more = {name: value for name, value in vars(self).items() if name not in ("_store", "layers")}
+        held = {"kv": store.kv, "writers": store.writers, "rows": store.rows, "layers": len(self.layers)}
+        return {"version": _FORM, "more": more, **held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_form(state, _FORM, "the PagedCache")
+        store = _Store(state["kv"], state["writers"])
+        store.rows = list(state["rows"])
+        self._fill(store, state["layers"])
+        vars(self).update(state["more"])
 
     def __repr__(self) -> str:
         return f"PagedCache(layers={len(self.layers)}, rows={len(self._store.rows)}, kv={self.kv!r})"
