@@ -182,6 +182,11 @@ int am_to_readable(PyObject *object, const char *name, void *dst)
 
 int am_to_array(PyObject *object, const char *name, void *dst) { return to_array(object, name, false, dst); }
 
+int am_to_array_or_none(PyObject *object, const char *name, void *dst)
+{
+    return object == Py_None ? 0 : am_to_array(object, name, dst);
+}
+
 int am_to_mask(PyObject *object, const char *name, void *dst)
 {
     PyObject *array = PyArray_Check(object) ? (PyObject *)plain_view((PyArrayObject *)object)

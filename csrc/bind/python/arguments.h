@@ -40,6 +40,7 @@ am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows floa
  * It is a new view of the base class. Another thread may change the shape, strides or dtype of the caller's
  * object at any time, and a subclass may override methods; neither affects the view. */
 am_to am_to_array;
+am_to am_to_array_or_none; /* leaves NULL for None */
 /* The same of any dtype. */
 am_to am_to_readable;
 /* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on

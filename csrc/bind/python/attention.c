@@ -36,11 +36,6 @@ static int to_seed(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-static int to_array_or_none(PyObject *object, const char *name, void *dst)
-{
-    return object == Py_None ? 0 : am_to_array(object, name, dst);
-}
-
 static const char *const input_names[] = {"query", "key", "value"};
 
 bool am_heads_seem_first(const am_attn *attn)
@@ -549,7 +544,7 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"dout", am_to_array, &g.d_out},
         {"out", am_to_array, &g.out},
         {"lse", am_to_array, &g.lse},
-        {"dlse", to_array_or_none, &g.d_lse},
+        {"dlse", am_to_array_or_none, &g.d_lse},
         {"wanted", am_to_object, &g.wanted},
     };
     PyObject *result = NULL;

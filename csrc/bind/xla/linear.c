@@ -14,9 +14,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "bind/request_linear.h"
 #include "bind/xla/xla.h"
-#include "core/linear/linear.h"
-#include "core/linear/short_convolution.h"
 #include "core/runtime/sizes.h"
 
 enum { VERSION = 1 };
@@ -63,10 +62,10 @@ static bool look(problem *p, bool result, const char *name, int axes, const ptrd
     const bool by_row = shape[0] >= 0;
     if (*next >= buffers->count) return am_xla_fail(c, "there are too few arguments or results");
     if (!am_xla_look(c, buffers->buffers[(*next)++], by_row, v)) return false;
-    const bool shared = by_row && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
+    if (by_row && !result && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1)
+        v->shape[0] = c->request.mask.batch, v->stride[0] = 0;
     bool fits = v->axes == axes;
-    for (int i = 0; fits && i < axes; i++)
-        fits = shape[i] < 0 || v->shape[i] == shape[i] || (i == 0 && shared);
+    for (int i = 0; fits && i < axes; i++) fits = shape[i] < 0 || v->shape[i] == shape[i];
     return fits ? true : am_xla_fail(c, "%s has a shape that does not fit", name);
 }
 
@@ -74,18 +73,6 @@ static bool check_type(problem *p, const char *name, am_dtype type, am_dtype one
 {
     if (type == one || type == other) return true;
     return am_xla_fail(p->c, "%s has a type that does not fit", name);
-}
-
-static am_linear_array array_of(const am_view *v)
-{
-    am_linear_array to = {.data = v->data, .type = v->type};
-    if (v->axes == 1) {
-        to.stride[2] = v->stride[0];
-        return to;
-    }
-    to.stride[0] = am_shared_stride(v, 0);
-    for (int i = 1; i < v->axes; i++) to.stride[i] = v->stride[i];
-    return to;
 }
 
 static bool read_starts(problem *p, ptrdiff_t tokens)
@@ -100,29 +87,15 @@ static bool read_starts(problem *p, ptrdiff_t tokens)
     return p->starts;
 }
 
-/* The slots of rows, each of which is taken once. */
+/* The slots of rows. */
 static bool read_slots(problem *p, ptrdiff_t slots)
 {
-    am_xla_call *c = p->c;
-    am_operand indices = {.kind = AM_ARRAY};
+    am_view indices;
     if (!has(p, INDICES))
-        return slots == p->batch || am_xla_fail(c, "state must have %td slots, got %td", p->batch, slots);
-    if (!look(p, false, "state_indices", 1, &p->batch, &indices.view)) return false;
-    const ptrdiff_t *found = am_read_integers(&c->request, &indices, p->batch, 0);
-    bool *taken = found ? am_keep(&c->request, slots, sizeof *taken) : NULL;
-    if (!taken) return false;
-    for (ptrdiff_t i = 0; i < p->batch; i++) {
-        if (found[i] < -1 || found[i] >= slots)
-            return am_xla_fail(c, "state_indices must be from -1 to %td, got %td at index %td", slots - 1,
-                               found[i], i);
-        if (found[i] < 0) continue;
-        if (taken[found[i]])
-            return am_xla_fail(c, "state_indices must name each slot once, got %td again at index %td",
-                               found[i], i);
-        taken[found[i]] = true;
-    }
-    p->slots = found;
-    return true;
+        return slots == p->batch || am_xla_fail(p->c, "state must have %td slots, got %td", p->batch, slots);
+    if (!look(p, false, "state_indices", 1, &p->batch, &indices)) return false;
+    p->slots = am_read_slots(&p->c->request, &indices, p->batch, slots);
+    return p->slots;
 }
 
 /* The next result is the memory of an argument. */
@@ -141,84 +114,56 @@ static bool look_at_written(problem *p, const am_view *state)
 typedef struct {
     problem common;
     am_linear linear;
-    am_view query, value, decay, beta, state;
+    am_view inputs[AM_LINEAR_INPUTS];
 } attention;
 
-static am_dtype wide_type(const am_view *v) { return v->type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
+static am_dtype wide_type(am_dtype type) { return type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
+static am_dtype type_of(const attention *a) { return a->inputs[AM_QUERY].type; }
 
-static bool read_tokens(attention *a)
+/* Looks at query, key and value, decay and beta. */
+static bool look_at_inputs(attention *a)
 {
     problem *p = &a->common;
-    am_linear *linear = &a->linear;
-    am_view key, *q = &a->query, *v = &a->value;
-    ptrdiff_t shape[4] = {p->batch, -1, -1, -1};
-    if (!look(p, false, "query", 4, shape, q)) return false;
-    memcpy(shape + 1, q->shape + 1, sizeof shape - sizeof *shape);
-    if (!look(p, false, "key", 4, shape, &key)) return false;
-    shape[2] = shape[3] = -1;
-    if (!look(p, false, "value", 4, shape, v)) return false;
-    const ptrdiff_t key_heads = q->shape[2], heads = v->shape[2];
-    if (!am_is_floating(q->type) || key.type != q->type || v->type != q->type)
-        return am_xla_fail(p->c, "query, key and value must have one floating-point type");
-    if (key_heads == 0 ? heads != 0 : heads % key_heads != 0)
-        return am_xla_fail(p->c, "value must have a multiple of the heads of key");
-    *linear = (am_linear){
-        .heads = heads,
-        .key_heads = key_heads,
-        .rows = q->shape[3],
-        .channels = v->shape[3],
-        .tokens = q->shape[1],
-        .sequences = p->batch,
-        .query = array_of(q),
-        .key = array_of(&key),
-        .value = array_of(v),
-        .normalize = has(p, NORMALIZE),
-        .scale = p->scale,
-        .chunk = p->chunk,
-    };
-    return true;
-}
-
-/* decay and beta. */
-static bool read_gates(attention *a)
-{
-    problem *p = &a->common;
-    am_linear *linear = &a->linear;
-    const ptrdiff_t shape[4] = {p->batch, linear->tokens, linear->heads, linear->rows};
+    const ptrdiff_t any[] = {p->batch, -1, -1, -1}, by_head[] = {-1};
+    am_view *in = a->inputs;
+    if (!look(p, false, "query", 4, any, &in[AM_QUERY]) || !look(p, false, "key", 4, any, &in[AM_KEY]) ||
+        !look(p, false, "value", 4, any, &in[AM_VALUE]))
+        return false;
     if (has(p, DECAY)) {
         const int64_t at = p->next_argument, arguments = p->c->frame->arguments.count;
         const int64_t axes = at < arguments ? am_xla_argument(p->c, at)->rank - p->c->vmap_axes : 0;
-        const ptrdiff_t by_head[] = {-1};
-        if (axes == 1 ? !look(p, false, "decay", 1, by_head, &a->decay)
-                      : !look(p, false, "decay", axes == 4 ? 4 : 3, shape, &a->decay))
+        if (!look(p, false, "decay",
+                  axes == 1   ? 1
+                  : axes == 4 ? 4
+                              : 3,
+                  axes == 1 ? by_head : any, &in[AM_DECAY]))
             return false;
-        if (axes == 1 && a->decay.shape[0] != linear->heads)
-            return am_xla_fail(p->c, "decay has a shape that does not fit");
-        if (!check_type(p, "decay", a->decay.type, a->query.type, AM_FLOAT32)) return false;
-        linear->decay = array_of(&a->decay), linear->by_channel = axes == 4;
     }
-    if (!has(p, BETA)) return true;
-    if (!look(p, false, "beta", 3, shape, &a->beta)) return false;
-    linear->beta = array_of(&a->beta);
-    return check_type(p, "beta", a->beta.type, a->query.type, AM_FLOAT32);
+    return !has(p, BETA) || look(p, false, "beta", 3, any, &in[AM_BETA]);
+}
+
+static bool read_inputs(attention *a)
+{
+    problem *p = &a->common;
+    a->linear.normalize = has(p, NORMALIZE), a->linear.scale = p->scale, a->linear.chunk = p->chunk;
+    a->linear.starts = p->starts, a->linear.sequences = p->sequences;
+    return am_read_linear(&p->c->request, a->inputs, false, &a->linear);
 }
 
 static bool look_at_state(attention *a, bool result, const char *name, ptrdiff_t count, am_view *v)
 {
     const ptrdiff_t shape[4] = {count, a->linear.heads, a->linear.rows, a->linear.channels};
-    const am_dtype wide = wide_type(&a->query);
+    const am_dtype wide = wide_type(type_of(a));
     return look(&a->common, result, name, 4, shape, v) && check_type(&a->common, name, v->type, wide, wide);
 }
 
 static bool read_attention(attention *a)
 {
     problem *p = &a->common;
-    if (!begin(p) || !read_tokens(a) || !read_gates(a) || !read_starts(p, a->linear.tokens)) return false;
-    a->linear.starts = p->starts, a->linear.sequences = p->sequences;
-    if (!has(p, STATE)) return true;
-    if (!look_at_state(a, false, "initial_state", p->sequences, &a->state)) return false;
-    a->linear.state = array_of(&a->state);
-    return true;
+    if (!begin(p) || !look_at_inputs(a) || !read_starts(p, a->inputs[AM_QUERY].shape[1])) return false;
+    const ptrdiff_t states[] = {p->sequences, -1, -1, -1};
+    if (has(p, STATE) && !look(p, false, "initial_state", 4, states, &a->inputs[AM_STATE])) return false;
+    return read_inputs(a);
 }
 
 /* The states that gradients need: [B, at least so many, numbers]. */
@@ -230,15 +175,10 @@ static bool look_at_kept(attention *a, bool result, void **kept)
         return am_refuse_status(&a->common.c->request, AM_NO_MEMORY);
     if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
     *kept = v.data;
-    return v.type == wide_type(&a->query) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
+    return v.type == wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
                    am_product(v.shape[0], v.shape[1], 1) >= states
                ? true
                : am_xla_fail(a->common.c, "kept does not fit");
-}
-
-static bool has_numbers(const am_view *v)
-{
-    return v->data && v->shape[0] && v->shape[1] && v->shape[2] && v->shape[3];
 }
 
 bool am_xla_linear(am_xla_call *c)
@@ -249,12 +189,12 @@ bool am_xla_linear(am_xla_call *c)
     if (!read_attention(&a)) return false;
     const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
     if (!look(&a.common, true, "out", 4, shape, &out) ||
-        !check_type(&a.common, "out", out.type, a.query.type, a.query.type) ||
+        !check_type(&a.common, "out", out.type, type_of(&a), type_of(&a)) ||
         !look_at_state(&a, true, "state", a.common.sequences, &state))
         return false;
     if (has(&a.common, KEEP) && !look_at_kept(&a, true, &results.kept)) return false;
-    results.out = array_of(&out), results.state = array_of(&state);
-    if (!has_numbers(&out) && !has_numbers(&state)) return true;
+    results.out = am_linear_array_of(&out), results.state = am_linear_array_of(&state);
+    if (!am_has_numbers(&out) && !am_has_numbers(&state)) return true;
     return am_refuse_status(&c->request, am_linear_forward_all(&c->context, &a.linear, &results));
 }
 
@@ -265,9 +205,8 @@ static bool look_at_gradient(problem *p, const char *name, const am_view *of, am
     ptrdiff_t shape[4], by_head[] = {-1};
     if (!of->data) return true;
     memcpy(shape, of->shape, sizeof shape);
-    if (of->axes > 1 && shape[0] == 1) shape[0] = p->batch; /* shared by all calls */
     if (!look(p, true, name, of->axes, of->axes == 1 ? by_head : shape, &v)) return false;
-    *to = array_of(&v);
+    *to = am_linear_array_of(&v);
     return v.axes == 1 && v.shape[0] != of->shape[0]
                ? am_xla_fail(p->c, "%s has a shape that does not fit", name)
                : check_type(p, name, v.type, of->type, of->type);
@@ -282,22 +221,20 @@ bool am_xla_linear_gradients(am_xla_call *c)
     if (!read_attention(&a)) return false;
     const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
     if (!look_at_kept(&a, false, &kept) || !look(&a.common, false, "dout", 4, shape, &d_out) ||
-        !check_type(&a.common, "dout", d_out.type, a.query.type, a.query.type))
+        !check_type(&a.common, "dout", d_out.type, type_of(&a), type_of(&a)))
         return false;
     if (has(&a.common, GRAD_STATE) && !look_at_state(&a, false, "dstate", a.common.sequences, &d_state))
         return false;
-    if (!look_at_gradient(&a.common, "dquery", &a.query, &back.query) ||
-        !look_at_gradient(&a.common, "dkey", &a.query, &back.key) ||
-        !look_at_gradient(&a.common, "dvalue", &a.value, &back.value) ||
-        !look_at_gradient(&a.common, "ddecay", &a.decay, &back.decay) ||
-        !look_at_gradient(&a.common, "dbeta", &a.beta, &back.beta) ||
-        !look_at_gradient(&a.common, "dinitial_state", &a.state, &back.state))
-        return false;
-    back.kept = kept, back.d_out = array_of(&d_out), back.decay_of_heads = a.decay.axes == 1;
-    if (d_state.data) back.d_state = array_of(&d_state);
-    const am_view *const given[] = {&a.query, &a.value, &a.decay, &a.beta, &a.state};
+    am_linear_array *const places[] = {&back.query, &back.key,  &back.value,
+                                       &back.decay, &back.beta, &back.state};
     bool any = false;
-    for (int i = 0; i < 5; i++) any = any || has_numbers(given[i]);
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
+        if (!look_at_gradient(&a.common, "a gradient", &a.inputs[i], places[i])) return false;
+        any = any || am_has_numbers(&a.inputs[i]);
+    }
+    back.kept = kept, back.d_out = am_linear_array_of(&d_out),
+    back.decay_of_heads = a.inputs[AM_DECAY].axes == 1;
+    if (d_state.data) back.d_state = am_linear_array_of(&d_state);
     return !any || am_refuse_status(&c->request, am_linear_backward_all(&c->context, &a.linear, &back));
 }
 
@@ -305,16 +242,17 @@ bool am_xla_linear_step(am_xla_call *c)
 {
     attention a = {.common.c = c};
     problem *p = &a.common;
-    am_view out;
-    if (!begin(p) || !read_tokens(&a) || !read_gates(&a)) return false;
-    if (!look_at_state(&a, false, "state", -1, &a.state)) return false;
+    am_view out, state;
+    if (!begin(p) || !look_at_inputs(&a) || !read_inputs(&a) ||
+        !look_at_state(&a, false, "state", -1, &state))
+        return false;
     const ptrdiff_t shape[4] = {p->batch, 1, a.linear.heads, a.linear.channels};
-    if (!read_slots(p, a.state.shape[0]) || !look(p, true, "out", 4, shape, &out) ||
-        !check_type(p, "out", out.type, a.query.type, a.query.type) || !look_at_written(p, &a.state))
+    if (!read_slots(p, state.shape[0]) || !look(p, true, "out", 4, shape, &out) ||
+        !check_type(p, "out", out.type, type_of(&a), type_of(&a)) || !look_at_written(p, &state))
         return false;
     if (a.linear.tokens != 1) return am_xla_fail(c, "query must have one token");
-    const am_linear_step step = {array_of(&out), array_of(&a.state), p->slots};
-    return !has_numbers(&out) ||
+    const am_linear_step step = {am_linear_array_of(&out), am_linear_array_of(&state), p->slots};
+    return !am_has_numbers(&out) ||
            am_refuse_status(&c->request, am_linear_step_all(&c->context, &a.linear, &step));
 }
 
@@ -327,59 +265,30 @@ typedef struct {
     am_view x, weight, bias, state;
 } convolution;
 
-/* Axes of tokens and of channels; -1: there is none. */
-static am_conv_array rows_of(const am_view *v, int sequence, int token, int channel)
+/* Looks at x or at what has its shape: [B, T, C, 1], without the last axis. */
+static bool look_at_x(convolution *v, bool result, const char *name, const ptrdiff_t shape[4], am_view *to)
 {
-    if (!v->data) return (am_conv_array){0};
-    return (am_conv_array){
-        .data = v->data,
-        .type = v->type,
-        .sequence = sequence < 0 ? 0 : am_shared_stride(v, sequence),
-        .token = token < 0 ? 0 : v->stride[token],
-        .channel = v->stride[channel],
-    };
-}
-
-static am_conv_array tokens_of(const problem *p, const am_view *v)
-{
-    am_conv_array rows = rows_of(v, 0, 1, 2);
-    rows.packed = p->starts != NULL;
-    if (rows.packed) rows.sequence = 0;
-    return rows;
+    if (!look(&v->common, result, name, 4, shape, to)) return false;
+    to->axes = 3, to->stride[3] = 0;
+    return true;
 }
 
 static bool look_at_weights(convolution *v)
 {
     problem *p = &v->common;
     const ptrdiff_t x[] = {p->batch, -1, -1, 1}, any[] = {-1, -1};
-    if (!look(p, false, "x", 4, x, &v->x) || !look(p, false, "weight", 2, any, &v->weight)) return false;
-    const ptrdiff_t channels = v->x.shape[2];
-    if (!am_is_floating(v->x.type)) return am_xla_fail(p->c, "x must have a floating-point type");
-    if (v->weight.shape[0] != channels || v->weight.shape[1] < 1)
-        return am_xla_fail(p->c, "weight has a shape that does not fit");
-    if (!check_type(p, "weight", v->weight.type, v->x.type, AM_FLOAT32)) return false;
-    if (has(p, BIAS)) {
-        if (!look(p, false, "bias", 1, any, &v->bias)) return false;
-        if (v->bias.shape[0] != channels) return am_xla_fail(p->c, "bias has a shape that does not fit");
-        if (!check_type(p, "bias", v->bias.type, v->x.type, AM_FLOAT32)) return false;
-    }
-    v->tokens = v->x.shape[1];
-    v->conv = (am_short_conv){
-        .type = wide_type(&v->x),
-        .channels = channels,
-        .width = v->weight.shape[1],
-        .silu = has(p, SILU),
-        .weight = rows_of(&v->weight, -1, 1, 0),
-        .bias = rows_of(&v->bias, -1, -1, 0),
-    };
-    return true;
+    if (!look_at_x(v, false, "x", x, &v->x) || !look(p, false, "weight", 2, any, &v->weight) ||
+        (has(p, BIAS) && !look(p, false, "bias", 1, any, &v->bias)))
+        return false;
+    v->tokens = v->x.shape[1], v->conv.silu = has(p, SILU);
+    return am_read_conv(&p->c->request, &v->x, &v->weight, &v->bias, false, &v->conv);
 }
 
 static bool look_at_tail(convolution *v, bool result, const char *name, ptrdiff_t count, am_view *to)
 {
-    const ptrdiff_t shape[] = {count, v->conv.channels, v->conv.width - 1};
-    return look(&v->common, result, name, 3, shape, to) &&
-           check_type(&v->common, name, to->type, v->x.type, v->x.type);
+    const ptrdiff_t any[] = {count, -1, -1};
+    return look(&v->common, result, name, 3, any, to) &&
+           am_check_tail(&v->common.c->request, to, name, &v->conv, to->shape[0], &v->x);
 }
 
 static bool read_convolution(convolution *v)
@@ -388,18 +297,17 @@ static bool read_convolution(convolution *v)
     if (!begin(p) || !look_at_weights(v) || !read_starts(p, v->tokens)) return false;
     if (has(p, STATE) && !look_at_tail(v, false, "initial_state", p->sequences, &v->state)) return false;
     v->conv.sequences = p->sequences, v->conv.starts = p->starts;
-    v->conv.x = tokens_of(p, &v->x), v->conv.before = rows_of(&v->state, 0, 2, 1);
-    if (p->starts) return true;
-    ptrdiff_t *starts = am_keep(&p->c->request, p->batch + 1, sizeof *starts);
-    for (ptrdiff_t i = 0; starts && i < p->batch; i++) starts[i + 1] = starts[i] + v->tokens;
-    v->conv.starts = starts;
-    return starts;
+    v->conv.x = am_conv_tokens_of(&v->x, has(p, STARTS)),
+    v->conv.before = am_conv_array_of(&v->state, 0, 2, 1);
+    if (!p->starts) v->conv.starts = am_starts_of_rows(&p->c->request, p->batch, v->tokens);
+    return v->conv.starts;
 }
 
-static bool look_at_x(convolution *v, bool result, const char *name, am_view *to)
+/* Looks at what has the shape and type of x. */
+static bool look_at_like_x(convolution *v, bool result, const char *name, am_view *to)
 {
     const ptrdiff_t shape[] = {v->common.batch, v->tokens, v->conv.channels, 1};
-    return look(&v->common, result, name, 4, shape, to) &&
+    return look_at_x(v, result, name, shape, to) &&
            check_type(&v->common, name, to->type, v->x.type, v->x.type);
 }
 
@@ -407,11 +315,12 @@ bool am_xla_convolution(am_xla_call *c)
 {
     convolution v = {.common.c = c};
     am_view out, state;
-    if (!read_convolution(&v) || !look_at_x(&v, true, "out", &out) ||
+    if (!read_convolution(&v) || !look_at_like_x(&v, true, "out", &out) ||
         !look_at_tail(&v, true, "state", v.common.sequences, &state))
         return false;
-    v.conv.out = tokens_of(&v.common, &out), v.conv.after = rows_of(&state, 0, 2, 1);
-    return (!has_numbers(&out) && !has_numbers(&state)) ||
+    v.conv.out = am_conv_tokens_of(&out, has(&v.common, STARTS)),
+    v.conv.after = am_conv_array_of(&state, 0, 2, 1);
+    return (!am_has_numbers(&out) && !am_has_numbers(&state)) ||
            am_refuse_status(&c->request, am_short_conv_forward(&c->context, &v.conv));
 }
 
@@ -420,24 +329,26 @@ bool am_xla_convolution_gradients(am_xla_call *c)
     convolution v = {.common.c = c};
     problem *p = &v.common;
     am_view d_out, d_state = {0}, d_x, d_weight, d_bias = {0}, d_before = {0};
-    if (!read_convolution(&v) || !look_at_x(&v, false, "dout", &d_out)) return false;
+    if (!read_convolution(&v) || !look_at_like_x(&v, false, "dout", &d_out)) return false;
     if (has(p, GRAD_STATE) && !look_at_tail(&v, false, "dstate", p->sequences, &d_state)) return false;
     const ptrdiff_t weight[] = {-1, v.conv.width}, bias[] = {-1};
-    if (!look_at_x(&v, true, "dx", &d_x) || !look(p, true, "dweight", 2, weight, &d_weight)) return false;
+    if (!look_at_like_x(&v, true, "dx", &d_x) || !look(p, true, "dweight", 2, weight, &d_weight))
+        return false;
     if (has(p, BIAS) && !look(p, true, "dbias", 1, bias, &d_bias)) return false;
     if (has(p, STATE) && !look_at_tail(&v, true, "dinitial_state", p->sequences, &d_before)) return false;
     if (d_weight.shape[0] != v.conv.channels || d_weight.type != v.weight.type ||
         (d_bias.data && (d_bias.shape[0] != v.conv.channels || d_bias.type != v.bias.type)))
         return am_xla_fail(c, "dweight or dbias does not fit");
-    v.conv.out = tokens_of(p, &d_out), v.conv.after = rows_of(&d_state, 0, 2, 1);
+    v.conv.out = am_conv_tokens_of(&d_out, has(p, STARTS)),
+    v.conv.after = am_conv_array_of(&d_state, 0, 2, 1);
     const am_short_conv_gradients gradients = {
         .conv = v.conv,
-        .d_x = tokens_of(p, &d_x),
-        .d_weight = rows_of(&d_weight, -1, 1, 0),
-        .d_bias = rows_of(&d_bias, -1, -1, 0),
-        .d_before = rows_of(&d_before, 0, 2, 1),
+        .d_x = am_conv_tokens_of(&d_x, has(p, STARTS)),
+        .d_weight = am_conv_array_of(&d_weight, -1, 1, 0),
+        .d_bias = am_conv_array_of(&d_bias, -1, -1, 0),
+        .d_before = am_conv_array_of(&d_before, 0, 2, 1),
     };
-    return !has_numbers(&v.weight) ||
+    return !am_has_numbers(&v.weight) ||
            am_refuse_status(&c->request, am_short_conv_backward(&c->context, &gradients));
 }
 
@@ -449,12 +360,12 @@ bool am_xla_convolution_step(am_xla_call *c)
     if (!begin(p) || !look_at_weights(&v)) return false;
     if (!look_at_tail(&v, false, "state", -1, &v.state)) return false;
     if (v.tokens != 1) return am_xla_fail(c, "x must have one token");
-    if (!read_slots(p, v.state.shape[0]) || !look_at_x(&v, true, "out", &out) ||
+    if (!read_slots(p, v.state.shape[0]) || !look_at_like_x(&v, true, "out", &out) ||
         !look_at_written(p, &v.state))
         return false;
     v.conv.sequences = p->batch;
-    v.conv.x = rows_of(&v.x, 0, -1, 2), v.conv.out = rows_of(&out, 0, -1, 2);
-    v.conv.before = rows_of(&v.state, 0, 2, 1);
-    return !has_numbers(&out) ||
+    v.conv.x = am_conv_array_of(&v.x, 0, -1, 2), v.conv.out = am_conv_array_of(&out, 0, -1, 2);
+    v.conv.before = am_conv_array_of(&v.state, 0, 2, 1);
+    return !am_has_numbers(&out) ||
            am_refuse_status(&c->request, am_short_conv_step(&c->context, &v.conv, p->slots));
 }

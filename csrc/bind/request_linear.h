@@ -1,0 +1,44 @@
+/* request_linear.h – linear attention and short convolutions. */
+#ifndef AM_BIND_REQUEST_LINEAR_H
+#define AM_BIND_REQUEST_LINEAR_H
+
+#include "bind/request.h"
+#include "core/linear/linear.h"
+#include "core/linear/short_convolution.h"
+
+/* Adds an axis for the one token of a step, behind that of the batch. */
+am_view am_with_token(am_view v);
+
+/* Checks the shape: "… must be `words`of shape (…)". The axis of tokens is left out of what is said of a
+ * step. */
+bool am_check_shape(am_request *r, const am_view *v, const char *name, const char *words, int axes,
+                    const ptrdiff_t *shape, bool step);
+/* Checks that packed sequences are those of one row and end with it; `starts` may be NULL. */
+bool am_check_packed(am_request *r, const char *name, const am_view *v, const ptrdiff_t *starts,
+                     ptrdiff_t sequences);
+/* Each row as a sequence. */
+const ptrdiff_t *am_starts_of_rows(am_request *r, ptrdiff_t rows, ptrdiff_t tokens);
+bool am_has_numbers(const am_view *v); /* false for no array, too */
+
+/* The slot of each of `rows` batch rows, from -1, which leaves a row out, to slots - 1, each at most once. */
+const ptrdiff_t *am_read_slots(am_request *r, const am_view *indices, ptrdiff_t rows, ptrdiff_t slots);
+
+enum { AM_QUERY, AM_KEY, AM_VALUE, AM_DECAY, AM_BETA, AM_STATE, AM_LINEAR_INPUTS };
+/* Checks the inputs, of which the last three may be no arrays, and sets all but scale, chunk and `normalize`.
+ * Packed sequences are in `linear` already. */
+bool am_read_linear(am_request *r, const am_view inputs[AM_LINEAR_INPUTS], bool step, am_linear *linear);
+am_linear_array am_linear_array_of(const am_view *v);
+
+/* Checks x [B, T, C], weight [C, W] and bias, which may be no array, and sets the sizes and weights. */
+bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const am_view *bias, bool step,
+                  am_short_conv *conv);
+/* Checks the last tokens before a sequence, or their gradient: [rows, C, W - 1], of the type of x unless that
+ * is NULL. */
+bool am_check_tail(am_request *r, const am_view *v, const char *name, const am_short_conv *conv,
+                   ptrdiff_t rows, const am_view *x);
+/* Axes of sequences, tokens and channels; -1: there is none. */
+am_conv_array am_conv_array_of(const am_view *v, int sequence, int token, int channel);
+/* The same of [B, T, C]. */
+am_conv_array am_conv_tokens_of(const am_view *v, bool packed);
+
+#endif
