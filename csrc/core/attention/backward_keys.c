@@ -27,10 +27,10 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
     if (status != AM_OK) return status;
     if (sum == state->first) {
-        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .step = p->step * p->base.size}, at->rows,
+        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .step = p->lengths.step * p->base.size}, at->rows,
                    p->base.attn->head_dim);
     } else if (d_q) {
-        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
+        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->lengths.step, at->rows,
                                      p->base.attn->head_dim);
     }
     atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
@@ -39,8 +39,8 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
 
 static void clear_tile(const am_backward_plan *p, ptrdiff_t i, ptrdiff_t rows, const am_backward_workspace *s)
 {
-    memset(s->d_k + i * p->k_bytes, 0, (size_t)(rows * p->step * p->base.size));
-    memset(s->d_v + i * p->v_bytes, 0, (size_t)(rows * p->value_step * p->base.size));
+    memset(s->d_k + i * p->lengths.k_rows, 0, (size_t)(rows * p->lengths.step * p->base.size));
+    memset(s->d_v + i * p->lengths.v_rows, 0, (size_t)(rows * p->lengths.value_step * p->base.size));
 }
 
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
@@ -53,10 +53,11 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     const am_kv_kernels *kv = p->base.kv;
     const ptrdiff_t count = am_length(keys);
     const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
-    kv->pack_keys(s->k_columns + i * p->k_columns_bytes, &k, count, am_lanes(&p->base, f->head_dim), 1, NULL);
-    const bool finite = kv->pack_values(s->k + i * p->k_panels_bytes, &k, count, f->head_dim, NULL);
+    kv->pack_keys(s->k_columns + i * p->lengths.k_columns, &k, count, am_lanes(&p->base, f->head_dim), 1,
+                  NULL);
+    const bool finite = kv->pack_values(s->k + i * p->lengths.k_panels, &k, count, f->head_dim, NULL);
     const am_rows v = am_read_keys(&p->base, &f->v, at, keys, f->value_dim, s->row);
-    kv->pack_keys(s->v_columns + i * p->v_columns_bytes, &v, count, am_lanes(&p->base, f->value_dim), 1,
+    kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
                   NULL);
     clear_tile(p, i, count, s);
     s->tiles[i] = (am_local_tile){.packed = true, .finite = finite};
@@ -110,11 +111,11 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         const am_range keys = am_range_at(&p->sections.tiles, index);
         const ptrdiff_t i = index - walk->task->tiles.begin;
         am_backward_tile tile = {
-            .k_columns = s->k_columns + i * p->k_columns_bytes,
-            .v_columns = s->v_columns + i * p->v_columns_bytes,
-            .k = s->k + i * p->k_panels_bytes,
-            .d_k = s->d_k + i * p->k_bytes,
-            .d_v = s->d_v + i * p->v_bytes,
+            .k_columns = s->k_columns + i * p->lengths.k_columns,
+            .v_columns = s->v_columns + i * p->lengths.v_columns,
+            .k = s->k + i * p->lengths.k_panels,
+            .d_k = s->d_k + i * p->lengths.k_rows,
+            .d_v = s->d_v + i * p->lengths.v_rows,
             .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
         };
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
@@ -125,7 +126,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             walk->rows = am_begin_backward_rows(p, at, s);
             walk->loaded = true;
         }
-        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
+        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->lengths.step * p->base.size));
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
@@ -154,7 +155,7 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
         if (sum < state->first || sum > state->last) continue;
         bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
         if (!any && sum == state->first) {
-            memset(s->d_q, 0, (size_t)(walk->at->rows * p->step * p->base.size));
+            memset(s->d_q, 0, (size_t)(walk->at->rows * p->lengths.step * p->base.size));
             any = true;
         }
         if (status == AM_OK) status = add_ordered(p, walk->at, state, sum, any ? s->d_q : NULL, team);
@@ -202,8 +203,9 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
         const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-        const am_rows k = {.data = s->d_k + i * p->k_bytes, .step = p->step * p->base.size},
-                      v = {.data = s->d_v + i * p->v_bytes, .step = p->value_step * p->base.size};
+        const am_rows k = {.data = s->d_k + i * p->lengths.k_rows, .step = p->lengths.step * p->base.size},
+                      v = {.data = s->d_v + i * p->lengths.v_rows,
+                           .step = p->lengths.value_step * p->base.size};
         write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
         write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
         behind = keys.end;

@@ -20,11 +20,11 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
                     word = sizeof(uint64_t);
     ptrdiff_t used = 0;
     const bool keeps_ds = p->bias.result || p->lines.count > 0;
-    s->q = am_take(memory, &used, p->k_bytes);
-    s->d_out = am_take(memory, &used, p->v_bytes);
-    s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->k_bytes) : s->q;
-    s->d_out_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->v_bytes) : s->d_out;
-    s->d_q = am_take(memory, &used, p->k_bytes);
+    s->q = am_take(memory, &used, p->lengths.k_rows);
+    s->d_out = am_take(memory, &used, p->lengths.v_rows);
+    s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->lengths.k_rows) : s->q;
+    s->d_out_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->lengths.v_rows) : s->d_out;
+    s->d_q = am_take(memory, &used, p->lengths.k_rows);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
     s->terms.bias = am_take(memory, &used, am_adds_to_products(&p->base.terms) ? tile_bytes : 0);
@@ -33,11 +33,11 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     s->lines = am_line_sums_take(&p->lines, memory, &used);
     s->row = s->terms.row =
         am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->head_dim, f->value_dim), TILE)));
-    s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
-    s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
-    s->k = am_take(memory, &used, n * p->k_panels_bytes);
-    s->d_k = am_take(memory, &used, n * p->k_bytes);
-    s->d_v = am_take(memory, &used, n * p->v_bytes);
+    s->k_columns = am_take(memory, &used, n * p->lengths.k_columns);
+    s->v_columns = am_take(memory, &used, n * p->lengths.v_columns);
+    s->k = am_take(memory, &used, n * p->lengths.k_panels);
+    s->d_k = am_take(memory, &used, n * p->lengths.k_rows);
+    s->d_v = am_take(memory, &used, n * p->lengths.v_rows);
     s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
@@ -70,15 +70,15 @@ static ptrdiff_t choose(am_backward_plan *p)
     const am_attn *f = p->base.attn;
     const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
                     head_dim = am_ceil_div(f->head_dim, panel) * panel;
-    p->step = step_of(p, head_dim);
-    p->value_step = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
-    p->k_bytes = TILE * p->step * size;
-    p->v_bytes = TILE * p->value_step * size;
-    p->k_columns_bytes = TILE * am_lanes(&p->base, f->head_dim) * size;
-    p->v_columns_bytes = TILE * am_lanes(&p->base, f->value_dim) * size;
-    p->k_panels_bytes = TILE * head_dim * size / am_width(&p->base);
-    const ptrdiff_t bytes =
-        p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
+    p->lengths.step = step_of(p, head_dim);
+    p->lengths.value_step = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
+    p->lengths.k_rows = TILE * p->lengths.step * size;
+    p->lengths.v_rows = TILE * p->lengths.value_step * size;
+    p->lengths.k_columns = TILE * am_lanes(&p->base, f->head_dim) * size;
+    p->lengths.v_columns = TILE * am_lanes(&p->base, f->value_dim) * size;
+    p->lengths.k_panels = TILE * head_dim * size / am_width(&p->base);
+    const ptrdiff_t bytes = p->lengths.k_rows + p->lengths.v_rows + p->lengths.k_columns +
+                            p->lengths.v_columns + p->lengths.k_panels;
     ptrdiff_t seen = 0, tiles = 0;
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {
         const am_section *section = &p->sections.list[i];

@@ -20,18 +20,23 @@ typedef struct {
     am_range tokens; /* the keys whose gradients it writes, also those that no query sees */
 } am_key_task;
 
+/* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
+typedef struct {
+    ptrdiff_t step, value_step;
+    ptrdiff_t k_rows, v_rows;                 /* of gradients, of queries and of d_out */
+    ptrdiff_t k_columns, v_columns, k_panels; /* packed */
+} am_backward_lengths;
+
 typedef struct {
     am_attn_base base;
     const am_attn_gradients *problem;
-    ptrdiff_t step, value_step; /* from row to row in the workspace, in elements */
+    am_backward_lengths lengths;
     am_sections sections;
-    ptrdiff_t *sum_tiles;       /* of each section */
-    am_key_task *tasks;         /* [batch][row_tasks] */
-    ptrdiff_t row_tasks;        /* the most tasks of a key head and batch row */
-    ptrdiff_t task_tiles;       /* the most tiles of a task */
-    int threads;                /* the threads of the call */
-    ptrdiff_t k_bytes, v_bytes; /* the lengths of a tile's rows in the workspace */
-    ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes; /* the lengths of a packed tile */
+    ptrdiff_t *sum_tiles;  /* of each section */
+    am_key_task *tasks;    /* [batch][row_tasks] */
+    ptrdiff_t row_tasks;   /* the most tasks of a key head and batch row */
+    ptrdiff_t task_tiles;  /* the most tiles of a task */
+    int threads;           /* the threads of the call */
     am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
     am_rows_state *states; /* [block][heads] */
     char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */

@@ -43,8 +43,8 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .rows = at->rows,
         .head_dim = f->head_dim,
         .value_dim = f->value_dim,
-        .step = p->step,
-        .value_step = p->value_step,
+        .step = p->lengths.step,
+        .value_step = p->lengths.value_step,
         .q = s->q,
         .d_out = s->d_out,
         .q_rows = s->q_rows,
@@ -62,9 +62,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .unit = p->base.unit,
         .kept_factor = 1 / (1 - am_dropout_of(&p->base.terms)),
     };
-    block.q_finite = load_block(p, &f->q, at, p->step, s->row, s->q, s->q_rows);
+    block.q_finite = load_block(p, &f->q, at, p->lengths.step, s->row, s->q, s->q_rows);
     block.d_out_finite =
-        load_block(p, &p->problem->d_out, at, p->value_step, s->row, s->d_out, s->d_out_rows);
+        load_block(p, &p->problem->d_out, at, p->lengths.value_step, s->row, s->d_out, s->d_out_rows);
     return block;
 }
 

@@ -257,38 +257,46 @@ static ptrdiff_t kv_heads_of(const position *here, ptrdiff_t count)
     return here->section->shape.head_blocks > 1 ? 1 : count;
 }
 
-/* What a step prefetches of the tile `after` it, and of what comes with that. `count` blocks take a tile in
- * `parts`, one after the other; each prefetches its part, and the bias of its first block, `one`. */
-static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
-                            tile_place after, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
-                            am_kv_workspace *kv, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
+/* A step of some of the blocks at a position over a tile. */
+typedef struct {
+    const position *here, *next;
+    ptrdiff_t count; /* the blocks of all its parts, which take the tile one after the other */
+    am_part part;
+    tile_place after; /* the tile after it */
+} step_place;
+
+/* What a step prefetches: its part of the tile after it and of what comes with that, and the bias of its
+ * first block, `one`. */
+static void choose_prefetch(const forward *f, const step_place *step, const item *one,
+                            const am_kv_workspace *kv, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
 {
     const am_attn_base *base = &f->base;
     const am_attn *attn = base->attn;
-    const am_attn_place *at = &here->at, *then = &next->at;
-    const am_shape *h = &here->section->shape;
-    const ptrdiff_t kv_heads = kv_heads_of(here, count),
-                    heads = am_min(count * h->block_heads, kv_heads * base->heads_per_kv);
-    const bool last = after.of == next;
+    const am_attn_place *at = &step->here->at, *then = &step->next->at;
+    const am_shape *h = &step->here->section->shape;
+    const tile_place after = step->after;
+    const ptrdiff_t kv_heads = kv_heads_of(step->here, step->count),
+                    heads = am_min(step->count * h->block_heads, kv_heads * base->heads_per_kv);
+    const bool last = after.of == step->next;
     am_range keys = {0, 0};
     memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
     if (after.index >= 0) {
         keys = am_range_at(&f->sections.tiles, after.index);
-        am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, part, parts, prefetch);
+        am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, step->part, prefetch);
     }
     prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
-    if (!last || am_is_apart(&f->schedule, here->section) ||
-        (next->at.block == at->block && next->at.head == at->head))
+    if (!last || am_is_apart(&f->schedule, step->here->section) ||
+        (then->block == at->block && then->head == at->head))
         return;
-    const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
-                    begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
-    prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q + q_begin,
-                                                 q_end - q_begin, attn->head_dim);
+    const am_range q = am_part_of(step->part, (am_range){then->q, then->q + then->queries}),
+                   out = am_part_of(step->part, (am_range){at->q, at->q + at->queries});
+    prefetch[AM_PREFETCH_Q] =
+        am_prefetch_tokens(&attn->q, then->b, then->head, heads, q.begin, am_length(q), attn->head_dim);
     prefetch[AM_PREFETCH_OUT] =
-        am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_dim);
+        am_prefetch_tokens(&attn->out, at->b, at->head, heads, out.begin, am_length(out), attn->value_dim);
     if (attn->wide_out.data) /* in the place of d_q, which there is none of */
-        prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q + begin,
-                                                       end - begin, attn->value_dim);
+        prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, out.begin,
+                                                       am_length(out), attn->value_dim);
 }
 
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
@@ -304,15 +312,16 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
 {
     const am_attn_base *base = &f->base;
     const bool unpacked = here->section->shape.strategy == AM_UNPACKED;
-    const ptrdiff_t per_step = unpacked ? count : 1, parts = count / per_step;
+    const ptrdiff_t per_step = unpacked ? count : 1;
+    step_place step = {here, next, count, {0, count / per_step}, {NULL, -1}};
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     const tile_order order = tile_order_of(f, here);
     for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
         const ptrdiff_t index = tile_at(&order, i);
         const am_range keys = am_range_at(&f->sections.tiles, index);
-        const tile_place after = tile_after(f, here, next, &order, i);
-        for (ptrdiff_t part = 0; part < parts; part++) {
-            item *first = items + part * per_step;
+        step.after = tile_after(f, here, next, &order, i);
+        for (step.part.index = 0; step.part.index < step.part.count; step.part.index++) {
+            item *first = items + step.part.index * per_step;
             const am_flash_rows *rows[AM_MOST_ITEMS];
             am_flash_tile some[AM_MOST_ITEMS];
             ptrdiff_t live = 0;
@@ -331,9 +340,10 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
                 if (!unpacked)
-                    choose_prefetch(f, here, next, it, after, count, part, parts, kv, prefetch);
-                else if (after.index >= 0)
-                    am_kv_prefetch_keys(kv, &after.of->at, after.index, kv_heads_of(here, count), tile);
+                    choose_prefetch(f, &step, it, kv, prefetch);
+                else if (step.after.index >= 0)
+                    am_kv_prefetch_keys(kv, &step.after.of->at, step.after.index, kv_heads_of(here, count),
+                                        tile);
             }
             if (live == 0) continue;
             if (unpacked)

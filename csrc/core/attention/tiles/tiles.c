@@ -498,8 +498,7 @@ static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_
 }
 
 void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts,
-                    am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
+                    ptrdiff_t heads, am_part part, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
 {
     const am_kv *kv = w->kv;
     const am_attn *f = kv->base->attn;
@@ -508,9 +507,8 @@ void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_at
     if (to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
            : w->local[local_place(kv, g, index)].tile == index_among_all(kv, at, index))
         return;
-    const am_range all = am_range_at(&kv->sections->tiles, index);
-    const ptrdiff_t rows = am_length(all), bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
-    const am_range keys = {all.begin + rows * part / parts, all.begin + rows * (part + 1) / parts};
+    const am_range keys = am_part_of(part, am_range_at(&kv->sections->tiles, index));
+    const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
     prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, &prefetch[AM_PREFETCH_K]);
     prefetch_tokens(f, &f->v, at, heads, keys, f->value_dim, &prefetch[AM_PREFETCH_V]);
     if (to)
