@@ -530,3 +530,20 @@ def test_bad_gradients():
         vjp(out.astype(int))
     with pytest.raises(ValueError, match="dstate must be None"):
         vjp(out, given["initial_state"])
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_small_gradients_of_strong_decays(delta):
+    """Each is precise by itself, though it is a millionth of what its neighbors add up to."""
+    rng = np.random.default_rng(0)
+    query, key, value, dout = rng.standard_normal((4, 1, 200, 3, 32))
+    beta = rng.random((1, 200, 3)) if delta else None
+    decay = np.full((1, 200, 3), [-0.5, -12, -25])
+    grads = []
+    for dtype in (np.float32, np.float64):
+        arrays = [x.astype(dtype) for x in (query, key, value)]
+        gates = {"decay": decay.astype(dtype), "beta": None if beta is None else beta.astype(dtype)}
+        _, vjp = attnmask.linear_attention_vjp(*arrays, **gates, normalize_qk=True)
+        grads.append(vjp(dout.astype(dtype)).decay)
+    error = abs(grads[0] - grads[1]).max(axis=(0, 1)) / abs(grads[1]).max(axis=(0, 1))
+    assert (error < 1e-5).all(), error

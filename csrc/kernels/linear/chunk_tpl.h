@@ -46,6 +46,8 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
         {&w->d_heads, 2 * keys},
         {&w->d_tail, keys},
         {&w->carry, s->row_step},
+        {&w->reads, s->token_step},
+        {&w->across, s->token_step},
     };
     return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
 }
@@ -270,30 +272,22 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
     FN(multiply)(&product);
 }
 
-/* The gradient of a decay is that of all exponents in which it stands: of what later tokens read, less what
- * earlier ones wrote. Before a factor of 0 the sum begins anew. */
-static void FN(back_to_decay)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+/* By channel, the gradient of a decay is that of what later tokens read, less what earlier ones wrote. Before
+ * a factor of 0 the sum begins anew. */
+static void FN(back_to_channels)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const T *q = c->q, *k = c->k, *factor = c->factor, *next = c->next, *d_next = g->d_next;
-    T *d_decay = g->d_decay, sum = 0;
+    T *d_decay = g->d_decay;
     for (ptrdiff_t r = 0; r < step; r++) {
         const ptrdiff_t row = r * s->channel_step;
         w->carry[r] = r < s->rows ? FN(dot)(next + row, d_next + row, s->channel_step) : 0;
-        sum += w->carry[r];
     }
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
         const T *later_q = w->d_heads + i * step, *later_k = later_q + n * step,
                 *earlier = w->d_tail + i * step;
         const ptrdiff_t row = i * step;
-        if (!by_channel) {
-            sum += FN(dot)(q + row, later_q, step) - FN(dot)(k + row, earlier, step);
-            if (s->delta) sum += FN(dot)(k + row, later_k, step);
-            d_decay[i] = sum = factor[i] == 0 ? 0 : sum;
-            continue;
-        }
         for (ptrdiff_t r = 0; r < step; r++) {
             T change = q[row + r] * later_q[r] - k[row + r] * earlier[r];
             if (s->delta) change += k[row + r] * later_k[r];
@@ -316,11 +310,13 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     FN(back_to_state)(c, g, &w);
     FN(back_to_v)(c, g, &w);
     FN(back_to_pairs)(c, g, &w, u);
-    if (s->decay == AM_DECAY_BY_CHANNEL)
+    if (s->decay == AM_DECAY_BY_CHANNEL) {
         FN(pairs_by_channel_back)(c, &w);
-    else
+        FN(back_to_channels)(c, g, &w);
+    } else {
+        FN(back_to_decays)(c, g, &w);
         FN(pairs_by_token_back)(c, &w);
-    FN(back_to_decay)(c, g, &w);
+    }
     T *restrict d_k = g->d_k;
     const T *restrict earlier = w.d_tail, *restrict later = w.d_heads + keys;
     for (ptrdiff_t i = 0; i < keys; i++) d_k[i] = s->delta ? earlier[i] + later[i] : earlier[i];

@@ -33,6 +33,8 @@ typedef struct {
     T *d_heads; /* of heads, then of q and of k as the later of a pair */
     T *d_tail;  /* of tail, then of k as the earlier */
     T *carry;   /* [row_step] */
+    T *reads;   /* not by channel: gradients of decays from reads of the state, [token_step] */
+    T *across;  /* and from pairs across a token */
 } FN(work);
 
 /* --- A factor a token --- */
@@ -111,6 +113,51 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         FN(scale_row)(w->tail + i * step, k + i * step, w->decays[(n - 1) * s->token_step + i], step);
     }
     for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
+}
+
+/* The gradients of decays are those of all exponents in which they stand, each of which is added once: those
+ * of the state, of reads of it, of what is left in the next one, and of pairs. Nothing is subtracted, as
+ * decays may be so strong that hardly anything is left of what their neighbors add up to. A factor of 0 ends
+ * all sums. */
+static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step, pairs = s->token_step, sides = s->delta ? 2 : 1;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
+    T *d_decay = g->d_decay, *across = w->across, since = 1, before = 0, after = 0;
+    for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
+        before += FN(dot)(state + r * s->channel_step, d_next + r * s->channel_step, s->channel_step);
+    before *= w->whole[0];
+    for (ptrdiff_t i = 0; i < n; i++) {
+        since *= factor[i];
+        w->reads[i] = since * FN(dot)(q + i * step, w->d_heads + i * step, step);
+        if (s->delta) w->reads[i] += since * FN(dot)(k + i * step, w->d_heads + (n + i) * step, step);
+        if (factor[i] == 0) before = 0;
+        d_decay[i] = before;
+        before += FN(dot)(w->tail + i * step, w->d_tail + i * step, step);
+    }
+    memset(across, 0, (size_t)pairs * sizeof *across);
+    for (ptrdiff_t i = n - 1; i >= 0; i--) {
+        V sum = VOP(set1)(0);
+        for (ptrdiff_t j = 0; j < i; j += LANES) {
+            V found = VOP(load)(across + j);
+            for (ptrdiff_t side = 0; side < sides; side++) {
+                const ptrdiff_t at = i * pairs + j;
+                found = VOP(fma)(VOP(load)((side ? w->m : w->p) + at),
+                                 VOP(load)(w->d_pairs + side * n * pairs + at), found);
+            }
+            VOP(store)(across + j, found);
+        }
+        for (ptrdiff_t j = i; j < pairs && j < i + LANES; j++) across[j] = 0; /* not before token i */
+        for (ptrdiff_t j = 0; j < i; j += LANES) sum = VOP(add)(sum, VOP(load)(across + j));
+        after += w->reads[i];
+        if (factor[i] == 0) {
+            after = d_decay[i] = 0;
+            memset(across, 0, (size_t)pairs * sizeof *across);
+        } else {
+            d_decay[i] += after + VOP(total)(sum);
+        }
+    }
 }
 
 /* Adds to the gradients of q, and of k on both sides of a pair, what comes from P and M. */
