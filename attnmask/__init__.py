@@ -23,7 +23,8 @@ from attnmask._attention.problem import FlashAttentionGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._cache import attend
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
-from attnmask._cache.pages import KVCache, quantize_kv
+from attnmask._cache.pages import KVCache
+from attnmask._cache.quantize import quantize_kv
 from attnmask._common import arguments
 from attnmask._common.debug import get_debug_mode, set_debug_mode
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config

@@ -288,6 +288,24 @@ def check_pack_values(kernel: Kernel, rng) -> None:
                 assert finite == np.isfinite(values.astype(factors)).all(), case
 
 
+def check_widen_row(kernel: Kernel, rng) -> None:
+    """Numbers of four bits, times the scale of their group, and its offset."""
+    target = BF16 if kernel.slot.startswith("flash_bf16x2") else np.dtype(np.float32)
+    for group in (32, 64, 128):
+        for groups in (1, 2, 3, 7):
+            memory, case = Memory(), (group, groups)
+            halves = rng.integers(0, 256, groups * group // 2, np.uint8)
+            scales = some_special(rng, (groups, 2), np.dtype(np.float32))
+            dst = memory.written(unwritten(groups * group, target))
+            kernel(dst, memory.read(halves), memory.read(scales), group, groups * group)
+            memory.check(case)
+            numbers_of = (
+                np.stack([halves & 15, halves >> 4], axis=-1).reshape(groups, group).astype(np.float32)
+            )
+            expected = numbers_of * scales[:, :1] + scales[:, 1:]
+            same(dst, expected.astype(target).ravel(), case)
+
+
 def most_in_i16(depth: int) -> float:
     """The greatest number of a row of queries that become sixteen-bit integers, whose sums have 32 bits."""
     return float(min(MOST_I16, (2**31 - 1) // (128 * max(depth, 1))))
@@ -354,4 +372,5 @@ CHECKS = {
     "am_flash_merge": check_merge,
     "am_flash_write": check_write,
     "am_load_rows": check_load_rows,
+    "am_widen_row": check_widen_row,
 }

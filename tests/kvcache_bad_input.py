@@ -43,7 +43,7 @@ def read_only(*shape, dtype=F32) -> np.ndarray:
 
 
 FLOATING = "must be of float16, bfloat16, float32 or float64, got"
-CACHED = "must be of float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2, got"
+CACHED = "must be of float16, bfloat16, float32, float64, int8, float8_e4m3fn, float8_e5m2 or uint8, got"
 # The kind of call, what is wrong in it, the error, and what it says.
 BAD = [
     # Queries

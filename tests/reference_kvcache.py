@@ -100,7 +100,7 @@ def packed(query, cu_seqlens_q):
 
 def joined(parts, query, v_cache) -> ref.Attention:
     """The results of all sequences, in the shape of the query."""
-    heads, depth = query.shape[-2], v_cache.shape[-1]
+    heads, depth = query.shape[-2], v_cache.shape[-1] * (2 if v_cache.dtype == np.uint8 else 1)
     out = np.concatenate([np.zeros((0, heads, depth)), *(part.out[0] for part in parts)])
     out_size = np.concatenate([np.zeros((0, heads, depth)), *(part.out_size[0] for part in parts)])
     lse = np.concatenate([np.zeros((heads, 0)), *(part.lse[0] for part in parts)], axis=1)
@@ -126,15 +126,41 @@ def places(cache, block_table, row, start, end) -> tuple[np.ndarray, np.ndarray]
 def tokens(cache, scale, block_table, row, length) -> np.ndarray:
     """The first tokens of one sequence, [length, Hkv, D]: the numbers that the cache stands for."""
     where = places(cache, block_table, row, 0, length)
+    if cache.dtype == np.uint8:
+        return of_halves(cache[where], scale[where])
     numbers = cache[where].astype(np.float64)
     if scale is None:
         return numbers
     return numbers * np.broadcast_to(scale, (*cache.shape[:3], scale.shape[3]))[where].astype(np.float64)
 
 
+def of_halves(halves, scale) -> np.ndarray:
+    """Numbers of four bits, [..., D / 2], times the scales of their groups, and their offsets, [..., D / group, 2]."""
+    numbers = np.stack([halves & 15, halves >> 4], axis=-1)
+    groups = numbers.reshape(*scale.shape[:-1], 2 * halves.shape[-1] // scale.shape[-2]).astype(np.float64)
+    wide = scale.astype(np.float64)
+    return (groups * wide[..., :1] + wide[..., 1:]).reshape(*halves.shape[:-1], 2 * halves.shape[-1])
+
+
+def to_halves(new, groups, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """What `of_halves` reads, for scales and offsets of that type. A group with a number that is not finite is NaN."""
+    parts = new.astype(np.float32).reshape(*new.shape[:-1], groups, new.shape[-1] // groups)
+    low, high = parts.min(axis=-1, keepdims=True), parts.max(axis=-1, keepdims=True)
+    with np.errstate(all="ignore"):
+        wrong = np.where(np.isfinite(parts).all(axis=-1, keepdims=True), np.float32(0), np.float32(np.nan))
+        scale, offset = ((high - low) / np.float32(15) + wrong).astype(dtype), (low + wrong).astype(dtype)
+        scale[scale == 0] = 1
+        numbers = np.clip((parts - offset.astype(np.float32)) / scale.astype(np.float32), 0, 15)
+    numbers = np.rint(np.where(np.isnan(numbers), 0, numbers)).astype(np.uint8).reshape(new.shape)
+    return numbers[..., ::2] | numbers[..., 1::2] << 4, np.concatenate([scale, offset], axis=-1)
+
+
 def append(cache, scale, block_table, row, length, new) -> None:
     """Writes tokens [T, Hkv, D] behind the first `length` of a sequence."""
     where = places(cache, block_table, row, length, length + len(new))
+    if cache.dtype == np.uint8:
+        cache[where], scale[where] = to_halves(new, scale.shape[-2], scale.dtype)
+        return
     with np.errstate(over="ignore"):
         if cache.dtype.name not in LARGEST:
             cache[where] = new.astype(cache.dtype)

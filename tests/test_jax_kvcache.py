@@ -109,6 +109,19 @@ def test_quantized_caches(dtype, scale, new):
     compare(arguments | {"k_scale": k_scale, "v_scale": v_scale})
 
 
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_caches_of_four_bits(dtype, new):
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((2, 6, 16, 2, 64)).astype(F32)
+    (k_cache, k_scale), (v_cache, v_scale) = (attnmask.quantize_kv(x, "int4", group=32) for x in tokens)
+    query, key, value = (rng.standard_normal((2, 3, heads, 64)).astype(BF16) for heads in (4, 2, 2))
+    arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
+    arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
+    arguments |= {"key": key, "value": value} if new else {}
+    compare(arguments | {"k_scale": k_scale.astype(dtype), "v_scale": v_scale.astype(dtype)})
+
+
 def masks():
     """Some with more keys than tokens, and some with more than the cache has room for."""
     rng = np.random.default_rng(0)
@@ -166,8 +179,11 @@ def test_sequences_that_are_empty():
 def decoding(dtype=F32, tokens=64):
     """A step of a loop, its caches, and the query, key and value of each token."""
     rng = np.random.default_rng(0)
-    inputs = [rng.standard_normal((tokens, 2, 1, heads, 16)).astype(F32) for heads in (4, 2, 2)]
+    depth = 32 if dtype == np.uint8 else 16
+    inputs = [rng.standard_normal((tokens, 2, 1, heads, depth)).astype(F32) for heads in (4, 2, 2)]
     caches = {name: jax.numpy.zeros((2, tokens, 2, 16), dtype) for name in CACHES[:2]}
+    if dtype == np.uint8:  # two numbers of four bits in each
+        caches |= {name: jax.numpy.zeros((2, tokens, 2, 1, 2)) for name in CACHES[2:]}
     if dtype in (np.int8, *FLOATS8):
         caches |= {name: jax.numpy.zeros((2, tokens, 2, 1)) for name in CACHES[2:]}
 
@@ -181,7 +197,7 @@ def decoding(dtype=F32, tokens=64):
     return step, caches, inputs
 
 
-DTYPES = [F32, F16, BF16, np.dtype(np.int8), *FLOATS8]
+DTYPES = [F32, F16, BF16, np.dtype(np.int8), *FLOATS8, np.dtype(np.uint8)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -214,7 +230,7 @@ def test_a_loop_over_tokens(dtype):
     lengths = np.arange(64, dtype=np.int32)
     text = loop.lower(caches, (lengths, inputs)).compile().as_text()
     shape = jax.typeof(caches["k_cache"]).str_short(short_dtypes=True)
-    shape = shape.replace("i8[", "s8[").replace("f8_e4m3fn", "f8e4m3fn")
+    shape = shape.replace("i8[", "s8[").replace("f8_", "f8")
     assert f"{shape}{{3,2,1,0}}" in text
     assert f"= {shape}{{3,2,1,0}} copy(" not in text
 

@@ -34,13 +34,13 @@ LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at oth
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
 FORMATS = {
     "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8_E4M3"),
-    "flash_f32.widen": (),
+    "flash_f32.widen": ("AM_INT4",),
     "flash_f32.numbers": UP_TO_FLOAT32,
     "flash_f64.kv": ("AM_FLOAT64",),
     "flash_f64.widen": (),
     "flash_f64.numbers": ("AM_FLOAT64",),
     "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8_E4M3"),
-    "flash_bf16x2.widen": (),
+    "flash_bf16x2.widen": ("AM_INT4",),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
     "conv_f32.forward": UP_TO_FLOAT32,
     "conv_f64.forward": ("AM_FLOAT64",),
@@ -59,6 +59,9 @@ def test_kernel(isa, slot):
     if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
         assert not kernel.address
         pytest.skip(f"{isa} has no quick products of bfloat16, or none at all")
+    if slot.startswith("flash_bf16x2.widen") and isa not in LEVELS_WITH_BF16X2:
+        assert not kernel.address
+        pytest.skip(f"{isa} only emulates products of bfloat16")
     if slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
         assert not kernel.address
         pytest.skip("queries are read as they are")

@@ -13,7 +13,8 @@ import reference_kvcache as twin
 from conftest import SANITIZED
 
 from attnmask._cache import pages as _kv_cache
-from attnmask._cache.pages import KVCache, quantize_kv
+from attnmask._cache.pages import KVCache
+from attnmask._cache.quantize import quantize_kv
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
@@ -575,7 +576,7 @@ def test_arrays(dtype):
         ({"pages": 2**27, "page_size": 16}, ValueError, r"pages \* page_size must be at most 2147483647"),
         ({"pages": 2**500}, ValueError, r"pages \* page_size .* got an integer of"),
         ({"depth": 2**62}, MemoryError, "layers, pages, page_size, kv_heads and depth"),
-        ({"dtype": "int16"}, TypeError, "dtype must be float16, .* or float8_e5m2, got 'int16'"),
+        ({"dtype": "int16"}, TypeError, "dtype must be float16, .* or int4, got 'int16'"),
         ({"dtype": None}, TypeError, "dtype must be float16, .* got None"),
         ({"dtype": "nonsense"}, TypeError, "dtype must be float16, .* got 'nonsense'"),
         ({"dtype": ml_dtypes.float8_e4m3b11fnuz}, TypeError, "dtype must be float16"),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import LAYOUTS, arrange
 
-from attnmask._cache.pages import KVCache, quantize_kv
+from attnmask._cache.pages import KVCache
+from attnmask._cache.quantize import quantize_kv
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
@@ -96,8 +97,12 @@ def test_quantize_kv_of_nothing(dtype):
             TypeError,
             "x must be of float16, bfloat16, float32 or float64, got int64 array",
         ),
-        (([1.0], "float32", 0), TypeError, "dtype must be int8, float8_e4m3fn or float8_e5m2, got 'float32'"),
-        (([1.0], None, 0), TypeError, "dtype must be int8, float8_e4m3fn or float8_e5m2, got None"),
+        (
+            ([1.0], "float32", 0),
+            TypeError,
+            "dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got 'float32'",
+        ),
+        (([1.0], None, 0), TypeError, "dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got None"),
         (([1.0], "int8", 1), ValueError, "axis: axis 1 is out of bounds"),
         (([1.0], "int8", 1), IndexError, "axis: axis 1 is out of bounds"),
         (([1.0], "int8", (0, -1)), ValueError, "repeated axis in `axis`"),
@@ -124,7 +129,9 @@ def test_float8_without_ml_dtypes(monkeypatch, make):
 
 def test_a_type_that_cannot_be_is_told_before_a_package_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(TypeError, match="dtype must be int8, float8_e4m3fn or float8_e5m2, got 'bfloat16'"):
+    with pytest.raises(
+        TypeError, match="dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got 'bfloat16'"
+    ):
         quantize_kv([1.0], "bfloat16", 0)
     with pytest.raises(ImportError, match="dtype is of bfloat16, for which NumPy needs ml_dtypes"):
         KVCache(2, 8, pages=4, dtype="bfloat16")

@@ -43,6 +43,9 @@ def tensors(torch, arguments):
     return {name: tensor(torch, x) for name, x in arguments.items() if x is not None}
 
 
+WIDE = ("query", "key", "value", "k_cache", "v_cache")
+
+
 def quantized(dtype, packed, by_channel=False):
     """Arguments of a quantized cache of pages."""
     rng = np.random.default_rng(0)
@@ -50,6 +53,18 @@ def quantized(dtype, packed, by_channel=False):
     del arguments["out"]
     for name in ("query", "key", "value"):
         arguments[name] = rng.standard_normal(arguments[name].shape, F32)
+    if dtype == "int4":
+        wide = {
+            name: rng.standard_normal((*arguments[name].shape[:-1], 64), F32)
+            for name in arguments
+            if name in WIDE
+        }
+        arguments |= wide
+        for side in "kv":
+            arguments[f"{side}_cache"], arguments[f"{side}_scale"] = attnmask.quantize_kv(
+                wide[f"{side}_cache"], dtype
+            )
+        return arguments
     for side in "kv":
         numbers = rng.standard_normal(arguments[f"{side}_cache"].shape, F32)
         axis = (0, 1) if by_channel else -1
@@ -61,12 +76,14 @@ def made(name):
     if name in CASES:
         return {key: x for key, x in arguments_of(CASES[name]).items() if x is not None}
     dtype, *how = name.split()
-    return quantized(getattr(ml_dtypes, dtype, dtype), "packed" in how, "channels" in how)
+    return quantized(
+        dtype if dtype == "int4" else getattr(ml_dtypes, dtype, dtype), "packed" in how, "channels" in how
+    )
 
 
 NAMES = [
     *CASES, "int8", "int8 packed", "int8 channels", "float8_e4m3fn", "float8_e4m3fn packed", "float8_e4m3fn channels",
-    "float8_e5m2",
+    "float8_e5m2", "int4", "int4 packed",
 ]  # fmt: skip
 
 

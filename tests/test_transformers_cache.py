@@ -79,7 +79,9 @@ def test_generation(name, monkeypatch):
     assert cache.kv.free_pages == 40
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "int4"]
+)
 def test_types(dtype):
     """Logits are those of the model, as near as the type is."""
     model, ids = ready("Llama"), random_ids(2, TOKENS)
@@ -93,6 +95,24 @@ def test_types(dtype):
     error = (got - right).abs().max() / right.abs().max()
     assert error < {"float32": 1e-5, "float16": 0.005, "bfloat16": 0.03, "int8": 0.05}.get(dtype, 0.4)
     assert (error > 1e-4) == (dtype != "float32")
+
+
+def test_four_bits():
+    """Read in place, and copied end to end for what else computes with them."""
+    model, ids = ready("Llama", head_dim=64), random_ids(2, TOKENS)
+    results = []
+    for name in ("attnmask", "eager"):
+        model.set_attn_implementation(name)
+        cache = paged(model, dtype="int4")
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split((4, 6, 1), 1)]
+        results.append(torch.cat(parts, dim=1))
+    assert cache.kv.k_pages.shape[-1] == 32
+    with torch.no_grad():
+        right = model(ids).logits
+    error = (results[0] - right).abs().max() / right.abs().max()
+    assert 1e-4 < error < 0.3
+    assert_close({"logits": results[1]}, {"logits": results[0]}, 1e-4)
 
 
 def test_the_type_of_the_model():

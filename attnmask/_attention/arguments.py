@@ -291,6 +291,7 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
         "return_lse": _FLAG,
         "out": _OUT,
         **{name: (_ATTENTION[name][0], default) for name, default in CACHE_DEFAULTS.items()},
+        "rotate": _FLAG,  # not the core's
     },
     "value",
 )

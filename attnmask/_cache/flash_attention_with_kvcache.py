@@ -2,15 +2,16 @@
 
 from typing import Any  # noqa: F401 (of annotations, as the next ones)
 
-import numpy as np  # noqa: F401
+import numpy as np
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
 
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
-from attnmask._common.arguments import suit_hint
+from attnmask._cache.quantize import check_rotates, rotated
+from attnmask._common.arguments import as_array, flag, suit_hint
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo  # noqa: F401
 
-_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names
+_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names[:-1]  # but for rotate
 
 
 @FLASH_ATTENTION_WITH_KVCACHE
@@ -34,8 +35,9 @@ def flash_attention_with_kvcache(*args, **given):
     ----------
     query : array_like, shape [B, Tq, H, D], or [total, H, D] with `cu_seqlens_q`
     k_cache : ndarray, shape [B, Tmax, Hkv, D], or [pages, page_size, Hkv, D] with `block_table`
-        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``, with any
-        strides. Queries may have another type, but float64 goes only with float64.
+        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn``, ``ml_dtypes.float8_e5m2``, or uint8 with
+        two numbers of four bits in each, as `quantize_kv` packs them, of shape ``[..., D / 2]``. Any strides. Queries
+        may have another type, but float64 goes only with float64.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
         Same type as `k_cache`. In a latent cache, a view of some channels of it, such as ``k_cache[..., :512]``.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
@@ -51,7 +53,9 @@ def flash_attention_with_kvcache(*args, **given):
         Both are required for 8-bit caches, whose numbers they multiply: one per token and head, of shape ``[B, Tmax,
         Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or one per head and channel, ``[1, 1, Hkv, D]``. The scales of new
         tokens are written in the first case; in the second, new tokens are quantized with the given scales. In a latent
-        cache, `k_scale` serves both, and `v_scale` is None.
+        cache, `k_scale` serves both, and `v_scale` is None. For uint8, scales and offsets of groups, float32 or
+        float16, of shape ``[B, Tmax, Hkv, D / group, 2]`` or ``[pages, page_size, Hkv, D / group, 2]`` with a group of
+        32, 64 or 128; those of new tokens are written.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
         Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
         many.
@@ -71,6 +75,10 @@ def flash_attention_with_kvcache(*args, **given):
         Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [total, H, Dv], optional
         Write the result here, and return it.
+    rotate : bool
+        Multiply queries, new keys and new values by a normalized Hadamard matrix, and the result, too. Products stay
+        what they are, and outliers of a few channels are spread over all, so that quantizing costs less precision. All
+        tokens of the cache must have been written so. D and Dv must be powers of two.
 
     Returns
     -------
@@ -101,7 +109,32 @@ def flash_attention_with_kvcache(*args, **given):
     array([1., 4.])
     """
     try:
+        if "rotate" in given:
+            whole = FLASH_ATTENTION_WITH_KVCACHE.bind(args, given)
+            if flag(whole.pop("rotate"), "rotate"):
+                return attend_rotated(whole)
+            return _core.flash_kvcache(_NAMES, (), whole)
         return _core.flash_kvcache(_NAMES, args, given)
     except (TypeError, ValueError) as error:
         suit_hint(error, FLASH_ATTENTION_WITH_KVCACHE.bind(args, given))
         raise
+
+
+def attend_rotated(given):
+    """Attend with queries and new tokens rotated, and rotate the result. The core complains about what does not fit."""
+    arrays = {
+        name: as_array(given[name], name) for name in ("query", "key", "value") if given[name] is not None
+    }
+    v_cache = as_array(given["v_cache"], "v_cache")
+    if "key" in arrays and "value" not in arrays:
+        raise ValueError("value must be given with key and rotate=True, got None")
+    for x, name, numbers in (
+        (arrays["query"], "query", 1),
+        (v_cache, "v_cache", 1 + (v_cache.dtype == np.uint8)),
+    ):
+        if x.ndim:
+            check_rotates(x.shape[-1] * numbers, f"the channels of {name}")
+    result = _core.flash_kvcache(_NAMES, (), given | {name: rotated(x) for name, x in arrays.items()})
+    out = as_array(result[0] if isinstance(result, tuple) else result, "out")
+    out[...] = rotated(out)
+    return result

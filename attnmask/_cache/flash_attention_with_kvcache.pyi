@@ -29,6 +29,7 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    rotate: bool = False,
 ) -> NDArray[Any]: ...
 @overload
 def flash_attention_with_kvcache(
@@ -52,6 +53,7 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    rotate: bool = False,
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
 def flash_attention_with_kvcache(
@@ -75,4 +77,5 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    rotate: bool = False,
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...

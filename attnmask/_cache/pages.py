@@ -18,31 +18,25 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
+from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._common.arguments import (
-    FLOAT8,
     allocate,
     as_array,
     check_form,
     describe,
-    dtype_of,
     flag,
     frozen,
     integer,
     integer_array,
-    is_floating,
-    of_ml_dtypes,
     per_row,
     place,
 )
 
-__all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
+__all__ = ["KVCache", "KVCacheStep"]
 
-# The largest magnitudes of formats that have scales, by the names of their types.
-_LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
 _CACHE_LINE = 64  # bytes
 
@@ -54,86 +48,6 @@ def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     memory = np.zeros(size + _CACHE_LINE, np.uint8)
     begin = -memory.__array_interface__["data"][0] % _CACHE_LINE
     return memory[begin : begin + size].view(numbers).reshape(shape)
-
-
-def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
-    """A type of eight bits, or any type that a cache can have."""
-    if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
-        of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
-    *names, last = *(("float16", "bfloat16", "float32", "float64") if floating else ()), *_LARGEST
-    return dtype_of(
-        value,
-        "dtype",
-        f"{', '.join(names)} or {last}",
-        lambda dtype: dtype.name in _LARGEST or (floating and is_floating(dtype)),
-    )
-
-
-def quantize_kv(
-    x: ArrayLike, dtype: DTypeLike, axis: int | tuple[int, ...]
-) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Quantize to 8 bits: return values and scales with ``x ≈ values * scale``.
-
-    ::
-
-        scale = largest |x| along the axis / 127        int8, to the nearest integer, ties to even
-                largest |x| along the axis / 448        float8_e4m3fn
-                largest |x| along the axis / 57344      float8_e5m2
-
-    Parameters
-    ----------
-    x : array_like of floats
-        float16, bfloat16, float32 or float64. It is read as float32 and must be finite there: NaN, infinity and
-        anything beyond float32 raise a ValueError.
-    dtype : dtype
-        int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``.
-    axis : int or tuple of int
-        The axes that share a scale. For ``[B, T, Hkv, D]``, -1 makes one scale per token and head, and ``(0, 1)`` one
-        per head and channel.
-
-    Returns
-    -------
-    values : ndarray
-        Same shape as `x`; int8 from -127 to 127.
-    scale : ndarray of float32
-        Same number of axes; those of `axis` have length 1. Finite and positive, and 1 where all numbers are 0.
-
-    See Also
-    --------
-    KVCache : quantizes on append.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> values, scale = attnmask.quantize_kv(np.array([[1.0, -2.54, 0.03], [0.0, 0.0, 0.0]]), np.int8, axis=-1)
-    >>> values
-    array([[  50, -127,    2],
-           [   0,    0,    0]], dtype=int8)
-    >>> scale
-    array([[0.02],
-           [1.  ]], dtype=float32)
-    """
-    given, target = as_array(x, "x"), _dtype_of(dtype, floating=False)
-    if not is_floating(given.dtype):
-        raise TypeError(f"x must be of float16, bfloat16, float32 or float64, got {describe(given)}")
-    axes = tuple(integer(each, "axis") for each in (axis if isinstance(axis, (tuple, list)) else (axis,)))
-    axes = tuple(max(-given.ndim - 1, min(each, given.ndim)) for each in axes)  # NumPy takes 32 bits
-    axes = normalize_axis_tuple(axes, given.ndim, "axis")
-    limit = np.float32(_LARGEST[target.name])
-    with np.errstate(all="ignore"):
-        wide = given.astype(np.float32, copy=False)
-        largest = np.max(np.abs(wide), axis=axes, keepdims=True, initial=0)
-        if not np.isfinite(largest).all():
-            index = tuple(np.argwhere(~np.isfinite(wide))[0].tolist())
-            raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
-        scale = np.array(largest / limit, np.float32, order="C")
-        scale[scale == 0] = 1
-        values = np.divide(wide, scale, out=allocate(wide.shape, np.float32, "x"))
-    # The scale of numbers near the least ones of float32 is rounded so much that a quotient can be beyond the limit.
-    np.clip(values, -limit, limit, out=values)
-    if target.name == "int8":
-        np.rint(values, out=values)
-    return values.astype(target), scale
 
 
 class _Sequence(NamedTuple):
@@ -193,21 +107,29 @@ class KVCache:
         Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
         of others first.
     dtype : dtype
-        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn`` or ``ml_dtypes.float8_e5m2``. The last
-        three have one scale per token and head, as in `quantize_kv`.
+        float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn``, ``ml_dtypes.float8_e5m2`` or
+        ``"int4"``. Types of 8 bits have one scale per token and head, and int4 has scales of groups, as in
+        `quantize_kv`.
     value_depth : int, optional
         Dv of the values; defaults to `depth`.
     latent : bool
         The values are the first `value_depth` channels of the keys, as in multi-head latent attention (DeepSeek, Kimi):
         steps take no `value`, and one scale serves both.
+    group : int, optional
+        Channels that share a scale in int4: 32, 64 (the default) or 128. `depth` and `value_depth` must be multiples.
+    rotate : bool
+        Pass ``rotate=True`` to `flash_attention_with_kvcache`: outliers of a few channels cost less precision.
 
     Attributes
     ----------
     k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
+        For int4 uint8, with half as many elements on the last axis.
     k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
-        Only for 8-bit caches.
+        Only for quantized caches; for int4 ``[layers, pages, page_size, kv_heads, depth / group, 2]``.
     latent : bool
         If True, `v_pages` is a view of `k_pages`, and `v_scales` is `k_scales`.
+    group : int or None
+    rotate : bool
     page_size : int
 
     See Also
@@ -246,6 +168,8 @@ class KVCache:
         dtype: DTypeLike,
         value_depth: int | None = None,
         latent: bool = False,
+        group: int | None = None,
+        rotate: bool = False,
     ) -> None:
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
         shape = tuple(integer(size, name, 1) for name, size in sizes.items())
@@ -254,21 +178,32 @@ class KVCache:
         tokens = shape[1] * shape[2]
         if tokens > _MOST_TOKENS:
             raise ValueError(f"pages * page_size must be at most {_MOST_TOKENS}, got {describe(tokens)}")
-        numbers = _dtype_of(dtype, floating=True)
+        form = format_of(dtype, group, floating=True)
 
-        def zeros(channels: int, dtype: DTypeLike) -> NDArray[Any]:
-            return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
+        def zeros(axes: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+            return allocate((*shape, *axes), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
 
         self.page_size, self.latent = shape[2], flag(latent, "latent")
+        self.group, self.rotate = form.group or None, flag(rotate, "rotate")
         if self.latent and v_depth > k_depth:
             raise ValueError(f"value_depth must be at most depth, {k_depth}, if latent, got {v_depth}")
-        self.k_pages = zeros(k_depth, numbers)
-        self.v_pages = self.k_pages[..., :v_depth] if latent else zeros(v_depth, numbers)
+        if self.latent and self.rotate:
+            raise ValueError("rotate must be False if latent, got True")
+        for channels, name in ((k_depth, "depth"), (v_depth, "value_depth")):
+            form.check_channels(channels, name)
+            if self.rotate:
+                check_rotates(channels, name)
+        self.k_pages = zeros((form.elements(k_depth),), form.dtype)
+        self.v_pages = (
+            self.k_pages[..., : form.elements(v_depth)]
+            if latent
+            else zeros((form.elements(v_depth),), form.dtype)
+        )
         self.k_scales: NDArray[np.float32] | None = None
         self.v_scales: NDArray[np.float32] | None = None
-        if numbers.name in _LARGEST:
-            self.k_scales = zeros(1, np.float32)
-            self.v_scales = self.k_scales if latent else zeros(1, np.float32)
+        if form.scaled:
+            self.k_scales = zeros(form.scales(k_depth), np.float32)
+            self.v_scales = self.k_scales if latent else zeros(form.scales(v_depth), np.float32)
         self._returned: list[int] = []  # a stack: the last one is taken first
         self._fresh = range(shape[1])  # pages that were never taken
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
@@ -277,11 +212,14 @@ class KVCache:
         self._step: KVCacheStep | None = None  # which is open
 
     def __repr__(self) -> str:
-        layers, pages, page_size, kv_heads, depth = self.k_pages.shape
-        sizes = {"kv_heads": kv_heads, "depth": depth}
-        if self.v_pages.shape[-1] != depth:
-            sizes["value_depth"] = self.v_pages.shape[-1]
-        sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": self.k_pages.dtype}
+        layers, pages, page_size, kv_heads, _ = self.k_pages.shape
+        form = self._format
+        sizes: dict[str, Any] = {"kv_heads": kv_heads, "depth": form.channels(self.k_pages)}
+        if self.v_pages.shape[-1] != self.k_pages.shape[-1]:
+            sizes["value_depth"] = form.channels(self.v_pages)
+        sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": form.name}
+        sizes |= {"group": form.group} if form.group else {}
+        sizes |= {"rotate": True} if self.rotate else {}
         sizes |= {"latent": True} if self.latent else {}
         sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
         sizes["nbytes"] = sum(held.nbytes for held in self._held())
@@ -301,6 +239,10 @@ class KVCache:
         taken = [] if self._step is None else self._step._taken
         return svg(words, pages, page_size, self._sequences, taken)
 
+    @property
+    def _format(self) -> Format:
+        return format_of("int4" if self.group else self.k_pages.dtype, self.group, floating=True)
+
     def __copy__(self) -> NoReturn:
         raise TypeError(
             "a KVCache cannot be copied without its pages: copy.deepcopy(cache) makes an independent one, "
@@ -315,7 +257,7 @@ class KVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_form(state, _FORM, "the KVCache")
-        self.latent = False  # as before there were latent caches
+        self.latent, self.group, self.rotate = False, None, False  # as before there were others
         vars(self).update((name, value) for name, value in state.items() if name != "version")
         self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
         for name in _HELD[:: 2 if self.latent else 1]:
@@ -748,6 +690,7 @@ class KVCacheStep:
             v,
             k_scale=None if cache.k_scales is None else cache.k_scales[index],
             v_scale=None if cache.v_scales is None else cache.v_scales[index],
+            rotate=cache.rotate,
             **places,
             **more,
         )

@@ -85,7 +85,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
     known = {name: _known(name, value, given["query"]) for name, value in given.items()}
-    _core.check_kvcache(FLASH_ATTENTION_WITH_KVCACHE.names, (), known)
+    _core.check_kvcache(FLASH_ATTENTION_WITH_KVCACHE.names[:-1], (), known)
     packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
     if packed and given["attention_mask"] is not None:
         raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
@@ -97,11 +97,16 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     words, with_lse = _words(given, known, query.shape, arrays)
 
     batch, queries, heads, _ = query.shape
-    shapes: list[Any] = [((batch, queries, heads, first["v_cache"].shape[3]), query.dtype)]
+    value_dim = first["v_cache"].shape[3] * (2 if k_cache.dtype == np.uint8 else 1)
+    shapes: list[Any] = [((batch, queries, heads, value_dim), query.dtype)]
     if with_lse:
         shapes.append(((batch, heads, queries), wide_dtype(query.dtype)))
     by_token = (*k_cache.shape[:3], 1)
-    scales = [name for name in ("k_scale", "v_scale") if name in first and first[name].shape == by_token]
+    scales = [
+        name
+        for name in ("k_scale", "v_scale")
+        if name in first and (first[name].ndim == 5 or first[name].shape == by_token)  # 5: of groups
+    ]
     written = ["k_cache", "v_cache", *scales] if appends else []
     places = {list(first).index(name): len(shapes) + i for i, name in enumerate(written)}
     shapes += [(first[name].shape, first[name].dtype) for name in written]

@@ -111,7 +111,11 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
         if given[name].ndim != 4:
             expected = "[B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]"
             raise ValueError(f"{name} must be {expected}, got {describe(given[name])}")
-    return operators.new_results(query, given["v_cache"])
+    v_cache = given["v_cache"]
+    value = (
+        torch.cat([v_cache, v_cache], -1) if v_cache.dtype == torch.uint8 else v_cache
+    )  # two numbers in a byte
+    return operators.new_results(query, value)
 
 
 def _autograd(keyset: Any, *arguments: Any) -> Any:
@@ -208,8 +212,9 @@ def flash_attention_with_kvcache(
     ----------
     query, key, value : Tensor
     k_cache, v_cache : Tensor
-        float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2.
+        float16, bfloat16, float32, float64, int8, float8_e4m3fn, float8_e5m2, or uint8 for four bits.
     k_scale, v_scale : Tensor of float32, optional
+        For four bits, float16 as well.
     cache_seqlens : int, Tensor or array_like, optional
     block_table, cu_seqlens_q : Tensor or array_like, optional
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional

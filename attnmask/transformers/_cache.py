@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
+from attnmask._cache.quantize import dequantized
 from attnmask._common.arguments import check_form, describe, frozen
 from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
@@ -94,10 +95,8 @@ class Pages:
             return joined[:, :length]
 
         held = self._held()
-        numbers, scale = of(held[f"{side}_cache"]), held[f"{side}_scale"]
-        if scale is not None:
-            numbers = numbers.astype(np.float32) * of(scale)
-        return numbers
+        scale = held[f"{side}_scale"]
+        return dequantized(of(held[f"{side}_cache"]), None if scale is None else of(scale))
 
 
 _FORM = 1  # of pickles
@@ -219,8 +218,9 @@ class _Store:
                 for x, name in zip(rows, ("key", "value"), strict=True)
             )
             for tokens, name, held in ((k, "key", self.kv.k_pages), (v, "value", self.kv.v_pages)):
-                if tokens.shape[-2:] != held.shape[-2:]:
-                    expected = f"{held.shape[-2]} heads of {held.shape[-1]} channels as its cache"
+                heads, channels = held.shape[-2], self.kv._format.channels(held)
+                if tokens.shape[-2:] != (heads, channels):
+                    expected = f"{heads} heads of {channels} channels as its cache"
                     raise ValueError(f"{name} must have {expected}, got {describe(tokens)}")
         except BaseException as error:
             if not now.packed:  # the block of a step ends it itself
@@ -294,7 +294,8 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     pages, page_size : int
         As in `attnmask.KVCache`; all memory is allocated when the cache is made.
     dtype : dtype or str, optional
-        float16, bfloat16, float32, float64, int8, float8_e4m3fn or float8_e5m2; defaults to the model's.
+        float16, bfloat16, float32, float64, int8, float8_e4m3fn, float8_e5m2 or int4; defaults to the
+        model's.
 
     Attributes
     ----------

@@ -18,6 +18,8 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
     return memcmp(a, b, axes * sizeof *a) == 0;
 }
 
+ptrdiff_t am_cached_channels(const am_view *cache) { return am_kv_numbers(cache->type, cache->shape[3]); }
+
 static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, const char *name,
                          const char *axes)
 {
@@ -58,8 +60,9 @@ static bool check_caches(am_request *r, const am_cached *c)
     if (!same_shape(k, v_cache->shape, 3))
         return am_refuse(r, AM_WRONG_VALUE, v_cache,
                          "v_cache must be of shape (%td, %td, %td) and Dv as k_cache", k[0], k[1], k[2]);
-    if (k[3] != q[2])
-        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have D = %td as query", q[2]);
+    if (am_cached_channels(k_cache) != q[2])
+        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
+                         k_cache->type == AM_INT4 ? "2 channels a byte and D" : "D", q[2]);
     if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
     return true;
@@ -96,13 +99,45 @@ static bool check_rows(am_request *r, const am_cached *c)
         if (!c->packed && v->shape[0] != c->sequences)
             return am_refuse(r, AM_WRONG_VALUE, v, "%s must have batch size %td as query", row_names[side],
                              c->sequences);
-        if (!same_shape(am_cached_tokens(c, v) + 1, cache + 2, 2))
+        const ptrdiff_t wanted[] = {cache[2], am_cached_channels(&c->caches[side])};
+        if (!same_shape(am_cached_tokens(c, v) + 1, wanted, 2))
             return am_refuse(r, AM_WRONG_VALUE, v, "%s must have %td heads of %td channels as its cache",
-                             row_names[side], cache[2], cache[3]);
+                             row_names[side], wanted[0], wanted[1]);
     }
     const ptrdiff_t tokens = *am_cached_tokens(c, &c->rows[0]);
     return c->latent || *am_cached_tokens(c, &c->rows[1]) == tokens ||
            am_refuse(r, AM_WRONG_VALUE, &c->rows[1], "value must have %td tokens as key", tokens);
+}
+
+/* Scales and offsets of groups of channels. */
+static bool read_groups(am_request *r, am_cached *c, int side)
+{
+    const am_view *v = &c->factors[side], *cache = &c->caches[side];
+    const char *name = scale_names[side];
+    const ptrdiff_t *n = cache->shape, channels = am_cached_channels(cache), groups = v->shape[3],
+                    group = groups > 0 ? channels / groups : 32;
+    if (!v->data)
+        return am_refuse(r, AM_WRONG_VALUE, NULL,
+                         "%s must be given for a cache of uint8, got None; attnmask.quantize_kv(x, \"int4\") "
+                         "returns numbers and scales",
+                         name);
+    if (v->type != AM_FLOAT32 && v->type != AM_FLOAT16)
+        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32 or float16 for a cache of uint8", name);
+    if (v->axes != 5 || !same_shape(v->shape, n, 3) || v->shape[4] != 2 || group * groups != channels ||
+        (group != 32 && group != 64 && group != 128))
+        return am_refuse(r, AM_WRONG_VALUE, v,
+                         "%s must be of shape (%td, %td, %td, %td / group, 2) with a group of 32, 64 or 128 "
+                         "for a cache of uint8",
+                         name, n[0], n[1], n[2], channels);
+    c->scales[side] = (am_kv_scales){.data = v->data,
+                                     .batch = v->stride[0],
+                                     .token = v->stride[1],
+                                     .head = v->stride[2],
+                                     .element = v->stride[3],
+                                     .pair = v->stride[4],
+                                     .group = group,
+                                     .type = v->type};
+    return true;
 }
 
 /* The scales of a quantized cache; a step of 0 repeats them. */
@@ -111,6 +146,7 @@ static bool read_scales(am_request *r, am_cached *c, int side)
     const am_view *v = &c->factors[side], *cache = &c->caches[side];
     const char *name = scale_names[side], *type = am_dtype_name(cache->type);
     const ptrdiff_t *n = cache->shape;
+    if (cache->type == AM_INT4) return read_groups(r, c, side);
     if (!am_kv_is_scaled(cache->type))
         return !v->data || am_refuse(r, AM_WRONG_VALUE, v, "%s must be None for a cache of %s", name, type);
     if (!v->data)
@@ -129,12 +165,12 @@ static bool read_scales(am_request *r, am_cached *c, int side)
     if (c->rows[0].data && !by_channel && !same_shape(v->shape, n, 3))
         return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of shape (%td, %td, %td, 1) to take new tokens",
                          name, n[0], n[1], n[2]);
-    c->scales[side] = (am_kv_scales){v->data,
-                                     by_channel,
-                                     am_shared_stride(v, 0),
-                                     am_shared_stride(v, 1),
-                                     am_shared_stride(v, 2),
-                                     am_shared_stride(v, 3)};
+    c->scales[side] = (am_kv_scales){.data = v->data,
+                                     .by_channel = by_channel,
+                                     .batch = am_shared_stride(v, 0),
+                                     .token = am_shared_stride(v, 1),
+                                     .head = am_shared_stride(v, 2),
+                                     .element = am_shared_stride(v, 3)};
     const float *wrong = by_channel ? am_kv_wrong_scale(&c->scales[side], n[2], n[3]) : NULL;
     return !wrong ||
            am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite and positive for each channel, got %g", name,
@@ -158,8 +194,15 @@ static bool read_all_scales(am_request *r, am_cached *c)
                 am_refuse(r, AM_WRONG_VALUE, v,
                           "v_scale must be None or k_scale itself where v_cache is channels of k_cache")) &&
                read_scales(r, c, 1);
+    const ptrdiff_t elements = (v_cache->data - k_cache->data) / k_cache->stride[3],
+                    before = am_kv_numbers(k_cache->type, elements), group = c->scales[0].group;
+    if (group && (before % group || am_cached_channels(v_cache) % group))
+        return am_refuse(
+            r, AM_WRONG_VALUE, NULL,
+            "v_cache must be whole groups of %td channels of k_cache, got %td from channel %td on", group,
+            am_cached_channels(v_cache), before);
     c->scales[1] = c->scales[0];
-    c->scales[1].data += (v_cache->data - k_cache->data) / k_cache->stride[3] * c->scales[0].element;
+    c->scales[1].data += (group ? before / group : elements) * c->scales[0].element;
     return true;
 }
 
@@ -181,6 +224,7 @@ static bool check_table(am_request *r, const am_cached *c)
 
 bool am_cached_check(am_request *r, am_cached *c)
 {
+    for (int side = 0; side < 2; side++) c->caches[side].type = am_kv_type_of(c->caches[side].type);
     if (!check_tokens(r, c, &c->query, "query", "H, D") || !check_caches(r, c)) return false;
     c->latent = is_latent(&c->caches[0], &c->caches[1]);
     if (!read_all_scales(r, c)) return false;
@@ -279,7 +323,7 @@ void am_cached_describe(am_request *r, const am_cached *c)
     const ptrdiff_t *q = am_cached_tokens(c, &c->query);
     attn->batch = r->mask.batch, attn->heads = q[1], attn->kv_heads = c->caches[0].shape[2];
     attn->queries = q[0], attn->keys = r->mask.keys;
-    attn->head_dim = q[2], attn->value_dim = c->caches[1].shape[3];
+    attn->head_dim = q[2], attn->value_dim = am_cached_channels(&c->caches[1]);
     attn->q = am_tokens_of(&c->query);
     attn->k = am_tokens_of(&c->caches[0]), attn->v = am_tokens_of(&c->caches[1]);
     attn->mask = &r->mask, attn->pages = c->pages;
@@ -299,7 +343,7 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
             .cache = am_tokens_of(&c->caches[side]),
             .rows = am_tokens_of(&c->rows[side]),
             .kv_heads = c->caches[side].shape[2],
-            .head_dim = c->caches[side].shape[3],
+            .head_dim = am_cached_channels(&c->caches[side]),
             .pages = c->pages,
             .begins = c->layout.before,
             .starts = c->q_starts,

@@ -25,7 +25,7 @@ typedef struct {
 
 void am_cached_free(am_cached *c);
 
-/* Checks types and shapes. */
+/* Checks types and shapes. The type of a cache becomes that of its format. */
 bool am_cached_check(am_request *r, am_cached *c);
 /* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);
@@ -42,6 +42,9 @@ void am_cached_describe(am_request *r, const am_cached *c);
 
 /* Writes new keys and values to the cache, if there are any. */
 am_status am_cached_append(const am_context *context, const am_cached *c);
+
+/* The channels of a cache that was checked. */
+ptrdiff_t am_cached_channels(const am_view *cache);
 
 /* [tokens, heads, channels] of queries or new tokens. */
 static inline const ptrdiff_t *am_cached_tokens(const am_cached *c, const am_view *v)

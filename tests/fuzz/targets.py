@@ -681,6 +681,40 @@ target(
     },
     attnmask.quantize_kv,
 )
+target(
+    "quantize_kv of four bits",
+    lambda rng: {
+        "x": floats(rng, 2, 5, 64, dtype=pick(rng, FLOATS)),
+        "dtype": "int4",
+        "group": pick(rng, [32, 64]),
+    },
+    attnmask.quantize_kv,
+)
+
+
+def halves_arguments(rng: Rng) -> Arguments:
+    arguments: Arguments = {
+        "query": floats(rng, 2, 3, H, 64, dtype=pick(rng, [np.float32, ml_dtypes.bfloat16]))
+    }
+    for name in "kv":
+        shape = 6, 4, HKV
+        arguments[f"{name}_cache"] = rng.integers(0, 256, (*shape, 32), np.uint8)
+        arguments[f"{name}_scale"] = rng.random((*shape, 2, 2)).astype(pick(rng, [np.float32, np.float16]))
+    if coin(rng):
+        arguments |= {name: floats(rng, 2, 3, HKV, 64) for name in ("key", "value")}
+    arguments |= {
+        "cache_seqlens": np.array([4, 8], np.int32),
+        "block_table": np.array([[5, 1, -1], [0, 4, 2]], np.int32),
+    }
+    return arguments | some(rng, {"rotate": lambda: True, "return_lse": lambda: True}, 0.3)
+
+
+target(
+    "flash_attention_with_kvcache of four bits",
+    halves_arguments,
+    attnmask.flash_attention_with_kvcache,
+    written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
+)
 
 
 def used_cache(dtype: Any = np.float32) -> KVCache:

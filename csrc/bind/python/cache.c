@@ -441,7 +441,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     am_request *r = &a.mask.request;
     npy_intp shape[4];
     memcpy(shape, a.cached.query.shape, sizeof shape);
-    shape[is_packed(&a) ? 2 : 3] = a.cached.caches[1].shape[3];
+    shape[is_packed(&a) ? 2 : 3] = am_cached_channels(&a.cached.caches[1]);
     if (am_raise_refused(r, am_cached_place(r, &a.cached)) < 0 || read_whole_mask(&a) < 0 ||
         check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
         goto fail;

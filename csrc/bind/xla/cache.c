@@ -9,6 +9,7 @@
  * the caches and the scales of their tokens, which are the memory of the arguments. */
 #include "bind/request_cache.h"
 #include "bind/xla/xla.h"
+#include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
 enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32 }; /* flags */
@@ -120,7 +121,7 @@ static bool look_at_result(problem *p, am_view *v)
     am_view found;
     if (p->next_result >= c->frame->results.count) return am_xla_fail(c, "there are too few results");
     if (!am_xla_look(c, am_xla_result(c, p->next_result++), false, &found)) return false;
-    bool fits = found.type == v->type && found.axes == v->axes;
+    bool fits = am_kv_type_of(found.type) == v->type && found.axes == v->axes;
     for (int i = 0; i < AM_MOST_AXES; i++) fits = fits && found.shape[i] == v->shape[i];
     *v = found;
     return fits ? true : am_xla_fail(c, "a result has a type or a shape that does not fit");

@@ -17,6 +17,11 @@ size_t am_size_of(am_dtype type)
     return am_is_of_cache(type) ? 1 : sizes[type];
 }
 
+ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers)
+{
+    return type == AM_INT4 ? numbers / 2 : numbers * (ptrdiff_t)am_size_of(type);
+}
+
 am_lane am_lane_of_size(ptrdiff_t size)
 {
     return size == 1 ? AM_LANE_8 : size == 2 ? AM_LANE_16 : size == 4 ? AM_LANE_32 : AM_LANE_64;

@@ -9,6 +9,7 @@
 #include "kernels/table.h"
 
 size_t am_size_of(am_dtype type);
+ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers);
 am_lane am_lane_of(am_dtype type);
 am_lane am_lane_of_size(ptrdiff_t size);
 

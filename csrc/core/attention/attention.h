@@ -58,11 +58,14 @@ typedef struct {
 } am_pages;
 
 /* Factors of the numbers in memory, float32: one for each token and head, or for each head and channel, where
- * steps from token to token are 0. In bytes. */
+ * steps from token to token are 0. Or a factor, and what is added after it, for each `group` channels of a
+ * token and head, `element` apart. In bytes. */
 typedef struct {
     char *data; /* NULL: none */
     bool by_channel;
     ptrdiff_t batch, token, head, element;
+    ptrdiff_t group, pair; /* 0: no groups; pair: from factor to what is added */
+    am_dtype type;         /* of groups: float32 or float16 */
 } am_kv_scales;
 
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
@@ -76,7 +79,7 @@ typedef struct {
     am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
     am_tokens wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
     am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
-    am_kv_scales k_scales, v_scales; /* both, of pages of eight bits alone */
+    am_kv_scales k_scales, v_scales; /* both, of pages of eight or four bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
     am_terms terms;
     am_places places;

@@ -21,7 +21,8 @@ static const am_arithmetic *choose_arithmetic(const am_kernels *kernels, const a
 {
     for (int i = 0;; i++) {
         const am_arithmetic *a = am_arithmetic_at(kernels, i);
-        const bool takes = am_is_among(a->queries, f->q.type) && am_is_among(a->keys, f->k.type);
+        const bool reads = am_is_among(a->keys, f->k.type) || a->widen[f->k.type],
+                   takes = am_is_among(a->queries, f->q.type) && reads;
         if (i + 1 == AM_ARITHMETICS || (takes && !am_rounds_too_much(&a->kv[f->k.type], f->head_dim)))
             return a;
     }
@@ -107,7 +108,7 @@ am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t h
                                     ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count)
 {
     if (rows <= 0 || !am_is_plain(t, count, 1)) return (am_prefetch_rows){0};
-    ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
+    ptrdiff_t one = am_row_bytes(t->type, count), all = (heads - 1) * t->head + one;
     bool side_by_side = one < all && all <= t->token;
     return (am_prefetch_rows){.at = am_token(t, b, head, token),
                               .step = t->token,

@@ -132,6 +132,48 @@ static void quantize_row(const append_job *job, const am_kv_format *format, cons
     }
 }
 
+/* The scale and the offset of some numbers, and where they lie between these: from 0 to 15. All become NaN if
+ * one of them is not finite. */
+static void scale_group(const am_kv_scales *s, char *at, float *numbers)
+{
+    enum { LANES = 8 }; /* side by side, as vectors take them */
+    float low[LANES], high[LANES], nothing[LANES] = {0};
+    for (int j = 0; j < LANES; j++) low[j] = high[j] = numbers[j];
+    for (ptrdiff_t i = 0; i < s->group; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            const float x = numbers[i + j];
+            low[j] = x < low[j] ? x : low[j], high[j] = x > high[j] ? x : high[j];
+            nothing[j] += 0 * x;
+        }
+    }
+    for (int j = 1; j < LANES; j++) {
+        low[0] = fminf(low[0], low[j]), high[0] = fmaxf(high[0], high[j]);
+        nothing[0] += nothing[j];
+    }
+    float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
+    if (scale == 0) scale = am_kv_write_scale(s, at, 1);
+    const float offset = am_kv_write_scale(s, at + s->pair, low[0] + nothing[0]);
+    for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
+}
+
+static void quantize_groups(const append_job *job, const am_kv_format *format, const row_move *move,
+                            ptrdiff_t head, char *to, const char *from)
+{
+    const am_kv_append *a = job->append;
+    const am_kv_scales *s = &a->scales;
+    char *at = s->data + move->page * s->batch + move->token * s->token + head * s->head;
+    for (ptrdiff_t i = 0, count; i < a->head_dim;
+         i += count, from += count * a->rows.element, to += count / format->numbers * a->cache.element) {
+        float numbers[PIECE];
+        uint8_t bytes[PIECE];
+        count = am_min(PIECE, a->head_dim - i);
+        read_floats(job, numbers, from, count);
+        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element) scale_group(s, at, numbers + j);
+        format->narrow(bytes, numbers, count);
+        write_piece(a, to, bytes, count / format->numbers);
+    }
+}
+
 static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const append_job *job = arg;
@@ -145,6 +187,8 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
             a->cache.data + move.page * a->cache.batch + move.token * a->cache.token + h * a->cache.head;
         if (format->scales == AM_SCALES_OF_ROWS)
             quantize_row(job, format, &move, h, to, from);
+        else if (format->scales == AM_SCALES_OF_GROUPS)
+            quantize_groups(job, format, &move, h, to, from);
         else
             convert_row(job, to, from);
     }

@@ -59,14 +59,42 @@ static void narrow_e5m2(void *restrict to, const float *restrict from, ptrdiff_t
     for (ptrdiff_t i = 0; i < count; i++) ((uint8_t *)to)[i] = narrow_one_e5m2(from[i]);
 }
 
+/* The lower half of a byte is the first of two numbers. */
+static void widen_i4(void *restrict to, const void *restrict from, const float *groups, ptrdiff_t group,
+                     ptrdiff_t count)
+{
+    for (ptrdiff_t begin = 0; begin < count; begin += group, groups += 2) {
+        float *dst = (float *)to + begin;
+        const uint8_t *src = (const uint8_t *)from + begin / 2;
+        for (ptrdiff_t i = 0; i < group / 2; i++) {
+            dst[2 * i] = groups[0] * (float)(src[i] & 15) + groups[1];
+            dst[2 * i + 1] = groups[0] * (float)(src[i] >> 4) + groups[1];
+        }
+    }
+}
+
+static inline uint8_t narrow_one_i4(float x)
+{
+    x = x > 0 ? x : 0;
+    x = x < 15 ? x : 15;
+    return am_bits_of_float(x + 0x1.8p23f) & 15; /* to the nearest, ties to even */
+}
+
+static void narrow_i4(void *restrict to, const float *restrict from, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count / 2; i++)
+        ((uint8_t *)to)[i] = (uint8_t)(narrow_one_i4(from[2 * i]) | narrow_one_i4(from[2 * i + 1]) << 4);
+}
+
 static const am_kv_format formats[] = {
-    {.name = "float16", .type = AM_FLOAT16},
-    {.name = "bfloat16", .type = AM_BFLOAT16},
-    {.name = "float32", .type = AM_FLOAT32},
-    {.name = "float64", .type = AM_FLOAT64},
-    {"int8", AM_INT8, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8},
-    {"float8_e4m3fn", AM_FLOAT8_E4M3, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3},
-    {"float8_e5m2", AM_FLOAT8_E5M2, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2},
+    {"float16", AM_FLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL},
+    {"bfloat16", AM_BFLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL},
+    {"float32", AM_FLOAT32, 1, AM_SCALES_NONE, 0, NULL, NULL},
+    {"float64", AM_FLOAT64, 1, AM_SCALES_NONE, 0, NULL, NULL},
+    {"int8", AM_INT8, 1, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8},
+    {"float8_e4m3fn", AM_FLOAT8_E4M3, 1, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3},
+    {"float8_e5m2", AM_FLOAT8_E5M2, 1, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2},
+    {"uint8", AM_INT4, 2, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
@@ -80,19 +108,48 @@ const am_kv_format *am_kv_format_of(am_dtype type)
     return NULL;
 }
 
-void am_kv_widen_row(am_widen_row *widen, const am_tokens *t, float *to, const char *from, ptrdiff_t count)
+void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups)
 {
-    enum { PIECE = 256 };
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    if (t->element == size) {
-        widen(to, from, NULL, 0, count);
+    for (ptrdiff_t i = 0; i < 2 * groups; i++) {
+        const char *at = from + i / 2 * s->element + i % 2 * s->pair;
+        to[i] = s->type == AM_FLOAT16 ? am_widen_one_f16(*(const uint16_t *)at) : *(const float *)at;
+    }
+}
+
+float am_kv_write_scale(const am_kv_scales *s, char *to, float number)
+{
+    if (s->type != AM_FLOAT16) return *(float *)to = number;
+    *(uint16_t *)to = am_narrow_one_f16(number);
+    return am_widen_one_f16(*(uint16_t *)to);
+}
+
+am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,
+                                 const am_kv_scales *scales)
+{
+    const ptrdiff_t number = sizeof(float);
+    const bool own = scales->type == AM_FLOAT32 && scales->pair == number && scales->element == 2 * number,
+               plain = rows->element == (ptrdiff_t)am_size_of(rows->type) && (own || scales->group == 0);
+    return (am_kv_widening){widen, size, rows, scales, plain};
+}
+
+void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const char *groups, ptrdiff_t count)
+{
+    enum { PIECE = 256, MOST_GROUPS = 8 };
+    const am_tokens *t = w->rows;
+    const am_kv_scales *s = w->scales;
+    if (w->plain) {
+        w->widen(to, from, (const float *)groups, s->group, count);
         return;
     }
-    for (ptrdiff_t i = 0, some; i < count; i += some, from += some * t->element) {
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), numbers = am_kv_numbers(t->type, 1);
+    for (ptrdiff_t i = 0, some; i < count; i += some, to += some * w->size) {
         char piece[PIECE];
+        float scales[2 * MOST_GROUPS];
         some = am_min(count - i, PIECE / size);
-        am_copy_2d(piece, 0, size, from, 0, t->element, 1, some, (size_t)size);
-        widen(to + i, piece, NULL, 0, some);
+        am_copy_2d(piece, 0, size, from + i / numbers * t->element, 0, t->element, 1, some / numbers,
+                   (size_t)size);
+        if (groups) am_kv_read_groups(s, scales, groups + i / s->group * s->element, some / s->group);
+        w->widen(to, piece, scales, s->group, some);
     }
 }
 

@@ -8,11 +8,13 @@
 #include "core/attention/attention.h"
 
 typedef enum {
-    AM_SCALES_NONE,    /* floats are what they are */
-    AM_SCALES_OF_ROWS, /* one for each token and head, or for each head and channel */
+    AM_SCALES_NONE,      /* floats are what they are */
+    AM_SCALES_OF_ROWS,   /* one for each token and head, or for each head and channel */
+    AM_SCALES_OF_GROUPS, /* a scale and an offset for each few channels of a token and head */
 } am_kv_scale_layout;
 
-/* Converts `count` numbers that lie side by side to the nearest of the format; beyond the largest to that. */
+/* Converts `count` numbers that lie side by side to the nearest of the format; beyond the largest to that,
+ * and NaN to anything, as its scale is NaN. */
 typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
 
 /* Kernels may read a format faster than these functions (`kv` of am_arithmetic). What no kernel of a level
@@ -20,6 +22,7 @@ typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
 typedef struct {
     const char *name; /* of its dtype in NumPy, or in ml_dtypes */
     am_dtype type;
+    ptrdiff_t numbers; /* in an element of the array */
     am_kv_scale_layout scales;
     float largest;       /* magnitude, to which new tokens are scaled */
     am_widen_row *widen; /* to float32 */
@@ -32,8 +35,33 @@ const am_kv_format *am_kv_format_of(am_dtype type);
 /* The i-th format; NULL behind the last one. */
 const am_kv_format *am_kv_format_at(int i);
 
-/* Widens a row of numbers, which may lie apart. */
-void am_kv_widen_row(am_widen_row *widen, const am_tokens *t, float *to, const char *from, ptrdiff_t count);
+/* Rows that are widened; `plain` if they and the scales of their groups lie as `widen` takes them. */
+typedef struct {
+    am_widen_row *widen;
+    ptrdiff_t size; /* bytes of a number that it makes */
+    const am_tokens *rows;
+    const am_kv_scales *scales;
+    bool plain;
+} am_kv_widening;
+am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,
+                                 const am_kv_scales *scales);
+
+/* Widens a row of `count` numbers, whatever its steps. `groups`: its scales, if they are of groups. */
+void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const char *groups,
+                     ptrdiff_t count);
+
+/* Reads scales and offsets of some groups, and writes one of either. */
+void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups);
+float am_kv_write_scale(const am_kv_scales *s, char *to, float number);
+
+/* The format whose arrays have elements of this type: int4 lies in uint8. */
+static inline am_dtype am_kv_type_of(am_dtype element) { return element == AM_UINT8 ? AM_INT4 : element; }
+
+/* The numbers in so many elements of an array. */
+static inline ptrdiff_t am_kv_numbers(am_dtype type, ptrdiff_t elements)
+{
+    return am_kv_format_of(type)->numbers * elements;
+}
 
 static inline bool am_kv_is_scaled(am_dtype type)
 {

@@ -56,7 +56,7 @@ static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
     const ptrdiff_t width = am_width(base), panel = base->arithmetic->panel, count = base->attn->value_dim;
-    if (v->token <= 0 || !am_is_plain(v, count, width)) return false;
+    if (v->token <= 0 || base->widen || !am_is_plain(v, count, width)) return false;
     if (width > 1) return am_kv_width(base) == width && count % panel == 0;
     return count % (panel / 2) == 0 && v->type == base->type;
 }
@@ -275,7 +275,8 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         .factor = f->scale * AM_LOG2_E / base->unit,
         .lanes = am_lanes(base, f->head_dim),
         .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
-        .scale_bytes = am_scales_products(base) && f->k_scales.data ? TILE * base->size : 0,
+        .scale_bytes =
+            am_scales_products(base) && f->k_scales.data && !f->k_scales.group ? TILE * base->size : 0,
         .local_tiles = 1,
     };
     if (!s->sections) return AM_NO_MEMORY;

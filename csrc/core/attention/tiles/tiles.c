@@ -219,19 +219,53 @@ static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
     return !w->kv->base->widen && am_is_plain(t, count, width);
 }
 
-/* Keys or values of the tile as numbers of am_kv_row_type, whatever their format. */
+/* Goes from row to row of keys or values, or of their scales. */
+typedef struct {
+    const am_attn *attn;
+    const am_tokens *rows;
+    const am_attn_place *at;
+    am_range keys;
+    key_run run; /* what is left of it */
+} row_walk;
+
+/* The next row; NULL if it is not to be read, or there is none. */
+static const char *next_row(row_walk *walk)
+{
+    key_run *run = &walk->run;
+    if (run->count == 0 && walk->keys.begin < walk->keys.end)
+        *run = run_of(walk->attn, walk->rows, walk->at, walk->keys);
+    if (run->count == 0) return NULL;
+    const char *row = run->data;
+    if (row) run->data += walk->rows->token;
+    run->count--, walk->keys.begin++;
+    return row;
+}
+
+/* Keys or values of the tile as numbers of am_kv_row_type, whatever their format. Those of the next tile are
+ * prefetched, since rows of one head may lie far apart. */
 static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, side which, char *to)
 {
     const am_attn_base *base = w->kv->base;
+    const am_attn *f = base->attn;
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
-    const am_rows rows = {.data = to, .step = count * (ptrdiff_t)am_size_of(am_kv_row_type(base))};
-    am_range keys = w->keys;
-    for (key_run run; keys.begin < keys.end; keys.begin += run.count, to += run.count * rows.step) {
-        run = run_of(base->attn, t, at, keys);
-        if (!run.data) memset(to, 0, (size_t)(run.count * rows.step));
-        for (ptrdiff_t r = 0; run.data && r < run.count; r++)
-            am_kv_widen_row(base->widen, t, (float *)(to + r * rows.step), run.data + r * t->token, count);
+    const am_kv_scales *s = which == OF_V ? &f->v_scales : &f->k_scales;
+    const am_tokens groups = {s->data, s->type, s->batch, s->token, s->head, 0};
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(am_kv_row_type(base)), bytes = am_row_bytes(t->type, count);
+    const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
+    const am_rows rows = {.data = to, .step = count * size};
+    const am_range keys = w->keys, next = {keys.end, am_min(keys.end + TILE, f->keys)};
+    row_walk from = {f, t, at, keys, {0}}, own = {f, &groups, at, keys, {0}}, ahead = {f, t, at, next, {0}},
+             own_ahead = {f, &groups, at, next, {0}};
+    for (ptrdiff_t r = 0; r < am_length(keys); r++, to += rows.step) {
+        const char *row = next_row(&from), *scales = s->group ? next_row(&own) : NULL,
+                   *later = next_row(&ahead);
+        if (row)
+            am_kv_widen_row(&widening, to, row, scales, count);
+        else
+            memset(to, 0, (size_t)rows.step);
+        for (ptrdiff_t i = 0; later && i < bytes; i += AM_LINE) __builtin_prefetch(later + i);
+        if (s->group) __builtin_prefetch(next_row(&own_ahead));
     }
     return rows;
 }
@@ -303,7 +337,7 @@ static const am_kv_scales *token_scales(const am_kv_workspace *w, side which)
 {
     const am_attn *f = w->kv->base->attn;
     const am_kv_scales *scales = which == OF_V ? &f->v_scales : &f->k_scales;
-    return scales->data && !scales->by_channel ? scales : NULL;
+    return scales->data && !scales->by_channel && !scales->group ? scales : NULL;
 }
 
 static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t heads)
@@ -520,6 +554,7 @@ void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t 
                          am_flash_tile *tile)
 {
     const am_attn *f = w->kv->base->attn;
+    if (w->kv->base->widen) return; /* prefetches them itself */
     const am_range keys = am_range_at(&w->kv->sections->tiles, index);
     ptrdiff_t run;
     if (!f->pages.table || !find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {

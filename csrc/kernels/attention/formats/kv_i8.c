@@ -1,5 +1,6 @@
 /* kv_i8.c – see kv_i8.h. */
 #include "kernels/attention/formats/kv_i8.h"
+#include "kernels/attention/formats/widen_i4.h"
 
 void SHARED(step_unpacked_i8)(const am_flash_rows *const *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
@@ -10,5 +11,5 @@ void SHARED(add_tile_i8)(const am_flash_rows *block, const am_flash_tile *tile, 
     add_tile_i8(block, tile, prefetch);
 }
 const am_kernels TABLE(kv_i8) = {
-    .flash_f32.kv[AM_INT8] = KV_KERNELS(i8),
+    .flash_f32 = {.kv[AM_INT8] = KV_KERNELS(i8), .widen[AM_INT4] = widen_i4_f32},
 };

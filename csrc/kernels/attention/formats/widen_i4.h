@@ -1,0 +1,60 @@
+/* widen_i4.h – numbers of four bits, two in a byte, by the scales and offsets of their groups. What a group's
+ * sixteen numbers stand for is a table in a register, from which vectors pick. */
+#ifndef AM_KERNELS_ATTENTION_FORMATS_WIDEN_I4_H
+#define AM_KERNELS_ATTENTION_FORMATS_WIDEN_I4_H
+
+#include "kernels/level.h"
+
+#ifdef __AVX512F__
+/* What the numbers 0 to 15 of a group stand for. */
+static inline __m512 table_i4(const float *group)
+{
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(group[0]), numbers), _mm512_set1_ps(group[1]));
+}
+#endif
+
+#ifdef __AVX512BF16__
+/* As bfloat16. A lane of 32 bits gets both numbers of a byte as indices of a table of 32 numbers: above the
+ * four bits of the first there is one of the second, so the table has each number twice. */
+static void widen_i4_bf16(void *to, const void *from, const float *groups, ptrdiff_t group, ptrdiff_t count)
+{
+    const __m512i twice = _mm512_set1_epi32(0x1001);
+    uint16_t *dst = to;
+    const uint8_t *src = from;
+    for (ptrdiff_t begin = 0; begin < count; begin += group, groups += 2) {
+        const __m256i once = (__m256i)_mm512_cvtneps_pbh(table_i4(groups));
+        const __m512i table = _mm512_broadcast_i64x4(once);
+        for (ptrdiff_t i = 0; i < group; i += 32, src += 16, dst += 32) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)src));
+            _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(_mm512_madd_epi16(bytes, twice), table));
+        }
+    }
+}
+#else
+static void widen_i4_f32(void *restrict to, const void *restrict from, const float *groups, ptrdiff_t group,
+                         ptrdiff_t count)
+{
+    float *dst = to;
+    const uint8_t *src = from;
+    for (ptrdiff_t begin = 0; begin < count; begin += group, groups += 2) {
+#    ifdef __AVX512F__
+        const __m512 table = table_i4(groups);
+        for (ptrdiff_t i = 0; i < group; i += 16, src += 8, dst += 16) {
+            const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)src)),
+                          both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+            _mm512_storeu_ps(dst, _mm512_permutexvar_ps(both, table));
+        }
+#    else
+        const float scale = groups[0], offset = groups[1];
+        for (ptrdiff_t i = 0; i < group / 2; i++) {
+            dst[2 * i] = scale * (float)(src[i] & 15) + offset;
+            dst[2 * i + 1] = scale * (float)(src[i] >> 4) + offset;
+        }
+        src += group / 2, dst += group;
+#    endif
+    }
+}
+#endif
+
+#endif

@@ -1,0 +1,479 @@
+"""Attention over caches of four bits, by the float64 twin over the numbers that they stand for."""
+
+import copy
+import inspect
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_kvcache as twin
+
+import attnmask
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TYPES = [np.float32, BF16, np.float16]
+H, HKV = 8, 2
+LENGTHS = np.array([0, 70, 200, 64, 1])
+MORE = 70  # tokens for which there is room
+ARRAYS = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def empty(shape, dtype, gap):
+    """An array of what is as bad as can be; with a gap, elements lie apart."""
+    worst = 255 if dtype == np.uint8 else np.nan
+    if not gap:
+        return np.full(shape, worst, dtype)
+    return np.full((*shape[:-1], 2 * shape[-1] + 1), worst, dtype)[..., : 2 * shape[-1] : 2]
+
+
+def cache_of(rng, page_size=None, depths=(64, 128), groups=(64, 32), scale_dtype=np.float32, gap=False):
+    """Arguments for a cache of some tokens, in shuffled pages or in rows."""
+    batch, room = len(LENGTHS), int(LENGTHS.max()) + MORE
+    table, shape = None, (batch, room)
+    if page_size:
+        per_row = -(-room // page_size)
+        shape = batch * per_row + 3, page_size
+        table = rng.permutation(shape[0])[: batch * per_row].reshape(batch, per_row).astype(np.int32)
+    given = {"cache_seqlens": LENGTHS, "block_table": table}
+    for side, depth, group in zip("kv", depths, groups, strict=True):
+        cache = empty((*shape, HKV, depth // 2), np.uint8, gap)
+        scale = empty((*shape, HKV, depth // group, 2), scale_dtype, gap)
+        for row, length in enumerate(LENGTHS):
+            tokens = rng.standard_normal((length, HKV, depth)) + rng.random((HKV, depth))
+            twin.append(cache, scale, table, row, 0, tokens)
+        given |= {f"{side}_cache": cache, f"{side}_scale": scale}
+    return given
+
+
+def copied(given):
+    """The same with caches of their own, of the same strides."""
+    made = {
+        name: empty(x.shape, x.dtype, not x.flags.c_contiguous) for name in ARRAYS for x in (given[name],)
+    }
+    for name, array in made.items():
+        array[...] = given[name]
+    return given | made
+
+
+def new_tokens(rng, *counts, depths=(64, 128), dtype=np.float32):
+    return {
+        name: rng.standard_normal((*counts, HKV, depth)).astype(dtype)
+        for name, depth in zip(("key", "value"), depths, strict=True)
+    }
+
+
+def expected_of(**given):
+    names = [name for name in inspect.signature(twin.attention).parameters if name != "dtype"]
+    return twin.attention(**{name: given.get(name, True if name == "causal" else None) for name in names})
+
+
+def check(query, given, **options):
+    """Compares results with the twin's, and the bits of what is written."""
+    mine = copied(given)
+    out, lse = attnmask.flash_attention_with_kvcache(query, **mine, **options, return_lse=True)
+    expected = expected_of(query=query, **given, **options)
+    error = 2e-4 if query.dtype == np.float32 else 3e-2
+    np.testing.assert_allclose(out.astype(np.float64), expected.out, rtol=error, atol=error * 2)
+    np.testing.assert_allclose(lse, expected.lse, rtol=error / 2, atol=error)
+    for name in ARRAYS:
+        np.testing.assert_array_equal(mine[name], given[name], err_msg=name)
+
+
+OPTIONS = [
+    {},
+    {"sliding_window": (20, None)},
+    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
+    {"alibi_slopes": np.linspace(0.1, 1, H), "softmax_scale": 0.1},
+    {"attention_mask": np.random.default_rng(3).random((1, H, 1, 300)) < 0.7, "causal": False},
+]
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 7, 16, 128])
+@pytest.mark.parametrize("queries", [1, 4, 20, 70])
+def test_over_the_numbers_that_they_stand_for(isa, queries, page_size):
+    rng = np.random.default_rng(queries)
+    for i, options in enumerate(OPTIONS):
+        dtype = TYPES[(i + queries) % 3]
+        query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
+        new = new_tokens(rng, len(LENGTHS), queries) if i % 2 == 0 else {}
+        check(query, cache_of(rng, page_size), **options, **new)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("depths", [(128, 128), (256, 384), (640, 128)])
+@pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("gap", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_any_group_and_strides(isa, group, depths, scale_dtype, gap, dtype):
+    rng = np.random.default_rng(group)
+    query = rng.standard_normal((len(LENGTHS), 3, H, depths[0])).astype(dtype)
+    new = new_tokens(rng, len(LENGTHS), 3, depths=depths, dtype=dtype)
+    check(query, cache_of(rng, 16, depths, (group, group), scale_dtype, gap), **new)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_packed_sequences(isa, dtype):
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((70, H, 64)).astype(dtype)
+    check(query, cache_of(rng, 16), cu_seqlens_q=np.array([0, 1, 1, 66, 69, 70]), **new_tokens(rng, 70))
+
+
+@pytest.mark.parametrize("queries", [1, 5, 20, 70])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_same_bits_contiguous_and_paged_and_alone(isa, queries, dtype):
+    rng = np.random.default_rng(0)
+    given = cache_of(rng, 16)
+    table = given["block_table"]
+    query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
+    paged = attnmask.flash_attention_with_kvcache(query, **given)
+    rows = {name: given[name][table].reshape(len(table), -1, *given[name].shape[2:]) for name in ARRAYS}
+    contiguous = attnmask.flash_attention_with_kvcache(query, **rows, cache_seqlens=LENGTHS)
+    assert paged.tobytes() == contiguous.tobytes()
+    for i, length in enumerate(LENGTHS):
+        one = {name: x[i : i + 1] for name, x in rows.items()}
+        alone = attnmask.flash_attention_with_kvcache(query[i : i + 1], **one, cache_seqlens=int(length))
+        assert alone.tobytes() == paged[i : i + 1].tobytes()
+
+
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("which", [0, 1])  # the scale, or the offset
+@pytest.mark.parametrize(("queries", "token"), [(1, 190), (2, 199), (20, 190), (70, 190)])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_a_group_that_is_nan_reaches_what_sees_its_token(isa, side, which, queries, token, dtype):
+    rng = np.random.default_rng(0)
+    given = cache_of(rng, 16) | {"sliding_window": (30, 0)}
+    query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
+    clean = attnmask.flash_attention_with_kvcache(query, **given)
+    given[side][given["block_table"][2, token // 16], token % 16, 1, 0, which] = np.nan  # of one head of keys
+    out = attnmask.flash_attention_with_kvcache(query, **given)
+    places = LENGTHS[2] - queries + np.arange(queries)
+    sees = np.zeros(out.shape, bool)
+    sees[2, (places >= token) & (places <= token + 30), H // HKV :, : 32 if side == "v_scale" else None] = (
+        True
+    )
+    assert np.isnan(out[sees].astype(np.float32)).all()
+    assert out[~sees].tobytes() == clean[~sees].tobytes()
+
+
+@pytest.mark.parametrize("worst", [np.nan, np.inf, -np.inf])
+def test_new_numbers_that_are_not_finite(isa, worst):
+    """Their group is NaN, and no other."""
+    rng = np.random.default_rng(0)
+    new = new_tokens(rng, len(LENGTHS), 1)
+    new["value"][1, 0, 1, 40] = worst
+    query = rng.standard_normal((len(LENGTHS), 1, H, 64), np.float32)
+    out = attnmask.flash_attention_with_kvcache(query, **cache_of(rng, 16), **new)
+    wrong = np.zeros(out.shape, bool)
+    wrong[1, 0, H // HKV :, 32:64] = True
+    np.testing.assert_array_equal(np.isnan(out), wrong)
+
+
+def good():
+    caches = {f"{side}_cache": np.zeros((3, 4, 2, 32), np.uint8) for side in "kv"}
+    scales = {f"{side}_scale": np.ones((3, 4, 2, 2, 2), np.float32) for side in "kv"}
+    x = np.ones((1, 1, 2, 64), np.float32)
+    query = np.zeros((1, 1, 4, 64), np.float32)
+    return (
+        caches | scales | {"cache_seqlens": [3], "block_table": [[1]], "key": x, "value": x, "query": query}
+    )
+
+
+def read_only(array):
+    array.setflags(write=False)
+    return array
+
+
+F32 = np.float32
+WRONG = [
+    (
+        {"k_scale": None},
+        ValueError,
+        r"k_scale must be given for a cache of uint8, got None; attnmask.quantize_kv",
+    ),
+    ({"v_scale": None}, ValueError, "v_scale must be given for a cache of uint8"),
+    (
+        {"k_scale": np.ones((3, 4, 2, 2, 2))},
+        TypeError,
+        "k_scale must be float32 or float16 for a cache of uint8",
+    ),
+    ({"k_scale": np.ones((3, 4, 2, 1), F32)}, ValueError, r"of shape \(3, 4, 2, 64 / group, 2\)"),
+    ({"k_scale": np.ones((1, 1, 2, 2, 2), F32)}, ValueError, "k_scale must be of shape"),
+    ({"v_scale": np.ones((3, 4, 2, 2, 1), F32)}, ValueError, "v_scale must be of shape"),
+    ({"v_scale": np.ones((3, 4, 2, 4, 2), F32)}, ValueError, "with a group of 32, 64 or 128"),
+    ({"v_scale": np.ones((3, 4, 2, 0, 2), F32)}, ValueError, "v_scale must be of shape"),
+    (
+        {"k_cache": np.zeros((3, 4, 2, 64), np.uint8)},
+        ValueError,
+        "must have 2 channels a byte and D = 64 as query",
+    ),
+    ({"v_cache": np.zeros((3, 4, 2, 32), np.int8)}, TypeError, "v_cache must be uint8 as k_cache"),
+    ({"value": np.ones((1, 1, 2, 32), F32)}, ValueError, "value must have 2 heads of 64 channels"),
+    ({"query": np.zeros((1, 1, 4, 64))}, TypeError, "query must be uint8 as k_cache if either is float64"),
+    ({"k_scale": read_only(np.ones((3, 4, 2, 2, 2), F32))}, ValueError, "k_scale must be writeable"),
+    ({"query": np.zeros((1, 1, 4, 64), np.uint8)}, TypeError, "query must be of float16"),
+    ({"key": np.zeros((1, 1, 2, 64), np.uint8)}, TypeError, "key must be of float16"),
+    ({"cache_seqlens": [4]}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
+    ({"block_table": [[3]]}, IndexError, "block_table must be from 0 to 2"),
+]
+NOT_ROTATED = [
+    ({"rotate": 1}, TypeError, "rotate must be"),
+    (
+        {"k_cache": np.zeros((3, 4, 2, 48), np.uint8), "query": np.zeros((1, 1, 4, 96), F32)},
+        ValueError,
+        "the channels of query must be a power of two to be rotated, got 96",
+    ),
+    (
+        {"v_cache": np.zeros((3, 4, 2, 48), np.uint8)},
+        ValueError,
+        "the channels of v_cache must be a power of two",
+    ),
+    ({"key": np.zeros((1, 1, 2, 63), F32)}, ValueError, "key must have 2 heads of 64 channels"),
+    ({"query": np.zeros((), F32)}, ValueError, r"query must be \[B, T, H, D\]"),
+    ({"value": np.zeros((1, 1, 2, 64), int)}, TypeError, "value must be of float16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [*WRONG, *((change | {"rotate": change.get("rotate", True)}, *rest) for change, *rest in NOT_ROTATED)],
+)
+def test_bad_input(change, error, words):
+    arguments = good() | change
+    with pytest.raises(error, match=words):
+        attnmask.flash_attention_with_kvcache(**arguments)
+    for name, before in good().items():
+        if name not in change:
+            np.testing.assert_array_equal(arguments[name], before, err_msg=f"{name} was written to")
+
+
+def test_memory_that_is_shared():
+    given = good()
+    given["v_scale"] = given["k_scale"]
+    with pytest.raises(ValueError, match=r"_scale must share no memory with ._scale"):
+        attnmask.flash_attention_with_kvcache(**given)
+    del given["key"], given["value"]
+    attnmask.flash_attention_with_kvcache(**given)  # only reads
+
+
+def test_no_channels():
+    caches = {f"{side}_cache": np.zeros((1, 4, 2, 0), np.uint8) for side in "kv"}
+    scales = {f"{side}_scale": np.ones((1, 4, 2, 0, 2), F32) for side in "kv"}
+    out = attnmask.flash_attention_with_kvcache(np.zeros((1, 1, 4, 0), F32), **caches, **scales)
+    assert out.shape == (1, 1, 4, 0)
+
+
+# Rotation
+
+
+def sylvester(n):
+    matrix = np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(n)
+
+
+def test_rotating_is_a_product_with_sylvesters_matrix():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 64, 256):
+        cache = np.zeros((2, 1, 3, 1, n), F32)
+        x = rng.standard_normal((1, 3, 1, n), F32)
+        attnmask.flash_attention_with_kvcache(x, *cache, x, 2 * x, cache_seqlens=0, rotate=True)
+        np.testing.assert_allclose(cache[0], x @ sylvester(n), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(cache[1], 2 * x @ sylvester(n), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, *TYPES])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotated_caches_give_the_same_results(dtype, packed):
+    rng = np.random.default_rng(0)
+    sizes = (4, 64), (2, 64), (2, 32)
+    tokens = [rng.standard_normal((2, 5, *size)).astype(dtype) for size in sizes]
+    given = {"cache_seqlens": [0, 3]}
+    if packed:
+        tokens = [x.reshape(10, *x.shape[2:]) for x in tokens]
+        given["cu_seqlens_q"] = [0, 4, 10]
+    query, *new = tokens
+    results = []
+    for rotate in (False, True):
+        caches = np.zeros((2, 9, 2, 64), dtype), np.zeros((2, 9, 2, 32), dtype)
+        out = np.zeros((*query.shape[:-1], 32), dtype)
+        options = given | {"rotate": rotate, "return_lse": True, "out": out}
+        got = attnmask.flash_attention_with_kvcache(query, *caches, *new, **options)
+        assert got[0] is out
+        results.append(got)
+    error = {8: 1e-12, 4: 1e-5, 2: 3e-2}[np.dtype(dtype).itemsize]
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=error, atol=error)
+
+
+def test_rotating_spreads_outliers():
+    """A few channels of large numbers make the others' groups coarse, unless they are spread."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 1, 200, 1, 128), F32)
+    key[..., [5, 70]] *= 20
+    query[..., [5, 70]] /= 20
+    right = attnmask.flash_attention(query, key, value, causal=True)
+    errors = []
+    for rotate in (False, True):
+        caches = np.zeros((2, 1, 200, 1, 64), np.uint8)
+        k_scale, v_scale = np.zeros((2, 1, 200, 1, 2, 2), F32)
+        options = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": 0, "rotate": rotate}
+        out = attnmask.flash_attention_with_kvcache(query, *caches, key, value, **options)
+        errors.append(np.sqrt(np.mean((out - right) ** 2)))
+    assert errors[1] < 0.6 * errors[0]
+
+
+# KVCache
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_kvcache_of_four_bits(group, rotate):
+    """What it holds is what the twin appends, in pages that forks share and truncation gives back."""
+    rng = np.random.default_rng(0)
+    sizes = {"layers": 2, "pages": 12, "page_size": 4, "value_depth": 128}
+    cache = attnmask.KVCache(2, 64, dtype="int4", group=group, rotate=rotate, **sizes)
+    assert cache.k_pages.shape == (2, 12, 4, 2, 32)
+    assert cache.v_scales.shape == (2, 12, 4, 2, 128 // group, 2)
+    words = (
+        "KVCache(kv_heads=2, depth=64, value_depth=128, layers=2, pages=12, page_size=4, dtype=int4, group="
+    )
+    assert repr(cache).startswith(
+        f"{words}{group}, {'rotate=True, ' if rotate else ''}sequences=0, free_pages=12"
+    )
+    query, keys, values = (rng.standard_normal((9, *size), F32) for size in ((4, 64), (2, 64), (2, 128)))
+
+    def advance(cache, number, begin, end):
+        some = slice(begin, end)
+        with cache.step([number], end - begin) as step:
+            return [step.attend(layer, query[some], keys[some], values[some]) for layer in range(2)][1]
+
+    first = cache.new_sequence()
+    one = advance(cache, first, 0, 6)
+    table = cache.block_table([first])
+    for pages, scales, x in ((cache.k_pages, cache.k_scales, keys), (cache.v_pages, cache.v_scales, values)):
+        wanted = x[:6] @ sylvester(x.shape[-1]) if rotate else x[:6]
+        held = twin.tokens(pages[1], scales[1], table, 0, 6)
+        unit = np.repeat(scales[1][twin.places(pages[1], table, 0, 0, 6)][..., 0], group, axis=-1)
+        assert (abs(held - wanted) <= 0.501 * unit + 1e-5).all()
+    whole = attnmask.flash_attention(query[None, :6], keys[None, :6], values[None, :6], causal=True)[0]
+    assert np.sqrt(np.mean((one - whole) ** 2)) < 0.2
+    second = cache.fork(first)
+    mine, other = advance(cache, first, 6, 9), advance(cache, second, 6, 9)
+    assert mine.tobytes() == other.tobytes()
+    for twin_cache in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert repr(twin_cache) == repr(cache)
+        twin_cache.truncate(second, 6)
+        assert advance(twin_cache, second, 6, 9).tobytes() == mine.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"group": 48}, ValueError, "group must be 32, 64 or 128, got 48"),
+        ({"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
+        ({"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
+        ({"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
+        ({"dtype": "int8", "group": 64}, ValueError, "group must be None for int8, got 64"),
+        ({"dtype": "uint8"}, TypeError, "dtype must be float16, .* or int4, got 'uint8'"),
+        ({"rotate": 1}, TypeError, "rotate must be"),
+        (
+            {"rotate": True, "value_depth": 192},
+            ValueError,
+            "value_depth must be a power of two to be rotated",
+        ),
+    ],
+)
+def test_caches_that_cannot_be_made(change, error, words):
+    with pytest.raises(error, match=words):
+        attnmask.KVCache(2, 64, pages=4, **{"dtype": "int4"} | change)
+
+
+# quantize_kv
+
+
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [*TYPES, np.float64])
+def test_quantize_kv(group, dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((3, 5, 2, 256)) * 10 ** rng.uniform(-3, 3, (3, 5, 2, 1))).astype(dtype)[:, ::-1]
+    values, scale = attnmask.quantize_kv(x, "int4", **({} if group is None else {"group": group}))
+    for mine, other in zip((values, scale), twin.to_halves(x, 256 // (group or 64), F32), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(mine, other)
+    wide = x.astype(np.float64)
+    unit = np.repeat(scale[..., 0], group or 64, axis=-1)
+    assert (abs(twin.of_halves(values, scale) - wide) <= 0.5001 * unit + 1e-6 * abs(wide)).all()
+
+
+def test_quantize_kv_of_equal_numbers_and_of_none():
+    values, scale = attnmask.quantize_kv(np.full((2, 32), -3.5), ml_dtypes.int4, group=32)
+    assert not values.any()
+    assert scale.tolist() == [[[1, -3.5]]] * 2
+    values, scale = attnmask.quantize_kv(np.zeros((0, 64), np.float16), "int4", -1)
+    assert (values.shape, scale.shape) == ((0, 32), (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("x", "more", "error", "words"),
+    [
+        (np.zeros((2, 96)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 96"),
+        (np.zeros((2, 0)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+        (np.zeros(()), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+        (np.zeros((64, 64)), {"axis": 0}, ValueError, "axis must be -1 or None for int4, got 0"),
+        (np.zeros((64, 64)), {"axis": (0, 1)}, TypeError, "axis must be an integer"),
+        (np.zeros(64), {"group": 16}, ValueError, "group must be 32, 64 or 128, got 16"),
+        (np.zeros(64, int), {}, TypeError, "x must be of float16"),
+        (
+            np.array([0.0] * 63 + [np.nan]),
+            {},
+            ValueError,
+            r"x must be finite in float32, got nan at index \(63,\)",
+        ),
+        (np.array([-3e38] * 63 + [3e38]), {}, ValueError, "farther apart than float32 reaches"),
+        (np.zeros(64), {"group": 64, "dtype": "int8"}, ValueError, "group must be None for int8, got 64"),
+    ],
+)
+def test_numbers_that_cannot_be_quantized(x, more, error, words):
+    with pytest.raises(error, match=words):
+        attnmask.quantize_kv(x, **{"dtype": "int4"} | more)
+
+
+# Latent caches
+
+
+def test_values_that_are_channels_of_the_keys(isa):
+    rng = np.random.default_rng(0)
+    x, query = (
+        rng.standard_normal((1, 70, 1, 128), np.float32),
+        rng.standard_normal((1, 2, 4, 128), np.float32),
+    )
+    cache, scale = np.zeros((1, 80, 1, 64), np.uint8), np.zeros((1, 80, 1, 4, 2), np.float32)
+    for values in (slice(0, 32), slice(16, 48)):
+        given = {"k_cache": cache, "v_cache": cache[..., values], "k_scale": scale, "cache_seqlens": 0}
+        attnmask.flash_attention_with_kvcache(x, key=x, **given)
+        given |= {"cache_seqlens": 70}
+        out = attnmask.flash_attention_with_kvcache(query, **given)
+        begin, end = values.start // 16, values.stop // 16
+        apart = {"v_cache": cache[..., values].copy(), "v_scale": scale[..., begin:end, :].copy()}
+        assert out.tobytes() == attnmask.flash_attention_with_kvcache(query, **given | apart).tobytes()
+    with pytest.raises(
+        ValueError, match="v_cache must be whole groups of 32 channels of k_cache, got 64 from channel 16"
+    ):
+        attnmask.flash_attention_with_kvcache(query, **given | {"v_cache": cache[..., 8:40]})
+    with pytest.raises(ValueError, match="value must be given with key and rotate=True"):
+        attnmask.flash_attention_with_kvcache(query, key=query[:, :, :1], **given, rotate=True)
+
+
+def test_latent_pages():
+    rng = np.random.default_rng(0)
+    cache = attnmask.KVCache(1, 192, value_depth=128, latent=True, pages=4, dtype="int4")
+    query, key = (rng.standard_normal((7, heads, 192), np.float32) for heads in (4, 1))
+    with cache.step([cache.new_sequence()], 7) as step:
+        out = step.attend(0, query, key)
+    right = attnmask.flash_attention(query[None], key[None], key[None, ..., :128], causal=True)[0]
+    assert np.sqrt(np.mean((out - right) ** 2)) < 0.2
+    assert repr(pickle.loads(pickle.dumps(cache))) == repr(cache)
+    with pytest.raises(ValueError, match="rotate must be False if latent"):
+        attnmask.KVCache(1, 256, value_depth=128, latent=True, pages=4, dtype="int4", rotate=True)
