@@ -1,5 +1,6 @@
 """The package as a whole: import, configuration, wrong arguments, threads, fork, signals, leaks."""
 
+import ast
 import contextlib
 import gc
 import inspect
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ml_dtypes
@@ -1083,3 +1085,25 @@ def test_use_needs_all_helpers():
 def test_c_imports_nothing():
     sources = (Path(__file__).parents[1] / "csrc").rglob("*.[ch]")
     assert not [path for path in sources if "PyImport_" in path.read_text()]
+
+
+def test_no_module_imports_itself_over_others():
+    root = Path(__file__).parents[1]
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (root / "attnmask").rglob("*.py")
+    }
+
+    def imported(name: str) -> set[str]:
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(modules[name].read_text()))
+            if isinstance(node, ast.ImportFrom)
+        ]
+        pairs = [(node.module, alias.name) for node in nodes for alias in node.names if alias.name != "_core"]
+        return {
+            f"{module}.{what}" if f"{module}.{what}" in modules else module for module, what in pairs
+        } & modules.keys()
+
+    order = TopologicalSorter({name: imported(name) - {name} for name in modules})
+    order.prepare()  # raises CycleError

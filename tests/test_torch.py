@@ -252,7 +252,7 @@ def results(function, *tensors, **more):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_tensors_that_say_more_than_their_memory(torch, query, dtype, more):
     """A bit that negates all numbers, and zeros that have no memory."""
-    from attnmask.torch._masks import to_tensor
+    from attnmask.torch._states import to_tensor
 
     query = query.expand(1, 4, 64, 8).to(getattr(torch, dtype))
     negated, zeros = torch._neg_view(-query), torch._efficientzerotensor(query.shape, dtype=query.dtype)

@@ -531,7 +531,7 @@ class MaskInfo(OtherWays):
         """
         from attnmask.torch._blocks import from_block_mask
 
-        return from_block_mask(block_mask)
+        return cls._of(from_block_mask(block_mask))
 
     # Narrowing and combining
 
@@ -1494,7 +1494,7 @@ class MaskInfo(OtherWays):
         """
         from attnmask.torch._blocks import to_block_mask
 
-        return to_block_mask(self, block_size)
+        return to_block_mask(self._state, block_size)
 
     @staticmethod
     def get_empty_sharding() -> MaskSharding:

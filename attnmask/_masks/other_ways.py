@@ -39,10 +39,10 @@ class Held:
         return self._held
 
     def _as_tensors(self: Any) -> Any:
-        from attnmask.torch._masks import tensors_of_graphs
+        from attnmask.torch._states import tensors_of_graphs
 
         state = self._state
-        return None if state.base is None else state.once("tensors", lambda: tensors_of_graphs(self))
+        return None if state.base is None else state.once("tensors", lambda: tensors_of_graphs(state))
 
     # As tensors of PyTorch, which torch.compile makes inputs of a graph; None if there is no mask.
     _tensors = property(_core.built_in(_as_tensors))

@@ -21,7 +21,7 @@ from attnmask.torch._linear import (
     short_convolution,
     short_convolution_step,
 )
-from attnmask.torch._masks import MaskTensors, mask_tensors, to_tensor
+from attnmask.torch._masks import mask_tensors
 from attnmask.torch._merge import merge_attention_states
 from attnmask.torch._operators import (
     check_no_tangents,
@@ -32,6 +32,7 @@ from attnmask.torch._operators import (
     plain_operator,
 )
 from attnmask.torch._ring import ring_attention
+from attnmask.torch._states import MaskTensors, to_tensor
 
 __all__ = [
     "MaskTensors",

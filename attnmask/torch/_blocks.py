@@ -1,26 +1,25 @@
 """Convert a `MaskInfo` to a BlockMask of FlexAttention, and back."""
 
 from collections.abc import Callable
+from operator import and_, or_
 from typing import Any
 
 import numpy as np
 from torch.nn.attention.flex_attention import BlockMask  # type: ignore[import-not-found, unused-ignore]
 
 from attnmask._common.arguments import block_sizes, describe
-from attnmask._masks import derived
-from attnmask._masks.info import MaskInfo
+from attnmask._masks import derived, sources, transforms
 from attnmask._masks.program import Program
+from attnmask._masks.state import State
 from attnmask._masks.terms import TILE, ids_of_sequences
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
+from attnmask.torch._states import to_tensor
 
 
-def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
-    (batch, heads, queries, keys), program = mask._state.described("make a BlockMask of it")
+def to_block_mask(state: State, block_size: Any) -> Any:
+    (batch, heads, queries, keys), program = state.described("make a BlockMask of it")
     q_size, k_size = block_sizes(block_size)
-    live = np.stack(
-        [[derived.grid(mask._state, b, h, q_size, k_size) for h in range(heads)] for b in range(batch)]
-    )
+    live = np.stack([[derived.grid(state, b, h, q_size, k_size) for h in range(heads)] for b in range(batch)])
     full = live == q_size * k_size
     blocks: list[Any] = []
     for kind in ((live > 0) & ~full, full):
@@ -140,12 +139,12 @@ def _mask_mod(program: Program) -> Callable[..., Any]:
     return mask_mod
 
 
-def from_block_mask(block_mask: Any) -> MaskInfo:
+def from_block_mask(block_mask: Any) -> State:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {describe(block_mask)}")
     (queries, keys), (q_size, k_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
 
-    def blocks(counts: Any, indices: Any) -> MaskInfo:
+    def blocks(counts: Any, indices: Any) -> State:
         """Return the listed blocks."""
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
         columns = -(-keys // k_size)
@@ -153,7 +152,7 @@ def from_block_mask(block_mask: Any) -> MaskInfo:
         live.scatter_(
             -1, torch.where(listed, indices, columns).long(), True
         )  # the last one is for the others
-        return MaskInfo.from_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
+        return sources.of_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
 
     mask_mod = block_mask.mask_mod
     for axis in (3, 2, 1, 0):
@@ -163,8 +162,10 @@ def from_block_mask(block_mask: Any) -> MaskInfo:
         return mask_mod(*(torch.from_numpy(part.ravel().copy()) for part in index))
 
     batch, heads = block_mask.kv_num_blocks.shape[:2]
-    mask = MaskInfo.from_function(live, queries, keys, batch, heads)
-    mask &= blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if block_mask.full_kv_num_blocks is not None:
-        mask |= blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return mask
+    mask = sources.of_function(live, queries, keys, batch, heads)
+    mask = transforms.joined(mask, blocks(block_mask.kv_num_blocks, block_mask.kv_indices), "and", or_)
+    if block_mask.full_kv_num_blocks is None:
+        return mask
+    return transforms.joined(
+        mask, blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices), "or", and_
+    )

@@ -23,8 +23,9 @@ from attnmask._common.arguments import as_array, describe, flag, integer, suit_h
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._masks import MaskTensors, restored, to_tensor
+from attnmask.torch._masks import restored
 from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
+from attnmask.torch._states import MaskTensors, to_tensor
 
 _ROWS = {row.name: row for row in ARGUMENTS if row.name in CACHE_DEFAULTS}
 _ARRAYS = tuple(name for name in _ROWS if name in ARRAYS)

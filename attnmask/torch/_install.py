@@ -23,7 +23,7 @@ from attnmask._attention.problem import both_starts
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
+from attnmask.torch._states import to_tensor
 
 _NAME = "attnmask"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -22,8 +22,8 @@ from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
 from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand
+from attnmask.torch._states import to_tensor
 
 _Given: TypeAlias = dict[str, Any]
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays

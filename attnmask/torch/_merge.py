@@ -7,8 +7,8 @@ from attnmask._attention import forward as attention
 from attnmask._common.arguments import describe, suit_hint
 from attnmask._common.loading import _core
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
 from attnmask.torch._operators import NO_SECOND, check_no_tangents, check_tensor, in_place, wide_dtype
+from attnmask.torch._states import to_tensor
 
 _NAME = "merge_attention_states"
 

@@ -39,7 +39,8 @@ from attnmask._common.arguments import (
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
 from attnmask.torch._import import Info, make_autograd_impl, torch
-from attnmask.torch._masks import MaskTensors, batch_rows, mask_tensors, restored, to_tensor
+from attnmask.torch._masks import mask_tensors, restored
+from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
 
 _ROWS = {row.name: row for row in ARGUMENTS}
 _PARAMETERS = ", ".join(

@@ -34,7 +34,7 @@ from attnmask._sharded.plan import ShardPlan
 from attnmask._sharded.ring import OPTIONS, Call, Ring, check_whole, described
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
+from attnmask.torch._states import to_tensor
 
 if torch.distributed.is_available() and not torch.distributed.is_initialized():
     # Otherwise the first optimizer imports it. Its functions have the default group as a default argument: one that is

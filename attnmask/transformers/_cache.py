@@ -23,8 +23,8 @@ from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
 from attnmask.torch._described import DescribedTensor
 from attnmask.torch._import import torch
-from attnmask.torch._masks import to_tensor
 from attnmask.torch._operators import detached
+from attnmask.torch._states import to_tensor
 from attnmask.transformers._masks import CACHE, transformers
 
 from transformers.cache_utils import (  # type: ignore[import-not-found, unused-ignore] # isort: skip
