@@ -219,26 +219,25 @@ static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
     return !w->kv->base->widen && am_is_plain(t, count, width);
 }
 
-/* Goes from row to row of keys or values, or of their scales. */
+/* Goes from run to run of keys or values and of the scales of their groups, if there are any. */
 typedef struct {
     const am_attn *attn;
-    const am_tokens *rows;
+    const am_tokens *rows, *groups;
     const am_attn_place *at;
     am_range keys;
-    key_run run; /* what is left of it */
-} row_walk;
+    const char *row, *scales; /* of the run; NULL: it is not to be read */
+} run_walk;
 
-/* The next row; NULL if it is not to be read, or there is none. */
-static const char *next_row(row_walk *walk)
+/* The rows of the next run; 0: there is none. */
+static ptrdiff_t next_run(run_walk *walk)
 {
-    key_run *run = &walk->run;
-    if (run->count == 0 && walk->keys.begin < walk->keys.end)
-        *run = run_of(walk->attn, walk->rows, walk->at, walk->keys);
-    if (run->count == 0) return NULL;
-    const char *row = run->data;
-    if (row) run->data += walk->rows->token;
-    run->count--, walk->keys.begin++;
-    return row;
+    if (walk->keys.begin >= walk->keys.end) return 0;
+    const key_run run = run_of(walk->attn, walk->rows, walk->at, walk->keys),
+                  own = walk->groups ? run_of(walk->attn, walk->groups, walk->at, walk->keys) : run;
+    const ptrdiff_t count = am_min(run.count, own.count);
+    walk->keys.begin += count;
+    walk->row = run.data, walk->scales = walk->groups ? own.data : NULL;
+    return count;
 }
 
 /* Keys or values of the tile as numbers of am_kv_row_type, whatever their format. Those of the next tile are
@@ -254,18 +253,24 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     const ptrdiff_t size = (ptrdiff_t)am_size_of(am_kv_row_type(base)), bytes = am_row_bytes(t->type, count);
     const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
     const am_rows rows = {.data = to, .step = count * size};
-    const am_range keys = w->keys, next = {keys.end, am_min(keys.end + TILE, f->keys)};
-    row_walk from = {f, t, at, keys, {0}}, own = {f, &groups, at, keys, {0}}, ahead = {f, t, at, next, {0}},
-             own_ahead = {f, &groups, at, next, {0}};
-    for (ptrdiff_t r = 0; r < am_length(keys); r++, to += rows.step) {
-        const char *row = next_row(&from), *scales = s->group ? next_row(&own) : NULL,
-                   *later = next_row(&ahead);
-        if (row)
-            am_kv_widen_row(&widening, to, row, scales, count);
-        else
-            memset(to, 0, (size_t)rows.step);
-        for (ptrdiff_t i = 0; later && i < bytes; i += AM_LINE) __builtin_prefetch(later + i);
-        if (s->group) __builtin_prefetch(next_row(&own_ahead));
+    run_walk now = {f, t, s->group ? &groups : NULL, at, w->keys, NULL, NULL}, ahead = now;
+    ahead.keys = (am_range){w->keys.end, am_min(w->keys.end + TILE, f->keys)};
+    for (ptrdiff_t left, later = 0; (left = next_run(&now)) > 0;) {
+        for (ptrdiff_t r = 0; r < left; r++, to += rows.step) {
+            if (later == 0) later = next_run(&ahead);
+            if (later > 0 && ahead.row) {
+                for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(ahead.row + i);
+                __builtin_prefetch(ahead.scales);
+                ahead.row += t->token, ahead.scales += s->group ? s->token : 0;
+            }
+            later -= later > 0;
+            if (!now.row) {
+                memset(to, 0, (size_t)rows.step);
+                continue;
+            }
+            am_kv_widen_row(&widening, to, now.row, now.scales, count);
+            now.row += t->token, now.scales += s->group ? s->token : 0;
+        }
     }
     return rows;
 }

@@ -17,18 +17,28 @@ static inline __m512 table_i4(const float *group)
 #ifdef __AVX512BF16__
 /* As bfloat16. A lane of 32 bits gets both numbers of a byte as indices of a table of 32 numbers: above the
  * four bits of the first there is one of the second, so the table has each number twice. */
-static void widen_i4_bf16(void *to, const void *from, const float *groups, ptrdiff_t group, ptrdiff_t count)
+static inline __attribute__((always_inline)) void widen_groups_bf16(uint16_t *dst, const uint8_t *src,
+                                                                    const float *groups,
+                                                                    const ptrdiff_t group, ptrdiff_t count)
 {
     const __m512i twice = _mm512_set1_epi32(0x1001);
-    uint16_t *dst = to;
-    const uint8_t *src = from;
-    for (ptrdiff_t begin = 0; begin < count; begin += group, groups += 2) {
+    for (const uint16_t *end = dst + count; dst < end; groups += 2, src += group / 2, dst += group) {
         const __m256i once = (__m256i)_mm512_cvtneps_pbh(table_i4(groups));
         const __m512i table = _mm512_broadcast_i64x4(once);
-        for (ptrdiff_t i = 0; i < group; i += 32, src += 16, dst += 32) {
-            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)src));
-            _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(_mm512_madd_epi16(bytes, twice), table));
+        UNROLL(4)
+        for (ptrdiff_t i = 0; i < group; i += 32) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(src + i / 2)));
+            _mm512_storeu_si512(dst + i, _mm512_permutexvar_epi16(_mm512_madd_epi16(bytes, twice), table));
         }
+    }
+}
+
+static void widen_i4_bf16(void *to, const void *from, const float *groups, ptrdiff_t group, ptrdiff_t count)
+{
+    switch (group) {
+    case 32: widen_groups_bf16(to, from, groups, 32, count); break;
+    case 64: widen_groups_bf16(to, from, groups, 64, count); break;
+    default: widen_groups_bf16(to, from, groups, 128, count); break;
     }
 }
 #else
