@@ -8,14 +8,25 @@
 
 PyObject *am_describe(PyObject *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
 
-/* An array that is written to must not share memory with any other argument. The caller's own arrays are
- * checked, since converters may have copied them. */
+/* The array that an argument was converted to; NULL: none. */
+static PyArrayObject *converted(const am_param *param)
+{
+    am_to *const of_arrays[] = {am_to_array,  am_to_array_or_none,  am_to_readable, am_to_readable_or_none,
+                                am_to_starts, am_to_starts_or_none, am_to_mask};
+    for (size_t i = 0; i < sizeof of_arrays / sizeof *of_arrays; i++) {
+        if (param->convert == of_arrays[i]) return *(PyArrayObject **)param->dst; /* starts begin with it */
+    }
+    return NULL;
+}
+
+/* An array that is written to must not share memory with any other argument: neither with the caller's own
+ * array, which a converter may have copied, nor with what became of an object of another library. */
 static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (i == out || params[i].convert == am_to_object || !PyArray_Check(args[i])) continue;
-        if (am_check_apart((PyArrayObject *)args[out], params[out].name, (PyArrayObject *)args[i],
-                           params[i].name) < 0)
+        if (i == out || params[i].convert == am_to_object) continue;
+        PyArrayObject *input = PyArray_Check(args[i]) ? (PyArrayObject *)args[i] : converted(&params[i]);
+        if (input && am_check_apart((PyArrayObject *)args[out], params[out].name, input, params[i].name) < 0)
             return -1;
     }
     return 0;
@@ -178,6 +189,11 @@ static int to_array(PyObject *object, const char *name, bool allow_same, PyArray
 int am_to_readable(PyObject *object, const char *name, void *dst)
 {
     return to_readable(object, name, false, dst);
+}
+
+int am_to_readable_or_none(PyObject *object, const char *name, void *dst)
+{
+    return object == Py_None ? 0 : am_to_readable(object, name, dst);
 }
 
 int am_to_array(PyObject *object, const char *name, void *dst) { return to_array(object, name, false, dst); }
@@ -540,8 +556,7 @@ int am_check_no_overlap(PyArrayObject *array, const char *name)
     return -1;
 }
 
-int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
-                 PyArrayObject *const *inputs, const char *const *input_names, int input_count)
+int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     if (PyArray_NDIM(out) != ndim || !PyArray_CompareLists(PyArray_DIMS(out), shape, ndim) ||
         am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
@@ -563,9 +578,5 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
                      PyArray_DESCR(out));
         return -1;
     }
-    if (am_check_no_overlap(out, name) < 0) return -1;
-    for (int i = 0; i < input_count; i++) {
-        if (inputs[i] && am_check_apart(out, name, inputs[i], input_names[i]) < 0) return -1;
-    }
-    return 0;
+    return am_check_no_overlap(out, name);
 }

@@ -42,7 +42,7 @@ am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows floa
 am_to am_to_array;
 am_to am_to_array_or_none; /* leaves NULL for None */
 /* The same of any dtype. */
-am_to am_to_readable;
+am_to am_to_readable, am_to_readable_or_none;
 /* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on
  * it. */
 am_to am_to_mask;
@@ -125,9 +125,8 @@ int am_check_written(PyArrayObject *const *arrays, const char *const *names, int
 /* Checks that no two elements of `array` are the same memory; 0 or -1. */
 int am_check_no_overlap(PyArrayObject *array, const char *name);
 
-/* Checks that `out` has the shape and dtype of the result, can be written to, and shares no memory with the
- * inputs, of which any may be NULL; 0 or -1. */
-int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
-                 PyArrayObject *const *inputs, const char *const *input_names, int input_count);
+/* Checks that `out` has the shape and dtype of the result, and can be written to; 0 or -1. That it shares no
+ * memory with other arguments has been checked by am_parse. */
+int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
 
 #endif

@@ -93,7 +93,7 @@ static PyObject *compute(PyObject *module, arguments *a)
     PyArray_Descr *dtype = result_dtype(a);
     PyArrayObject *out = dtype ? am_target(&a->out, 4, dims, dtype) : NULL;
     if (!out) goto fail;
-    if (a->out.given && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
+    if (a->out.given && am_check_out(out, "out", 4, dims, dtype) < 0) goto fail;
     if (a->return_lse) {
         npy_intp const rows[3] = {attn->batch, attn->heads, attn->queries};
         lse = am_new_array_of(3, rows, attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
@@ -587,7 +587,7 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
                      dims[3]);
         goto fail;
     }
-    if (out.given && am_check_out(out.array, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
+    if (out.given && am_check_out(out.array, "out", 4, dims, dtype) < 0) goto fail;
     target = am_target(&out, 4, dims, dtype);
     if (!target) goto fail;
     am_call call;

@@ -239,17 +239,11 @@ static int check_result(const arguments *a, npy_intp const *shape)
     PyArrayObject *out = a->out.array;
     const int axes = is_packed(a) ? 3 : 4;
     if (!out) return 0;
-    if (am_check_out(out, "out", axes, shape, PyArray_DESCR(a->arrays[QUERY]), a->arrays, a->names, OUT) < 0)
-        return -1;
+    if (am_check_out(out, "out", axes, shape, PyArray_DESCR(a->arrays[QUERY])) < 0) return -1;
     return am_check_apart_from_mask(out, &a->mask, "attention_mask");
 }
 
 /* --- The call --- */
-
-static int to_readable(PyObject *object, const char *name, void *dst)
-{
-    return object == Py_None ? 0 : am_to_readable(object, name, dst);
-}
 
 /* Keeps the object as it is; am_parse compares its memory with that of `out`. */
 static int to_given(PyObject *object, const char *name, void *dst)
@@ -419,13 +413,13 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [QUERY] = {"query", am_to_readable, &a.arrays[QUERY]},
         [K_CACHE] = {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
         [V_CACHE] = {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
-        [KEY] = {"key", to_readable, &a.arrays[KEY]},
-        [VALUE] = {"value", to_readable, &a.arrays[VALUE]},
+        [KEY] = {"key", am_to_readable_or_none, &a.arrays[KEY]},
+        [VALUE] = {"value", am_to_readable_or_none, &a.arrays[VALUE]},
         [CACHE_SEQLENS] = {"cache_seqlens", to_given, NULL},
-        [BLOCK_TABLE] = {"block_table", to_readable, &a.arrays[BLOCK_TABLE]},
+        [BLOCK_TABLE] = {"block_table", am_to_readable_or_none, &a.arrays[BLOCK_TABLE]},
         [CU_SEQLENS_Q] = {"cu_seqlens_q", am_to_starts_or_none, &a.starts},
-        [K_SCALE] = {"k_scale", to_readable, &a.arrays[K_SCALE]},
-        [V_SCALE] = {"v_scale", to_readable, &a.arrays[V_SCALE]},
+        [K_SCALE] = {"k_scale", am_to_readable_or_none, &a.arrays[K_SCALE]},
+        [V_SCALE] = {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
         [SOFTMAX_SCALE] = {"softmax_scale", to_given, NULL},
         [CAUSAL] = {"causal", to_given, NULL},
         [SLIDING_WINDOW] = {"sliding_window", to_given, NULL},

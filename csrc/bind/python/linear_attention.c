@@ -6,7 +6,6 @@
 #include "core/runtime/sizes.h"
 
 enum { QUERY, KEY, VALUE, DECAY, BETA, STATE, INPUTS = AM_LINEAR_INPUTS };
-static const char *const names[INPUTS] = {"query", "key", "value", "decay", "beta", "initial_state"};
 
 typedef struct {
     PyArrayObject *arrays[INPUTS]; /* owned; NULL: not given */
@@ -107,10 +106,7 @@ static PyArrayObject *new_kept(const arguments *a)
 static PyArrayObject *compute(PyObject *module, arguments *a, PyArrayObject *state, PyArrayObject *kept)
 {
     npy_intp const *shape = PyArray_DIMS(a->arrays[VALUE]);
-    PyArrayObject *const inputs[] = {a->arrays[QUERY], a->arrays[KEY],  a->arrays[VALUE],
-                                     a->arrays[DECAY], a->arrays[BETA], a->arrays[STATE]};
-    if (a->out.given && am_check_out(a->out.array, "out", 4, shape, PyArray_DESCR(a->arrays[QUERY]), inputs,
-                                     names, INPUTS) < 0)
+    if (a->out.given && am_check_out(a->out.array, "out", 4, shape, PyArray_DESCR(a->arrays[QUERY])) < 0)
         return NULL;
     PyArrayObject *out = am_target(&a->out, 4, shape, PyArray_DESCR(a->arrays[QUERY]));
     if (!out) return NULL;
@@ -288,12 +284,6 @@ typedef struct {
     const ptrdiff_t *slots; /* NULL: each row has its own */
 } token_step;
 
-static int to_state(PyObject *object, const char *name, void *dst)
-{
-    if (object == Py_None) return am_reject(PyExc_TypeError, name, "a NumPy array", object);
-    return am_to_out(object, name, dst);
-}
-
 static int read_slots(token_step *s)
 {
     am_request *r = &s->a.request;
@@ -314,18 +304,18 @@ static int check_step(token_step *s)
 {
     arguments *a = &s->a;
     if (check(a, true) < 0) return -1;
+    if (!s->state.given) return am_reject(PyExc_TypeError, "state", "a NumPy array", Py_None);
     if (PyArray_NDIM(s->state.array) != 4)
         return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", s->state.given);
     npy_intp const slots = PyArray_DIM(s->state.array, 0);
     npy_intp const shape[] = {slots, a->linear.heads, a->linear.rows, a->linear.channels};
     PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
-    int status = am_check_out(s->state.array, "state", 4, shape, dtype, a->arrays, names, INPUTS);
+    int status = am_check_out(s->state.array, "state", 4, shape, dtype);
     Py_DECREF(dtype);
     if (status < 0 || read_slots(s) < 0) return -1;
     if (!a->out.given) return 0;
-    if (am_check_apart(a->out.array, "out", s->state.array, "state") < 0) return -1;
     return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[VALUE]),
-                        PyArray_DESCR(a->arrays[QUERY]), a->arrays, names, INPUTS);
+                        PyArray_DESCR(a->arrays[QUERY]));
 }
 
 static PyObject *compute_step(PyObject *module, token_step *s)
@@ -358,7 +348,7 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"query", am_to_array, &s.a.arrays[QUERY]},
         {"key", am_to_array, &s.a.arrays[KEY]},
         {"value", am_to_array, &s.a.arrays[VALUE]},
-        {"state", to_state, &s.state},
+        {"state", am_to_out, &s.state},
         {"decay", am_to_array_or_none, &s.a.arrays[DECAY]},
         {"beta", am_to_array_or_none, &s.a.arrays[BETA]},
         {"scale", am_to_scale, &s.a.scale},

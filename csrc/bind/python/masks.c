@@ -167,7 +167,7 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 
 static int check_out(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype, const am_mask_arg *mask)
 {
-    if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
+    if (am_check_out(out, "out", 4, dims, dtype) < 0) return -1;
     return am_check_apart_from_mask(out, mask, "the mask's arrays");
 }
 

@@ -229,8 +229,10 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     int ndim = a->q.array ? 4 : 2;
     if (ndim == 4) shape[1] = 1, shape[2] = a->max_q, shape[3] = a->max_kv;
     PyArrayObject *const inputs[2] = {a->q.array, a->kv.array};
-    if (a->out.given && am_check_out(a->out.array, "out", ndim, shape, a->dtype, inputs, a->names, 2) < 0)
-        return NULL;
+    for (int i = 0; a->out.given && i < 2; i++) {
+        if (inputs[i] && am_check_apart(a->out.array, "out", inputs[i], a->names[i]) < 0) return NULL;
+    }
+    if (a->out.given && am_check_out(a->out.array, "out", ndim, shape, a->dtype) < 0) return NULL;
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
