@@ -504,6 +504,8 @@ def test_what_the_function_gets(monkeypatch, dtype, batched):
         "cache_seqlens": np.array([3, 6], np.int32),
         "block_table": np.array([[0, 3, -1], [1, 2, 4]], np.int32),
         "sliding_window": 2,
+        "return_lse": False,
+        "rotate": cache.rotate,
     }
     if not batched:
         expected["cu_seqlens_q"] = np.array([0, 3, 6], np.int32)

@@ -45,6 +45,13 @@ class CacheOptions(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
 
 
+class StepOptions(CacheOptions, total=False):
+    """What `KVCacheStep.attend` takes."""
+
+    attention_mask: ArrayLike | MaskInfo | None
+    out: NDArray[Any] | None
+
+
 class RingOptions(CacheOptions, total=False):
     """What ring attention takes too."""
 
@@ -159,6 +166,7 @@ HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
 DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
 CACHE_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in CacheOptions.__annotations__}
 CACHE_DEFAULTS["causal"] = True
+STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None}
 RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
 _RESULTS = "tuple[NDArray[Any], NDArray[Any]]"
 
@@ -222,6 +230,9 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
+_TYPES = {row.name: row.type for row in ARGUMENTS} | {"out": "NDArray[Any] | None"}
+
+
 def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]:
     """Show the arguments in ``**more`` of a function in its signature."""
 
@@ -229,9 +240,9 @@ def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]
         whole = signature(function)
         own = [row for row in whole.parameters.values() if row.kind is not Parameter.VAR_KEYWORD]
         more = [
-            Parameter(row.name, Parameter.KEYWORD_ONLY, default=defaults[row.name], annotation=row.type)
-            for row in ARGUMENTS
-            if row.name in defaults and row.name not in whole.parameters
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_TYPES[name])
+            for name, default in defaults.items()
+            if name not in whole.parameters
         ]
         function.__signature__ = whole.replace(parameters=own + more)  # type: ignore[attr-defined]
         return function

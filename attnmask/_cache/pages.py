@@ -15,11 +15,12 @@ import array
 import math
 from itertools import accumulate, islice
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from attnmask._attention.arguments import STEP_DEFAULTS, StepOptions, spelled_out
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._common.arguments import (
@@ -637,8 +638,38 @@ class KVCacheStep:
                 "the cache is unchanged"
             )
 
+    @overload
     def attend(
-        self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike | None = None, **more: Any
+        self,
+        layer: int,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **more: Unpack[StepOptions],
+    ) -> NDArray[Any]: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        *,
+        return_lse: Literal[True],
+        **more: Unpack[StepOptions],
+    ) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    @spelled_out(STEP_DEFAULTS)
+    def attend(
+        self,
+        layer: int,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        *,
+        return_lse: bool = False,
+        **more: Any,
     ) -> Any:
         """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
 
@@ -650,9 +681,9 @@ class KVCacheStep:
         key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
         value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
             None in a latent cache, whose keys contain the values.
+        return_lse : bool
         **more
-            As in `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
-            `softmax_aux`, `alibi_slopes`, `attention_mask`, `return_lse`, `out`.
+            The options of `flash_attention_with_kvcache`, `attention_mask` and `out`; all mean the same.
 
         Returns
         -------
@@ -691,6 +722,7 @@ class KVCacheStep:
             k_scale=None if cache.k_scales is None else cache.k_scales[index],
             v_scale=None if cache.v_scales is None else cache.v_scales[index],
             rotate=cache.rotate,
+            return_lse=return_lse,
             **places,
             **more,
         )

@@ -362,7 +362,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         store = _Store(state["kv"], state["writers"])
         store.rows = list(state["rows"])
         self._fill(store, state["layers"])
-        vars(self).update(state["more"])
+        self.__dict__.update(state["more"])
 
     def __repr__(self) -> str:
         return f"PagedCache(layers={len(self.layers)}, rows={len(self._store.rows)}, kv={self.kv!r})"
