@@ -103,18 +103,20 @@ static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at,
     return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
-am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_range keys,
-                      ptrdiff_t index, char *tile, char *scratch, am_team *team)
+am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task,
+                      const am_bias_tile *tile, char *scratch, am_team *team)
 {
+    const ptrdiff_t row = TILE * g->base->size;
     if (!g->sums) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
-            convert(g, index_of(g, at, keys.begin) + r * g->shape[3], tile + r * TILE * g->base->size,
-                    am_length(keys));
+            convert(g, index_of(g, at, tile->keys.begin) + r * g->shape[3], tile->d_s + r * row,
+                    am_length(tile->keys));
         return AM_OK;
     }
-    fold(g, tile, at->rows);
-    if (g->shape[2] != 1) return add_ordered(g, at, task, keys, tile, team);
-    g->base->arithmetic->add_rows(scratch + scratch_offset(g, at, index), TILE, tile, TILE, 1, TILE);
+    fold(g, tile->d_s, at->rows);
+    if (g->shape[2] != 1) return add_ordered(g, at, task, tile->keys, tile->d_s, team);
+    char *sums = scratch + scratch_offset(g, at, tile->index);
+    g->base->arithmetic->add_rows(sums, TILE, tile->d_s, TILE, 1, TILE);
     return AM_OK;
 }
 

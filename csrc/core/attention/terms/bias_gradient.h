@@ -32,11 +32,17 @@ am_status am_bias_gradient_end(const am_context *context, am_bias_gradient *bias
 /* The scratch of a task, which is to be zero at first. */
 ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *bias);
 
-/* Adds a tile of dS, [rows][AM_FLASH_TILE], of some keys; the tile, the `index`-th of the task, is
- * overwritten. A task adds its tiles block by block, one head after the other. It ends each block of its
- * batch row, also one without tiles, and after all blocks itself, for its key head. */
-am_status am_bias_add(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task, am_range keys,
-                      ptrdiff_t index, char *tile, char *scratch, am_team *team);
+/* A tile of dS of some keys, the `index`-th of the task. */
+typedef struct {
+    am_range keys;
+    ptrdiff_t index;
+    char *d_s; /* [rows][AM_FLASH_TILE] */
+} am_bias_tile;
+
+/* Adds a tile, which is overwritten. A task adds its tiles block by block, one head after the other. It ends
+ * each block of its batch row, also one without tiles, and after all blocks itself, for its key head. */
+am_status am_bias_add(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task,
+                      const am_bias_tile *tile, char *scratch, am_team *team);
 am_status am_bias_end_block(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task,
                             am_team *team);
 am_status am_bias_end_task(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task,
