@@ -162,6 +162,21 @@ def resized(length: int) -> np.ndarray:
     return result
 
 
+use_isa = _core.use_isa  # not one of the calls that core_calls finds
+
+
+def at_plain(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def at_level(**arguments: Any) -> Any:
+        previous = use_isa("plain")
+        try:
+            return call(**arguments)
+        finally:
+            use_isa(previous)
+
+    return at_level
+
+
 flash, kvcache = attnmask.flash_attention, attnmask.flash_attention_with_kvcache
 flash_vjp = pulled_back(attnmask.flash_attention_vjp)
 linear_vjp = pulled_back(attnmask.linear_attention_vjp)
@@ -172,6 +187,10 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "unequal splits": (flash, lambda rng: tokens(rng, 200, 4000, (1, 1))),
     "gradients": (
         flash_vjp,
+        lambda rng: gradients(rng) | {"dout": floats(rng, 1, 200, 4, 16, dtype=np.float16)},
+    ),
+    "plain": (
+        at_plain(flash_vjp),
         lambda rng: gradients(rng) | {"dout": floats(rng, 1, 200, 4, 16, dtype=np.float16)},
     ),
     "relative bias": (flash_vjp, lambda rng: relative(rng) | {"dout": floats(rng, 1, 130, 2, 16)}),
