@@ -25,15 +25,16 @@ from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
 
 __all__ = [
+    "BY_DISTANCE",
     "TERMS",
     "Places",
     "Range",
     "Sizes",
     "Term",
+    "by_head",
     "dropout_of",
     "four_axes",
     "numbers_of",
-    "slopes_of",
     "terms_of",
 ]
 
@@ -164,22 +165,21 @@ def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term |
 
 
 def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
-    return Term(
-        "alibi_slopes", slopes_of(alibi_slopes, sizes.rows, sizes.shape[1], sizes.row)[:, :, None, None]
-    )
+    return by_head(alibi_slopes, "alibi_slopes", sizes)
 
 
-def slopes_of(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
-    """Return slopes as [1 or rows, H]."""
-    array = as_array(alibi_slopes, "alibi_slopes")
+def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
+    """Return a term of finite numbers, one per head, or per batch row or sequence and head."""
+    heads, rows, row = sizes.shape[1], sizes.rows, sizes.row
+    array = as_array(value, name)
     if array.dtype.kind == "b" or not is_number(array.dtype):
-        raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
+        raise TypeError(f"{name} must be real numbers, got {describe(array)}")
     if array.shape not in ((heads,), (1, heads), (rows, heads)):
-        raise ValueError(f"alibi_slopes must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
-    slopes = np.array(array, np.float64, ndmin=2, order="C")
-    if not np.isfinite(slopes).all():
-        raise ValueError(f"alibi_slopes must be finite, got {slopes[~np.isfinite(slopes)][0]}")
-    return slopes
+        raise ValueError(f"{name} must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
+    numbers = np.array(array, np.float64, ndmin=2, order="C")
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must be finite, got {numbers[~np.isfinite(numbers)][0]}")
+    return Term(name, numbers[:, :, None, None])
 
 
 def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, Any]) -> Term:
@@ -200,6 +200,7 @@ def _relative_low(relative_low: Any, _: Sizes, given: Mapping[str, Any]) -> None
         raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(relative_low)}")
 
 
+BY_DISTANCE = ("alibi_slopes", "relative_bias")  # of the terms, whose numbers follow from k - q
 # What each argument becomes, given all of them: a term; or None if it asks for nothing.
 TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
     "bias": _bias,

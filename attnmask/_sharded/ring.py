@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention.arguments import NUMBERS, RING_DEFAULTS
+from attnmask._attention.arguments import ARRAYS, LEARNED, NUMBERS, RING_DEFAULTS
 from attnmask._attention.problem import distances, starts_of
-from attnmask._attention.terms import slopes_of
+from attnmask._attention.terms import BY_DISTANCE, TERMS, Sizes, numbers_of, terms_of
 from attnmask._common.arguments import describe
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
@@ -385,6 +385,7 @@ def ring_of(
 # Arguments of `ring_attention`, by their names
 
 OPTIONS = tuple(name for name in NUMBERS if name in RING_DEFAULTS and name != "causal")  # of each call
+BY_HEAD = tuple(name for name in TERMS if name in RING_DEFAULTS and name in ARRAYS and name not in LEARNED)
 
 
 def check_whole(given: Mapping[str, Any], batch: int) -> None:
@@ -421,22 +422,28 @@ class Described(NamedTuple):
 
     ring: Ring
     options: dict[str, Any]  # more arguments of each call of attention
-    slopes: NDArray[np.float64] | None  # of ALiBi, if they differ among batch rows or documents
+    by_row: dict[str, NDArray[np.float64]]  # of these those that differ among batch rows or documents
 
 
 def described(
     given: Mapping[str, Any], shape: tuple[int, int, int], world: int, by_distance: bool
 ) -> Described:
-    """Describe a call on the whole [batch, heads, length]; `by_distance` if more than slopes uses distances."""
+    """Describe a call on the whole [batch, heads, length]; `by_distance` if learned terms are."""
     batch, heads, length = shape
     starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
     mask = _whole_mask(given, *shape)
-    slopes, options = given["alibi_slopes"], {name: given[name] for name in OPTIONS}
-    if slopes is not None:
-        by_distance = True
-        rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
-        slopes = slopes_of(slopes, rows, heads, row)
-        if len(slopes) == 1:
-            slopes, options["alibi_slopes"] = None, slopes
-    conditions = Conditions(*distances(given), by_distance, mask is not None or given["dropout_prob"] > 0)
-    return Described(ring_of(given["layout"], length, world, starts, mask, conditions), options, slopes)
+    options, by_row = {name: given[name] for name in OPTIONS}, {}
+    arrays = {name: given[name] for name in BY_HEAD if given[name] is not None}
+    rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
+    for term in terms_of(
+        arrays, Sizes((batch, heads, length, length), rows, row, numbers_of(np.dtype(float)))
+    ):
+        assert term.array is not None
+        numbers = term.array[:, :, 0, 0]
+        (options if len(numbers) == 1 else by_row)[term.name] = numbers
+    conditions = Conditions(
+        *distances(given),
+        by_distance or bool(arrays),
+        mask is not None or given["dropout_prob"] > 0 or not arrays.keys() <= set(BY_DISTANCE),
+    )
+    return Described(ring_of(given["layout"], length, world, starts, mask, conditions), options, by_row)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
+from attnmask._attention.arguments import ARRAYS, FLASH_ATTENTION_WITH_KVCACHE
 from attnmask._attention.problem import mask_nodes
+from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
 from attnmask._common.arguments import as_array, fields_in_a_line, wide_dtype
 from attnmask._common.loading import _core
@@ -43,8 +44,7 @@ TRACED = (
     "cache_seqlens",
     "block_table",
     "cu_seqlens_q",
-    "softmax_aux",
-    "alibi_slopes",
+    *(name for name in TERMS if name in ARRAYS and name in FLASH_ATTENTION_WITH_KVCACHE.names),
     "attention_mask",
 )
 

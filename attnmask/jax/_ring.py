@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe, wide_dtype
-from attnmask._sharded.ring import OPTIONS, Call, Ring, check_whole, described
+from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
 from attnmask.jax import _call as engine
 from attnmask.jax._arguments import check, is_traced, sinks_of, specify
 
 __all__ = ["attend"]
 
-_KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
+_KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", *BY_HEAD)
 
 
 class _Task(NamedTuple):
@@ -42,7 +42,7 @@ class _Task(NamedTuple):
     axis_name: Any
     batch: int
     options: dict[str, Any]  # more arguments of each call of attention
-    slopes: NDArray[np.float64] | None  # of ALiBi, if they differ among batch rows or documents
+    by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
 
     @property
     def world(self) -> int:
@@ -114,14 +114,14 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     names = (*OPTIONS, "causal", "sliding_window")
     check(DEFAULTS | dict(learned) | {name: given[name] for name in names})
     check_whole(given, batch)
-    ring, options, slopes = described(given, (batch, heads, length), world, "relative_bias" in learned)
+    ring, options, by_row = described(given, (batch, heads, length), world, "relative_bias" in learned)
     if (ring.shards.lengths != tokens).any():
         raise ValueError(
             f"query must have shards of equal length, got {length} tokens divided into "
             f"{ring.shards.lengths.tolist()}; pad it to a multiple of {2 * world} with segment id -1, and pass segment "
             "ids instead of cu_seqlens"
         )
-    return _Task(ring, given["axis_name"], batch, options, slopes)
+    return _Task(ring, given["axis_name"], batch, options, by_row)
 
 
 # Rounds
@@ -235,8 +235,7 @@ def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]
         for name, x in arrays.items()
     }
     arguments = DEFAULTS | task.options | call.arguments | learned
-    if task.slopes is not None:
-        arguments["alibi_slopes"] = task.slopes[call.rows]
+    arguments |= {name: numbers[call.rows] for name, numbers in task.by_row.items()}
     if seed:
         arguments["dropout_seed"] = seed[0]
     problem, _ = check(arguments)

@@ -26,6 +26,7 @@ from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.forward import attend_for_gradients as attend_in_numpy
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
+from attnmask._attention.terms import TERMS
 from attnmask._common.arguments import (
     as_array,
     check_kind_of_tensor,
@@ -434,6 +435,7 @@ _AXES = {
     **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), 2),
     "causal_offset": 1,
 }
+_OF_HEADS = tuple(name for name in TERMS if name in ARRAYS and name not in _AXES)
 _SHARED = ("bias", "attention_mask", "causal_offset")  # one row of which may stand for all batch rows
 
 
@@ -454,8 +456,8 @@ def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
         and given["cum_seqlens_q"] is None
         and given["cum_seqlens_k"] is None
         and given["dropout_prob"] == 0  # which counts rows
-        and all(dims[name] is None for name in ("softmax_aux", "relative_bias", "alibi_slopes"))
-        and (given["alibi_slopes"] is None or given["alibi_slopes"].ndim == 1)
+        and all(dims[name] is None for name in _OF_HEADS)
+        and all(given[name] is None or given[name].ndim == 1 for name in _OF_HEADS if name not in LEARNED)
         and all(dim is None for dim in dims["mask_tensors"])
         and batch_rows(given["mask_specification"]) == 1
         and not any(given.get("wanted", ())[3:])  # those are summed over the rows

@@ -31,7 +31,7 @@ from attnmask._common.arguments import as_array, describe, flag, is_floating, is
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan
-from attnmask._sharded.ring import OPTIONS, Call, Ring, check_whole, described
+from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._states import to_tensor
@@ -52,7 +52,7 @@ class _Task(NamedTuple):
     rank: int
     batch: int
     options: dict[str, Any]  # more arguments of each call of attention
-    slopes: NDArray[np.float64] | None  # of ALiBi, if they differ among batch rows or documents
+    by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
 
     @property
     def world(self) -> int:
@@ -85,7 +85,7 @@ class _Task(NamedTuple):
 
 # The beginning of a call
 
-_ARRAYS = ("cu_seqlens", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
+_ARRAYS = ("cu_seqlens", "q_segment_ids", "kv_segment_ids", *BY_HEAD)
 
 
 def _digest(given: Mapping[str, Any]) -> int:
@@ -171,11 +171,11 @@ def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Tas
     lengths = _agreed(group, numbers)
     length, batch, heads = sum(lengths), query.shape[0], query.shape[2]
     relative = tensors["relative_bias"] is not None
-    ring, options, slopes = described(given, (batch, heads, length), world, relative)
+    ring, options, by_row = described(given, (batch, heads, length), world, relative)
     if ring.shards.lengths.tolist() != lengths:
         expected = f"the tokens of shard_sequence, {ring.shards.lengths.tolist()}"
         raise ValueError(f"query must have {expected} in the processes of the group, got {lengths}")
-    return _Task(ring, group, rank, batch, options, slopes)
+    return _Task(ring, group, rank, batch, options, by_row)
 
 
 # Messages
@@ -351,10 +351,8 @@ def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any],
     arguments = (
         task.options | call.arguments | {"query": query[:, call.queries, heads], "key": key, "value": value}
     )
-    if task.slopes is not None:
-        arguments["alibi_slopes"] = task.slopes[call.rows]
-    if "alibi_slopes" in arguments:
-        arguments["alibi_slopes"] = arguments["alibi_slopes"][:, heads]
+    arguments |= {name: numbers[call.rows] for name, numbers in task.by_row.items()}
+    arguments |= {name: arguments[name][:, heads] for name in BY_HEAD if name in arguments}
     if table is not None:
         arguments["relative_bias"] = table[heads]
     mask = arguments.get("attention_mask")
