@@ -2,14 +2,16 @@
  * has a row here, which answers all that forward, backward, schedules and bindings ask. Its functions are in
  * kinds.c. No other file knows kinds by name.
  *
- *     kind   it becomes AM_LOGIT_kind. Exported programs of JAX hold its number: new kinds come last
- *     name   in Python: of the argument that it comes from
- *     axes   of its array, each 1, or as many as: B batch rows, R batch rows or sequences, H heads, Q
- * queries, K keys; or N any number, which is at least 1; "": it has none, but a number finite whether its
- * numbers must be acts   what it alters, see am_acts first  the keys to begin with, see am_first_keys bound
- * the most that it may add to a logit, see am_logit_row; likewise add    its numbers along a line, NULL
- * unless it acts by distance or by key learn  the gradient of what it has added along a line; NULL: its array
- * has none, or not along lines */
+ *     kind    becomes AM_LOGIT_kind; exported programs of JAX hold its number, so new kinds come last
+ *     name    of the argument that it comes from, in Python
+ *     axes    of its array; empty: it has a number instead. Each axis is 1, or as long as its letter says:
+ *             B batch rows, R batch rows or sequences, H heads, Q queries, K keys, N any number from 1 on
+ *     finite  whether the numbers of its array must be
+ *     acts    on what, see am_acts
+ *     first   the keys to begin with, see am_first_keys
+ *     bound   the most that it may add to a logit, see am_logit_row
+ *     add     its numbers along a line; NULL unless it acts along lines
+ *     learn   the gradient of its array along a line; NULL: there is none, or not along lines */
 #ifndef AM_CORE_ATTENTION_TERMS_KINDS_H
 #define AM_CORE_ATTENTION_TERMS_KINDS_H
 
