@@ -1,7 +1,6 @@
 /* formats.c – formats of keys and values. */
 #include "core/cache/formats.h"
 
-#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 
@@ -29,8 +28,10 @@ WIDEN(widen_e5m2, uint8_t, widen_one_e5m2)
 static void narrow_i8(void *restrict to, const float *restrict from, ptrdiff_t count)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
-        const float x = from[i];
-        ((int8_t *)to)[i] = x != x ? 0 : (int8_t)lrintf(fminf(fmaxf(x, -127), 127));
+        float x = from[i] == from[i] ? from[i] : 0;
+        x = x > -127 ? x : -127;
+        x = x < 127 ? x : 127;
+        ((int8_t *)to)[i] = (int8_t)am_bits_of_float(x + 0x1.8p23f); /* its last bits are the integer */
     }
 }
 
