@@ -338,7 +338,7 @@ void am_cached_describe(am_request *r, const am_cached *c)
 am_status am_cached_append(const am_context *context, const am_cached *c)
 {
     am_status status = AM_OK;
-    for (int side = 0; status == AM_OK && c->rows[side].data && side < 2; side++) {
+    for (int side = 0; side < 2 && status == AM_OK && c->rows[side].data; side++) {
         const am_kv_append rows = {
             .cache = am_tokens_of(&c->caches[side]),
             .rows = am_tokens_of(&c->rows[side]),
