@@ -51,7 +51,7 @@ void am_linear_read(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_
                 convert(kernels, row + (size_t)c * size, piece, count);
             }
         }
-        memset(row + (size_t)columns * size, 0, (size_t)(step - columns) * size);
+        if (step > columns) memset(row + (size_t)columns * size, 0, (size_t)(step - columns) * size);
     }
 }
 

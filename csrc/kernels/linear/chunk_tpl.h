@@ -110,14 +110,12 @@ static void FN(move_state)(const am_linear_shape *s, const FN(work) * w, T *to, 
 static void FN(couple)(const am_linear_chunk *c, const FN(work) * w, bool by_row)
 {
     const ptrdiff_t step = c->shape->token_step;
-    const T *restrict beta = c->beta;
+    const T *beta = c->beta;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        T *restrict to = w->coupled + i * step;
-        const T *restrict m = w->m + i * step;
-        if (by_row) {
-            for (ptrdiff_t j = 0; j < step; j++) to[j] = -m[j] * beta[i];
-        } else {
-            for (ptrdiff_t j = 0; j < step; j++) to[j] = -m[j] * beta[j];
+        const V of_row = VOP(set1)(-beta[i]), zero = VOP(set1)(0);
+        for (ptrdiff_t j = 0; j < i; j += LANES) {
+            const V by = by_row ? of_row : VOP(sub)(zero, VOP(load)(beta + j));
+            VOP(store)(w->coupled + i * step + j, VOP(mul)(by, VOP(load)(w->m + i * step + j)));
         }
     }
 }
@@ -137,8 +135,9 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t count = c->tokens * s->channel_step;
-    const T *restrict v = c->v;
-    for (ptrdiff_t i = 0; i < count; i++) x[i] = v[i] - x[i];
+    const T *v = c->v;
+    for (ptrdiff_t i = 0; i < count; i += LANES)
+        VOP(store)(x + i, VOP(sub)(VOP(load)(v + i), VOP(load)(x + i)));
     FN(couple)(c, w, false);
     FN(solve)(x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
@@ -317,9 +316,10 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
         FN(back_to_decays)(c, g, &w);
         FN(pairs_by_token_back)(c, &w);
     }
-    T *restrict d_k = g->d_k;
-    const T *restrict earlier = w.d_tail, *restrict later = w.d_heads + keys;
-    for (ptrdiff_t i = 0; i < keys; i++) d_k[i] = s->delta ? earlier[i] + later[i] : earlier[i];
+    memcpy(g->d_k, w.d_tail, (size_t)keys * sizeof(T));
+    T *d_k = g->d_k, *later = w.d_heads + keys;
+    for (ptrdiff_t i = 0; s->delta && i < keys; i += LANES)
+        VOP(store)(d_k + i, VOP(add)(VOP(load)(d_k + i), VOP(load)(later + i)));
     memcpy(g->d_q, w.d_heads, (size_t)keys * sizeof(T));
     return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
            (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_step));

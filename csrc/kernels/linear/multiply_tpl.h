@@ -41,27 +41,24 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
 #endif
 EACH_WIDTH(TILE, 1)
 EACH_WIDTH(TILE, 2)
-EACH_WIDTH(TILE, 3)
 EACH_WIDTH(TILE, 4)
-EACH_WIDTH(TILE, 5)
 EACH_WIDTH(TILE, 6)
-static void (*const FROM(tiles)[HEIGHT][VECTORS / 2 + 1])(const FN(product) *, ptrdiff_t, ptrdiff_t,
-                                                          ptrdiff_t, ptrdiff_t) = {
-    {EACH_WIDTH(NAME, 1)}, {EACH_WIDTH(NAME, 2)}, {EACH_WIDTH(NAME, 3)},
-    {EACH_WIDTH(NAME, 4)}, {EACH_WIDTH(NAME, 5)}, {EACH_WIDTH(NAME, 6)},
-};
+/* By half of the height. */
+static void (*const FROM(tiles)[HEIGHT / 2 + 1][VECTORS / 2 + 1])(const FN(product) *, ptrdiff_t, ptrdiff_t,
+                                                                  ptrdiff_t, ptrdiff_t) = {
+    {EACH_WIDTH(NAME, 1)}, {EACH_WIDTH(NAME, 2)}, {EACH_WIDTH(NAME, 4)}, {EACH_WIDTH(NAME, 6)}};
 #undef TILE
 #undef NAME
 #undef EACH_WIDTH
 
-/* Panels of columns, whose part of b stays in the first-level cache, and in them strips of rows of about the
- * same height. */
+/* Panels of columns, whose part of b stays in the first-level cache, and in them strips of six rows, then of
+ * four, two and one. */
 static void FROM(multiply)(const FN(product) * p)
 {
-    const ptrdiff_t strips = (p->m + HEIGHT - 1) / HEIGHT;
     for (ptrdiff_t column = 0; column < p->n; column += VECTORS * LANES) {
-        for (ptrdiff_t i = 0, row = 0; i < strips; i++) {
-            const ptrdiff_t rows = p->m / strips + (i < p->m % strips), last = row + rows;
+        for (ptrdiff_t row = 0, last; row < p->m; row = last) {
+            const ptrdiff_t left = p->m - row, rows = left >= HEIGHT ? HEIGHT : left > 1 ? left / 2 * 2 : 1;
+            last = row + rows;
             ptrdiff_t columns = p->n - column, begin = 0, end = p->depth;
             if (columns > VECTORS * LANES) columns = VECTORS * LANES;
             if (p->triangle == LOWER_RESULT && columns > last - column) columns = last - column;
@@ -71,10 +68,9 @@ static void FROM(multiply)(const FN(product) * p)
             for (ptrdiff_t at = column; columns > 0;) { /* more than needed where that is one vector */
                 const int width =
                     columns > 2 * LANES && VECTORS == 4 && p->n - at >= 4 * LANES ? 2 : columns > LANES;
-                FROM(tiles)[rows - 1][width](p, row, at, begin, end);
+                FROM(tiles)[rows / 2][width](p, row, at, begin, end);
                 columns -= (ptrdiff_t)LANES << width, at += (ptrdiff_t)LANES << width;
             }
-            row = last;
         }
     }
 }
