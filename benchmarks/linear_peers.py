@@ -318,7 +318,8 @@ class EjKernel:
         rule = getattr(self.found, "gated_delta_rule", None) or self.found.kernel_delta_attention
 
         def forward(*given: object) -> object:
-            return rule(*given, softmax_scale=case.scale, use_qk_l2norm=False)[0]
+            out = rule(*given, softmax_scale=case.scale, use_qk_l2norm=False)[0]
+            return out.astype(given[0].dtype)
 
         if not case.grads:
             run = jax.jit(forward)
