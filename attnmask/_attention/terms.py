@@ -218,9 +218,10 @@ _NOT_NONE = ("dropout_prob", "relative_low")
 
 def terms_of(given: Mapping[str, Any], sizes: Sizes) -> tuple[Term, ...]:
     """Return the terms of a call that has some of these arguments."""
-    terms = (
-        make(given[name], sizes, given)
-        for name, make in TERMS.items()
-        if name in given and (given[name] is not None or name in _NOT_NONE)
-    )
-    return tuple(term for term in terms if term is not None)
+    terms: list[Term] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
+    for name, make in TERMS.items():
+        if name in given and (given[name] is not None or name in _NOT_NONE):
+            term = make(given[name], sizes, given)
+            if term is not None:
+                terms.append(term)
+    return tuple(terms)
