@@ -210,10 +210,13 @@ def rotated(x: NDArray[Any]) -> NDArray[Any]:
     if not (x.size and x.ndim and is_floating(x.dtype)) or x.shape[-1] & (x.shape[-1] - 1):
         return x
     channels, half = x.shape[-1], 1
-    sums: NDArray[Any] = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    sums: NDArray[Any] = np.array(x.reshape(-1, channels).T, wide, order="C")  # channels first: long vectors
+    other, rows = np.empty_like(sums), sums.shape[1]
     while half < channels:
-        pairs = sums.reshape(*x.shape[:-1], -1, 2, half)
-        sums = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
-        half *= 2
-    whole: NDArray[Any] = (sums.reshape(x.shape) * sums.dtype.type(1 / math.sqrt(channels))).astype(x.dtype)
-    return whole
+        pairs, both = (each.reshape(-1, 2, half * rows) for each in (sums, other))
+        np.add(pairs[:, 0], pairs[:, 1], out=both[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=both[:, 1])
+        sums, other, half = other, sums, 2 * half
+    sums *= wide(1 / math.sqrt(channels))
+    return sums.T.astype(x.dtype, order="C").reshape(x.shape)
