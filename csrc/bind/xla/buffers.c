@@ -3,28 +3,23 @@
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 
 /* --- Buffers --- */
 
 am_dtype am_xla_type_of(am_xla_dtype type)
 {
     static const am_dtype types[] = {
-        [AM_XLA_S8] = AM_INT8,
-        [AM_XLA_S16] = AM_INT16,
-        [AM_XLA_S32] = AM_INT32,
-        [AM_XLA_S64] = AM_INT64,
-        [AM_XLA_U8] = AM_UINT8,
-        [AM_XLA_U16] = AM_UINT16,
-        [AM_XLA_U32] = AM_UINT32,
-        [AM_XLA_U64] = AM_UINT64,
-        [AM_XLA_F16] = AM_FLOAT16,
-        [AM_XLA_F32] = AM_FLOAT32,
-        [AM_XLA_F64] = AM_FLOAT64,
-        [AM_XLA_BF16] = AM_BFLOAT16,
+        [AM_XLA_S8] = AM_INT8,     [AM_XLA_S16] = AM_INT16,   [AM_XLA_S32] = AM_INT32,
+        [AM_XLA_S64] = AM_INT64,   [AM_XLA_U8] = AM_UINT8,    [AM_XLA_U16] = AM_UINT16,
+        [AM_XLA_U32] = AM_UINT32,  [AM_XLA_U64] = AM_UINT64,  [AM_XLA_F16] = AM_FLOAT16,
+        [AM_XLA_F32] = AM_FLOAT32, [AM_XLA_F64] = AM_FLOAT64, [AM_XLA_BF16] = AM_BFLOAT16,
         [AM_XLA_PRED] = AM_BOOL,
-        [AM_XLA_F8E4M3FN] = AM_FLOAT8_E4M3,
-        [AM_XLA_F8E5M2] = AM_FLOAT8_E5M2,
     };
+    const am_kv_format *format;
+    for (int i = 0; (format = am_kv_format_at(i)); i++) {
+        if (format->xla == (int)type && type) return format->type;
+    }
     /* What is not named is AM_BOOL, too. */
     if ((size_t)type >= sizeof types / sizeof *types) return AM_OTHER;
     return types[type] != AM_BOOL || type == AM_XLA_PRED ? types[type] : AM_OTHER;

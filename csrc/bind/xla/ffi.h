@@ -71,8 +71,6 @@ typedef enum {
     AM_XLA_F32 = 11,
     AM_XLA_F64 = 12,
     AM_XLA_BF16 = 16,
-    AM_XLA_F8E5M2 = 19,
-    AM_XLA_F8E4M3FN = 20,
 } am_xla_dtype;
 
 /* A dense array in C order. */

@@ -88,14 +88,14 @@ static void narrow_i4(void *restrict to, const float *restrict from, ptrdiff_t c
 }
 
 static const am_kv_format formats[] = {
-    {"float16", AM_FLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL},
-    {"bfloat16", AM_BFLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL},
-    {"float32", AM_FLOAT32, 1, AM_SCALES_NONE, 0, NULL, NULL},
-    {"float64", AM_FLOAT64, 1, AM_SCALES_NONE, 0, NULL, NULL},
-    {"int8", AM_INT8, 1, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8},
-    {"float8_e4m3fn", AM_FLOAT8_E4M3, 1, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3},
-    {"float8_e5m2", AM_FLOAT8_E5M2, 1, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2},
-    {"uint8", AM_INT4, 2, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4},
+    {"float16", AM_FLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"bfloat16", AM_BFLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"float32", AM_FLOAT32, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"float64", AM_FLOAT64, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"int8", AM_INT8, 1, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8, 0},
+    {"float8_e4m3fn", AM_FLOAT8_E4M3, 1, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3, 20},
+    {"float8_e5m2", AM_FLOAT8_E5M2, 1, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2, 19},
+    {"uint8", AM_INT4, 2, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4, 0},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 

@@ -27,6 +27,7 @@ typedef struct {
     float largest;       /* magnitude, to which new tokens are scaled */
     am_widen_row *widen; /* to float32 */
     am_kv_narrow *narrow;
+    int xla; /* the number of its type in XLA, if only caches have it */
 } am_kv_format;
 
 /* NULL if keys and values cannot have this type. */
