@@ -39,15 +39,18 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
     const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
     const ptrdiff_t values = s->token_step * s->channel_step, state = s->row_step * s->channel_step;
     const ptrdiff_t rows = keys > values ? keys : values;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
         {&w->turned, state > rows ? state : rows},
         {&w->d_rows, 2 * values},
         {&w->d_pairs, 2 * pairs},
         {&w->d_heads, 2 * keys},
         {&w->d_tail, keys},
-        {&w->carry, s->row_step},
-        {&w->reads, s->token_step},
-        {&w->across, s->token_step},
+        {&w->carry, by_channel ? s->row_step : 0},
+        {&w->left, by_channel ? keys : 0},
+        {&w->follow, by_channel ? s->row_step : 0},
+        {&w->reads, by_channel ? 0 : s->token_step},
+        {&w->across, by_channel ? 0 : s->token_step},
     };
     return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
 }
@@ -267,33 +270,9 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
     product.m = sides * n, product.triangle = ALL;
     FN(multiply)(&product);
     FN(turn)(w->turned, s->row_step, g->d_next, step, s->rows, s->channels);
-    product.c = w->d_tail, product.a = u, product.m = n;
+    product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->left : w->d_tail;
+    product.a = u, product.m = n;
     FN(multiply)(&product);
-}
-
-/* By channel, the gradient of a decay is that of what later tokens read, less what earlier ones wrote. Before
- * a factor of 0 the sum begins anew. */
-static void FN(back_to_channels)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
-{
-    const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *q = c->q, *k = c->k, *factor = c->factor, *next = c->next, *d_next = g->d_next;
-    T *d_decay = g->d_decay;
-    for (ptrdiff_t r = 0; r < step; r++) {
-        const ptrdiff_t row = r * s->channel_step;
-        w->carry[r] = r < s->rows ? FN(dot)(next + row, d_next + row, s->channel_step) : 0;
-    }
-    for (ptrdiff_t i = n - 1; i >= 0; i--) {
-        const T *later_q = w->d_heads + i * step, *later_k = later_q + n * step,
-                *earlier = w->d_tail + i * step;
-        const ptrdiff_t row = i * step;
-        for (ptrdiff_t r = 0; r < step; r++) {
-            T change = q[row + r] * later_q[r] - k[row + r] * earlier[r];
-            if (s->delta) change += k[row + r] * later_k[r];
-            w->carry[r] = factor[row + r] == 0 ? 0 : w->carry[r] + change;
-            d_decay[row + r] = w->carry[r];
-        }
-    }
 }
 
 static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs, void *scratch)
@@ -310,17 +289,16 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     FN(back_to_v)(c, g, &w);
     FN(back_to_pairs)(c, g, &w, u);
     if (s->decay == AM_DECAY_BY_CHANNEL) {
-        FN(pairs_by_channel_back)(c, &w);
-        FN(back_to_channels)(c, g, &w);
+        FN(pairs_by_channel_back)(c, g, &w);
     } else {
         FN(back_to_decays)(c, g, &w);
         FN(pairs_by_token_back)(c, &w);
+        memcpy(g->d_k, w.d_tail, (size_t)keys * sizeof(T));
+        T *d_k = g->d_k, *later = w.d_heads + keys;
+        for (ptrdiff_t i = 0; s->delta && i < keys; i += LANES)
+            VOP(store)(d_k + i, VOP(add)(VOP(load)(d_k + i), VOP(load)(later + i)));
+        memcpy(g->d_q, w.d_heads, (size_t)keys * sizeof(T));
     }
-    memcpy(g->d_k, w.d_tail, (size_t)keys * sizeof(T));
-    T *d_k = g->d_k, *later = w.d_heads + keys;
-    for (ptrdiff_t i = 0; s->delta && i < keys; i += LANES)
-        VOP(store)(d_k + i, VOP(add)(VOP(load)(d_k + i), VOP(load)(later + i)));
-    memcpy(g->d_q, w.d_heads, (size_t)keys * sizeof(T));
     return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
            (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_step));
 }

@@ -31,8 +31,10 @@ typedef struct {
     T *d_rows;  /* gradients of out and, negated, of v */
     T *d_pairs; /* of P, and of M behind it */
     T *d_heads; /* of heads, then of q and of k as the later of a pair */
-    T *d_tail;  /* of tail, then of k as the earlier */
-    T *carry;   /* [row_step] */
+    T *d_tail;  /* of tail, unless by channel, then of k as the earlier */
+    T *carry;   /* by channel: [row_step] */
+    T *left;    /* by channel: gradients of tail */
+    T *follow;  /* by channel: the product of the factors behind a token, [row_step] */
     T *reads;   /* not by channel: gradients of decays from reads of the state, [token_step] */
     T *across;  /* and from pairs across a token */
 } FN(work);
@@ -304,8 +306,8 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
     }
 }
 
-/* The later tokens of pairs, group by group as above. The gradients of a group's queries are first those of
- * the queries times group_since. */
+/* The later tokens of pairs of two tokens, group by group as above. The gradients of a group's queries are
+ * first those of the queries times group_since. */
 static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
 {
     const am_linear_shape *s = c->shape;
@@ -334,9 +336,9 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
             for (ptrdiff_t r = 0; r < step; r += LANES) {
                 V sum = VOP(mul)(VOP(load)(since + r), VOP(load)(to + r));
                 sum = VOP(fma)(VOP(load)(group_since + r), VOP(load)(of_group + r), sum);
-                for (ptrdiff_t j = from; j <= i; j++) {
+                for (ptrdiff_t j = from; j < i; j++) {
                     T *key = keys + j * step + r;
-                    const V decayed = j < i ? VOP(mul)(VOP(load)(by + r), VOP(load)(key)) : VOP(load)(key);
+                    const V decayed = VOP(mul)(VOP(load)(by + r), VOP(load)(key));
                     VOP(store)(key, decayed);
                     sum = VOP(fma)(VOP(set1)(d_pairs[i * s->token_step + j]), decayed, sum);
                 }
@@ -359,14 +361,14 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
         const ptrdiff_t end = FN(group_end)(c, from);
         for (ptrdiff_t i = end - 1; i >= from; i--) {
             const T *by = factor + i * step;
-            for (ptrdiff_t j = from; j <= i; j++) {
+            for (ptrdiff_t j = from; j < i; j++) {
                 T *to = w->d_tail + j * step;
                 const ptrdiff_t pair = i * s->token_step + j;
                 const V p = VOP(set1)(d_p[pair]), m = VOP(set1)(s->delta ? d_m[pair] : 0);
                 for (ptrdiff_t r = 0; r < step; r += LANES) {
                     V sum = VOP(fma)(p, VOP(load)(q + i * step + r), VOP(load)(to + r));
                     if (s->delta) sum = VOP(fma)(m, VOP(load)(k + i * step + r), sum);
-                    VOP(store)(to + r, j < i ? VOP(mul)(VOP(load)(by + r), sum) : sum);
+                    VOP(store)(to + r, VOP(mul)(VOP(load)(by + r), sum));
                 }
             }
         }
@@ -401,11 +403,70 @@ static void FN(keep_lower)(const am_linear_chunk *c, T *pairs, bool strict)
     }
 }
 
-static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
+/* Gradients of decays as `back_to_decays`, of what is left in the next state and of the state itself. */
+static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_gradients *g,
+                                     const FN(work) * w)
 {
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *factor = c->factor;
+    T *d_decay = g->d_decay, *carry = w->carry;
+    const V none = VOP(set1)(0);
+    for (ptrdiff_t r = 0; r < step; r++) {
+        const T *state = (const T *)c->state + r * s->channel_step;
+        const T *d_next = (const T *)g->d_next + r * s->channel_step;
+        carry[r] =
+            r < s->rows && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->channel_step) : 0;
+    }
+    for (ptrdiff_t row = 0; row < n * step; row += step) {
+        for (ptrdiff_t r = 0; r < step; r += LANES) {
+            const ptrdiff_t at = row + r;
+            const V before = VOP(pick_equal)(VOP(load)(factor + at), none, none, VOP(load)(carry + r));
+            VOP(store)(d_decay + at, before);
+            VOP(store)(carry + r, VOP(fma)(VOP(load)(w->tail + at), VOP(load)(w->left + at), before));
+        }
+    }
+}
+
+/* And of what later tokens read, less what earlier ones of pairs wrote. The gradients of q and k get what is
+ * left, and pairs of a token with itself. */
+static void FN(join_by_channel)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->d_heads + n * step;
+    T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->carry, *follow = w->follow;
+    const V none = VOP(set1)(0);
+    for (ptrdiff_t r = 0; r < step; r++) carry[r] = 0, follow[r] = 1;
+    for (ptrdiff_t i = n - 1; i >= 0; i--) {
+        const V itself = VOP(set1)(w->d_pairs[i * (s->token_step + 1)]);
+        for (ptrdiff_t r = 0; r < step; r += LANES) {
+            const ptrdiff_t at = i * step + r;
+            const V query = VOP(load)(q + at), key = VOP(load)(k + at), by = VOP(load)(factor + at);
+            const V head = VOP(load)(w->d_heads + at), behind = VOP(load)(follow + r);
+            V tail = VOP(load)(w->d_tail + at), other = none, sum = VOP(load)(carry + r);
+            if (s->delta) other = VOP(load)(later + at);
+            sum = VOP(fma)(query, head, VOP(fma)(key, VOP(sub)(other, tail), sum));
+            sum = VOP(pick_equal)(by, none, none, sum);
+            VOP(store)(carry + r, sum);
+            VOP(store)(d_decay + at, VOP(add)(VOP(load)(d_decay + at), sum));
+            VOP(store)(d_q + at, VOP(fma)(itself, key, head));
+            tail = VOP(fma)(behind, VOP(load)(w->left + at), VOP(add)(tail, other));
+            VOP(store)(d_k + at, VOP(fma)(itself, query, tail));
+            VOP(store)(follow + r, VOP(mul)(behind, by));
+        }
+    }
+}
+
+static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const am_linear_gradients *g,
+                                      const FN(work) * w)
+{
+    FN(left_by_channel_back)(c, g, w);
+    memset(w->d_tail, 0, (size_t)(c->tokens * c->shape->row_step) * sizeof(T));
     for (int side = 0; side < 1 + c->shape->delta; side++) {
         FN(keep_lower)(c, w->d_pairs + side * c->tokens * c->shape->token_step, side == 1);
         FN(later_by_channel_back)(c, w, side);
     }
     FN(earlier_by_channel_back)(c, w);
+    FN(join_by_channel)(c, g, w);
 }
