@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import (
     FARTHEST,
     allocate,
@@ -213,15 +214,15 @@ TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
 }
 
 
-_NOT_NONE = ("dropout_prob", "relative_low")
+_ROWS = [(name, make, DEFAULTS[name]) for name, make in TERMS.items()]
 
 
 def terms_of(given: Mapping[str, Any], sizes: Sizes) -> tuple[Term, ...]:
     """Return the terms of a call that has some of these arguments."""
     terms: list[Term] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
-    for name, make in TERMS.items():
-        if name in given and (given[name] is not None or name in _NOT_NONE):
-            term = make(given[name], sizes, given)
-            if term is not None:
-                terms.append(term)
+    for name, make, default in _ROWS:
+        value = given.get(name, default)
+        term = None if value is default else make(value, sizes, given)  # a default asks for nothing
+        if term is not None:
+            terms.append(term)
     return tuple(terms)
