@@ -39,15 +39,27 @@ static void amx_end(void)
     amx_now.rows = 0;
 }
 
-/* c = (add ? c : 0) + a b, for tiles as they are configured: two of rows with `low`, two of columns with
- * `right`; `chunks` of lanes. */
-static inline __attribute__((always_inline)) void
-amx_multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float *a, ptrdiff_t a_step,
-                    const float *b, float *c, ptrdiff_t c_step, bool add, prefetch_queue *queue)
+/* c = (add ? c : 0) + a b, where b is a packed panel. */
+typedef struct {
+    const float *a, *b;
+    ptrdiff_t a_step;
+    float *c;
+    ptrdiff_t c_step;
+    bool add;
+} amx_product;
+
+/* For tiles as they are configured: two of rows with `low`, two of columns with `right`; `chunks` of lanes.
+ */
+static inline __attribute__((always_inline)) void amx_multiply_chunks(const bool low, const bool right,
+                                                                      ptrdiff_t chunks, const amx_product *p,
+                                                                      prefetch_queue *queue)
 {
+    const ptrdiff_t a_step = p->a_step, c_step = p->c_step;
+    const float *a = p->a, *b = p->b;
+    float *c = p->c;
     const float *a_low = a + AMX_TILE_ROWS * a_step;
     float *c_low = c + AMX_TILE_ROWS * c_step;
-    if (add) {
+    if (p->add) {
         vt_load(0, c, c_step);
         if (right) vt_load(1, c + AMX_TILE_LANES, c_step);
         if (low) vt_load(2, c_low, c_step);
@@ -80,37 +92,38 @@ amx_multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const fl
     if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_step);
 }
 
-/* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
-static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, const float *a,
-                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, bool add,
+/* The same of up to two tiles of rows, of columns of the panel, and of lanes of a. */
+static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, amx_product p,
                          prefetch_queue *queue)
 {
     const bool low = rows > AMX_TILE_ROWS, right = columns > AMX_TILE_LANES;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
-    for (ptrdiff_t some; lanes > 0; lanes -= some, a += some, b += some * PANEL_f32, add = true) {
+    for (ptrdiff_t some; lanes > 0; lanes -= some, p.a += some, p.b += some * PANEL_f32, p.add = true) {
         some = lanes < AMX_TILE_LANES ? lanes : lanes / AMX_TILE_LANES * AMX_TILE_LANES;
         const ptrdiff_t chunks = (some + AMX_TILE_LANES - 1) / AMX_TILE_LANES;
         amx_set_shape(now, rows, some / chunks);
         if (low && right)
-            amx_multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(true, true, chunks, &p, queue);
         else if (low)
-            amx_multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(true, false, chunks, &p, queue);
         else if (right)
-            amx_multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(false, true, chunks, &p, queue);
         else
-            amx_multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(false, false, chunks, &p, queue);
     }
 }
 
 /* c = a bᵀ, where b is packed like keys. */
-static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
-                        ptrdiff_t a_step, const float *b, float *c, prefetch_queue *queue)
+static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const amx_product *p,
+                        prefetch_queue *queue)
 {
     amx_shape *now = &amx_now;
     for (const strip_f32 *s = strips; s < strips + count; s++) {
-        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
-            amx_multiply(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
-                         c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, queue);
+        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32) {
+            const amx_product one = {p->a + s->row * p->a_step,     p->b + i * lanes, p->a_step,
+                                     p->c + s->row * p->c_step + i, p->c_step,        false};
+            amx_multiply(now, s->rows, PANEL_f32, lanes, one, queue);
+        }
     }
 }
 
@@ -149,11 +162,11 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
 /* c += a b, where b is packed like values; of only the live pairs if `live` is not NULL. Finite numbers
  * are multiplied by tiles even then: another order of sums would round otherwise, and dead pairs must not
  * change a bit. */
-static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
-                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t head_dim,
-                         prefetch_queue *queue)
+static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const amx_product *p,
+                         ptrdiff_t head_dim, prefetch_queue *queue)
 {
     amx_shape *now = &amx_now;
+    const float *b = p->b;
     for (ptrdiff_t column = 0; column < head_dim; column += PANEL_f32, b += PANEL_LANES) {
         const ptrdiff_t columns = head_dim - column < PANEL_f32 ? head_dim - column : PANEL_f32;
         float finite[PANEL_LANES];
@@ -162,12 +175,16 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
         for (const strip_f32 *s = strips; s < strips + count; s++) {
             const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
                             end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
-            amx_multiply(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
-                         (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step, true,
-                         queue);
+            const amx_product one = {p->a + s->row * p->a_step + begin,
+                                     (live ? finite : b) + begin * PANEL_f32,
+                                     p->a_step,
+                                     p->c + s->row * p->c_step + column,
+                                     p->c_step,
+                                     true};
+            amx_multiply(now, s->rows, columns, end - begin, one, queue);
         }
         const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
-        if (live) add_rest(rows, live, a, a_step, rest, c + column, c_step);
+        if (live) add_rest(rows, live, p->a, p->a_step, rest, p->c + column, p->c_step);
     }
 }
 
@@ -179,10 +196,11 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    find_logits(strips, count, block->head_dim, block->q, block->q_step, tile->k.data, block->logits, &queue);
+    const amx_product logits = {block->q, tile->k.data, block->q_step, block->logits, AM_FLASH_TILE, false},
+                      out = {block->logits, tile->v.data, AM_FLASH_TILE, block->out, block->out_dim, true};
+    find_logits(strips, count, block->head_dim, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
-    add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v.data,
-                 block->out, block->out_dim, block->out_dim, &queue);
+    add_products(strips, count, tile->finite ? NULL : tile->live, &out, block->out_dim, &queue);
     amx_end();
 }
 
@@ -217,7 +235,8 @@ static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrd
     (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
     transpose_rows(transposed, a, rows);
-    add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, head_dim, queue);
+    const amx_product p = {transposed, b, AM_FLASH_ROWS / 2, c, step, true};
+    add_products(strips, count, live, &p, head_dim, queue);
 }
 
 static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
@@ -225,7 +244,8 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdif
                                 ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
 {
     (void)rows;
-    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, head_dim, queue);
+    const amx_product p = {a, b, AM_FLASH_TILE, c, step, true};
+    add_products(strips, count, live, &p, head_dim, queue);
 }
 
 /* The number of chunks in all its products. */

@@ -21,7 +21,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
         return;
     }
 #ifdef AMX_PRODUCTS
-    find_logits(strips, count, lanes, a, a_step, b, c, queue);
+    find_logits(strips, count, lanes, &(amx_product){a, b, a_step, c, AM_FLASH_TILE, false}, queue);
 #else
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
