@@ -39,7 +39,8 @@ static double alibi_bound(const am_attn *attn, const am_logit_term *term)
 static void alibi_add(const am_line *line, double *numbers)
 {
     const double slope = am_line_number(line, 0), first = (double)line->first;
-    for (int i = 0; i < line->count; i++) numbers[i] += -slope * fabs(first + i);
+    const int count = (int)line->count; /* int, so that the loop is one of vectors */
+    for (int i = 0; i < count; i++) numbers[i] += -slope * fabs(first + i);
 }
 
 /* --- A relative bias adds a number of its table for each distance --- */

@@ -61,24 +61,26 @@ static am_line line_of(const am_attn_base *base, const line_form *form, const am
 static bool fill_window(const am_attn_base *base, const line_form *form, const row_run *run, ptrdiff_t k,
                         ptrdiff_t count, void *window)
 {
+    const am_terms *terms = &base->attn->terms;
     double sums[WINDOW];
-    for (int i = 0; i < count; i++) sums[i] = 0;
-    for (const am_logit_term *term = base->attn->terms.list;
-         term < base->attn->terms.list + base->attn->terms.count; term++) {
+    memset(sums, 0, (size_t)count * sizeof *sums);
+    for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++) {
         if (am_row_of_term(term)->acts != form->acts) continue;
         am_line line = line_of(base, form, term, run, k);
         line.count = count;
         am_row_of_term(term)->add(&line, sums);
     }
     int any = 0;
-    if (base->type == AM_FLOAT64) {
+    float *narrow = window;
+    if (base->type == AM_FLOAT64)
         memcpy(window, sums, (size_t)count * sizeof *sums);
-        for (int i = 0; i < count; i++) any |= sums[i] == -INFINITY;
-    } else {
-        float *narrow = window;
+    else
         for (int i = 0; i < count; i++) narrow[i] = (float)sums[i];
+    if (base->terms.small) return false;
+    if (base->type == AM_FLOAT64)
+        for (int i = 0; i < count; i++) any |= sums[i] == -INFINITY;
+    else
         for (int i = 0; i < count; i++) any |= narrow[i] == -INFINITY;
-    }
     return any;
 }
 
@@ -92,12 +94,14 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
     char *window = direct ? scratch->bias : scratch->row, *first = window;
     for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
         if (r > 0) run = run_from(base, at, r);
-        const bool infinite = fill_window(base, form, &run, k, line_length(form, &run, TILE), window);
         char *to = scratch->bias + r * TILE * base->size;
-        first = window + form->step * (1 - run.rows) * base->size;
+        const bool one = !added->rows && run.rows == 1; /* whose window is the row itself */
+        first = one ? to : window;
+        const bool infinite = fill_window(base, form, &run, k, line_length(form, &run, TILE), first);
+        first += form->step * (1 - run.rows) * base->size;
         if (added->rows)
             base->arithmetic->add_rows(to, TILE, first, form->step, run.rows, TILE);
-        else if (!direct)
+        else if (!direct && !one)
             base->arithmetic->load_rows(to, TILE, first, form->step, run.rows, TILE);
         for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
             for (ptrdiff_t c = 0; c < TILE; c++) {
