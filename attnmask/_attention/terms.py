@@ -170,17 +170,14 @@ def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
 
 
 def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
-    """Return a term of finite numbers, one per head, or per batch row or sequence and head."""
+    """Return a term of numbers, one per head, or per batch row or sequence and head."""
     heads, rows, row = sizes.shape[1], sizes.rows, sizes.row
     array = as_array(value, name)
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"{name} must be real numbers, got {describe(array)}")
     if array.shape not in ((heads,), (1, heads), (rows, heads)):
         raise ValueError(f"{name} must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
-    numbers = np.array(array, np.float64, ndmin=2, order="C")
-    if not np.isfinite(numbers).all():
-        raise ValueError(f"{name} must be finite, got {numbers[~np.isfinite(numbers)][0]}")
-    return Term(name, numbers[:, :, None, None])
+    return Term(name, np.array(array, np.float64, ndmin=2, order="C")[:, :, None, None])
 
 
 def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, Any]) -> Term:
