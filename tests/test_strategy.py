@@ -58,6 +58,11 @@ STRATEGIES = [
     ({"queries": 64, "k_type": "int8"}, "private"),
     ({"queries": 17, "k_type": "int8", "packs_rounded": True, "width": 2}, "private"),
     ({"queries": 13, "k_type": "int8", "packs_rounded": True, "head_dim": 32}, "private"),
+    # Formats that no kernel reads: float8_e5m2, and int4 in uint8.
+    ({"queries": 12, "k_type": "float8_e5m2", "head_dim": 32}, "unpacked"),
+    ({"queries": 13, "k_type": "float8_e5m2", "head_dim": 32}, "private"),
+    ({"queries": 16, "k_type": "uint8"}, "unpacked"),
+    ({"queries": 64, "k_type": "uint8"}, "private"),
     # float8: short rows are widened at once; as bf16x2 they take longer.
     ({"k_type": "float8_e4m3fn", "head_dim": 1024}, "unpacked"),
     ({"k_type": "float8_e4m3fn", "head_dim": 1025}, "private"),
