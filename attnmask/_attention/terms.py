@@ -194,8 +194,6 @@ def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, A
 
 
 def _relative_low(relative_low: Any, _: Sizes, given: Mapping[str, Any]) -> None:
-    if type(relative_low) is int and relative_low == 0:
-        return
     if given["relative_bias"] is None and integer(relative_low, "relative_low") != 0:
         raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(relative_low)}")
 

@@ -28,7 +28,7 @@ bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, con
 
 bool am_check_numbers(am_request *r)
 {
-    const am_places *places = &r->attn.places;
+    const am_places *places = &r->attn.terms.places;
     if (isnan(r->attn.scale)) return am_refuse(r, AM_WRONG_VALUE, NULL, "softmax_scale must be a number");
     return (places->first_query >= 0 && places->first_query <= AM_LONGEST && places->first_key >= 0 &&
             places->first_key <= AM_LONGEST) ||

@@ -329,10 +329,10 @@ void am_cached_describe(am_request *r, const am_cached *c)
     attn->mask = &r->mask, attn->pages = c->pages;
     attn->k_scales = c->scales[0], attn->v_scales = c->scales[1];
     attn->normalize = true;
-    attn->places = (am_places){.offsets = c->layout.moved,
-                               .offset_step = 1,
-                               .starts = c->q_starts,
-                               .sequences = c->packed ? c->sequences : 0};
+    attn->terms.places = (am_places){.offsets = c->layout.moved,
+                                     .offset_step = 1,
+                                     .starts = c->q_starts,
+                                     .sequences = c->packed ? c->sequences : 0};
 }
 
 am_status am_cached_append(const am_context *context, const am_cached *c)

@@ -95,13 +95,13 @@ bool am_read_term(am_request *r, const am_term_given *given)
     return !am_has_dropout_of_too_many_keys(attn) ||
            am_refuse(r, AM_WRONG_VALUE, NULL,
                      "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it",
-                     attn->places.first_key + attn->keys);
+                     attn->terms.places.first_key + attn->keys);
 }
 
 bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets)
 {
     const am_attn *attn = &r->attn;
-    am_places *places = &r->attn.places;
+    am_places *places = &r->attn.terms.places;
     ptrdiff_t rows = attn->batch;
     if (starts->kind == AM_ARRAY) {
         rows = -1;

@@ -57,7 +57,7 @@ static bool read_inputs(arguments *a)
 static int read_numbers(arguments *a)
 {
     am_request *r = &a->mask.request;
-    am_places *places = &r->attn.places;
+    am_places *places = &r->attn.terms.places;
     r->attn.scale = a->scale.value, r->attn.normalize = a->normalize;
     if (a->part != Py_None && !PyTuple_Check(a->part))
         return am_reject(PyExc_TypeError, "part", "a tuple of two, or None", a->part);

@@ -308,7 +308,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
     one.pages.table += s * one.pages.table_step, one.pages.used += s, one.pages.lengths += s;
     one.pages.starts = NULL, one.pages.sequences = 1;
-    one.places = (am_places){.offsets = cache->offsets + s};
+    one.terms.places = (am_places){.offsets = cache->offsets + s};
     for (int i = 0; i < one.terms.count; i++)
         one.terms.list[i].array.data += s * one.terms.list[i].array.batch;
     const am_status status = attend(module, a, &one, false);

@@ -89,7 +89,7 @@ static bool read_term(am_xla_call *c)
     const am_logit_row *row = &am_logit_rows[kind];
     /* Each call drops weights by the places of its own rows. */
     c->apart = row->acts == AM_DROPS && c->calls > 1 && c->call == AM_XLA_ALL_CALLS;
-    const bool by_row = *row->axes == 'B' || (*row->axes == 'R' && !c->request.attn.places.starts);
+    const bool by_row = *row->axes == 'B' || (*row->axes == 'R' && !c->request.attn.terms.places.starts);
     if (c->apart || !am_xla_next_operand(c, false, AM_INT64, &given.integer) ||
         !am_xla_next_operand(c, by_row, AM_FLOAT64, &given.array) || !am_xla_next_word(c, &wanted) ||
         !am_read_term(&c->request, &given))
@@ -124,7 +124,7 @@ static bool read_part(am_xla_call *c)
 {
     int64_t query, key;
     if (!am_xla_next_word(c, &query) || !am_xla_next_word(c, &key)) return false;
-    c->request.attn.places.first_query = query, c->request.attn.places.first_key = key;
+    c->request.attn.terms.places.first_query = query, c->request.attn.terms.places.first_key = key;
     return am_check_numbers(&c->request);
 }
 

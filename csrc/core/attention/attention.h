@@ -43,6 +43,7 @@ typedef struct {
 typedef struct {
     int count;
     am_logit_term list[AM_LOGIT_KIND_COUNT];
+    am_places places;
 } am_terms;
 
 /* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
@@ -82,7 +83,6 @@ typedef struct {
     am_kv_scales k_scales, v_scales; /* both, of pages of eight or four bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
     am_terms terms;
-    am_places places;
     double scale;
     bool normalize;
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */

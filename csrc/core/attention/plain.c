@@ -136,7 +136,7 @@ static bool has(const uint64_t *bits, ptrdiff_t k) { return bits[k / 64] >> k % 
 /* The number that a term adds along a line to one pair. */
 static am_line line_of(const am_attn *f, const am_logit_term *term, const row *r, ptrdiff_t k)
 {
-    const am_places *places = &f->places;
+    const am_places *places = &f->terms.places;
     const ptrdiff_t x = am_row_of_query(places, r->b, r->q);
     const bool by_key = am_row_of_term(term)->acts == AM_ADDS_BY_KEY;
     return (am_line){
@@ -182,7 +182,7 @@ static void find_logits(const plain *p, row *r)
     const am_logit_term *dropout = p->terms.dropout;
     const uint32_t threshold = dropout ? am_threshold_of(dropout->number) : 0;
     const uint64_t seed = dropout ? (uint64_t)dropout->integer : 0,
-                   key = am_dropout_row_key(seed, r->b, r->head, f->places.first_query + r->q);
+                   key = am_dropout_row_key(seed, r->b, r->head, f->terms.places.first_query + r->q);
     const double cap = am_cap_of(&p->terms);
     const ptrdiff_t sinks = am_sink_count(&p->terms);
     read_row(&f->q, am_token(&f->q, r->b, r->head, r->q), f->head_dim, r->query);
@@ -191,7 +191,8 @@ static void find_logits(const plain *p, row *r)
         r->live[k / 64] = am_mask_row(f->mask, r->b, r->head, r->q, k, am_min(64, f->keys - k));
         r->kept[k / 64] = UINT64_MAX;
         if (threshold)
-            r->kept[k / 64] = p->kernels->keep_bits(key, (uint32_t)(k + f->places.first_key), threshold);
+            r->kept[k / 64] =
+                p->kernels->keep_bits(key, (uint32_t)(k + f->terms.places.first_key), threshold);
     }
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;

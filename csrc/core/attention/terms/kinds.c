@@ -21,7 +21,7 @@ static double adds_nothing(const am_attn *attn, const am_logit_term *term)
 
 static double alibi_bound(const am_attn *attn, const am_logit_term *term)
 {
-    const am_places *places = &attn->places;
+    const am_places *places = &attn->terms.places;
     const ptrdiff_t rows = places->starts ? places->sequences : attn->batch;
     double most = 0;
     for (ptrdiff_t row = 0; row < rows; row++) {

@@ -16,7 +16,7 @@ typedef struct {
 /* The run that begins with row r. */
 static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
 {
-    const am_places *places = &base->attn->places;
+    const am_places *places = &base->attn->terms.places;
     const ptrdiff_t query = am_query_of(at, r), row = am_row_of_query(places, at->b, query);
     const ptrdiff_t end = am_min(at->q + at->queries, places->starts ? places->starts[row + 1] : PTRDIFF_MAX);
     return (row_run){.rows = end - query,
@@ -48,7 +48,7 @@ static am_line line_of(const am_attn_base *base, const line_form *form, const am
                        const row_run *run, ptrdiff_t k)
 {
     const am_tokens *array = &term->array;
-    const ptrdiff_t first = form->step < 0 ? run->distance : base->attn->places.first_key;
+    const ptrdiff_t first = form->step < 0 ? run->distance : base->attn->terms.places.first_key;
     return (am_line){
         .term = term,
         .numbers = (const double *)(array->data + run->row * array->batch + run->head * array->head),

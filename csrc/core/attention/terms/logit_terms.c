@@ -221,7 +221,7 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     am_tile kind = find_live(base, at, keys.begin, am_length(keys), scratch->live);
     if (kind != AM_DEAD) kind = add_terms(base, at, keys, scratch, kind, &added);
     if (kind == AM_DEAD) return false;
-    const uint32_t first = (uint32_t)(keys.begin + base->attn->places.first_key);
+    const uint32_t first = (uint32_t)(keys.begin + base->attn->terms.places.first_key);
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
         scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], first, base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
@@ -253,7 +253,7 @@ void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
         scratch->row_keys[r] =
             am_dropout_row_key((uint64_t)base->terms.dropout->integer, at->b, am_head_of(at, r),
-                               base->attn->places.first_query + am_query_of(at, r));
+                               base->attn->terms.places.first_query + am_query_of(at, r));
 }
 
 typedef struct {

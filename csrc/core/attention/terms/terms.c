@@ -41,13 +41,13 @@ double *am_line_sums_in(am_line_sums *s, am_range wanted)
 
 bool am_has_dropout_of_too_many_keys(const am_attn *attn)
 {
-    return am_find_terms(attn).dropout && attn->places.first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
+    return am_find_terms(attn).dropout && attn->terms.places.first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
 }
 
 /* Whether an axis is 1, or as long as its letter says. */
 static bool is_length(const am_attn *attn, char axis, ptrdiff_t length)
 {
-    const am_places *places = &attn->places;
+    const am_places *places = &attn->terms.places;
     switch (axis) {
     case 'B': return length == 1 || length == attn->batch;
     case 'R': return length == 1 || length == (places->starts ? places->sequences : attn->batch);
@@ -74,5 +74,6 @@ bool am_term_fits(const am_attn *attn, const am_logit_term *term)
     for (int axis = 0; axis < 4; axis++) {
         if (!is_length(attn, row->axes[axis], term->shape[axis])) return false;
     }
-    return row->acts != AM_ADDS_BY_DISTANCE || (attn->places.offsets && am_abs(term->integer) <= AM_FAR);
+    return row->acts != AM_ADDS_BY_DISTANCE ||
+           (attn->terms.places.offsets && am_abs(term->integer) <= AM_FAR);
 }
