@@ -432,7 +432,8 @@ def described(
     batch, heads, length = shape
     starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
     mask = _whole_mask(given, *shape)
-    options, by_row = {name: given[name] for name in OPTIONS}, {}
+    options = {name: given[name] for name in OPTIONS}
+    by_row: dict[str, NDArray[np.float64]] = {}
     arrays = {name: given[name] for name in BY_HEAD if given[name] is not None}
     rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
     for term in terms_of(

@@ -3,7 +3,7 @@
 import struct
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax  # type: ignore[import-not-found, unused-ignore]
@@ -125,7 +125,7 @@ def mask_words(nodes: Program) -> list[int]:
 
 def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]) -> Any:
     flags |= _NORMALIZE * spec.normalize | _PART * (spec.part is not None)
-    words = []
+    words: list[int] = []
     if spec.places is not None:
         offsets, starts = spec.places
         flags |= _PLACES | _PACKED * (starts is not None)
@@ -212,7 +212,8 @@ def _call(
 
 def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the terms whose arrays have gradients, and the shapes in which the core takes them."""
-    return dict(term.array for term in spec.terms if isinstance(term.array, Learned))
+    arrays: Iterator[Any] = (term.array for term in spec.terms)
+    return dict(array for array in arrays if isinstance(array, Learned))
 
 
 def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results: int) -> tuple[Any, ...]:

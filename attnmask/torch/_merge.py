@@ -40,12 +40,12 @@ _backward = torch.library.custom_op(
 )
 
 
-@_operator.register_fake  # type: ignore[misc, unused-ignore]
+@_operator.register_fake  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(outs[0]), _like(lses[0], wide_dtype(outs[0].dtype))
 
 
-@_backward.register_fake  # type: ignore[misc, unused-ignore]
+@_backward.register_fake  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
