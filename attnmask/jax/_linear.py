@@ -21,6 +21,13 @@ from attnmask.jax._arguments import is_traced, like, starts_like
 
 __all__ = ["linear_attention", "linear_attention_step", "short_convolution", "short_convolution_step"]
 
+# The core and NumPy's functions check what they are given.
+_check: Any = _core
+_attend: Any = attention.linear_attention
+_attend_step: Any = attention.linear_attention_step
+_convolve: Any = convolution.short_convolution
+_convolve_step: Any = convolution.short_convolution_step
+
 _VERSION = 1  # of the words
 _DECAY, _BETA, _STATE, _STARTS, _NORMALIZE, _KEEP, _GRAD_STATE, _BIAS, _SILU, _INDICES = (
     1 << i for i in range(10)
@@ -213,11 +220,11 @@ def linear_attention(
     )
     static = {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
     if not any(map(is_traced, arrays.values())):
-        return _to_jax(attention.linear_attention(**_on_host(arrays), **static, return_state=with_state))  # type: ignore[arg-type, unused-ignore]
+        return _to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
     known = {name: _stand_in(name, x, tokens) for name, x in arrays.items()}
     problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
-    states, numbers = _core.check_linear_attention(
+    states, numbers = _check.check_linear_attention(
         *((known | static).get(name) for name in problem), normalize_qk, chunk_size
     )
     batch, _, heads, columns = arrays["value"].shape
@@ -300,10 +307,11 @@ def linear_attention_step(
     if not any(map(is_traced, arrays.values())):
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
-        return _to_jax((attention.linear_attention_step(**held, **static), held["state"]))  # type: ignore[arg-type, unused-ignore]
+        out = _attend_step(**held, **static)
+        return _to_jax(out), _to_jax(held["state"])
     known = {name: _stand_in(name, x, 0) for name, x in arrays.items()}
     problem = ("query", "key", "value", "state", "decay", "beta", "scale", "normalize_qk", "state_indices")
-    _core.check_linear_attention_step(*((known | static).get(name) for name in problem), None)
+    _check.check_linear_attention_step(*((known | static).get(name) for name in problem), None)
     rows = arrays["query"].shape[2]
     factor = rows**-0.5 if scale is None and rows else 1.0 if scale is None else real(scale, "scale")
     normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
@@ -372,15 +380,13 @@ def short_convolution(
         {"x": x, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
     )
     if not any(map(is_traced, arrays.values())):
-        found = convolution.short_convolution(  # type: ignore[call-overload, unused-ignore]
-            **_on_host(arrays), activation=activation, return_state=with_state
-        )
+        found = _convolve(**_on_host(arrays), activation=activation, return_state=with_state)
         return _to_jax(found)
     tokens = arrays["x"].shape[1] if arrays["x"].ndim > 1 else 0
     known = {name: _stand_in(name, given, tokens) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "bias")]
     starts, before = known.get("cu_seqlens"), known.get("initial_state")
-    _core.check_short_convolution(*given, activation is not None, starts, before, with_state, None)
+    _check.check_short_convolution(*given, activation is not None, starts, before, with_state, None)
     dtype, (channels, width) = arrays["x"].dtype, arrays["weight"].shape
     sequences = arrays["x"].shape[0] if starts is None else starts.shape[0] - 1
     arrays["x"] = jax.numpy.asarray(arrays["x"])[..., None]
@@ -439,11 +445,11 @@ def short_convolution_step(
     if not any(map(is_traced, arrays.values())):
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
-        out = convolution.short_convolution_step(**held, activation=activation)  # type: ignore[arg-type, unused-ignore]
-        return _to_jax((out, held["state"]))
+        out = _convolve_step(**held, activation=activation)
+        return _to_jax(out), _to_jax(held["state"])
     known = {name: _stand_in(name, given, 0) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "state", "bias")]
-    _core.check_short_convolution_step(*given, activation is not None, known.get("state_indices"), None)
+    _check.check_short_convolution_step(*given, activation is not None, known.get("state_indices"), None)
     arrays["x"] = jax.numpy.asarray(arrays["x"])[:, None, :, None]
     silu = 0 if activation is None else _SILU
     out, after = _in_place(

@@ -87,7 +87,8 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = super(transformers.PreTrainedModel, self).__call__
     if is_traced():
         return call(*args, **kwargs)
-    given = dict(zip(_parameters(type(self)), args, strict=False)) | kwargs if args else kwargs
+    kind: Any = type(self)
+    given = dict(zip(_parameters(kind), args, strict=False)) | kwargs if args else kwargs
     told = [given.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")]
     if all(x is None for x in told):
         return call(*args, **kwargs)
