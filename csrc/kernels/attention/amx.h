@@ -228,24 +228,21 @@ static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
     }
 }
 
-static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
-                                  const uint64_t *live, const float *a, float *scratch, const float *b,
-                                  float *c, ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
+static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
+                                  float *scratch, prefetch_queue *queue)
 {
     (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
-    transpose_rows(transposed, a, rows);
-    const amx_product p = {transposed, b, AM_FLASH_ROWS / 2, c, step, true};
-    add_products(strips, count, live, &p, head_dim, queue);
+    transpose_rows(transposed, p->a, p->rows);
+    const amx_product product = {transposed, p->b, AM_FLASH_ROWS / 2, p->c, p->step, true};
+    add_products(strips, count, p->live, &product, p->columns, queue);
 }
 
-static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
-                                const uint64_t *live, const float *a, const float *b, float *c,
-                                ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
+static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
+                                prefetch_queue *queue)
 {
-    (void)rows;
-    const amx_product p = {a, b, AM_FLASH_TILE, c, step, true};
-    add_products(strips, count, live, &p, head_dim, queue);
+    const amx_product product = {p->a, p->b, AM_FLASH_TILE, p->c, p->step, true};
+    add_products(strips, count, p->live, &product, p->columns, queue);
 }
 
 /* The number of chunks in all its products. */

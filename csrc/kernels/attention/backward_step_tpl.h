@@ -11,23 +11,24 @@
  */
 
 /* c = a bᵀ, where b is packed like keys. */
-static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t step,
-                            ptrdiff_t head_dim, const T *b, T *c, prefetch_queue *queue)
+static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
+                            prefetch_queue *queue)
 {
-    const ptrdiff_t lanes = (head_dim + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
+    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? p->step : lanes;
     if (lanes == 0) {
-        const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
-        memset(c, 0, (size_t)(rows * AM_FLASH_TILE) * sizeof *c);
+        memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
         return;
     }
 #ifdef AMX_PRODUCTS
-    find_logits(strips, count, lanes, &(amx_product){a, b, a_step, c, AM_FLASH_TILE, false}, queue);
+    find_logits(strips, count, lanes, &(amx_product){p->a, p->b, a_step, p->c, AM_FLASH_TILE, false}, queue);
 #else
+    const T *b = p->b;
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(queue, lanes);
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
-                                     a_step, b, c + s->row * AM_FLASH_TILE + column, lines))
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes,
+                                     p->a + s->row * a_step, a_step, b,
+                                     p->c + s->row * AM_FLASH_TILE + column, lines))
                 prefetch_rest(queue, lines, lanes);
         }
     }
@@ -35,28 +36,27 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
 }
 
 #ifndef AMX_PRODUCTS
-/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of only the live pairs if
- * `live` is not NULL. `scratch`: as large as a, which it may be. */
-static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
-                                 const uint64_t *live, const T *a, T *scratch, const T *b, T *c,
-                                 ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
+/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns. `scratch`: as large as a, which
+ * it may be. */
+static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
+                                 T *scratch, prefetch_queue *queue)
 {
     (void)queue;
-    a = STEP(join_rows)(scratch, a, rows);
-    const ptrdiff_t b_row = WIDTH == 1 ? step : FN(PANEL),
+    const T *a = STEP(join_rows)(scratch, p->a, p->rows), *b = p->b;
+    const ptrdiff_t step = p->step, b_row = WIDTH == 1 ? step : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
-    if (live) {
+    if (p->live) {
         ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
-        STEP(add_live_rows)(columns, live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, c, step, head_dim);
+        STEP(add_live_rows)(columns, p->live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, p->c, step, p->columns);
         return;
     }
-    for (ptrdiff_t column = 0; column < head_dim; column += FN(PANEL), b += b_panel) {
+    for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product_transposed)(s->rows, head_dim - column, end - begin,
+            STEP(add_product_transposed)(s->rows, p->columns - column, end - begin,
                                          a + begin * AM_FLASH_TILE + s->row, b + begin * b_row, b_row,
-                                         c + s->row * step + column, step, NULL, NULL);
+                                         p->c + s->row * step + column, step, NULL, NULL);
         }
     }
 }
@@ -69,23 +69,24 @@ static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdi
 }
 
 /* c += a b, as `add_transposed`. */
-static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
-                               const uint64_t *live, const T *a, const T *b, T *c, ptrdiff_t step,
-                               ptrdiff_t head_dim, prefetch_queue *queue)
+static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
+                               prefetch_queue *queue)
 {
     (void)queue;
-    if (live) {
-        STEP(add_live_rows)(rows, live, a, AM_FLASH_TILE, 1, b, FN(PANEL), FN(PANEL) * AM_FLASH_TILE / WIDTH,
-                            c, step, head_dim);
+    const T *b = p->b;
+    const ptrdiff_t step = p->step, b_panel = FN(PANEL) * AM_FLASH_TILE / WIDTH;
+    if (p->live) {
+        STEP(add_live_rows)(p->rows, p->live, p->a, AM_FLASH_TILE, 1, b, FN(PANEL), b_panel, p->c, step,
+                            p->columns);
         return;
     }
-    for (ptrdiff_t column = 0; column < head_dim;
-         column += FN(PANEL), b += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
+    for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, head_dim - column, end - begin, a + s->row * AM_FLASH_TILE + begin,
-                              b + begin * FN(PANEL), FN(PANEL), c + s->row * step + column, step, NULL, NULL);
+            STEP(add_product)(s->rows, p->columns - column, end - begin,
+                              p->a + s->row * AM_FLASH_TILE + begin, b + begin * FN(PANEL), FN(PANEL),
+                              p->c + s->row * step + column, step, NULL, NULL);
         }
     }
 }
@@ -94,34 +95,36 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdif
 static void STEP(backward)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
+    const ptrdiff_t rows = block->rows, step = block->step, value_step = block->value_step,
+                    head_dim = block->head_dim, value_dim = block->value_dim;
+    ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    STEP(logits_of)(strips, count, block->q, block->step, block->head_dim, tile->k_columns, p, &queue);
-    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_dim, tile->v_columns, ds,
-                    &queue);
-    for (const FN(strip) *s = strips; s < strips + count; s++) {
-        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
-        for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(p_and_ds)(block, tile, r, begin, end);
+    const FN(backward_product) s = {block->q, tile->k_columns, p, rows, step, head_dim, NULL},
+                               dp = {block->d_out, tile->v_columns, ds, rows, value_step, value_dim, NULL};
+    STEP(logits_of)(strips, count, &s, &queue);
+    STEP(logits_of)(strips, count, &dp, &queue);
+    for (const FN(strip) *i = strips; i < strips + count; i++) {
+        ptrdiff_t begin = i->begin / LANES * LANES, end = (i->end + LANES - 1) / LANES * LANES;
+        for (ptrdiff_t r = i->row; r < i->row + i->rows; r++) FN(p_and_ds)(block, tile, r, begin, end);
     }
 
-    uint64_t transposed[64] = {0};
+    uint64_t transposed[64] = {0}, *live = tile->live ? transposed : NULL;
     if (tile->live) {
-        memcpy(transposed, tile->live, (size_t)block->rows * sizeof *transposed);
+        memcpy(transposed, tile->live, (size_t)rows * sizeof *transposed);
         transpose_tiles(transposed, 1);
     }
     FN(strip) transposed_strips[AM_FLASH_TILE];
-    ptrdiff_t transposed_count =
-        FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, tile->live ? transposed : NULL, block->rows);
-    STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
-                         tile->live && !block->d_out_finite ? transposed : NULL, p, p, block->d_out_rows,
-                         tile->d_v, block->value_step, block->value_dim, &queue);
-    STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
-                         tile->live && !block->q_finite ? transposed : NULL, ds, p, block->q_rows, tile->d_k,
-                         block->step, block->head_dim, &queue);
-    for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
-    STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, ds,
-                       tile->k, block->d_q, block->step, block->head_dim, &queue);
+    ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
+    const FN(backward_product)
+        dv =
+            {p, block->d_out_rows, tile->d_v, rows, value_step, value_dim, block->d_out_finite ? NULL : live},
+        dk = {ds, block->q_rows, tile->d_k, rows, step, head_dim, block->q_finite ? NULL : live},
+        dq = {ds, tile->k, block->d_q, rows, step, head_dim, tile->k_finite ? NULL : tile->live};
+    STEP(add_transposed)(transposed_strips, transposed_count, &dv, p, &queue);
+    STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
+    for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+    STEP(add_straight)(strips, count, &dq, &queue);
 #ifdef AMX_PRODUCTS
     amx_end();
 #endif
@@ -133,7 +136,9 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
-    STEP(logits_of)(strips, count, block->q, block->step, block->head_dim, tile->k_columns, logits, &none);
+    const FN(backward_product)
+        product = {block->q, tile->k_columns, logits, block->rows, block->step, block->head_dim, NULL};
+    STEP(logits_of)(strips, count, &product, &none);
 #ifdef AMX_PRODUCTS
     amx_end();
 #endif

@@ -1,10 +1,10 @@
 /* tiles.c – attention in bfloat16 for x86-64 processors with AMX tiles (Sapphire Rapids). */
 #define V_AMX
 #include "kernels/attention/flash_bf16x2.h"
+#include "kernels/attention/backward_tpl.h"
 #include "kernels/attention/amx.h"
 
 #include "kernels/arrays/words_tpl.h"
-#include "kernels/attention/backward_tpl.h"
 #define STEP(name) name##_bf16x2
 #define WIDTH 2
 #define AMX_PRODUCTS
