@@ -5,8 +5,6 @@ from attnmask._common.loading import _core as _core  # isort: skip  # before all
 from threading import main_thread
 from typing import TYPE_CHECKING
 
-from numpy import shares_memory
-
 from attnmask._attention.flash_attention import (
     flash_attention,
     flash_attention_bwd,
@@ -84,14 +82,14 @@ _core.use(  # so that C imports nothing
     describe=arguments.describe,
     as_array=arguments.as_array,
     mask_array=arguments.mask_array,
-    shares_memory=shares_memory,
+    share_memory=arguments.share_memory,
     table_of=attend.table_of,
     tokens_before=attend.tokens_before,
     options=attend.options,
     mask_program=attend.mask_program,
     mask_programs=attend.mask_programs,
 )
-del arguments, attend, main_thread, shares_memory
+del arguments, attend, main_thread
 
 __all__ = [
     "AttnmaskWarning",

@@ -26,6 +26,7 @@ from attnmask._common.arguments import (
     mask_array,
     per_row,
     real,
+    share_memory,
     suit_hint,
     window,
 )
@@ -41,7 +42,7 @@ _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
 class Problem(NamedTuple):
-    """The first arguments of the core's functions, in their order."""
+    """What the core takes; `to_problem` in bind/python/attention.c reads the fields in this order."""
 
     query: NDArray[Any]
     key: NDArray[Any]
@@ -383,15 +384,6 @@ def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
         _places(starts, offset) if terms else None,
     )
     return problem, batched
-
-
-def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    if not np.may_share_memory(a, b):
-        return False
-    try:
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
-    except RuntimeError:  # NumPy gave up, so they may
-        return True
 
 
 def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:

@@ -433,6 +433,15 @@ def dtype_of(
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
+def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except RuntimeError:  # NumPy gave up, so they may
+        return True
+
+
 def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     """Return a dtype that a mask can have."""
     return dtype_of(value, name, "bool, an integer or a floating-point type", is_number)

@@ -491,17 +491,11 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
     const extent a_extent = extent_of(a), b_extent = extent_of(b);
     if (!meet(&a_extent, &b_extent)) return 0;
     PyArrayObject *plain_a = plain_view(a), *plain_b = plain_a ? plain_view(b) : NULL;
-    /* The work is bounded: NumPy raises if it cannot decide, which counts as shared. */
-    PyObject *answer = plain_b ? am_ask(AM_SHARES_MEMORY, "OOi", plain_a, plain_b, 10000) : NULL;
+    PyObject *answer = plain_b ? am_ask(AM_SHARE_MEMORY, "OO", plain_a, plain_b) : NULL;
+    const int shared = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(plain_a);
     Py_XDECREF(plain_b);
-    if (!answer) {
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
-        PyErr_Clear();
-        return 1;
-    }
-    int shared = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
+    Py_XDECREF(answer);
     return shared;
 }
 

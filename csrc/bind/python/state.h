@@ -23,7 +23,7 @@ typedef enum {
     AM_DESCRIBE,
     AM_AS_ARRAY,
     AM_MASK_ARRAY,
-    AM_SHARES_MEMORY,
+    AM_SHARE_MEMORY,
     AM_TABLE,
     AM_TOKENS_BEFORE,
     AM_OPTIONS,
