@@ -42,15 +42,7 @@ def dropout_keep_mask(
     seed: int, prob: float, shape: tuple[int, int, int, int], out: NDArray[np.bool_] | None, /
 ) -> NDArray[np.bool_]: ...
 def flash_backward(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    nodes: tuple[Any, ...],
-    terms: tuple[Any, ...],
-    scale: float,
-    normalize: bool,
-    places: Any,
-    part: tuple[int, int] | None,
+    problem: tuple[Any, ...],
     dout: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
@@ -61,15 +53,7 @@ def flash_backward(
 def term_names() -> tuple[str, ...]: ...
 def attention_strategy(numbers: dict[str, Any], all: int, most: int, /) -> dict[str, Any]: ...
 def attention_schedule(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    nodes: tuple[Any, ...],
-    terms: tuple[Any, ...],
-    scale: float,
-    normalize: bool,
-    places: Any,
-    part: tuple[int, int] | None,
+    problem: tuple[Any, ...],
     threads: int,
     /,
 ) -> dict[str, Any]: ...
@@ -79,29 +63,13 @@ def flash_usual_vjp(names: tuple[str, ...], args: tuple[Any, ...], given: dict[s
 def flash_kvcache(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> Any: ...
 def check_kvcache(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any], /) -> None: ...
 def flash_forward(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    nodes: tuple[Any, ...],
-    terms: tuple[Any, ...],
-    scale: float,
-    normalize: bool,
-    places: Any,
-    part: tuple[int, int] | None,
+    problem: tuple[Any, ...],
     return_lse: bool,
     out: NDArray[Any] | None,
     /,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
 def flash_forward_vjp(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    nodes: tuple[Any, ...],
-    terms: tuple[Any, ...],
-    scale: float,
-    normalize: bool,
-    places: Any,
-    part: tuple[int, int] | None,
+    problem: tuple[Any, ...],
     /,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 def get_num_threads() -> int: ...

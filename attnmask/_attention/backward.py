@@ -79,7 +79,7 @@ def _backward(
     wide = wide_dtype(problem.query.dtype)
     rows = (batch, heads, queries)
     dquery, dkey, dvalue, of_terms = _core.flash_backward(
-        *problem,
+        problem,
         _of_result(dout, "dout", problem, batched),
         out,
         _of_rows(lse, "lse", rows, wide, batched),
@@ -129,7 +129,7 @@ def attend_with_vjp(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, 
     extras = _extras(given)
     with_lse = flag(given["return_lse"], "return_lse")
     problem, batched = read_problem(given)
-    out, lse, wide_out = _core.flash_forward_vjp(*problem)
+    out, lse, wide_out = _core.flash_forward_vjp(problem)
     if not batched:
         out, lse = out[0], lse[0]
 

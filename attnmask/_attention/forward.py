@@ -35,9 +35,9 @@ def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArr
     if out is not None:
         check_apart(out, given)
     if batched:
-        return _core.flash_forward(*problem, return_lse, out)
+        return _core.flash_forward(problem, return_lse, out)
     result, lse = _core.flash_forward(
-        *problem, return_lse, None if out is None else _without_batch(out, problem)
+        problem, return_lse, None if out is None else _without_batch(out, problem)
     )
     return result[0] if out is None else out, None if lse is None else lse[0]
 
@@ -50,7 +50,7 @@ def attend_for_gradients(given: dict[str, Any]) -> tuple[NDArray[Any], NDArray[A
     if usual is not NotImplemented:
         return usual  # type: ignore[no-any-return]
     problem, batched = read_problem(FOR_GRADIENTS.bind((), given))
-    results = _core.flash_forward_vjp(*problem)
+    results = _core.flash_forward_vjp(problem)
     return results if batched else (results[0][0], results[1][0], results[2][0])
 
 
@@ -68,7 +68,7 @@ def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
     scratch
         Bytes of memory beside the results.
     """
-    return _core.attention_schedule(*read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
+    return _core.attention_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
 def dropout_keep_mask(

@@ -429,7 +429,7 @@ def _forward(
     for step, tensors in _travel(task, _steps(task, own[0], _PARTS[0]), own):
         keys, heads = [task.in_row(x) for x in tensors], _of_queries(step.keys.heads, query, own[0])
         for call in task.calls(step, own[0].shape[2]):
-            out, lse = _core.flash_forward(*_problem(task, call, heads, row, keys, table), True, None)
+            out, lse = _core.flash_forward(_problem(task, call, heads, row, keys, table), True, None)
             merged.add(call.queries, heads, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
     total, lse = merged.total()
     return total.view(*query.shape[:3], own[1].shape[3]), task.stats(lse)
@@ -461,7 +461,7 @@ def _backward(
             lse, dlse = (None if x is None else as_array(x[:, heads, queries], "lse") for x in stats)
             problem = _problem(task, call, heads, row, keys, table)
             names = ("relative_bias",) if d_table is not None else ()
-            *grads, of_terms = _core.flash_backward(*problem, dout, out, lse, dlse, names)  # type: ignore[arg-type]
+            *grads, of_terms = _core.flash_backward(problem, dout, out, lse, dlse, names)  # type: ignore[arg-type]
             d_query.add(queries, heads, to_tensor(grads[0]))
             for d_key, grad in zip(d_keys, grads[1:], strict=True):
                 d_key.add(call.keys, slice(None), to_tensor(grad))

@@ -36,8 +36,6 @@ static int to_seed(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-static const char *const input_names[] = {"query", "key", "value"};
-
 bool am_heads_seem_first(const am_attn *attn)
 {
     return attn->queries == attn->keys && attn->queries > 1 && attn->heads > 64 &&
@@ -121,26 +119,40 @@ fail:
     return result;
 }
 
-/* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 9 };
-#define PROBLEM(a)                                                                                           \
-    {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
-        {"nodes", am_to_object, &(a).nodes}, {"terms", am_to_object, &(a).terms},                            \
-        {"softmax_scale", am_to_scale, &(a).scale}, {"normalize_output", am_to_bool, &(a).normalize},        \
-        {"places", am_to_object, &(a).places},                                                               \
-    {                                                                                                        \
-        "part", am_to_object, &(a).part                                                                      \
-    }
-
-/* Checks these arguments after they are parsed, and reads the mask and the terms of the logits. */
-static int check_problem(arguments *a)
+/* arguments *: reads and checks the fields of a Problem (attnmask/_attention/problem.py), in their order. */
+static int to_problem(PyObject *object, const char *name, void *dst)
 {
+    arguments *a = dst;
     am_request *r = &a->mask.request;
-    return am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
+    const am_param fields[] = {
+        {"query", am_to_array, &a->query},
+        {"key", am_to_array, &a->key},
+        {"value", am_to_array, &a->value},
+        {"nodes", am_to_object, &a->nodes},
+        {"terms", am_to_object, &a->terms},
+        {"softmax_scale", am_to_scale, &a->scale},
+        {"normalize_output", am_to_bool, &a->normalize},
+        {"places", am_to_object, &a->places},
+        {"part", am_to_object, &a->part},
+    };
+    if (!PyTuple_Check(object)) return am_reject(PyExc_TypeError, name, "a Problem", object);
+    return am_parse("Problem", ((PyTupleObject *)object)->ob_item, PyTuple_GET_SIZE(object), fields,
+                    sizeof fields / sizeof *fields) < 0 ||
+                   am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
                    am_to_places(r, a->places) < 0 || read_numbers(a) < 0 ||
                    am_to_terms(r, a->terms, a->term_arrays) < 0
                ? -1
                : 0;
+}
+
+static int check_out_apart(const arguments *a)
+{
+    static const char *const names[] = {"query", "key", "value"};
+    PyArrayObject *const inputs[] = {a->query, a->key, a->value};
+    for (int i = 0; a->out.array && i < 3; i++) {
+        if (am_check_apart(a->out.array, "out", inputs[i], names[i]) < 0) return -1;
+    }
+    return 0;
 }
 
 static void release(arguments *a)
@@ -158,12 +170,12 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
 {
     arguments a = {0};
     const am_param params[] = {
-        PROBLEM(a),
+        {"problem", to_problem, &a},
         {"return_lse", am_to_bool, &a.return_lse},
         {"out", am_to_out, &a.out},
     };
     PyObject *result = NULL;
-    if (am_parse("flash_forward", args, nargs, params, PROBLEM_PARAMS + 2) == 0 && check_problem(&a) == 0)
+    if (am_parse("flash_forward", args, nargs, params, 3) == 0 && check_out_apart(&a) == 0)
         result = compute(module, &a);
     release(&a);
     return result;
@@ -174,10 +186,9 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
 static PyObject *flash_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     arguments a = {.return_lse = true, .return_wide = true};
-    const am_param params[] = {PROBLEM(a)};
+    const am_param params[] = {{"problem", to_problem, &a}};
     PyObject *result = NULL;
-    if (am_parse("flash_forward_vjp", args, nargs, params, PROBLEM_PARAMS) == 0 && check_problem(&a) == 0)
-        result = compute(module, &a);
+    if (am_parse("flash_forward_vjp", args, nargs, params, 1) == 0) result = compute(module, &a);
     release(&a);
     return result;
 }
@@ -282,11 +293,7 @@ static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
     PyObject *const out = taken[OUT];
     if (!out || out == Py_None) return true;
     if (!PyArray_CheckExact(out) || am_to_out(out, "out", &a->out) < 0) return false;
-    PyArrayObject *const inputs[] = {a->query, a->key, a->value};
-    for (int i = 0; i < 3; i++) {
-        if (am_check_apart(a->out.array, "out", inputs[i], input_names[i]) < 0) return false;
-    }
-    return true;
+    return check_out_apart(a) == 0;
 }
 
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
@@ -424,9 +431,8 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     am_schedule schedule = {0};
     PyObject *result = NULL;
     int threads;
-    const am_param params[] = {PROBLEM(a), {"threads", to_threads, &threads}};
-    if (am_parse("attention_schedule", args, nargs, params, PROBLEM_PARAMS + 1) < 0) goto fail;
-    if (check_problem(&a) < 0) goto fail;
+    const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &threads}};
+    if (am_parse("attention_schedule", args, nargs, params, 2) < 0) goto fail;
     const am_attn *attn = &a.mask.request.attn;
     am_call call;
     am_enter(&call, module, 0);
@@ -540,7 +546,7 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
 {
     backward_arguments g = {0};
     const am_param params[] = {
-        PROBLEM(g.a),
+        {"problem", to_problem, &g.a},
         {"dout", am_to_array, &g.d_out},
         {"out", am_to_array, &g.out},
         {"lse", am_to_array, &g.lse},
@@ -549,8 +555,7 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
     };
     PyObject *result = NULL;
     am_attn_gradients problem;
-    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 5) == 0 &&
-        check_problem(&g.a) == 0 && check_backward(&g, &problem) == 0)
+    if (am_parse("flash_backward", args, nargs, params, 6) == 0 && check_backward(&g, &problem) == 0)
         result = compute_backward(module, &g, &problem);
     release(&g.a);
     Py_XDECREF(g.d_out);
@@ -607,20 +612,18 @@ fail:
 }
 
 PyMethodDef am_flash_methods[] = {
-    AM_METHOD(flash_forward, "query, key, value, nodes, terms, scale, normalize, places, part, return_lse, "
-                             "out"),
-    AM_METHOD(flash_forward_vjp, "query, key, value, nodes, terms, scale, normalize, places, part",
+    AM_METHOD(flash_forward, "problem, return_lse, out"),
+    AM_METHOD(flash_forward_vjp, "problem",
               "Returns the result, its logsumexp, and what flash_backward takes as out."),
     AM_METHOD(flash_usual, "names, args, given"),
     AM_METHOD(flash_usual_fwd, "names, args, given"),
     AM_METHOD(flash_usual_vjp, "names, args, given"),
-    AM_METHOD(attention_schedule, "query, key, value, nodes, terms, scale, normalize, places, part, threads",
+    AM_METHOD(attention_schedule, "problem, threads",
               "How attention forward divides its work for that many threads:\n\nsections   a dict for each "
               "section of queries: its queries, keys, strategy\ntasks    (index of the section, [(rows, "
               "tiles) of each item])\nwaves    (tasks, tasks that one thread takes in order) of each "
               "parallel loop\nscratch  bytes of memory in addition to the results"),
-    AM_METHOD(flash_backward, "query, key, value, nodes, terms, scale, normalize, places, part, dout, out, "
-                              "lse, dlse, wanted"),
+    AM_METHOD(flash_backward, "problem, dout, out, lse, dlse, wanted"),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),
