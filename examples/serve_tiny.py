@@ -24,6 +24,7 @@ except ImportError as error:
 import attnmask.transformers
 
 VOCABULARY, PAGE_SIZE, TOGETHER = 512, 16, 8
+CACHES = ("float32", "bfloat16", "int8", "int4")
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -34,6 +35,7 @@ def tiny_llama(implementation):
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
+        head_dim=64,
         vocab_size=VOCABULARY,
         max_position_embeddings=4096,
         initializer_range=0.1,
@@ -105,20 +107,20 @@ def progress(name, count, show):
     return lambda done: show and print(f"\r{name:12} {done:4} of {count} requests", end="", flush=True)
 
 
-def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
-    """Return the tokens per second of each way."""
+def serve(requests=24, new_tokens=48, longest=400, caches=CACHES, report=print, show=False):
+    """Return the tokens per second of each way: caches of these types, and without attnmask."""
     prompts = made_up_prompts(requests, longest)
     lengths = sorted(map(len, prompts))
     report(f"{requests} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new ones each")
     plain, own = tiny_llama("sdpa"), tiny_llama("attnmask")  # with the same weights
     ways = {"one by one": partial(one_by_one, plain), "padded": partial(padded, plain)}
-    ways |= {dtype: partial(served, own, dtype) for dtype in ("float32", "bfloat16", "int8")}
+    ways |= {dtype: partial(served, own, dtype) for dtype in caches}
 
     few, count = prompts[:3], min(new_tokens, 8)
     right = one_by_one(plain, few, count)
-    for name in ("padded", "float32"):
+    for name in ("padded", *("float32" for dtype in caches if dtype == "float32")):
         assert ways[name](few, count) == right, f"{name} gives other tokens"
-    for name in ("bfloat16", "int8"):  # these round keys: answers are those that each prompt gets alone
+    for name in set(caches) - {"float32"}:  # these round keys: answers are those that each prompt gets alone
         alone = [ways[name]([prompt], count)[0] for prompt in few]
         assert ways[name](few, count) == alone, f"{name} gives other tokens beside other sequences"
 
@@ -140,5 +142,8 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")
+    parser.add_argument(
+        "--cache", nargs="+", default=CACHES, choices=CACHES, help="the types of caches to try"
+    )
     given = parser.parse_args()
-    serve(given.requests, given.new_tokens, given.longest, show=True)
+    serve(given.requests, given.new_tokens, given.longest, given.cache, show=True)
