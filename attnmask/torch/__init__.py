@@ -247,8 +247,6 @@ def flash_attention(
         "bias": bias,
         **more,
     }
-    if not more.keys() <= DEFAULTS.keys():
-        reject_unknown("flash_attention", [name for name in more if name not in DEFAULTS], DEFAULTS)
     if compiling and torch._C._are_functorch_transforms_active():
         # Operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
@@ -256,6 +254,8 @@ def flash_attention(
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):
         operators.check_tensors(given)
+        if not more.keys() <= DEFAULTS.keys():
+            reject_unknown("flash_attention", [name for name in more if name not in DEFAULTS], DEFAULTS)
         operator = (
             operators.Transformed.apply
             if operators.is_differentiated()
@@ -263,6 +263,8 @@ def flash_attention(
         )
         results = operator(*_operands(given))
         return results[:2] if with_lse else results[0]
+    if "out" in more:  # the other names are checked where arrays are
+        reject_unknown("flash_attention", ["out"], DEFAULTS)
     if torch.is_autocast_enabled("cpu"):
         given |= {name: operators.autocast(given[name]) for name in LEARNED[:3]}
     wanting = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
