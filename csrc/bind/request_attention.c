@@ -4,6 +4,14 @@
 #include "bind/request.h"
 #include "core/runtime/sizes.h"
 
+/* Too many channels are for the core to refuse, which says that they fit no memory. */
+static bool check_tokens(am_request *r, const am_view *v, const char *name)
+{
+    am_view tokens = *v;
+    tokens.axes = 3;
+    return am_check_axes(r, &tokens, name) || am_check_axes(r, v, name); /* which describes all of it */
+}
+
 bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, const am_view *value)
 {
     am_attn *attn = &r->attn;
@@ -12,8 +20,7 @@ bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, con
         query->axes != 4 || key->axes != 4 || value->axes != 4)
         return am_refuse(r, AM_WRONG_VALUE, NULL,
                          "query, key and value must have four axes and one floating-point type");
-    if (!am_check_axes(r, query, "query") || !am_check_axes(r, key, "key") ||
-        !am_check_axes(r, value, "value"))
+    if (!check_tokens(r, query, "query") || !check_tokens(r, key, "key") || !check_tokens(r, value, "value"))
         return false;
     if (k[0] != q[0] || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0) || v[0] != k[0] ||
         v[1] != k[1] || v[2] != k[2])
