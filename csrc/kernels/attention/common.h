@@ -30,6 +30,16 @@ enum {
                                                   the registers, or fill whole vectors */
 };
 
+/* How many of the rows that are left make the next strip, of at most so many. Products of 7, 9, 10 and 11
+ * rows are not compiled: two strips take as long. */
+static inline ptrdiff_t strip_rows(ptrdiff_t left, ptrdiff_t most)
+{
+    static const uint8_t of_12[] = {0, 1, 2, 3, 4, 5, 6, 4, 8, 5, 5, 6, 12, 8, 8, 12, 8};
+    if (most == 12) return left < (ptrdiff_t)sizeof of_12 ? of_12[left] : most;
+    const ptrdiff_t strips = (left + most - 1) / most;
+    return (left + strips - 1) / strips;
+}
+
 /* Rows that lie in runs of so many, from *next + offset bytes on each after the first. */
 typedef struct {
     ptrdiff_t rows;

@@ -130,23 +130,23 @@ static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *
     for (; count > 0; count--) prefetch_one(lines, runs);
 }
 
-/* The same, of a constant number of lines. */
+/* The same, of a constant number of lines of rows in runs. It is unrolled where one row of queries waits for
+ * nothing but memory: else int8 would take 1.05 to 1.07 of the time. */
 static inline __attribute__((always_inline)) void prefetch_each(prefetch_lines *lines, const ptrdiff_t count,
-                                                                const bool runs)
+                                                                const bool unrolled)
 {
-    UNROLL(16)
-    for (ptrdiff_t i = 0; i < count; i++) prefetch_one(lines, runs);
-}
-
-/* The same, counted at once unless they reach the end of a row: that is half of the code of a product. */
-static inline __attribute__((always_inline)) void prefetch_few(prefetch_lines *lines, const ptrdiff_t count,
-                                                               const bool runs)
-{
-    if (count == 0) return;
-    if (lines->left <= count) {
-        prefetch_some(lines, count, runs);
+    if (!unrolled) {
+        prefetch_some(lines, count, true);
         return;
     }
+    UNROLL(16)
+    for (ptrdiff_t i = 0; i < count; i++) prefetch_one(lines, true);
+}
+
+/* The same, of a constant number of lines that do not reach the end of a row. */
+static inline __attribute__((always_inline)) void prefetch_at_once(prefetch_lines *lines,
+                                                                   const ptrdiff_t count)
+{
     const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
     const ptrdiff_t step = lines->step;
     if (lines->near) {
@@ -158,6 +158,18 @@ static inline __attribute__((always_inline)) void prefetch_few(prefetch_lines *l
     }
     lines->at += (uintptr_t)(count * step);
     lines->left -= count;
+}
+
+/* The same, counted at once unless they reach the end of a row: that is half of the code of a product. */
+static inline __attribute__((always_inline)) void prefetch_few(prefetch_lines *lines, const ptrdiff_t count,
+                                                               const bool runs)
+{
+    if (count == 0) return;
+    if (lines->left <= count) {
+        prefetch_some(lines, count, runs);
+        return;
+    }
+    prefetch_at_once(lines, count);
 }
 
 static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)

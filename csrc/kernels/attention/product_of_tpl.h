@@ -16,11 +16,25 @@
         LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
+/* Bytes from row 0 of a to rows 1, 3, 5 …: offsets of other rows are multiples that are part of an address.
+ * There are no registers to keep all. */
+typedef struct {
+    ptrdiff_t to[STRIP / 2 + 1];
+} FROM(odd_rows);
+static inline __attribute__((always_inline)) FROM(odd_rows) FROM(odd_rows_of)(ptrdiff_t a_row)
+{
+    FROM(odd_rows) odd;
+    UNROLL(8)
+    for (int i = 0; i <= STRIP / 2; i++) odd.to[i] = (2 * i + 1) * a_row * (ptrdiff_t)sizeof(T);
+    return odd;
+}
+
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. Two vectors of b are stored to `loaded`, unless it is
  * NULL. */
 static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
-                                                              ptrdiff_t a_row, const S *b, ptrdiff_t b_row,
-                                                              const bool add, V sums[STRIP][2], T *loaded)
+                                                              const FROM(odd_rows) * odd, const S *b,
+                                                              ptrdiff_t b_row, const bool add,
+                                                              V sums[STRIP][2], T *loaded)
 {
     (void)b_row;
     V left, right, third, fourth;
@@ -32,7 +46,8 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     if (vectors == 2 && loaded) VOP(store)(loaded, left), VOP(store)(loaded + LANES, right);
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
-        V x = VOP(set1)(a[r * a_row]);
+        const int twos = r ? __builtin_ctz((unsigned)r) : 0;
+        V x = VOP(set1)(*(const T *)((const char *)a + (r ? odd->to[r >> twos >> 1] * (1 << twos) : 0)));
         sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
         if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
         if (vectors <= 2) continue;
@@ -52,24 +67,29 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
 {
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
+    FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
+    const int hidden = __builtin_constant_p(a_row) ? 0 : rows / 2;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
-    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
+    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && vectors > 2;
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < head_dim ? in_runs->rows : head_dim;
         head_dim -= left;
         for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
+            if (lines && current.left <= RUN_ROWS * lines) break;
             UNROLL(8)
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
-                prefetch_few(&current, lines, runs);
+                if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+                FROM(outer)(rows, vectors, a, &odd, b, b_row, true, sums, loaded);
                 if (loaded) loaded += FN(PANEL);
             }
         }
 #pragma GCC unroll 2
         for (; left > 0; left--, a += a_column, b += b_row) {
             prefetch_few(&current, lines, runs);
-            FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+            UNROLL(8)
+            for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
+            FROM(outer)(rows, vectors, a, &odd, b, b_row, true, sums, loaded);
             if (loaded) loaded += FN(PANEL);
         }
         if (head_dim <= 0) break;
@@ -97,7 +117,8 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T 
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
         prefetch_few(&current, lines, runs);
-        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums, NULL);
+        const FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
+        FROM(outer)(rows, vectors, a, &odd, b, b_row, false, sums, NULL);
         head_dim--, a += a_column, b += b_row;
     }
     FROM(add_to_sums)(rows, vectors, head_dim, a, a_row, a_column, b, b_row, sums, lines, &current, runs,

@@ -15,10 +15,10 @@ static inline ptrdiff_t FN(whole_panels)(ptrdiff_t rows)
     return (rows + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
 }
 
-/* Up to half a strip, and up to a whole one. */
+/* Up to half a strip, and up to a whole one: the rows of which strip_rows makes strips. */
 #if STRIP > 6
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-#    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(8) ROWS(12)
 #elif STRIP > 4
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3)
 #    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(4) ROWS(5) ROWS(6)
@@ -41,15 +41,15 @@ typedef struct {
     ptrdiff_t row, rows, begin, end; /* begin, end: its live columns, none if equal */
 } FN(strip);
 
-/* Divides rows into strips of about the same height, at most `most`; returns their number. `live`: a word for
+/* Divides rows into strips of up to `most`; returns their number. `live`: a word for
  * each row, or NULL if all columns are live. */
 static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdiff_t most,
                                        const uint64_t *live, ptrdiff_t columns)
 {
-    ptrdiff_t count = (rows + most - 1) / most, least = rows / count;
-    for (ptrdiff_t i = 0, row = 0; i < count; i++) {
-        FN(strip) *s = &strips[i];
-        *s = (FN(strip)){row, least + (i < rows % count), 0, columns};
+    ptrdiff_t count = 0;
+    for (ptrdiff_t row = 0; row < rows;) {
+        FN(strip) *s = &strips[count++];
+        *s = (FN(strip)){row, strip_rows(rows - row, most), 0, columns};
         row += s->rows;
         if (!live) continue;
         uint64_t any = 0;

@@ -18,10 +18,11 @@ APART void add_half_panel_bf16x2(ptrdiff_t rows, ptrdiff_t lanes, const float *p
                                  const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(v);
-    for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-        accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 1, lanes, p + r * AM_FLASH_TILE, v,
-                               v_step, out + r * out_step, out_step, 1, r == 0 ? prefetch : &none, true,
-                               in_runs);
+    for (ptrdiff_t r = 0, some; r < rows; r += some) {
+        some = strip_rows(rows - r, V_STRIP);
+        accumulate_interleaved(some, 1, lanes, p + r * AM_FLASH_TILE, v, v_step, out + r * out_step, out_step,
+                               1, r == 0 ? prefetch : &none, true, in_runs);
+    }
 }
 
 enum { LINES_BF16X2 = 2 }; /* of a panel of two unpacked rows */
@@ -69,16 +70,24 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                                             block->out_dim, 2 * LINES_BF16X2, prefetch, in_runs);
                 continue;
             }
-            if (rows <= V_STRIP)
-                accumulate_interleaved(rows, 2, lanes, p, v + column, 2 * step, out + column, block->out_dim,
-                                       LINES_BF16X2, prefetch, true, in_runs);
-            else
+            ptrdiff_t r = 0;
+            if (rows > V_STRIP) {
                 add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_dim, prefetch,
                                        in_runs, panel);
-            for (ptrdiff_t r = V_STRIP; r < rows; r += V_STRIP)
-                SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
-                                                 p + r * AM_FLASH_TILE, panel,
-                                                 out + r * block->out_dim + column, block->out_dim);
+                r = V_STRIP;
+            }
+            prefetch_lines none = prefetch_nothing(v);
+            for (ptrdiff_t some; r < rows; r += some) {
+                some = strip_rows(rows - r, V_STRIP);
+                float *to = out + r * block->out_dim + column;
+                if (rows <= V_STRIP)
+                    accumulate_interleaved(some, 2, lanes, p + r * AM_FLASH_TILE, v + column, 2 * step, to,
+                                           block->out_dim, LINES_BF16X2, r == 0 ? prefetch : &none, true,
+                                           in_runs);
+                else
+                    SHARED_BF16X2(add_packed_bf16x2)(some, PANEL_f32, lanes, p + r * AM_FLASH_TILE, panel, to,
+                                                     block->out_dim);
+            }
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
@@ -94,10 +103,11 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                                  block->out_dim, columns_at(block, column, PANEL_f32));
             continue;
         }
-        for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-            SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, block->out_dim - column,
-                                             lanes, p + r * AM_FLASH_TILE, panel,
-                                             out + r * block->out_dim + column, block->out_dim);
+        for (ptrdiff_t r = 0, some; r < rows; r += some) {
+            some = strip_rows(rows - r, V_STRIP);
+            SHARED_BF16X2(add_packed_bf16x2)(some, block->out_dim - column, lanes, p + r * AM_FLASH_TILE,
+                                             panel, out + r * block->out_dim + column, block->out_dim);
+        }
     }
 }
 

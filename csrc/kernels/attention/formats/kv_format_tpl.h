@@ -63,8 +63,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #ifdef WIDEN
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
-    const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin,
-                    row_step = tile->v.step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t keys = end - begin, row_step = tile->v.step / (ptrdiff_t)sizeof(S);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const S *rows_of_v = values + begin * row_step + column;
         const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof(S) - column;
@@ -82,11 +81,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const W *v = rows_of_v;
         const ptrdiff_t v_step = row_step;
 #endif
-        if (wide) {
-            WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_dim, WIDE_LINES,
-                                  prefetch, in_runs);
-            continue;
-        }
         bool packed = tile->live || width > columns;
         if (packed) {
             V nothing = WIDE(pack_panel)(panel, v, v_step, keys, columns, VOP(set1)(0));
@@ -100,18 +94,20 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         }
         /* Only the first strip prefetches, and only the first of the panels that share a line. */
         prefetch_lines *lines = column * sizeof(S) % CACHE_LINE == 0 ? prefetch : &none;
-        for (ptrdiff_t i = 0, r = 0; i < strips; i++, lines = &none) {
-            ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
+        for (ptrdiff_t r = 0, rows; r < block->rows; r += rows, lines = &none) {
+            rows = strip_rows(block->rows - r, STRIP);
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_dim;
             if (packed)
                 OWN(add_packed)(rows, width, keys, p, panel, to, block->out_dim);
+            else if (wide)
+                WIDE(accumulate_wide)(rows, keys, p, v, v_step, to, block->out_dim, WIDE_LINES, lines,
+                                      in_runs);
             else if (width == FN(PANEL))
                 WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_dim, LINES, lines, true,
                                  in_runs);
             else
                 WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_dim, 1, lines, true, in_runs);
-            r += rows;
         }
     }
 }

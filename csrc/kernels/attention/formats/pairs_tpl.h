@@ -43,7 +43,8 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
                               sums, lines, prefetch, true, in_runs, NULL);
         /* P is 0 for the key behind the last one, which may not be there. */
         if ((next - begin) % 2 != 0)
-            FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums, NULL);
+            FROM(add_to_sums)(rows, vectors, 1, p + (next - 1) / 2, AM_FLASH_TILE, 1, last, 0, sums, 0, NULL,
+                              false, NULL, NULL);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
@@ -97,9 +98,10 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
             FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);
             continue;
         }
-        for (ptrdiff_t row = 0; row < rows; row += V_STRIP)
-            FROM(add_one_panel)(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
-                                column, row == 0 ? prefetch : &none);
+        for (ptrdiff_t row = 0, count; row < rows; row += count) {
+            count = strip_rows(rows - row, V_STRIP);
+            FROM(add_one_panel)(block, tile, row, count, begin, end, column, row == 0 ? prefetch : &none);
+        }
     }
 }
 

@@ -79,7 +79,7 @@ FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t head_dim, c
             if (straight)
                 prefetch_straight(&current, keys);
             else
-                prefetch_each(&current, keys, true);
+                prefetch_each(&current, keys, rows == 1);
         }
 #if PARTS > 1
         FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);
@@ -163,7 +163,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 }
 
 /* Logits of keys of which the first are at k, and the others in runs. It takes `most` keys at a time, and at
- * the end of a run as many, or half as many, of which some may not be there. Where rows take turns, it
+ * the end of a run as many, of which some may not be there. Where rows take turns, it
  * prefetches once in `turns` times, first after `wait` times without. The steps that add up lanes wait for
  * one another: if the registers have room, all but the first are left until the next keys are multiplied.
  * Lines are counted one by one for one row, which waits for memory: counted at once, float32 takes 1.04
@@ -194,10 +194,7 @@ FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, p
             if (PAIR == 1) FROM(store_dots)(rows, most, most - 1, pairs, logits);
             before = logits;
         }
-        if (left > most / 2)
-            FROM(dots_of)(rows, most, head_dim, q, k, step, left - 1, logits, prefetch);
-        else if (left > 0)
-            FROM(dots_of)(rows, most / 2, head_dim, q, k, step, left - 1, logits, prefetch);
+        if (left > 0) FROM(dots_of)(rows, most, head_dim, q, k, step, left - 1, logits, prefetch);
         if (keys == 0) break;
         logits += left;
         k = (const W *)((const char *)*next++ + runs->offset);
