@@ -95,7 +95,7 @@ def test_links_between_files():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("name", ["architecture.rst", "architecture_linear.rst"])
+@pytest.mark.parametrize("name", ["architecture.rst", "architecture_adding.rst", "architecture_linear.rst"])
 def test_files_that_the_architecture_names(name):
     root = DOCS.parent
     if not (root / "csrc").exists():
