@@ -362,7 +362,7 @@ def ring_attention(
     *,
     axis_name: str | tuple[str, ...],
     layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
-    cu_seqlens: ArrayLike | None = None,
+    cu_seqlens: "ArrayLike | None" = None,
     attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
     **more: Any,
