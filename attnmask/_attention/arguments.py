@@ -7,7 +7,7 @@ To add one, add its type to the class of the faces that take it and its row to `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from enum import Enum, auto
+from enum import Enum
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
 
@@ -87,11 +87,11 @@ class Attention(Options, total=False):
 
 
 class Kind(Enum):
-    LEARNED = auto()  # an array that has a gradient
-    ARRAY = auto()
-    SEED = auto()  # a number that compiled functions may be given when they run
-    NUMBER = auto()  # known when a function is compiled
-    HINT = auto()  # changes no result
+    LEARNED = 1  # an array that has a gradient
+    ARRAY = 2
+    SEED = 3  # a number that compiled functions may be given when they run
+    NUMBER = 4  # known when a function is compiled
+    HINT = 5  # changes no result
 
 
 class _NotGiven(int):

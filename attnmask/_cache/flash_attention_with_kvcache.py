@@ -112,7 +112,7 @@ def flash_attention_with_kvcache(*args, **given):
         if "rotate" in given:
             whole = FLASH_ATTENTION_WITH_KVCACHE.bind(args, given)
             if flag(whole.pop("rotate"), "rotate"):
-                return attend_rotated(whole)
+                return _attend_rotated(whole)
             return _core.flash_kvcache(_NAMES, (), whole)
         return _core.flash_kvcache(_NAMES, args, given)
     except (TypeError, ValueError) as error:
@@ -120,7 +120,7 @@ def flash_attention_with_kvcache(*args, **given):
         raise
 
 
-def attend_rotated(given):
+def _attend_rotated(given):
     """Attend with queries and new tokens rotated, and rotate the result. The core complains about what does not fit."""
     arrays = {
         name: as_array(given[name], name) for name in ("query", "key", "value") if given[name] is not None
