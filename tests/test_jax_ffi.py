@@ -89,9 +89,10 @@ VALUES = {
         "F32",
         "F64",
         "BF16",
-        "F8E4M3FN",
     )
 }
+FORMATS = HEADER.parents[2] / "core/cache/formats.c"  # types that only caches have
+FLOAT8 = {"float8_e4m3fn": "F8E4M3FN", "float8_e5m2": "F8E5M2"}
 
 
 def test_the_header_is_jaxlibs(tmp_path):
@@ -117,6 +118,12 @@ def test_the_header_is_jaxlibs(tmp_path):
     lines += [
         f'_Static_assert((int)AM_XLA_{ours} == (int)XLA_FFI_{theirs}, "{ours}");'
         for ours, theirs in VALUES.items()
+    ]
+    numbers = dict(re.findall(r'^    \{"(float8\w+)",.* (\d+)\},$', FORMATS.read_text(), re.M))
+    assert numbers.keys() == FLOAT8.keys()
+    lines += [
+        f'_Static_assert({number} == (int)XLA_FFI_DataType_{FLOAT8[name]}, "{name}");'
+        for name, number in numbers.items()
     ]
     lines.append('_Static_assert(AM_XLA_MINOR <= XLA_FFI_API_MINOR, "version");')
     source = tmp_path / "both.c"

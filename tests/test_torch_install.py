@@ -430,7 +430,7 @@ def test_varlen_attn_of_a_cache(torch, monkeypatch, page_size, window):
         more["block_table"] = table
     seen = []
     for module, name in ((_torch_install, "flash_attention_fwd"),
-                         (_torch_install.kvcache, "flash_attention_with_kvcache")):  # fmt: skip
+                         (_torch_install, "flash_attention_with_kvcache")):  # fmt: skip
         function = getattr(module, name)
 
         def watched(*tensors, _function=function, **given):

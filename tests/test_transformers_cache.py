@@ -79,9 +79,7 @@ def test_generation(name, monkeypatch):
     assert cache.kv.free_pages == 40
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "int4"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_types(dtype):
     """Logits are those of the model, as near as the type is."""
     model, ids = ready("Llama"), random_ids(2, TOKENS)
@@ -558,7 +556,9 @@ def test_configs():
     config = model_of("Llama").config
     with pytest.raises(TypeError, match="config must be a model's config, got None"):
         PagedCache(None, pages=3)
-    with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int4'"):
+    with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int5'"):
+        PagedCache(config, pages=3, dtype="int5")
+    with pytest.raises(ValueError, match="depth must be a multiple of group=64, got 8"):
         PagedCache(config, pages=3, dtype="int4")
     with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int32'"):
         PagedCache(config, pages=3, dtype=torch.int32)

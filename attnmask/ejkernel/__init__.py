@@ -30,13 +30,16 @@ def _flash_attention(
     """Attend as ejKernel calls its kernels. Block sizes are not needed; paged caches are left to ejKernel."""
     if block_tables is None:
         return attnmask_jax.flash_attention(**arguments)
-    own = next(spec for spec in _of_xla("flash_attention") if not _is_ours(spec))
-    return own.implementation(
-        fwd_params=fwd_params, bwd_params=bwd_params, block_tables=block_tables, **arguments
-    )
+    own = _own("flash_attention")
+    return own(fwd_params=fwd_params, bwd_params=bwd_params, block_tables=block_tables, **arguments)
 
 
-# Linear attention. ejKernel computes in float32, and returns it.
+def _own(algorithm: str) -> Any:
+    return next(spec.implementation for spec in _of_xla(algorithm) if not _is_ours(spec))
+
+
+# Linear attention. ejKernel computes in float32, and returns it. Later versions have sizes of blocks, which change no
+# result, and ids of segments, which are left to ejKernel.
 
 
 def _wide(x: Any) -> Any:
@@ -53,6 +56,10 @@ def _gla(
     initial_state: Any = None,
     reverse: bool = False,
     cu_seqlens: Any = None,
+    block_k: Any = None,
+    block_v: Any = None,
+    num_warps: Any = None,
+    num_stages: Any = None,
 ) -> Any:
     """Gated linear attention, whose decays are those of channels and those of heads together."""
     query, key, value, g, initial_state = map(_wide, (query, key, value, g, initial_state))
@@ -95,6 +102,10 @@ def _lightning_attn(
     initial_state: Any = None,
     reverse: bool = False,
     cu_seqlens: Any = None,
+    block_k: Any = None,
+    block_v: Any = None,
+    num_warps: Any = None,
+    num_stages: Any = None,
 ) -> Any:
     """Linear attention with one decay per head, which layers further up have less of."""
     heads = query.shape[2]
@@ -115,8 +126,13 @@ def _gated_delta_rule(
     initial_state: Any = None,
     use_qk_l2norm: bool = True,
     use_chunked: bool = True,
+    seg_ids: Any = None,
 ) -> Any:
     """The delta rule with one decay per token. Chunks are of a size of their own."""
+    if seg_ids is not None:
+        given = {"chunk_size": chunk_size, "initial_state": initial_state, "seg_ids": seg_ids}
+        given |= {"use_qk_l2norm": use_qk_l2norm, "use_chunked": use_chunked}
+        return _own("gated_delta_rule")(query, key, value, beta, decay, **given)
     query, key, value, beta, decay, state = map(_wide, (query, key, value, beta, decay, initial_state))
     return attnmask_jax.linear_attention(
         query,
