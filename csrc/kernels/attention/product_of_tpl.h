@@ -32,8 +32,8 @@ static inline __attribute__((always_inline)) FROM(odd_rows) FROM(odd_rows_of)(pt
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. Two vectors of b are stored to `loaded`, unless it is
  * NULL. */
 static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
-                                                              const FROM(odd_rows) * odd, const S *b,
-                                                              ptrdiff_t b_row, const bool add,
+                                                              ptrdiff_t a_row, const FROM(odd_rows) * odd,
+                                                              const S *b, ptrdiff_t b_row, const bool add,
                                                               V sums[STRIP][2], T *loaded)
 {
     (void)b_row;
@@ -47,7 +47,8 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
         const int twos = r ? __builtin_ctz((unsigned)r) : 0;
-        V x = VOP(set1)(*(const T *)((const char *)a + (r ? odd->to[r >> twos >> 1] * (1 << twos) : 0)));
+        const ptrdiff_t offset = r ? odd->to[r >> twos >> 1] * (1 << twos) : 0;
+        V x = VOP(set1)(rows <= 6 ? a[r * a_row] : *(const T *)((const char *)a + offset));
         sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
         if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
         if (vectors <= 2) continue;
@@ -68,9 +69,9 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
     FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
-    const int hidden = __builtin_constant_p(a_row) ? 0 : rows / 2;
+    const int hidden = __builtin_constant_p(a_row) || rows <= 6 ? 0 : rows / 2;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
-    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && vectors > 2;
+    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < head_dim ? in_runs->rows : head_dim;
         head_dim -= left;
@@ -80,7 +81,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
                 if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, a, &odd, b, b_row, true, sums, loaded);
+                FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, true, sums, loaded);
                 if (loaded) loaded += FN(PANEL);
             }
         }
@@ -89,7 +90,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
             prefetch_few(&current, lines, runs);
             UNROLL(8)
             for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
-            FROM(outer)(rows, vectors, a, &odd, b, b_row, true, sums, loaded);
+            FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, true, sums, loaded);
             if (loaded) loaded += FN(PANEL);
         }
         if (head_dim <= 0) break;
@@ -118,7 +119,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T 
     if (!add) {
         prefetch_few(&current, lines, runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
-        FROM(outer)(rows, vectors, a, &odd, b, b_row, false, sums, NULL);
+        FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, false, sums, NULL);
         head_dim--, a += a_column, b += b_row;
     }
     FROM(add_to_sums)(rows, vectors, head_dim, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
