@@ -278,6 +278,7 @@ def test_no_tokens_and_no_channels():
 
 def test_exported():
     """An exported program names the handlers, which it finds again."""
+    pytest.importorskip("flatbuffers")
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ours.register()]
     arrays = attention_arrays()
     exported = jax.export.export(jax.jit(lambda x: ours.linear_attention(**x)), disabled_checks=checks)(

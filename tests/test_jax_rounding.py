@@ -85,12 +85,13 @@ def test_exported(jax, given):
 
 def test_a_rounded_result_is_taken(jax, given):
     """As programs that were exported before have it."""
+    from attnmask._attention.arguments import DEFAULTS
     from attnmask.jax import _call as call
     from attnmask.jax._arguments import check as look
     from attnmask.jax._arguments import specify
 
     learned = dict.fromkeys(("query", "key", "value"), jax.numpy.asarray(given))
-    known = attnmask.jax._DEFAULTS | learned | MORE
+    known = DEFAULTS | learned | MORE
     spec, others = specify(known, look(known)[0])
     out, lse = attnmask.flash_attention_fwd(given, given, given, **MORE)
     call.registered()
