@@ -9,7 +9,7 @@ enum {
     TILE = AM_FLASH_TILE,
     APART_ITEMS = 16,       /* with fewer for each thread, each split is an item of its own */
     LONG_SHARE = 32,        /* the same if one item takes more than this part of what a thread has to do */
-    MOST_ORDERED = 1 << 12, /* tasks that are sorted, which takes 0.1 µs each: their work is some 10 µs */
+    MOST_ORDERED = 1 << 12, /* tasks that are sorted: of more, each thread has so many that they are even */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
     FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
                        * of a task are all heads that lie side by side */
@@ -355,6 +355,7 @@ am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t f
 {
     const am_scheduled *g = am_scheduled_of(s, first_task), *end = s->sections + s->count;
     am_wave wave = {.first_task = first_task, .tasks = s->tasks - first_task, .row_tasks = 1};
+    if (s->order) wave.row_tasks = wave.tasks; /* one queue */
     if (g->shape.strategy != AM_SHARED_PACKING) return wave;
     const ptrdiff_t bytes = s->k_bytes + s->v_bytes, kv_heads = base->attn->kv_heads;
     ptrdiff_t head = (first_task - g->first_task) / (g->items / kv_heads), tasks = 0;
