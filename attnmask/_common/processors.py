@@ -8,7 +8,7 @@ __all__ = ["container_limit", "describe", "threads_in_container"]
 
 
 def _read(path: Path) -> str:
-    """Return the text of a small file; that of one which is not there or not ours to read is empty."""
+    """Return the text of a small file, or an empty one if it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
@@ -25,10 +25,10 @@ def _quota(text: str) -> float | None:
 
 
 def container_limit(root: Path = Path("/")) -> float | None:
-    """Return how many processors' time the control groups of this process allow; None for no limit.
+    """Return how many processors the control groups of this process may use; None for no limit.
 
-    A limit holds for all groups below its own. Inside a container the group's path is often that of the host, which is
-    not there, and the group itself is what the container sees as the uppermost one.
+    A limit applies to all groups below it, so the least one counts. Inside a container, the path of the group is often
+    the host's, which is not visible there; then the limit is that of the topmost group.
     """
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -48,12 +48,16 @@ def container_limit(root: Path = Path("/")) -> float | None:
 
 
 def threads_in_container(root: Path = Path("/")) -> int | None:
-    """Return how many threads a container's limit keeps busy; None if it does not limit them.
+    """Return the number of threads that a container can keep busy; None if it has no limit.
 
-    More threads use up the time that they have together, and then all of them stand still until the next period.
+    More threads use up the container's time early, and then all of them wait for the next period.
     """
     limit = container_limit(root)
     return None if limit is None or limit >= (os.cpu_count() or 1) else max(1, ceil(limit))
+
+
+def _several(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def _allowed() -> set[int]:
@@ -71,8 +75,8 @@ def describe(root: Path = Path("/")) -> str:
         path for path in system.glob("node/node[0-9]*") if any((path / f"cpu{n}").exists() for n in allowed)
     ]
     if "" not in cores:
-        line += f", on {len(cores)} core{'s'[: len(cores) != 1]}"
+        line += f", on {_several(len(cores), 'core')}"
         if nodes:
-            line += f" of {len(nodes)} memory node{'s'[: len(nodes) != 1]}"
+            line += f" of {_several(len(nodes), 'memory node')}"
     limit = container_limit(root)
     return line if limit is None else f"{line}, limited to {limit:g} by the container"

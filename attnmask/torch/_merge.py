@@ -25,8 +25,8 @@ def _merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Te
 def _merge_backward(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
-    given = _arrays(outs, "outs"), _arrays(lses, "lses"), *_arrays((dout, dlse), "dout")
-    douts, dlses = _core.merge_backward(*given)
+    gradients = (in_place(x.detach(), name) for name, x in (("dout", dout), ("dlse", dlse)))
+    douts, dlses = _core.merge_backward(_arrays(outs, "outs"), _arrays(lses, "lses"), *gradients)
     return [to_tensor(x) for x in (*douts, *dlses)]
 
 

@@ -16,8 +16,11 @@
         LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
-/* Bytes from row 0 of a to rows 1, 3, 5 …: offsets of other rows are multiples that are part of an address.
- * There are no registers to keep all. */
+/* Bytes from row 0 of a to rows 1, 3, 5 …, from which those to all rows are made within an address: a strip
+ * of more rows than this leaves no registers for the addresses of each. */
+#ifndef ROWS_WITH_ADDRESSES
+#    define ROWS_WITH_ADDRESSES 6
+#endif
 typedef struct {
     ptrdiff_t to[STRIP / 2 + 1];
 } FROM(odd_rows);
@@ -48,7 +51,7 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     for (int r = 0; r < rows; r++) {
         const int twos = r ? __builtin_ctz((unsigned)r) : 0;
         const ptrdiff_t offset = r ? odd->to[r >> twos >> 1] * (1 << twos) : 0;
-        V x = VOP(set1)(rows <= 6 ? a[r * a_row] : *(const T *)((const char *)a + offset));
+        V x = VOP(set1)(rows <= ROWS_WITH_ADDRESSES ? a[r * a_row] : *(const T *)((const char *)a + offset));
         sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
         if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
         if (vectors <= 2) continue;
@@ -69,7 +72,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
     FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
-    const int hidden = __builtin_constant_p(a_row) || rows <= 6 ? 0 : rows / 2;
+    const int hidden = __builtin_constant_p(a_row) || rows <= ROWS_WITH_ADDRESSES ? 0 : rows / 2;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
     const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {

@@ -4,28 +4,7 @@
  * Queries and keys are multiplied as they are in memory, so P and M lose nothing: scale, norms and decays are
  * factors of rows, which results take. The state as it is read, P, U and what is added to the state are
  * rounded to bfloat16; the triangular system, and the state from chunk to chunk, are float32. */
-#include "kernels/attention/common.h"
-#include "kernels/linear/table.h"
-
-#define HEIGHT 6
-#if defined __AVX512F__ || defined __aarch64__
-#    define VECTORS 4
-#else
-#    define VECTORS 2
-#endif
-
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_f32
-#define LANES VF_LANES
-#define STRIP V_STRIP
-#define GREATEST FLT_MAX
-#define EPSILON FLT_EPSILON
-#define MIN_POWER 126
-#define ROUNDER (0x1.8p23 + MIN_POWER)
-#include "kernels/attention/product_tpl.h"
-#include "kernels/linear/product_tpl.h"
+#include "kernels/linear/linear_f32.h"
 
 #define S float
 #define LOADS(b, b_row, vectors, left, right)                                                                \
