@@ -1,4 +1,4 @@
-"""Write the signatures that type checkers read from the table of arguments; tests/test_signatures.py checks them."""
+"""Write the .pyi files of attention from the table of arguments; tests/test_signatures.py checks them."""
 
 from inspect import Parameter
 from pathlib import Path
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._masks.info import MaskInfo
 """
-STUBS = {  # what they import and declare
+STUBS = {  # path: imports, functions
     PACKAGE / "_attention" / "flash_attention.pyi": (
         ATTENTION,
         table.FLASH_ATTENTION,
@@ -39,7 +39,7 @@ RESULT = "NDArray[Any]"
 
 
 def declared(function: table.Function, lse: bool | None) -> str:
-    """Return the signature if the logsumexp is returned, or not; or if that is no question."""
+    """Return the signature for ``return_lse=lse``; None leaves the annotation as it is."""
     lines, by_name = [f"def {function.name}("], False
     for row in function.signature.parameters.values():
         annotation, default = row.annotation, "" if row.default is Parameter.empty else f" = {row.default!r}"

@@ -1,7 +1,7 @@
 """The arguments of attention: one table, from which signatures, schemas of operators and the docs' table follow.
 
-To add one, add its type to the class of the faces that take it and its row to `ARGUMENTS`, and run
-``python .ci/make_signatures.py``. What it means is for `attnmask._attention.problem` to say.
+To add one, add its type to the class of options that should have it and its row to `ARGUMENTS`, and run
+``python .ci/make_signatures.py``. Its value is checked and used in `attnmask._attention.problem` or ``terms``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class HasArray(Protocol):
-    """An array or tensor. `ArrayLike` would take any text beside the one that an offset may be."""
+    """An array or tensor. `ArrayLike` would also accept any string, and only ``"bottom-right"`` is an offset."""
 
     def __array__(self) -> NDArray[Any]: ...
 
@@ -31,11 +31,11 @@ class HasArray(Protocol):
 Diagonal: TypeAlias = Offsets | HasArray | Literal["bottom-right"]
 
 
-# Types, by the faces that take an argument by name
+# The types of keyword arguments, by the functions that take them
 
 
 class CacheOptions(TypedDict, total=False):
-    """What all faces take, attention with a cache among them."""
+    """Options of every attention function, including those with a cache."""
 
     softmax_scale: float | None
     causal: bool
@@ -46,14 +46,14 @@ class CacheOptions(TypedDict, total=False):
 
 
 class StepOptions(CacheOptions, total=False):
-    """What `KVCacheStep.attend` takes."""
+    """Options of `KVCacheStep.attend`."""
 
     attention_mask: ArrayLike | MaskInfo | None
     out: NDArray[Any] | None
 
 
 class RingOptions(CacheOptions, total=False):
-    """What ring attention takes too."""
+    """Options of ring attention."""
 
     dropout_prob: float
     dropout_seed: SupportsIndex | None
@@ -64,7 +64,7 @@ class RingOptions(CacheOptions, total=False):
 
 
 class Options(RingOptions, total=False):
-    """What only attention to whole arrays takes."""
+    """Options of `flash_attention` in NumPy, PyTorch and JAX."""
 
     cum_seqlens_q: ArrayLike | None
     cum_seqlens_k: ArrayLike | None
@@ -77,25 +77,25 @@ class Options(RingOptions, total=False):
 
 
 class Attention(Options, total=False):
-    """All that may be left out, for faces that take these by name only."""
+    """All optional arguments, for functions that take every one of them by name."""
 
     attention_mask: ArrayLike | MaskInfo | None
     bias: ArrayLike | None
 
 
-# What else there is to know of each
+# The arguments
 
 
 class Kind(Enum):
     LEARNED = 1  # an array that has a gradient
     ARRAY = 2
-    SEED = 3  # a number that compiled functions may be given when they run
-    NUMBER = 4  # known when a function is compiled
-    HINT = 5  # changes no result
+    SEED = 3  # a number that may be traced
+    NUMBER = 4  # fixed at compile time
+    HINT = 5  # does not change results beyond rounding
 
 
 class _NotGiven(int):
-    """A default that can be told from the same number passed in a call."""
+    """A default that differs from the same number given explicitly."""
 
     __slots__ = ()
 
@@ -172,12 +172,12 @@ _RESULTS = "tuple[NDArray[Any], NDArray[Any]]"
 
 
 class Function:
-    """How a function of NumPy arrays is called: the names of its arguments, those by place first, and its signature."""
+    """The signature of a function of NumPy arrays: its argument names, positional ones first, and their defaults."""
 
     def __init__(
         self, name: str, result: str, rows: Mapping[str, tuple[str, Any]], last_by_place: str
     ) -> None:
-        """`rows` have a type and a default for each argument."""
+        """`rows` maps each argument to its type and default."""
         self.name = name
         self.in_torch = name if "k_cache" in rows else "flash_attention"
         self.names = tuple(rows)
@@ -203,7 +203,7 @@ class Function:
         return function
 
     def bind(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments of a call by name. What Python would refuse is refused in its words."""
+        """Return all arguments of a call by name. Raise what Python would raise for a call that does not fit."""
         passed = dict(zip(self.names, args, strict=False)) | given
         whole = self.defaults | passed
         if (
@@ -251,7 +251,7 @@ def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]
 
 
 def check_options(function: Callable[..., Any], more: Collection[str]) -> None:
-    """Refuse what is not in the signature of a function."""
+    """Raise a TypeError for options that are not in the signature of `function`."""
     shown = signature(function).parameters
     unknown = [name for name in more if name not in shown]
     if unknown:

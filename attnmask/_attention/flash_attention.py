@@ -122,15 +122,15 @@ def flash_attention(*args, **given):
     return_lse : bool
         Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
-        Write the result here, and return it. It must have the query's type and share no memory with the inputs.
+        Takes the result, and is returned. Same dtype as `query`; it must share no memory with the inputs.
 
     Returns
     -------
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
-        Of the query's type.
+        Same dtype as `query`.
     lse : ndarray, shape [B, H, Tq] or [H, Tq]
-        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over allowed pairs and sinks, or -inf
-        if there are none. Its dtype is float64 for float64 inputs, and else float32.
+        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over allowed pairs and sinks; -inf if
+        a row has neither. float32; float64 for float64 inputs.
 
     Examples
     --------
@@ -199,7 +199,7 @@ def flash_attention_bwd(*args, **given):
     Parameters
     ----------
     dout : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
-        The gradient of `out`, of the query's type.
+        The gradient of `out`, in the dtype of `query`.
     query, key, value, attention_mask, ...
         As passed to `flash_attention_fwd`.
     out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]

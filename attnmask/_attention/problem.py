@@ -1,7 +1,7 @@
 """Check the arguments of attention and arrange them for the core: one mask program, numbers, arrays in place.
 
-Nothing here looks at tokens one by one. What was given is compared and described as it was given, before it gets an
-axis for the batch; what `out` has to be is for the core to say.
+Nothing here loops over tokens. Arguments are checked before a batch axis is added, so that messages show the shapes
+that were given. The core checks `out`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
 class Problem(NamedTuple):
-    """What the core takes; `to_problem` in bind/python/attention.c reads the fields in this order."""
+    """A call in the form of the core. `to_problem` in csrc/bind/python/attention.c reads the fields in this order."""
 
     query: NDArray[Any]
     key: NDArray[Any]
@@ -52,8 +52,8 @@ class Problem(NamedTuple):
     scale: float
     normalize: bool
     places: Places | None  # None without terms
-    # Of a part of a larger problem, the places of its first query and its first key there, from which dropout counts;
-    # results, to be added to those of other parts, are then float32 for types of 16 bits.
+    # Of a part of a larger problem: the positions of its first query and key in the whole, for dropout. Results of
+    # 16-bit inputs are then float32, because they are added to those of other parts.
     part: tuple[int, int] | None = None
 
     def term(self, name: str) -> Term | None:
@@ -344,8 +344,8 @@ def _batched(
 
 
 def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
-    """What the core takes, of the arguments of `attnmask.flash_attention` by their names; and whether there is an axis
-    for the batch.
+    """Return the problem of a call, given the arguments of `attnmask.flash_attention` by name, and whether its arrays
+    have a batch axis.
     """
     try:
         return _read_problem(given)

@@ -74,11 +74,11 @@ class Places(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the arguments must fit."""
+    """The sizes that terms are checked against."""
 
     shape: Shape  # [B, H, Tq, Tk]
     rows: int  # batch rows or sequences
-    row: str  # their name in messages
+    row: str  # what messages call that axis
     numbers: Range
 
 
@@ -199,7 +199,7 @@ def _relative_low(relative_low: Any, _: Sizes, given: Mapping[str, Any]) -> None
 
 
 BY_DISTANCE = ("alibi_slopes", "relative_bias")  # of the terms, whose numbers follow from k - q
-# What each argument becomes, given all of them: a term; or None if it asks for nothing.
+# Functions that check one argument, given all of them, and return its term, or None if it has no effect.
 TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
     "bias": _bias,
     "logits_soft_cap": _soft_cap,

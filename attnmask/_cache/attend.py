@@ -1,4 +1,4 @@
-"""What the core asks about arguments of `flash_attention_with_kvcache` that are seldom given, or need many words."""
+"""Functions that the core calls to check less common arguments of `flash_attention_with_kvcache`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnmask._masks.terms import dense
 
 
 def table_of(block_table: NDArray[Any], given: Any) -> NDArray[Any]:
-    """Return a table of int32 or int64. Entries after the pages of a sequence may be anything."""
+    """Return the table as int32 or int64. Entries after the pages of a sequence are ignored."""
     if block_table.size or isinstance(given, np.ndarray):
         block_table = integer_array(block_table, "block_table")
     if block_table.dtype in (np.int32, np.int64):
@@ -50,7 +50,7 @@ def options(
 
 
 def mask_program(attention_mask: Any, batch: int, heads: int, queries: int, keys: int) -> Program:
-    """Return the mask's program; it may have more keys than there are."""
+    """Return the mask's program for the first `keys` keys; the mask may have more."""
     return mask_nodes(cut(attention_mask, keys), (batch, heads, queries, keys))
 
 
@@ -59,7 +59,7 @@ def mask_programs(
 ) -> tuple[Program, list[Program]]:
     """Return the mask of all packed queries, and that of each sequence (first query, end, number of keys).
 
-    Anything but a MaskInfo is read once, so that it cannot turn out wrong after new tokens were written.
+    Arrays are read only once, before new tokens are written, so that a later error cannot leave the cache changed.
     """
     mask = cut(attention_mask, longest)
     whole = mask_nodes(mask, (1, heads, queries, longest))

@@ -1,4 +1,6 @@
-"""What is under `MaskInfo`: the state that it holds, and members that each have a shorter way."""
+"""The bases of `MaskInfo`: `Held`, which holds its state, and `OtherWays`, members that ejKernel has and for which
+`MaskInfo` has shorter forms.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from attnmask._masks.state import State, with_details
 
 
 class Held:
-    """A state, or the leaves of a tree that it is read from when it is needed."""
+    """A state, or the leaves of a JAX pytree, from which the state is read at first use."""
 
     __slots__ = ("__weakref__", "_held", "_leaves")
 
@@ -44,7 +46,7 @@ class Held:
         state = self._state
         return None if state.base is None else state.once("tensors", lambda: tensors_of_graphs(state))
 
-    # As tensors of PyTorch, which torch.compile makes inputs of a graph; None if there is no mask.
+    # The mask as PyTorch tensors, which torch.compile makes inputs of a graph; None if it holds no mask.
     _tensors = property(_core.built_in(_as_tensors))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
