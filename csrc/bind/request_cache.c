@@ -62,7 +62,7 @@ static bool check_caches(am_request *r, const am_cached *c)
                          "v_cache must be of shape (%td, %td, %td) and Dv as k_cache", k[0], k[1], k[2]);
     if (am_cached_channels(k_cache) != q[2])
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
-                         k_cache->type == AM_INT4 ? "2 channels a byte and D" : "D", q[2]);
+                         am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels a byte and D" : "D", q[2]);
     if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
     return true;
@@ -112,7 +112,7 @@ static bool check_rows(am_request *r, const am_cached *c)
 /* Scales and offsets of groups of channels. */
 static bool read_groups(am_request *r, am_cached *c, int side)
 {
-    const am_view *v = &c->factors[side], *cache = &c->caches[side];
+    const am_view *v = &c->scale_arrays[side], *cache = &c->caches[side];
     const char *name = scale_names[side];
     const ptrdiff_t *n = cache->shape, channels = am_cached_channels(cache), groups = v->shape[3],
                     group = groups > 0 ? channels / groups : 32;
@@ -140,14 +140,15 @@ static bool read_groups(am_request *r, am_cached *c, int side)
     return true;
 }
 
-/* The scales of a quantized cache; a step of 0 repeats them. */
+/* The scales of a cache, if it is quantized; a step of 0 repeats them. */
 static bool read_scales(am_request *r, am_cached *c, int side)
 {
-    const am_view *v = &c->factors[side], *cache = &c->caches[side];
+    const am_view *v = &c->scale_arrays[side], *cache = &c->caches[side];
     const char *name = scale_names[side], *type = am_dtype_name(cache->type);
     const ptrdiff_t *n = cache->shape;
-    if (cache->type == AM_INT4) return read_groups(r, c, side);
-    if (!am_kv_is_scaled(cache->type))
+    const am_kv_scale_layout layout = am_kv_format_of(cache->type)->scales;
+    if (layout == AM_SCALES_OF_GROUPS) return read_groups(r, c, side);
+    if (layout == AM_SCALES_NONE)
         return !v->data || am_refuse(r, AM_WRONG_VALUE, v, "%s must be None for a cache of %s", name, type);
     if (!v->data)
         return am_refuse(r, AM_WRONG_VALUE, NULL,
@@ -183,17 +184,10 @@ static bool is_same_memory(const am_view *a, const am_view *b)
            same_shape(a->stride, b->stride, AM_MOST_AXES);
 }
 
-/* Scales of both sides; where values are channels of the keys, those of the keys serve both. */
-static bool read_all_scales(am_request *r, am_cached *c)
+/* Lets values that are channels of the keys have the scales of these. */
+static bool share_scales(am_request *r, am_cached *c)
 {
-    const am_view *k = &c->factors[0], *v = &c->factors[1], *k_cache = &c->caches[0],
-                  *v_cache = &c->caches[1];
-    if (!read_scales(r, c, 0)) return false;
-    if (!c->latent || !k->data || (v->data && !is_same_memory(k, v)))
-        return (!c->latent || !v->data || !c->rows[0].data ||
-                am_refuse(r, AM_WRONG_VALUE, v,
-                          "v_scale must be None or k_scale itself where v_cache is channels of k_cache")) &&
-               read_scales(r, c, 1);
+    const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1];
     const ptrdiff_t elements = (v_cache->data - k_cache->data) / k_cache->stride[3],
                     before = am_kv_numbers(k_cache->type, elements), group = c->scales[0].group;
     if (group && (before % group || am_cached_channels(v_cache) % group))
@@ -204,6 +198,17 @@ static bool read_all_scales(am_request *r, am_cached *c)
     c->scales[1] = c->scales[0];
     c->scales[1].data += (group ? before / group : elements) * c->scales[0].element;
     return true;
+}
+
+static bool read_all_scales(am_request *r, am_cached *c)
+{
+    const am_view *k = &c->scale_arrays[0], *v = &c->scale_arrays[1];
+    if (!read_scales(r, c, 0)) return false;
+    if (c->latent && k->data && (!v->data || is_same_memory(k, v))) return share_scales(r, c);
+    if (c->latent && v->data && c->rows[0].data)
+        return am_refuse(r, AM_WRONG_VALUE, v,
+                         "v_scale must be None or k_scale itself where v_cache is channels of k_cache");
+    return read_scales(r, c, 1);
 }
 
 static bool check_table(am_request *r, const am_cached *c)

@@ -8,14 +8,16 @@
 /* The door sets the first fields. Packed tokens have no axis for the batch. */
 typedef struct {
     bool packed;
-    am_view query, caches[2], rows[2], factors[2]; /* rows: new keys and values; factors: their scales */
-    am_view table;                                 /* of int32 or int64; not given: the cache is contiguous */
-    const ptrdiff_t *q_starts;                     /* of packed queries */
+    am_view query, caches[2];  /* of keys and of values, like all pairs below */
+    am_view rows[2];           /* new keys and values; not given: none are appended */
+    am_view scale_arrays[2];   /* of the caches */
+    am_view table;             /* of int32 or int64; not given: the cache is contiguous */
+    const ptrdiff_t *q_starts; /* of packed queries */
     ptrdiff_t sequences;
 
     am_kv_limits limits; /* before am_cached_place */
 
-    bool latent; /* values are channels of the keys: new tokens are written once, and one scale serves both */
+    bool latent; /* values are channels of the keys, with their scales; new tokens have rows[0] alone */
 
     ptrdiff_t capacity; /* of a sequence */
     am_kv_cache layout;

@@ -223,9 +223,9 @@ static int check_written(arguments *a)
     PyArrayObject *arrays[AM_MOST_WRITTEN];
     const char *names[AM_MOST_WRITTEN];
     for (int i = 0; i < AM_MOST_WRITTEN; i++) arrays[i] = a->arrays[which[i]], names[i] = a->names[which[i]];
-    if (a->cached.latent) arrays[1] = arrays[3] = NULL; /* they are the keys' */
+    if (!a->arrays[VALUE]) arrays[1] = arrays[3] = NULL; /* channels of k_cache, and k_scale */
     if (am_check_written(arrays, names, 4, AM_MOST_WRITTEN) < 0) return -1;
-    for (int side = 0; side < (a->cached.latent ? 1 : 2); side++) {
+    for (int side = 0; side < 2 && a->arrays[KEY + side]; side++) {
         const bool by_token = a->arrays[K_SCALE + side] && !a->cached.scales[side].by_channel;
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
             return -1;
@@ -262,7 +262,7 @@ static int check_all(arguments *a)
     for (int side = 0; side < 2; side++) {
         c->caches[side] = am_view_of(a->arrays[K_CACHE + side]),
         c->rows[side] = am_view_of(a->arrays[KEY + side]);
-        c->factors[side] = am_view_of(a->arrays[K_SCALE + side]);
+        c->scale_arrays[side] = am_view_of(a->arrays[K_SCALE + side]);
     }
     if (read_table(a) < 0 || am_raise_refused(r, am_cached_check(r, c)) < 0) return -1;
     return read_lengths(a) < 0 ? -1 : read_options(a);

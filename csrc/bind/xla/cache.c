@@ -54,7 +54,7 @@ static bool look_at_arguments(problem *p)
         if (!look_at_tokens(p, &cached->rows[side])) return false;
     }
     for (int side = 0; side < 2; side++) {
-        if (has(p, side ? V_SCALE : K_SCALE) && !look_at_next(p, &cached->factors[side])) return false;
+        if (has(p, side ? V_SCALE : K_SCALE) && !look_at_next(p, &cached->scale_arrays[side])) return false;
     }
     return true;
 }
@@ -153,7 +153,8 @@ static bool read_results(problem *p)
     }
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
         const am_kv_scales *scales = &cached->scales[side];
-        if (scales->data && !scales->by_channel && !look_at_written(p, &cached->factors[side])) return false;
+        if (scales->data && !scales->by_channel && !look_at_written(p, &cached->scale_arrays[side]))
+            return false;
     }
     return true;
 }
