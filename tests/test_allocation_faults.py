@@ -8,11 +8,12 @@ breaks (fuzz/targets.py), and some that are long enough for threads and for ever
 import contextlib
 import ctypes
 import functools
+import gc
 import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
@@ -73,6 +74,15 @@ if not hasattr(core, "am_faults_call"):
 faults = Faults.in_dll(core, "am_faults")
 core.am_faults_call.restype = ctypes.py_object
 core.am_faults_call.argtypes = [ctypes.py_object, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Cycles that earlier tests left may hold blocks and arrays, which must not go between two counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def failing(call: Callable[[], Any], first: int, last: int, objects: bool) -> tuple[str | None, Any]:
