@@ -71,6 +71,10 @@ THINNED = {
     "test_the_gradient_of_a_bias_alters_no_other",
 }
 
+# Files with attention and int8 caches besides those that are named so.
+OF_ATTENTION = ("flash", "latent", "plain")
+OF_INT8 = ("quantized", "latent", "plain")
+
 # `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
@@ -125,11 +129,11 @@ def may_differ_from_lower_level(item) -> bool:
     """
     params = parameters(item)
     if params.get("isa") == "avx512vnni":
-        return "quantized" in item.path.name
+        return any(word in item.path.name for word in OF_INT8)
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
     if params.get("isa") == "avx512bf16":
         return dtype in ("None", "bfloat16") or "slot" in params
-    of_attention = "flash" in params.get("slot", item.path.name)
+    of_attention = any(word in params.get("slot", item.path.name) for word in OF_ATTENTION)
     return params.get("isa") != "amx" or (of_attention and dtype in ("None", "bfloat16"))
 
 

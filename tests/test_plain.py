@@ -22,7 +22,7 @@ from attnmask import _core
 
 STEP = 20 if SANITIZED else 1
 CACHE_CASES = [CacheCase(**levels, seed=i, order=i) for i, levels in enumerate(all_pairs(CACHE_FACTORS, 0))]
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+QUANTIZED = ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, "int4")
 
 
 @pytest.fixture
@@ -113,16 +113,22 @@ class Random:
         return (q, k, v), kwargs | {"dropout_seed": 7}
 
     def cache(self):
-        """Arguments of flash_attention_with_kvcache, over pages whose numbers may have other types."""
+        """Arguments of flash_attention_with_kvcache, over pages of any format, of which values may be a view."""
         page, per_row = self.pick(2, 16, 48, 64), 6
         queries, pages = self.pick(1, 2, 5, 20, 70), self.batch * per_row + 2
-        kind = self.pick(self.dtype, FLOAT8, np.dtype(np.int8)) if self.dtype != F64 else self.dtype
+        kind = self.pick(None, "int4", *QUANTIZED) if self.dtype != F64 else None
+        if kind == "int4":
+            self.depths = self.pick(64, 128), 64
+        latent = self.depths[0] >= self.depths[1] and self.rng.random() < 0.5
         caches, scales = [], {}
-        for name, count in zip("kv", self.depths, strict=True):
+        for name, count in zip("k" if latent else "kv", self.depths, strict=False):
             numbers = self.numbers(pages, page, self.kv_heads, count, dtype=F32)
-            if kind in (FLOAT8, np.int8):
-                numbers, scales[f"{name}_scale"] = attnmask.quantize_kv(numbers, kind, -1)
-            caches.append(numbers.astype(kind))
+            if kind:
+                axis, group = (None, 32) if kind == "int4" else (-1, None)
+                numbers, scales[f"{name}_scale"] = attnmask.quantize_kv(numbers, kind, axis, group=group)
+            caches.append(numbers if kind else numbers.astype(self.dtype))
+        if latent:
+            caches.append(caches[0][..., : self.depths[1] // (2 if kind == "int4" else 1)])
         table = (
             self.rng.permutation(pages)[: self.batch * per_row].reshape(self.batch, per_row).astype(np.int32)
         )
@@ -131,6 +137,8 @@ class Random:
         )
         q = self.numbers(self.batch, queries, self.heads, self.depths[0])
         more = {"cache_seqlens": lengths, "block_table": table, "causal": True, **scales}
+        if self.rng.random() < 0.5:
+            q, more["cu_seqlens_q"] = q.reshape(-1, *q.shape[2:]), np.arange(self.batch + 1) * queries
         return (q, *caches), self.terms() | more
 
 
@@ -171,7 +179,7 @@ def test_other_levels_give_the_same_gradients(isa, seed):
     near(*at_both(isa, attend), ERRORS[r.dtype][1], seed)
 
 
-@pytest.mark.parametrize("seed", range(200, 236, STEP))
+@pytest.mark.parametrize("seed", range(200, 260, STEP))
 def test_other_levels_give_the_same_over_caches(isa, seed):
     r = Random(seed)
     arguments, kwargs = r.cache()
