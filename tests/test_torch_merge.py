@@ -85,6 +85,19 @@ def test_compiled(dtype, bound):
         assert (a - b).abs().max() <= bound  # the query's is a sum, which the compiler rounds once
 
 
+@pytest.mark.long
+def test_exported():
+    class InParts(torch.nn.Module):
+        def forward(self, *tensors):
+            return in_parts(*tensors)
+
+    tensors = [x.detach() for x in inputs(torch.float32)]
+    program = torch.export.export(InParts(), tuple(tensors))
+    assert "attnmask.merge_attention_states" in str(program.graph)
+    for a, b in zip(program.module()(*tensors), in_parts(*tensors), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_own_checks_of_operators():
     outs = [torch.randn(2, 4, 2, 8, requires_grad=True) for _ in range(2)]
     lses = [torch.randn(2, 2, 4, requires_grad=True) for _ in range(2)]
@@ -108,6 +121,14 @@ def test_bad_input(name):
     arguments, error, message = BAD[name]
     with pytest.raises(error, match=message):
         at.merge_attention_states(*arguments)
+
+
+def test_there_is_no_torch_func():
+    outs, lses = torch.randn(5, 2, 4, 2, 8), torch.randn(5, 2, 2, 4)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.func.vmap(at.merge_attention_states)(outs, lses)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: at.merge_attention_states(x, lses[0])[0].sum())(outs[0])
 
 
 def test_there_is_no_second_derivative():

@@ -92,7 +92,7 @@ def merge_attention_states(
     """Merge attention over parts of the keys into attention over all of them.
 
     As `attnmask.merge_attention_states`, for CPU tensors and with gradients. ``torch.compile`` and ``torch.export`` see
-    one operator. Higher-order gradients and forward mode are not supported.
+    one operator. Higher-order gradients, forward mode and ``torch.func`` are not supported.
 
     Parameters
     ----------
