@@ -216,16 +216,17 @@ static int compare_work(const void *a, const void *b)
 /* Rows times tiles of an item that takes all of its splits; under a causal mask some have half of that. */
 static ptrdiff_t item_work(const am_scheduled *g) { return am_length(g->section.tiles) * g->shape.rows; }
 
-/* Whether one item is long beside what each thread has to do: others would wait for the thread that has it.
- */
-static bool has_long_item(const am_schedule *s, int threads, bool with_splits)
+typedef enum { ANY_ITEM, SPLIT_ITEM } long_item; /* SPLIT_ITEM: one that its splits can divide */
+
+/* Whether an item is long beside what each thread has to do: others would wait for the thread that has it. */
+static bool has_long_item(const am_schedule *s, int threads, long_item which)
 {
     double longest = 0, all = 0;
     for (ptrdiff_t i = 0; i < s->count; i++) {
         const am_scheduled *g = &s->sections[i];
         const double work = (double)item_work(g);
         all += work * (double)g->items;
-        if (g->shape.splits > 1 || !with_splits) longest = work > longest ? work : longest;
+        if (g->shape.splits > 1 || which == ANY_ITEM) longest = work > longest ? work : longest;
     }
     return longest * threads * LONG_SHARE > all;
 }
@@ -235,7 +236,7 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
                              int threads)
 {
     bool unequal =
-        s->count > 1 && threads > 1 && s->tasks <= MOST_ORDERED && has_long_item(s, threads, false);
+        s->count > 1 && threads > 1 && s->tasks <= MOST_ORDERED && has_long_item(s, threads, ANY_ITEM);
     for (ptrdiff_t i = 0; i < s->count; i++)
         unequal |= s->sections[i].shape.q_blocks > 1 && s->sections[i].shape.splits > 1;
     if (!s->splits_apart || !unequal) return AM_OK;
@@ -293,7 +294,7 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }
-    s->splits_apart = items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, true));
+    s->splits_apart = items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, SPLIT_ITEM));
     for (ptrdiff_t i = 0; i < sections->count; i++)
         deal(s, base, sections, &s->sections[i], s->splits_apart ? all_splits : items, threads);
     sort(s);
