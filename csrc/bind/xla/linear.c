@@ -69,9 +69,9 @@ static bool look(problem *p, bool result, const char *name, int axes, const ptrd
     return fits ? true : am_xla_fail(c, "%s has a shape that does not fit", name);
 }
 
-static bool check_type(problem *p, const char *name, am_dtype type, am_dtype one, am_dtype other)
+static bool check_type(problem *p, const char *name, am_dtype type, am_dtype wanted)
 {
-    if (type == one || type == other) return true;
+    if (type == wanted) return true;
     return am_xla_fail(p->c, "%s has a type that does not fit", name);
 }
 
@@ -131,13 +131,9 @@ static bool look_at_inputs(attention *a)
         return false;
     if (has(p, DECAY)) {
         const int64_t at = p->next_argument, arguments = p->c->frame->arguments.count;
-        const int64_t axes = at < arguments ? am_xla_argument(p->c, at)->rank - p->c->vmap_axes : 0;
-        if (!look(p, false, "decay",
-                  axes == 1   ? 1
-                  : axes == 4 ? 4
-                              : 3,
-                  axes == 1 ? by_head : any, &in[AM_DECAY]))
-            return false;
+        const int64_t given = at < arguments ? am_xla_argument(p->c, at)->rank - p->c->vmap_axes : 0;
+        const int axes = given == 1 || given == 4 ? (int)given : 3;
+        if (!look(p, false, "decay", axes, axes == 1 ? by_head : any, &in[AM_DECAY])) return false;
     }
     return !has(p, BETA) || look(p, false, "beta", 3, any, &in[AM_BETA]);
 }
@@ -154,7 +150,7 @@ static bool look_at_state(attention *a, bool result, const char *name, ptrdiff_t
 {
     const ptrdiff_t shape[4] = {count, a->linear.heads, a->linear.rows, a->linear.channels};
     const am_dtype wide = wide_type(type_of(a));
-    return look(&a->common, result, name, 4, shape, v) && check_type(&a->common, name, v->type, wide, wide);
+    return look(&a->common, result, name, 4, shape, v) && check_type(&a->common, name, v->type, wide);
 }
 
 static bool read_attention(attention *a)
@@ -189,7 +185,7 @@ bool am_xla_linear(am_xla_call *c)
     if (!read_attention(&a)) return false;
     const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
     if (!look(&a.common, true, "out", 4, shape, &out) ||
-        !check_type(&a.common, "out", out.type, type_of(&a), type_of(&a)) ||
+        !check_type(&a.common, "out", out.type, type_of(&a)) ||
         !look_at_state(&a, true, "state", a.common.sequences, &state))
         return false;
     if (has(&a.common, KEEP) && !look_at_kept(&a, true, &results.kept)) return false;
@@ -209,7 +205,7 @@ static bool look_at_gradient(problem *p, const char *name, const am_view *of, am
     *to = am_linear_array_of(&v);
     return v.axes == 1 && v.shape[0] != of->shape[0]
                ? am_xla_fail(p->c, "%s has a shape that does not fit", name)
-               : check_type(p, name, v.type, of->type, of->type);
+               : check_type(p, name, v.type, of->type);
 }
 
 bool am_xla_linear_gradients(am_xla_call *c)
@@ -221,7 +217,7 @@ bool am_xla_linear_gradients(am_xla_call *c)
     if (!read_attention(&a)) return false;
     const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
     if (!look_at_kept(&a, false, &kept) || !look(&a.common, false, "dout", 4, shape, &d_out) ||
-        !check_type(&a.common, "dout", d_out.type, type_of(&a), type_of(&a)))
+        !check_type(&a.common, "dout", d_out.type, type_of(&a)))
         return false;
     if (has(&a.common, GRAD_STATE) && !look_at_state(&a, false, "dstate", a.common.sequences, &d_state))
         return false;
@@ -248,7 +244,7 @@ bool am_xla_linear_step(am_xla_call *c)
         return false;
     const ptrdiff_t shape[4] = {p->batch, 1, a.linear.heads, a.linear.channels};
     if (!read_slots(p, state.shape[0]) || !look(p, true, "out", 4, shape, &out) ||
-        !check_type(p, "out", out.type, type_of(&a), type_of(&a)) || !look_at_written(p, &state))
+        !check_type(p, "out", out.type, type_of(&a)) || !look_at_written(p, &state))
         return false;
     if (a.linear.tokens != 1) return am_xla_fail(c, "query must have one token");
     const am_linear_step step = {am_linear_array_of(&out), am_linear_array_of(&state), p->slots};
@@ -307,8 +303,7 @@ static bool read_convolution(convolution *v)
 static bool look_at_like_x(convolution *v, bool result, const char *name, am_view *to)
 {
     const ptrdiff_t shape[] = {v->common.batch, v->tokens, v->conv.channels, 1};
-    return look_at_x(v, result, name, shape, to) &&
-           check_type(&v->common, name, to->type, v->x.type, v->x.type);
+    return look_at_x(v, result, name, shape, to) && check_type(&v->common, name, to->type, v->x.type);
 }
 
 bool am_xla_convolution(am_xla_call *c)
