@@ -17,7 +17,7 @@ struct am_kept {
 
 bool am_refuse(am_request *r, am_wrong wrong, const am_view *got, const char *format, ...)
 {
-    static _Thread_local am_refusal refusal; /* requests of short calls are not to clear so many bytes */
+    static _Thread_local am_refusal refusal; /* not in the request, which each short call clears */
     va_list rest;
     refusal = (am_refusal){.wrong = wrong};
     if (got) refusal.got = *got;

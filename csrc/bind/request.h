@@ -2,7 +2,7 @@
  * DLPack.
  *
  * A door looks at each array once and hands over a view of it. From then on only the view counts, and copies
- * of what is checked number by number: code of the caller that runs later, or in another thread, may give his
+ * of what is checked number by number: code of the caller that runs later, or in another thread, may give its
  * array another shape or other numbers, but cannot free memory that the door has a reference to. What does
  * not fit is refused in words that each door turns into its own kind of error. */
 #ifndef AM_BIND_REQUEST_H
