@@ -134,7 +134,7 @@ static bool read_groups(am_request *r, am_cached *c, int side)
                                      .token = v->stride[1],
                                      .head = v->stride[2],
                                      .element = v->stride[3],
-                                     .pair = v->stride[4],
+                                     .offset = v->stride[4],
                                      .group = group,
                                      .type = v->type};
     return true;
@@ -167,6 +167,7 @@ static bool read_scales(am_request *r, am_cached *c, int side)
         return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of shape (%td, %td, %td, 1) to take new tokens",
                          name, n[0], n[1], n[2]);
     c->scales[side] = (am_kv_scales){.data = v->data,
+                                     .type = v->type,
                                      .by_channel = by_channel,
                                      .batch = am_shared_stride(v, 0),
                                      .token = am_shared_stride(v, 1),

@@ -58,15 +58,15 @@ typedef struct {
     ptrdiff_t sequences;
 } am_pages;
 
-/* Factors of the numbers in memory, float32: one for each token and head, or for each head and channel, where
- * steps from token to token are 0. Or a factor, and what is added after it, for each `group` channels of a
- * token and head, `element` apart. In bytes. */
+/* Scales of the numbers in memory, float32: one for each token and head, or for each head and channel, where
+ * steps from token to token are 0. Or a scale, and an offset that is added after it, for each `group`
+ * channels of a token and head, `element` apart. Steps are in bytes. */
 typedef struct {
     char *data; /* NULL: none */
     bool by_channel;
     ptrdiff_t batch, token, head, element;
-    ptrdiff_t group, pair; /* 0: no groups; pair: from factor to what is added */
-    am_dtype type;         /* of groups: float32 or float16 */
+    ptrdiff_t group, offset; /* group 0: no groups; offset: from a scale to its offset */
+    am_dtype type;           /* float32, or float16 of groups */
 } am_kv_scales;
 
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):

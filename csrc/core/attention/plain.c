@@ -100,12 +100,11 @@ static const double *read_key(const am_attn *f, const row *r, bool value, ptrdif
 {
     const am_tokens *t = value ? &f->v : &f->k;
     const am_kv_scales *s = value ? &f->v_scales : &f->k_scales;
-    const am_tokens scales = {s->data, AM_FLOAT32, s->batch, s->token, s->head, 0};
+    const am_tokens scales = am_kv_scale_tokens(s);
     const ptrdiff_t count = value ? f->value_dim : f->head_dim, step = s->by_channel ? s->element : 0;
     if (s->group) {
-        const am_tokens groups = {s->data, s->type, s->batch, s->token, s->head, 0};
         const am_kv_widening w = am_kv_widening_of(am_kv_format_of(t->type)->widen, sizeof(float), t, s);
-        am_kv_widen_row(&w, (char *)r->number, key_at(f, t, r, k), key_at(f, &groups, r, k), count);
+        am_kv_widen_row(&w, (char *)r->number, key_at(f, t, r, k), key_at(f, &scales, r, k), count);
         for (ptrdiff_t i = count; i-- > 0;) /* in place */
             r->number[i] = read_number(AM_FLOAT32, (const char *)r->number + i * (ptrdiff_t)sizeof(float));
         return r->number;

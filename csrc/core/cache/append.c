@@ -10,8 +10,8 @@
 #include "core/sequences/packed.h"
 
 enum {
-    PIECE = 256, /* numbers that are converted at a time */
-    GRAIN = 16,  /* rows of a task */
+    PIECE = 2 * AM_KV_MOST_GROUP, /* numbers that are converted at a time: whole groups */
+    GRAIN = 16,                   /* rows of a task */
 };
 
 /* Where a new row comes from, and the page or row and the token in it that it goes to. */
@@ -152,7 +152,7 @@ static void scale_group(const am_kv_scales *s, char *at, float *numbers)
     }
     float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
     if (scale == 0) scale = am_kv_write_scale(s, at, 1);
-    const float offset = am_kv_write_scale(s, at + s->pair, low[0] + nothing[0]);
+    const float offset = am_kv_write_scale(s, at + s->offset, low[0] + nothing[0]);
     for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
 }
 

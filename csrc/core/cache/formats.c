@@ -112,7 +112,7 @@ const am_kv_format *am_kv_format_of(am_dtype type)
 void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups)
 {
     for (ptrdiff_t i = 0; i < 2 * groups; i++) {
-        const char *at = from + i / 2 * s->element + i % 2 * s->pair;
+        const char *at = from + i / 2 * s->element + i % 2 * s->offset;
         to[i] = s->type == AM_FLOAT16 ? am_widen_one_f16(*(const uint16_t *)at) : *(const float *)at;
     }
 }
@@ -128,14 +128,14 @@ am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_t
                                  const am_kv_scales *scales)
 {
     const ptrdiff_t number = sizeof(float);
-    const bool own = scales->type == AM_FLOAT32 && scales->pair == number && scales->element == 2 * number,
+    const bool own = scales->type == AM_FLOAT32 && scales->offset == number && scales->element == 2 * number,
                plain = rows->element == (ptrdiff_t)am_size_of(rows->type) && (own || scales->group == 0);
     return (am_kv_widening){widen, size, rows, scales, plain};
 }
 
 void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const char *groups, ptrdiff_t count)
 {
-    enum { PIECE = 256, MOST_GROUPS = 8 };
+    enum { PIECE = 2 * AM_KV_MOST_GROUP, MOST_GROUPS = PIECE / AM_KV_LEAST_GROUP };
     const am_tokens *t = w->rows;
     const am_kv_scales *s = w->scales;
     if (w->plain) {

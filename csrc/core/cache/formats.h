@@ -13,6 +13,9 @@ typedef enum {
     AM_SCALES_OF_GROUPS, /* a scale and an offset for each few channels of a token and head */
 } am_kv_scale_layout;
 
+/* Channels of a group: 32, 64 or 128. */
+enum { AM_KV_LEAST_GROUP = 32, AM_KV_MOST_GROUP = 128 };
+
 /* Converts `count` numbers that lie side by side to the nearest of the format; beyond the largest to that,
  * and NaN to anything, as its scale is NaN. */
 typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
@@ -35,6 +38,12 @@ const am_kv_format *am_kv_format_of(am_dtype type);
 
 /* The i-th format; NULL behind the last one. */
 const am_kv_format *am_kv_format_at(int i);
+
+/* Scales of tokens or of their groups, as an array of tokens. */
+static inline am_tokens am_kv_scale_tokens(const am_kv_scales *s)
+{
+    return (am_tokens){s->data, s->type, s->batch, s->token, s->head, s->element};
+}
 
 /* Rows that are widened; `plain` if they and the scales of their groups lie as `widen` takes them. */
 typedef struct {

@@ -125,7 +125,7 @@ static void copy_scales(tile_scales to, side which, ptrdiff_t token, const am_to
 static void read_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at, am_range keys,
                         ptrdiff_t heads, tile_scales to, side which)
 {
-    const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
+    const am_tokens t = am_kv_scale_tokens(scales);
     am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
     const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
         count = am_length(keys);
@@ -249,7 +249,7 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
     const am_kv_scales *s = which == OF_V ? &f->v_scales : &f->k_scales;
-    const am_tokens groups = {s->data, s->type, s->batch, s->token, s->head, 0};
+    const am_tokens groups = am_kv_scale_tokens(s);
     const ptrdiff_t size = (ptrdiff_t)am_size_of(am_kv_row_type(base)), bytes = am_row_bytes(t->type, count);
     const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
     const am_rows rows = {.data = to, .step = count * size};
