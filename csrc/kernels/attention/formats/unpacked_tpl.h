@@ -79,7 +79,7 @@ FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t head_dim, c
             if (straight)
                 prefetch_straight(&current, keys);
             else
-                prefetch_each(&current, keys, rows == 1);
+                prefetch_each(&current, keys, rows == 1 || sizeof(S) == sizeof(T));
         }
 #if PARTS > 1
         FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);
