@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "bind/request.h"
+#include "core/arrays/convert.h"
 #include "core/runtime/sizes.h"
 
 /* Too many channels are for the core to refuse, which says that they fit no memory. */
@@ -44,8 +45,6 @@ bool am_check_numbers(am_request *r)
 
 /* --- Gradients --- */
 
-am_dtype am_wide_type(const am_request *r) { return r->attn.q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
-
 bool am_check_result(am_request *r, const am_view *v, const char *name, am_dtype type)
 {
     const am_attn *attn = &r->attn;
@@ -58,8 +57,9 @@ bool am_check_result(am_request *r, const am_view *v, const char *name, am_dtype
 bool am_check_stats(am_request *r, const am_view *v, const char *name)
 {
     const am_attn *attn = &r->attn;
-    if (v->type != am_wide_type(r))
-        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s", name, am_dtype_name(am_wide_type(r)));
+    if (v->type != am_wide_type(r->attn.q.type))
+        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s", name,
+                         am_dtype_name(am_wide_type(r->attn.q.type)));
     return (v->axes == 3 && v->shape[0] == attn->batch && v->shape[1] == attn->heads &&
             v->shape[2] == attn->queries) ||
            am_refuse(r, AM_WRONG_VALUE, v, "%s must be [B, H, Tq]", name);
@@ -72,7 +72,7 @@ static am_row_stats stats_of(const am_view *v)
 
 bool am_read_gradients(am_request *r, const am_gradients_given *g, am_attn_gradients *to)
 {
-    const am_dtype type = r->attn.q.type, wide = am_wide_type(r);
+    const am_dtype type = r->attn.q.type, wide = am_wide_type(type);
     if (!am_check_result(r, &g->d_out, "dout", type) ||
         !am_check_result(r, &g->out, "out", g->out.type == wide ? wide : type) ||
         !am_check_stats(r, &g->lse, "lse") || (g->d_lse.data && !am_check_stats(r, &g->d_lse, "dlse")))

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/arrays/convert.h"
 #include "core/runtime/sizes.h"
 
 am_view am_with_token(am_view v)
@@ -94,7 +95,7 @@ static const char *const names[] = {"query", "key", "value", "decay", "beta", "i
 
 static bool check_types(am_request *r, const am_view *in)
 {
-    const am_dtype type = in[AM_QUERY].type, wide = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    const am_dtype type = in[AM_QUERY].type, wide = am_wide_type(type);
     if (!am_is_floating(type))
         return am_refuse(r, AM_WRONG_TYPE, in, "query must be of float16, bfloat16, float32 or float64");
     for (int i = AM_KEY; i < AM_LINEAR_INPUTS; i++) {
@@ -175,6 +176,19 @@ bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step
     return true;
 }
 
+bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINEAR_INPUTS])
+{
+    am_linear_array *const places[] = {&back->query, &back->key,  &back->value,
+                                       &back->decay, &back->beta, &back->state};
+    bool any = false;
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
+        *places[i] = am_linear_array_of(&results[i]);
+        any = any || am_has_numbers(&results[i]);
+    }
+    back->decay_of_heads = results[AM_DECAY].axes == 1;
+    return any;
+}
+
 /* --- Short convolutions --- */
 
 /* How to write what other libraries take. */
@@ -201,7 +215,7 @@ bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const 
 {
     if (x->axes != 3) return am_refuse(r, AM_WRONG_VALUE, x, "x must be %s", step ? "[B, C]" : "[B, T, C]");
     if (!am_is_floating(x->type)) return am_refuse(r, AM_WRONG_TYPE, x, "x must be a floating-point array");
-    conv->type = x->type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    conv->type = am_wide_type(x->type);
     conv->channels = x->shape[2], conv->width = weight->shape[1];
     if (weight->axes != 2 || weight->shape[0] != conv->channels || conv->width < 1) {
         am_refuse(r, AM_WRONG_VALUE, weight,

@@ -28,6 +28,8 @@ enum { AM_QUERY, AM_KEY, AM_VALUE, AM_DECAY, AM_BETA, AM_STATE, AM_LINEAR_INPUTS
  * Packed sequences are in `linear` already. */
 bool am_read_linear(am_request *r, const am_view inputs[AM_LINEAR_INPUTS], bool step, am_linear *linear);
 am_linear_array am_linear_array_of(const am_view *v);
+/* Sets where the gradients of the inputs go; without data: not wanted. Returns whether any has numbers. */
+bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINEAR_INPUTS]);
 
 /* Checks x [B, T, C], weight [C, W] and bias, which may be no array, and sets the sizes and weights. */
 bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const am_view *bias, bool step,

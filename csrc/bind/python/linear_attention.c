@@ -5,10 +5,8 @@
 #include "bind/request_linear.h"
 #include "core/runtime/sizes.h"
 
-enum { QUERY, KEY, VALUE, DECAY, BETA, STATE, INPUTS = AM_LINEAR_INPUTS };
-
 typedef struct {
-    PyArrayObject *arrays[INPUTS]; /* owned; NULL: not given */
+    PyArrayObject *arrays[AM_LINEAR_INPUTS]; /* owned; NULL: not given */
     am_scale scale;
     am_starts starts;
     bool normalize, with_state;
@@ -28,7 +26,7 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
 
 static void release(arguments *a)
 {
-    for (int i = 0; i < INPUTS; i++) Py_CLEAR(a->arrays[i]);
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_CLEAR(a->arrays[i]);
     Py_CLEAR(a->out.array);
     am_free_starts(&a->starts);
     am_request_free(&a->request);
@@ -48,9 +46,9 @@ static am_linear_array array_of(PyArrayObject *array)
 /* Checks the inputs. Those of a step have no axis of tokens. */
 static int check(arguments *a, bool step)
 {
-    am_view inputs[INPUTS];
+    am_view inputs[AM_LINEAR_INPUTS];
     am_linear *linear = &a->linear;
-    for (int i = 0; i < INPUTS; i++) {
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
         inputs[i] = am_view_of(a->arrays[i]);
         if (step) inputs[i] = am_with_token(inputs[i]);
     }
@@ -67,10 +65,11 @@ static int check(arguments *a, bool step)
 }
 
 #define PROBLEM(a)                                                                                           \
-    {"query", am_to_array, &(a)->arrays[QUERY]}, {"key", am_to_array, &(a)->arrays[KEY]},                    \
-        {"value", am_to_array, &(a)->arrays[VALUE]}, {"decay", am_to_array_or_none, &(a)->arrays[DECAY]},    \
-        {"beta", am_to_array_or_none, &(a)->arrays[BETA]}, {"scale", am_to_scale, &(a)->scale},              \
-        {"initial_state", am_to_array_or_none, &(a)->arrays[STATE]},                                         \
+    {"query", am_to_array, &(a)->arrays[AM_QUERY]}, {"key", am_to_array, &(a)->arrays[AM_KEY]},              \
+        {"value", am_to_array, &(a)->arrays[AM_VALUE]},                                                      \
+        {"decay", am_to_array_or_none, &(a)->arrays[AM_DECAY]},                                              \
+        {"beta", am_to_array_or_none, &(a)->arrays[AM_BETA]}, {"scale", am_to_scale, &(a)->scale},           \
+        {"initial_state", am_to_array_or_none, &(a)->arrays[AM_STATE]},                                      \
         {"cu_seqlens", am_to_starts_or_none, &(a)->starts}, {"normalize_qk", am_to_bool, &(a)->normalize},   \
     {                                                                                                        \
         "chunk_size", to_chunk_size, &(a)->chunk                                                             \
@@ -82,7 +81,7 @@ enum { PROBLEM_PARAMS = 10 };
 static npy_intp work_of(const arguments *a)
 {
     const am_linear *linear = &a->linear;
-    return am_product(am_product(PyArray_DIM(a->arrays[QUERY], 0), linear->tokens, linear->heads),
+    return am_product(am_product(PyArray_DIM(a->arrays[AM_QUERY], 0), linear->tokens, linear->heads),
                       am_max(linear->rows, 1), am_max(linear->channels, 1));
 }
 
@@ -105,10 +104,10 @@ static PyArrayObject *new_kept(const arguments *a)
 /* Computes the result; and unless NULL, the state and what gradients need. */
 static PyArrayObject *compute(PyObject *module, arguments *a, PyArrayObject *state, PyArrayObject *kept)
 {
-    npy_intp const *shape = PyArray_DIMS(a->arrays[VALUE]);
-    if (a->out.given && am_check_out(a->out.array, "out", 4, shape, PyArray_DESCR(a->arrays[QUERY])) < 0)
+    npy_intp const *shape = PyArray_DIMS(a->arrays[AM_VALUE]);
+    if (a->out.given && am_check_out(a->out.array, "out", 4, shape, PyArray_DESCR(a->arrays[AM_QUERY])) < 0)
         return NULL;
-    PyArrayObject *out = am_target(&a->out, 4, shape, PyArray_DESCR(a->arrays[QUERY]));
+    PyArrayObject *out = am_target(&a->out, 4, shape, PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     am_linear_results results = {.out = array_of(out), .kept = kept ? PyArray_DATA(kept) : NULL};
     if (state) results.state = array_of(state);
@@ -189,7 +188,7 @@ fail:
 typedef struct {
     arguments a;
     PyArrayObject *kept, *d_out, *d_state;
-    PyArrayObject *results[INPUTS]; /* owned; NULL: not given */
+    PyArrayObject *results[AM_LINEAR_INPUTS]; /* owned; NULL: not given */
 } gradients;
 
 static bool check_gradient(am_request *r, PyArrayObject *array, const char *name, const char *words,
@@ -207,7 +206,7 @@ static int check_gradients(gradients *g)
     const am_linear *linear = &g->a.linear;
     const ptrdiff_t states[] = {linear->sequences, linear->heads, linear->rows, linear->channels};
     npy_intp kept[2];
-    if (!check_gradient(r, g->d_out, "dout", "[B, T, H, V] ", PyArray_DIMS(g->a.arrays[VALUE])) ||
+    if (!check_gradient(r, g->d_out, "dout", "[B, T, H, V] ", PyArray_DIMS(g->a.arrays[AM_VALUE])) ||
         !check_gradient(r, g->d_state, "dstate", "[N, H, K, V] ", states))
         return am_raise_refused(r, false);
     if (am_linear_kept(linear, &kept[0], &kept[1]) && PyArray_NDIM(g->kept) == 2 &&
@@ -219,7 +218,7 @@ static int check_gradients(gradients *g)
 
 static int make_results(gradients *g)
 {
-    for (int i = 0; i < INPUTS; i++) {
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
         PyArrayObject *array = g->a.arrays[i];
         if (!array) continue;
         g->results[i] = am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
@@ -233,25 +232,18 @@ static PyObject *compute_gradients(PyObject *module, gradients *g)
     arguments *a = &g->a;
     am_linear_back back = {.d_out = array_of(g->d_out), .kept = PyArray_DATA(g->kept)};
     if (g->d_state) back.d_state = array_of(g->d_state);
-    am_linear_array *const places[] = {&back.query, &back.key,  &back.value,
-                                       &back.decay, &back.beta, &back.state};
-    npy_intp size = 0;
-    for (int i = 0; i < INPUTS; i++) {
-        if (!g->results[i]) continue;
-        *places[i] = array_of(g->results[i]);
-        size |= PyArray_SIZE(g->results[i]);
-    }
-    back.decay_of_heads = g->results[DECAY] && PyArray_NDIM(g->results[DECAY]) == 1;
+    am_view results[AM_LINEAR_INPUTS];
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(g->results[i]);
     am_status status = AM_OK;
-    if (size) {
+    if (am_set_linear_gradients(&back, results)) {
         am_call call;
         am_enter(&call, module, work_of(a));
         status = am_linear_backward_all(&call.context, &a->linear, &back);
         am_leave(&call);
     }
     if (status != AM_OK) return am_raise(status, NULL);
-    PyObject *result = PyTuple_New(INPUTS);
-    for (int i = 0; result && i < INPUTS; i++)
+    PyObject *result = PyTuple_New(AM_LINEAR_INPUTS);
+    for (int i = 0; result && i < AM_LINEAR_INPUTS; i++)
         PyTuple_SET_ITEM(result, i, Py_NewRef(g->results[i] ? (PyObject *)g->results[i] : Py_None));
     return result;
 }
@@ -267,7 +259,7 @@ static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssi
     if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) == 0 &&
         check(&g.a, false) == 0 && check_gradients(&g) == 0 && make_results(&g) == 0)
         result = compute_gradients(module, &g);
-    for (int i = 0; i < INPUTS; i++) Py_XDECREF(g.results[i]);
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_XDECREF(g.results[i]);
     Py_XDECREF(g.kept);
     Py_XDECREF(g.d_out);
     Py_XDECREF(g.d_state);
@@ -314,15 +306,15 @@ static int check_step(token_step *s)
     Py_DECREF(dtype);
     if (status < 0 || read_slots(s) < 0) return -1;
     if (!a->out.given) return 0;
-    return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[VALUE]),
-                        PyArray_DESCR(a->arrays[QUERY]));
+    return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[AM_VALUE]),
+                        PyArray_DESCR(a->arrays[AM_QUERY]));
 }
 
 static PyObject *compute_step(PyObject *module, token_step *s)
 {
     arguments *a = &s->a;
     PyArrayObject *out =
-        am_target(&a->out, 3, PyArray_DIMS(a->arrays[VALUE]), PyArray_DESCR(a->arrays[QUERY]));
+        am_target(&a->out, 3, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     am_status status = AM_OK;
     if (PyArray_SIZE(out)) {
@@ -345,12 +337,12 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
     token_step s = {.a.chunk = 16};
     PyObject *result = NULL;
     const am_param params[] = {
-        {"query", am_to_array, &s.a.arrays[QUERY]},
-        {"key", am_to_array, &s.a.arrays[KEY]},
-        {"value", am_to_array, &s.a.arrays[VALUE]},
+        {"query", am_to_array, &s.a.arrays[AM_QUERY]},
+        {"key", am_to_array, &s.a.arrays[AM_KEY]},
+        {"value", am_to_array, &s.a.arrays[AM_VALUE]},
         {"state", am_to_out, &s.state},
-        {"decay", am_to_array_or_none, &s.a.arrays[DECAY]},
-        {"beta", am_to_array_or_none, &s.a.arrays[BETA]},
+        {"decay", am_to_array_or_none, &s.a.arrays[AM_DECAY]},
+        {"beta", am_to_array_or_none, &s.a.arrays[AM_BETA]},
         {"scale", am_to_scale, &s.a.scale},
         {"normalize_qk", am_to_bool, &s.a.normalize},
         {"state_indices", am_to_array_or_none, &s.indices},

@@ -9,6 +9,7 @@
  * the caches and the scales of their tokens, which are the memory of the arguments. */
 #include "bind/request_cache.h"
 #include "bind/xla/xla.h"
+#include "core/arrays/convert.h"
 #include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
@@ -143,7 +144,7 @@ static bool read_results(problem *p)
     am_view out = {.type = attn->q.type,
                    .axes = 4,
                    .shape = {attn->batch, attn->queries, attn->heads, attn->value_dim, 1}},
-            lse = {.type = out.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32,
+            lse = {.type = am_wide_type(out.type),
                    .axes = 3,
                    .shape = {attn->batch, attn->heads, attn->queries, 1, 1}};
     if (!look_at_result(p, &out) || (has(p, LSE) && !look_at_result(p, &lse))) return false;

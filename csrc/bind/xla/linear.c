@@ -16,6 +16,7 @@
 
 #include "bind/request_linear.h"
 #include "bind/xla/xla.h"
+#include "core/arrays/convert.h"
 #include "core/runtime/sizes.h"
 
 enum { VERSION = 1 };
@@ -117,7 +118,6 @@ typedef struct {
     am_view inputs[AM_LINEAR_INPUTS];
 } attention;
 
-static am_dtype wide_type(am_dtype type) { return type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
 static am_dtype type_of(const attention *a) { return a->inputs[AM_QUERY].type; }
 
 /* Looks at query, key and value, decay and beta. */
@@ -149,7 +149,7 @@ static bool read_inputs(attention *a)
 static bool look_at_state(attention *a, bool result, const char *name, ptrdiff_t count, am_view *v)
 {
     const ptrdiff_t shape[4] = {count, a->linear.heads, a->linear.rows, a->linear.channels};
-    const am_dtype wide = wide_type(type_of(a));
+    const am_dtype wide = am_wide_type(type_of(a));
     return look(&a->common, result, name, 4, shape, v) && check_type(&a->common, name, v->type, wide);
 }
 
@@ -171,7 +171,7 @@ static bool look_at_kept(attention *a, bool result, void **kept)
         return am_refuse_status(&a->common.c->request, AM_NO_MEMORY);
     if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
     *kept = v.data;
-    return v.type == wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
+    return v.type == am_wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
                    am_product(v.shape[0], v.shape[1], 1) >= states
                ? true
                : am_xla_fail(a->common.c, "kept does not fit");
@@ -195,17 +195,15 @@ bool am_xla_linear(am_xla_call *c)
 }
 
 /* The gradient of an argument, of its type and shape. */
-static bool look_at_gradient(problem *p, const char *name, const am_view *of, am_linear_array *to)
+static bool look_at_gradient(problem *p, const char *name, const am_view *of, am_view *to)
 {
-    am_view v;
     ptrdiff_t shape[4], by_head[] = {-1};
     if (!of->data) return true;
     memcpy(shape, of->shape, sizeof shape);
-    if (!look(p, true, name, of->axes, of->axes == 1 ? by_head : shape, &v)) return false;
-    *to = am_linear_array_of(&v);
-    return v.axes == 1 && v.shape[0] != of->shape[0]
+    if (!look(p, true, name, of->axes, of->axes == 1 ? by_head : shape, to)) return false;
+    return to->axes == 1 && to->shape[0] != of->shape[0]
                ? am_xla_fail(p->c, "%s has a shape that does not fit", name)
-               : check_type(p, name, v.type, of->type);
+               : check_type(p, name, to->type, of->type);
 }
 
 bool am_xla_linear_gradients(am_xla_call *c)
@@ -221,17 +219,14 @@ bool am_xla_linear_gradients(am_xla_call *c)
         return false;
     if (has(&a.common, GRAD_STATE) && !look_at_state(&a, false, "dstate", a.common.sequences, &d_state))
         return false;
-    am_linear_array *const places[] = {&back.query, &back.key,  &back.value,
-                                       &back.decay, &back.beta, &back.state};
-    bool any = false;
+    am_view results[AM_LINEAR_INPUTS] = {0};
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
-        if (!look_at_gradient(&a.common, "a gradient", &a.inputs[i], places[i])) return false;
-        any = any || am_has_numbers(&a.inputs[i]);
+        if (!look_at_gradient(&a.common, "a gradient", &a.inputs[i], &results[i])) return false;
     }
-    back.kept = kept, back.d_out = am_linear_array_of(&d_out),
-    back.decay_of_heads = a.inputs[AM_DECAY].axes == 1;
+    back.kept = kept, back.d_out = am_linear_array_of(&d_out);
     if (d_state.data) back.d_state = am_linear_array_of(&d_state);
-    return !any || am_refuse_status(&c->request, am_linear_backward_all(&c->context, &a.linear, &back));
+    return !am_set_linear_gradients(&back, results) ||
+           am_refuse_status(&c->request, am_linear_backward_all(&c->context, &a.linear, &back));
 }
 
 bool am_xla_linear_step(am_xla_call *c)

@@ -146,7 +146,7 @@ static bool read_attention(am_xla_call *c, int own)
 static bool look_at_result(am_xla_call *c, int64_t i, bool wide, const ptrdiff_t shape[4], am_tokens *to)
 {
     am_view v;
-    const am_dtype type = wide || (c->flags & PART) ? am_wide_type(&c->request) : c->request.attn.q.type;
+    const am_dtype own = c->request.attn.q.type, type = wide || (c->flags & PART) ? am_wide_type(own) : own;
     if (!am_xla_look(c, am_xla_result(c, i), true, &v)) return false;
     *to = am_tokens_of(&v);
     return (v.type == type && v.axes == 4 && memcmp(v.shape, shape, 4 * sizeof *shape) == 0) ||

@@ -9,6 +9,8 @@
 #include "kernels/table.h"
 
 size_t am_size_of(am_dtype type);
+/* The type of sums over floating-point numbers of a type. */
+static inline am_dtype am_wide_type(am_dtype type) { return type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
 ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers);
 am_lane am_lane_of(am_dtype type);
 am_lane am_lane_of_size(ptrdiff_t size);

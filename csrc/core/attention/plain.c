@@ -247,7 +247,7 @@ static void forward_row(const plain *p, row *r)
 
 static double given(const plain *p, const am_row_stats *stats, const row *r)
 {
-    const am_dtype type = p->f->q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    const am_dtype type = am_wide_type(p->f->q.type);
     return read_number(type, stats->data + r->b * stats->batch + r->head * stats->head + r->q * stats->token);
 }
 

@@ -15,10 +15,7 @@ static const ptrdiff_t MOST_CHANNELS = 1 << 20;
 static ptrdiff_t padded_to(ptrdiff_t count, ptrdiff_t pad) { return am_ceil_div(count, pad) * pad; }
 static ptrdiff_t padded(ptrdiff_t count) { return padded_to(count, AM_LINEAR_PAD); }
 
-am_dtype am_linear_type(const am_linear *linear)
-{
-    return linear->query.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
-}
+am_dtype am_linear_type(const am_linear *linear) { return am_wide_type(linear->query.type); }
 
 static ptrdiff_t length_of(const am_linear *linear, ptrdiff_t sequence)
 {

@@ -42,8 +42,7 @@ bool am_linear_kept(const am_linear *linear, ptrdiff_t *states, ptrdiff_t *numbe
 am_status am_linear_forward_all(const am_context *context, const am_linear *linear,
                                 const am_linear_results *results);
 
-/* Gradients; arrays without data are not wanted, but those of query and key are [batch, tokens, heads, rows]
- * of the type of sums: one for each value head. */
+/* Gradients, of the shapes and types of the inputs; arrays without data are not wanted. */
 typedef struct {
     am_linear_array d_out, d_state; /* of the results; d_state may lack data */
     const void *kept;
