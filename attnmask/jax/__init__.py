@@ -62,8 +62,9 @@ from attnmask.jax import _cache as kvcache
 from attnmask.jax import _call as call
 from attnmask.jax import _callback as in_python
 from attnmask.jax import _ring as ring
-from attnmask.jax._arguments import check, is_traced, sinks_of, specify
+from attnmask.jax._arguments import check, check_known, is_traced, sinks_of, specify
 from attnmask.jax._cache import KVCacheResult
+from attnmask.jax._call import register, to_jax
 from attnmask.jax._linear import (
     linear_attention,
     linear_attention_step,
@@ -86,11 +87,6 @@ __all__ = [
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
 
-def _check_known(value: Any, name: str) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-        raise TypeError(f"{name} must be known at compile time, got a traced value")
-
-
 def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
     """Check what has another message here than where attention is computed."""
     for name in LEARNED[:3]:
@@ -101,7 +97,7 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
     for name, x in static.items():
         if name not in DEFAULTS:
             reject_unknown("flash_attention", [name], DEFAULTS)
-        _check_known(x, name)
+        check_known(x, name)
 
 
 def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
@@ -116,11 +112,6 @@ def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
         table = learned["relative_bias"]
         arranged["relative_bias"] = table if table.dtype.itemsize >= 4 else table.astype(np.float32)
     return arranged
-
-
-def _to_jax(result: Any) -> Any:
-    """Hand a fresh result to JAX: large ones in place, because they are aligned; small ones are copied."""
-    return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
 @overload
@@ -213,7 +204,7 @@ def flash_attention(
     _check_kinds(arrays, static)
     if not any(map(is_traced, arrays.values())):  # nothing to compile
         results = attend_in_numpy(**in_python.on_host(arrays), **static, return_lse=with_lse)
-        return jax.tree.map(_to_jax, results)
+        return to_jax(results)
 
     learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
     known = DEFAULTS | static | learned | arrays
@@ -306,7 +297,7 @@ def flash_attention_with_kvcache(
     }
     for name, x in given.items():
         if name not in kvcache.TRACED:
-            _check_known(x, name)
+            check_known(x, name)
     if not any(map(is_traced, given.values())):
         return _eager(given)
     register()
@@ -324,8 +315,8 @@ def _eager(given: dict[str, Any]) -> KVCacheResult:
         copies = {name: np.array(arrays[name]) for name, cache in caches.items() if cache is not None}
     found = kvcache_in_numpy(**arrays | copies)
     out, *lse = found if given["return_lse"] else (found,)
-    caches |= {name: _to_jax(copy) for name, copy in copies.items()}
-    return KVCacheResult(_to_jax(out), _to_jax(lse[0]) if lse else None, **caches)
+    caches |= {name: to_jax(copy) for name, copy in copies.items()}
+    return KVCacheResult(to_jax(out), to_jax(lse[0]) if lse else None, **caches)
 
 
 @overload
@@ -426,31 +417,6 @@ def ring_attention(
     learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
     register()
     return ring.attend(learned, given, with_lse)
-
-
-def register() -> tuple[str, ...]:
-    """Register the C functions that compiled programs call, and return their names.
-
-    `flash_attention` does this when it is first traced. You need it in two cases: to load a program of `jax.export`
-    where nothing was traced, and to tell `jax.export` that a program may call these functions.
-
-    Returns
-    -------
-    tuple of str
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> import attnmask.jax
-    >>> x = jnp.ones((1, 3, 1, 8))
-    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
-    >>> attend = jax.jit(attnmask.jax.flash_attention)
-    >>> jax.export.export(attend, disabled_checks=checks)(x, x, x).call(x, x, x).shape
-    (1, 3, 1, 8)
-    """
-    if not call.registered():
-        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
-    return call.TARGETS
 
 
 def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:

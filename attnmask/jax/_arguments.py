@@ -65,6 +65,11 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def check_known(value: Any, name: str) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"{name} must be known at compile time, got a traced value")
+
+
 def _tree(info: MaskInfo) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the tree that JAX put `info` together from."""
     return info._leaves or ((), ())

@@ -87,6 +87,36 @@ def registered() -> bool:
         return _accepted
 
 
+def register() -> tuple[str, ...]:
+    """Register the C functions that compiled programs call, and return their names.
+
+    `flash_attention` does this when it is first traced. You need it in two cases: to load a program of `jax.export`
+    where nothing was traced, and to tell `jax.export` that a program may call these functions.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x = jnp.ones((1, 3, 1, 8))
+    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
+    >>> attend = jax.jit(attnmask.jax.flash_attention)
+    >>> jax.export.export(attend, disabled_checks=checks)(x, x, x).call(x, x, x).shape
+    (1, 3, 1, 8)
+    """
+    if not registered():
+        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
+    return TARGETS
+
+
+def to_jax(result: Any) -> Any:
+    """Hand fresh arrays to JAX: large ones in place, because they are aligned; small ones are copied."""
+    return jax.tree.map(lambda x: jax.device_put(x) if x.nbytes >= 2**20 else jax.numpy.asarray(x), result)
+
+
 def operand_words(value: Any, learned: Sequence[str] = ()) -> tuple[int, int]:
     if value is None:
         return _NOTHING, 0

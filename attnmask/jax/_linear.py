@@ -1,7 +1,7 @@
 """Linear attention and short convolutions for JAX, with gradients, and their steps.
 
-They are calls of XLA's foreign function interface; the counterpart is ``csrc/bind/xla/linear.c``. Where nothing is
-traced, NumPy's functions compute.
+Compiled functions call C through XLA's foreign function interface; the counterpart is ``csrc/bind/xla/linear.c``.
+Eager calls go to the NumPy functions.
 """
 
 import struct
@@ -17,11 +17,11 @@ from attnmask._common.loading import _core
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import is_traced, like, starts_like
+from attnmask.jax._arguments import check_known, is_traced, like, starts_like
 
 __all__ = ["linear_attention", "linear_attention_step", "short_convolution", "short_convolution_step"]
 
-# The core and NumPy's functions check what they are given.
+# Untyped, because the core and the NumPy functions check their arguments.
 _check: Any = _core
 _attend: Any = attention.linear_attention
 _attend_step: Any = attention.linear_attention_step
@@ -44,7 +44,7 @@ _Arrays = dict[str, Any]
 
 
 def _arrays(given: Mapping[str, Any]) -> _Arrays:
-    """Return what is given, each as an array."""
+    """Return the arguments that are not None, each as an array."""
     return {
         name: x if isinstance(x, jax.Array) else as_array(x, name)
         for name, x in given.items()
@@ -53,7 +53,7 @@ def _arrays(given: Mapping[str, Any]) -> _Arrays:
 
 
 def _stand_in(name: str, x: Any, tokens: int) -> Any:
-    """Return what stands for an array where types and shapes are checked: itself, if it has integers that are known."""
+    """Return a placeholder for checks of types and shapes. Known integers stay, since their values are checked."""
     if name == "cu_seqlens":
         return starts_like(x, tokens) if is_traced(x) else as_array(x, name)
     if name == "state_indices":
@@ -73,24 +73,14 @@ def _flags_of(arrays: Mapping[str, Any]) -> int:
     return sum(_FLAGS.get(name, 0) for name in arrays)
 
 
-def _to_jax(result: Any) -> Any:
-    """Hand fresh results to JAX: large ones in place, because they are aligned; small ones are copied."""
-    return jax.tree.map(lambda x: jax.device_put(x) if x.nbytes >= 2**20 else jax.numpy.asarray(x), result)
-
-
 def _on_host(arrays: _Arrays) -> _Arrays:
     return {name: as_array(x, name) for name, x in arrays.items()}
 
 
-def _check_static(given: Mapping[str, Any]) -> None:
-    for name, x in given.items():
-        if is_traced(x):
-            raise TypeError(f"{name} must be known at compile time, got a traced value")
-
-
-def _register() -> None:
-    if not call.registered():
-        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
+def _scale_of(scale: Any, channels: int) -> float:
+    if scale is None:
+        return channels**-0.5 if channels else 1.0
+    return real(scale, "scale")
 
 
 def _differentiable(
@@ -101,7 +91,7 @@ def _differentiable(
     kept: Sequence[Any],
 ) -> tuple[Any, Any]:
     """Return the result and the state of handlers that take `arrays` in this order; `kept` is for gradients."""
-    _register()
+    call.register()
     order = list(arrays)
     others = {name: _integers(x) for name, x in arrays.items() if name == "cu_seqlens"}
     learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if name not in others}
@@ -142,7 +132,7 @@ def _differentiable(
 
 def _in_place(target: str, words: Callable[[int], Any], arrays: _Arrays, result: Any, name: str) -> Any:
     """Return the result and the state of a handler that writes to the state."""
-    _register()
+    call.register()
     order = {name: _integers(x) if name == "state_indices" else x for name, x in arrays.items()}
     state = order["state"]
     return call.call_handler(
@@ -205,7 +195,9 @@ def linear_attention(
     >>> jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()
     [1.75, 1.5, 1.0]
     """
-    _check_static({"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size})
+    static = {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
+    for name, number in static.items():
+        check_known(number, name)
     with_state = flag(return_state, "return_state")
     arrays = _arrays(
         {
@@ -218,9 +210,8 @@ def linear_attention(
             "initial_state": initial_state,
         }
     )
-    static = {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
     if not any(map(is_traced, arrays.values())):
-        return _to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
+        return call.to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
     known = {name: _stand_in(name, x, tokens) for name, x in arrays.items()}
     problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
@@ -232,14 +223,12 @@ def linear_attention(
     sequences = batch
     if cu_seqlens is not None:
         sequences = arrays["cu_seqlens"].shape[0] - 1
-        states += (
-            sequences * heads if is_traced(arrays["cu_seqlens"]) else 0
-        )  # each may end with a short chunk
+        if is_traced(arrays["cu_seqlens"]):  # each sequence may end with a short chunk
+            states += sequences * heads
     normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
-    factor = rows**-0.5 if scale is None and rows else 1.0 if scale is None else real(scale, "scale")
     out, state = _differentiable(
         call.TARGETS[3:5],
-        lambda flags: _words(flags | normalize, factor, chunk_size),
+        lambda flags: _words(flags | normalize, _scale_of(scale, rows), chunk_size),
         arrays,
         [(arrays["value"].shape, arrays["query"].dtype), ((sequences, heads, rows, columns), wide)],
         [((batch, states // batch if batch else 0, numbers), wide)],
@@ -292,7 +281,8 @@ def linear_attention_step(
     (30.0, [30.0, 0.0])
     """
     static = {"scale": scale, "normalize_qk": normalize_qk}
-    _check_static(static)
+    for name, number in static.items():
+        check_known(number, name)
     arrays = _arrays(
         {
             "query": query,
@@ -308,12 +298,11 @@ def linear_attention_step(
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
         out = _attend_step(**held, **static)
-        return _to_jax(out), _to_jax(held["state"])
+        return call.to_jax(out), call.to_jax(held["state"])
     known = {name: _stand_in(name, x, 0) for name, x in arrays.items()}
     problem = ("query", "key", "value", "state", "decay", "beta", "scale", "normalize_qk", "state_indices")
     _check.check_linear_attention_step(*((known | static).get(name) for name in problem), None)
     rows = arrays["query"].shape[2]
-    factor = rows**-0.5 if scale is None and rows else 1.0 if scale is None else real(scale, "scale")
     normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
     by_row = {
         name: x
@@ -323,7 +312,7 @@ def linear_attention_step(
     }
     out, after = _in_place(
         call.TARGETS[5],
-        lambda flags: _words(flags | normalize, factor),
+        lambda flags: _words(flags | normalize, _scale_of(scale, rows)),
         by_row,
         (by_row["value"].shape, arrays["query"].dtype),
         "linear_attention_step",
@@ -381,7 +370,7 @@ def short_convolution(
     )
     if not any(map(is_traced, arrays.values())):
         found = _convolve(**_on_host(arrays), activation=activation, return_state=with_state)
-        return _to_jax(found)
+        return call.to_jax(found)
     tokens = arrays["x"].shape[1] if arrays["x"].ndim > 1 else 0
     known = {name: _stand_in(name, given, tokens) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "bias")]
@@ -446,7 +435,7 @@ def short_convolution_step(
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
         out = _convolve_step(**held, activation=activation)
-        return _to_jax(out), _to_jax(held["state"])
+        return call.to_jax(out), call.to_jax(held["state"])
     known = {name: _stand_in(name, given, 0) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "state", "bias")]
     _check.check_short_convolution_step(*given, activation is not None, known.get("state_indices"), None)

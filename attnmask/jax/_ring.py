@@ -28,7 +28,7 @@ from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe, wide_dtype
 from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
 from attnmask.jax import _call as engine
-from attnmask.jax._arguments import check, is_traced, sinks_of, specify
+from attnmask.jax._arguments import check, check_known, is_traced, sinks_of, specify
 
 __all__ = ["attend"]
 
@@ -105,9 +105,7 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
         if learned[name].ndim != 4:
             raise ValueError(f"{name} must be [B, T, H, D], got {describe(learned[name])}")
     for name in _KNOWN:
-        leaves = jax.tree.leaves(given[name])
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise TypeError(f"{name} must be known at compile time, got a traced value")
+        check_known(given[name], name)
     (batch, tokens, heads, _), length = query.shape, query.shape[1] * world
     if value.shape[1] != tokens:
         raise ValueError(f"value must have {tokens} tokens as query, got {describe(value)}")
