@@ -92,10 +92,10 @@ bool am_read_term(am_request *r, const am_term_given *given)
     if (!am_term_fits(attn, &term)) return reject(r, &term, "a type, a shape or a number does not fit");
     if (am_row_of_term(&term)->finite && term.array.data && !is_finite(r, &term)) return false;
     terms->list[terms->count++] = term;
-    return !am_has_dropout_of_too_many_keys(attn) ||
+    const ptrdiff_t keys = terms->places.first_key + attn->keys;
+    return am_row_of_term(&term)->acts != AM_DROPS || keys <= AM_MOST_KEYS_OF_DROPOUT ||
            am_refuse(r, AM_WRONG_VALUE, NULL,
-                     "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it",
-                     attn->terms.places.first_key + attn->keys);
+                     "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it", keys);
 }
 
 bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets)

@@ -90,7 +90,6 @@ typedef struct {
 
 /* Dropout numbers keys by 32 bits. */
 static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
-bool am_has_dropout_of_too_many_keys(const am_attn *attn);
 
 am_status am_attn_forward(const am_context *context, const am_attn *attn);
 

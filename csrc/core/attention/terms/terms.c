@@ -39,11 +39,6 @@ double *am_line_sums_in(am_line_sums *s, am_range wanted)
     return s->sums;
 }
 
-bool am_has_dropout_of_too_many_keys(const am_attn *attn)
-{
-    return am_find_terms(attn).dropout && attn->terms.places.first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
-}
-
 /* Whether an axis is 1, or as long as its letter says. */
 static bool is_length(const am_attn *attn, char axis, ptrdiff_t length)
 {
