@@ -91,7 +91,10 @@ const ptrdiff_t *am_read_slots(am_request *r, const am_view *indices, ptrdiff_t 
 
 /* --- Linear attention --- */
 
-static const char *const names[] = {"query", "key", "value", "decay", "beta", "initial_state"};
+static const char *const names[] = {
+    [AM_QUERY] = "query", [AM_KEY] = "key",   [AM_VALUE] = "value",
+    [AM_DECAY] = "decay", [AM_BETA] = "beta", [AM_STATE] = "initial_state",
+};
 
 static bool check_types(am_request *r, const am_view *in)
 {

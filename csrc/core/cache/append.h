@@ -11,7 +11,7 @@ typedef struct {
     am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
     const ptrdiff_t *begins; /* the lengths before it */
     const ptrdiff_t *starts; /* where the rows of each sequence begin if they are packed; NULL: batch rows */
-    am_kv_scales scales;     /* of a cache of int8 or float8; those of tokens are found and written, too */
+    am_kv_scales scales;     /* of a quantized cache; those of tokens are found and written, too */
 } am_kv_append;
 
 /* Converts the rows to the type of the cache. Rows of different sequences go to different places. */
