@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import SANITIZED
@@ -75,3 +76,17 @@ def test_a_hybrid_learns_and_writes():
             token = torch.from_numpy(characters[t : t + 1])
             alone = model(token, lambda i, mixer, x: mixer.step(x, states[i]))
             np.testing.assert_allclose(alone[0], logits[t], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(np.float32, 1e-5), (ml_dtypes.bfloat16, 1e-2), (np.int8, 3e-2)], ids=str
+)
+def test_a_latent_cache_replaces_the_expanded_one(dtype, bound):
+    """Absorbed projections give the numbers of the expanded layer, from a tenth of the memory."""
+    example, rng = load("latent_cache"), np.random.default_rng(0)
+    weights, prompt = example.weights(rng), rng.standard_normal((40, example.WIDTH)).astype(np.float32)
+    expanded = example.Expanded(weights, 64)
+    absorbed = example.Absorbed(weights, 64, np.dtype(dtype))
+    expected, got = (example.generate(layer, prompt, 3) for layer in (expanded, absorbed))
+    assert np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()) < bound
+    assert 8 * example.bytes_per_token(absorbed.cache) < example.bytes_per_token(expanded.cache)

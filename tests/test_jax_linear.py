@@ -300,6 +300,23 @@ def test_shard_map():
     np.testing.assert_array_equal(grads["beta"], vjp(split(out, 0)).beta)
 
 
+def test_shard_map_of_convolutions():
+    """All devices have the weights, whose gradients are added up."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
+    rows, alike = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+    arrays = convolution_arrays()
+    specs = {name: alike if name in ("weight", "bias") else rows for name in arrays}
+    convolve = jax.shard_map(
+        lambda x: ours.short_convolution(**x), mesh=mesh, in_specs=(specs,), out_specs=rows
+    )
+    np.testing.assert_array_equal(jax.jit(convolve)(arrays), attnmask.short_convolution(**arrays))
+    grads = jax.jit(jax.grad(lambda x: (convolve(x) * split(x["x"], 0)).sum()))(arrays)
+    out, vjp = attnmask.short_convolution_vjp(**arrays)
+    expected = vjp(split(out, 0))
+    for name in arrays:
+        np.testing.assert_array_equal(grads[name], getattr(expected, name), err_msg=name)
+
+
 # Bad input
 
 

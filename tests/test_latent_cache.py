@@ -1,14 +1,13 @@
 """Latent caches: values that are channels of the keys, appended once."""
 
 import copy
-import importlib.util
 import pickle
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
+from test_torch_kvcache import tensor
 
 import attnmask
 
@@ -16,7 +15,6 @@ BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 TYPES = (*map(np.dtype, ("float16", "float32", "float64", "int8")), BF16, FP8)
 BOUND = {"float64": 1e-12, "bfloat16": 3e-2, "float16": 4e-3}
 D, DV, HEADS = 24, 16, 4
-EXAMPLE = Path(__file__).parents[1] / "examples" / "latent_cache.py"
 
 
 def of_queries(dtype) -> np.dtype:
@@ -232,7 +230,7 @@ def test_bad_input_of_caches():
             step.attend(layer, x, x)
 
 
-# PyTorch, and the example
+# PyTorch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -243,31 +241,8 @@ def test_tensors(dtype):
     expected = attnmask.flash_attention_with_kvcache(**call.arguments())
     again = Call(BF16 if dtype == "bfloat16" else np.dtype(dtype))
 
-    def tensor(x):
-        return (
-            torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-            if x.dtype == BF16
-            else torch.from_numpy(x)
-        )
-
-    given = {name: tensor(x) for name, x in again.given.items()}
-    latent = tensor(again.latent)
+    given = {name: tensor(torch, x) for name, x in again.given.items()}
+    latent = tensor(torch, again.latent)
     out = at.flash_attention_with_kvcache(**given, k_cache=latent, v_cache=latent[again.channels])
-    assert tensor(expected).equal(out)
+    assert tensor(torch, expected).equal(out)
     assert again.latent.tobytes() == call.latent.tobytes()
-
-
-@pytest.mark.skipif(not EXAMPLE.exists(), reason="the tests run without the examples")
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2), ("int8", 3e-2)])
-def test_the_example(dtype, bound):
-    """Absorbed projections give the numbers of the expanded layer, from a tenth of the memory."""
-    spec = importlib.util.spec_from_file_location("latent_cache", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    rng = np.random.default_rng(0)
-    weights, prompt = example.weights(rng), rng.standard_normal((40, example.WIDTH)).astype(np.float32)
-    expanded = example.Expanded(weights, 64)
-    absorbed = example.Absorbed(weights, 64, BF16 if dtype == "bfloat16" else np.dtype(dtype))
-    expected, got = (example.generate(layer, prompt, 3) for layer in (expanded, absorbed))
-    assert np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()) < bound
-    assert 8 * example.bytes_per_token(absorbed.cache) < example.bytes_per_token(expanded.cache)

@@ -91,7 +91,8 @@ def test_types(dtype):
             [model(part, past_key_values=cache).logits for part in ids.split((4, 6, 1), 1)], dim=1
         )
     error = (got - right).abs().max() / right.abs().max()
-    assert error < {"float32": 1e-5, "float16": 0.005, "bfloat16": 0.03, "int8": 0.05}.get(dtype, 0.4)
+    bounds = {"float32": 1e-5, "float16": 0.005, "bfloat16": 0.03, "int8": 0.05, "float8_e4m3fn": 0.2}
+    assert error < bounds.get(dtype, 0.4)  # float8_e5m2 rounds twice as coarsely
     assert (error > 1e-4) == (dtype != "float32")
 
 
