@@ -16,9 +16,9 @@ def get_num_threads() -> int:
     -------
     int
         The number set by `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS``, otherwise OpenMP's
-        (``OMP_NUM_THREADS``, or the processors that this process may run on, at most as many as the time that its
-        container allows is worth). It is at most what ``OMP_THREAD_LIMIT``
-        and ``threadpoolctl.threadpool_limits`` allow, and 1 inside another library's parallel region.
+        (``OMP_NUM_THREADS``, or as many as there are processors for this process, or as its container's CPU quota
+        allows if that is less). It is at most what ``OMP_THREAD_LIMIT`` and ``threadpoolctl.threadpool_limits``
+        allow, and 1 inside another library's parallel region.
 
     See Also
     --------

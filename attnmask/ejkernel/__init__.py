@@ -14,9 +14,8 @@ __all__ = ["register"]
 
 
 def _is_ours(spec: Any) -> bool:
-    return (
-        inspect.unwrap(spec.implementation) in _FUNCTIONS.values()
-    )  # later versions wrap what is registered
+    # Later versions of ejKernel wrap what is registered.
+    return inspect.unwrap(spec.implementation) in _FUNCTIONS.values()
 
 
 def _of_xla(algorithm: str) -> list[Any]:
@@ -38,8 +37,8 @@ def _own(algorithm: str) -> Any:
     return next(spec.implementation for spec in _of_xla(algorithm) if not _is_ours(spec))
 
 
-# Linear attention. ejKernel computes in float32, and returns it. Later versions have sizes of blocks, which change no
-# result, and ids of segments, which are left to ejKernel.
+# Linear attention. The parameters are ejKernel's, which computes in float32 and returns it. Later versions add block
+# sizes, which are ignored, and segment ids: calls with these go to ejKernel's own kernel.
 
 
 def _wide(x: Any) -> Any:
@@ -61,7 +60,7 @@ def _gla(
     num_warps: Any = None,
     num_stages: Any = None,
 ) -> Any:
-    """Gated linear attention, whose decays are those of channels and those of heads together."""
+    """Gated linear attention. Decays of channels, `g`, and of heads, `g_gamma`, are added."""
     query, key, value, g, initial_state = map(_wide, (query, key, value, g, initial_state))
     shared = query.shape[2] // max(key.shape[2], 1)
     if shared > 1:
@@ -71,7 +70,7 @@ def _gla(
         by_head = _wide(g_gamma).reshape(query.shape[2])
         decay = by_head if g is None else g + by_head[:, None]
     starts = cu_seqlens
-    if reverse:  # the last sequence is the first
+    if reverse:  # the sequences are in reverse order, too
         query, key, value = (x[:, ::-1] for x in (query, key, value))
         decay = decay if g is None else decay[:, ::-1]
         if starts is not None:
@@ -107,7 +106,7 @@ def _lightning_attn(
     num_warps: Any = None,
     num_stages: Any = None,
 ) -> Any:
-    """Linear attention with one decay per head, which layers further up have less of."""
+    """Linear attention with one decay per head, weaker in later layers."""
     heads = query.shape[2]
     slope = -(8 / heads * (1 - layer_idx / num_layers))
     g_gamma = slope * jax.numpy.arange(heads, dtype=jax.numpy.float32)
@@ -128,7 +127,7 @@ def _gated_delta_rule(
     use_chunked: bool = True,
     seg_ids: Any = None,
 ) -> Any:
-    """The delta rule with one decay per token. Chunks are of a size of their own."""
+    """The delta rule with one decay per token. `chunk_size` and `use_chunked` are ignored."""
     if seg_ids is not None:
         given = {"chunk_size": chunk_size, "initial_state": initial_state, "seg_ids": seg_ids}
         given |= {"use_qk_l2norm": use_qk_l2norm, "use_chunked": use_chunked}
@@ -158,7 +157,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _takes_what_they_do(function: Callable[..., Any], specs: list[Any]) -> bool:
-    """Return whether there is an implementation to replace, of parameters that `function` has."""
+    """Return whether `function` has all parameters of one of the implementations."""
     ours = inspect.signature(function).parameters
     more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())
     return any(
@@ -169,8 +168,8 @@ def _takes_what_they_do(function: Callable[..., Any], specs: list[Any]) -> bool:
 def register(priority: int = 100) -> None:
     """Make ejKernel compute attention and linear attention with attnmask: eagerly, under ``jax.jit``, in gradients.
 
-    These are its ``flash_attention``, ``gla``, ``lightning_attn``, ``kernel_delta_attention`` and, where there is one,
-    ``gated_delta_rule``. ejKernel chooses among XLA implementations by priority. Registering again has no effect.
+    It replaces ``flash_attention``, ``gla``, ``lightning_attn``, ``kernel_delta_attention`` and, in versions that have
+    it, ``gated_delta_rule``. ejKernel chooses among XLA implementations by priority. Registering again has no effect.
 
     Parameters
     ----------
@@ -202,5 +201,5 @@ def register(priority: int = 100) -> None:
     for algorithm, function in _FUNCTIONS.items():
         held = _of_xla(algorithm)
         if not any(map(_is_ours, held)) and _takes_what_they_do(function, held):
-            # Backend.CPU would never be chosen: for XLA ejKernel asks for any backend.
+            # ejKernel looks XLA kernels up with Backend.ANY, so Backend.CPU would never be chosen.
             add(algorithm, kernels.Platform.XLA, kernels.Backend.ANY, priority=chosen)(function)

@@ -41,7 +41,7 @@ _PARAMETERS = ", ".join(
     )
 )
 _NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
-_MUST_BE = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # tensors
+_MUST_BE_TENSORS = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
@@ -113,9 +113,8 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
             expected = "[B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]"
             raise ValueError(f"{name} must be {expected}, got {describe(given[name])}")
     v_cache = given["v_cache"]
-    value = (
-        torch.cat([v_cache, v_cache], -1) if v_cache.dtype == torch.uint8 else v_cache
-    )  # two numbers in a byte
+    # A byte of a four-bit cache holds two channels.
+    value = torch.cat([v_cache, v_cache], -1) if v_cache.dtype == torch.uint8 else v_cache
     return operators.new_results(query, value)
 
 
@@ -148,8 +147,6 @@ operators.register(
 
 
 # The function
-
-_COUNT = len(CACHE_DEFAULTS) + 11  # of arguments, but return_lse
 
 
 @overload
@@ -258,20 +255,18 @@ def flash_attention_with_kvcache(
         "attention_mask": attention_mask,
         **more,
     }
-    if len(given) > _COUNT:
+    if not more.keys() <= CACHE_DEFAULTS.keys():
         check_options(flash_attention_with_kvcache, more)
     tensors = _tensors(given)
-    for name in _MUST_BE:
-        if name not in tensors and (given[name] is not None or name in _MUST_BE[:3]):
+    for name in _MUST_BE_TENSORS:
+        if name not in tensors and (given[name] is not None or name in _MUST_BE_TENSORS[:3]):
             check_tensor(given[name], name)
     for name, x in tensors.items():
         check_tensor(x, name)
-    if torch.compiler.is_dynamo_compiling():
-        operators.check_tensors(given)
-        both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
-        return both if with_lse else both[0]
-    check_no_gradient(tensors)
-    if needs_operator(tensors.values()):
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        check_no_gradient(tensors)
+    if compiling or needs_operator(tensors.values()):
         operators.check_tensors(given)
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]

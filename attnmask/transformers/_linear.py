@@ -1,8 +1,8 @@
 """Linear attention in transformers models, which take it by name from flash-linear-attention and others.
 
-Models decorate a PyTorch function with the name of the function that is to replace it, if its package is installed.
-`replace` puts this package's functions into the modules of such models, under those names. A model's packed documents
-are known from what it was called with, since few models tell their layers: see `Documents`.
+Models decorate a PyTorch function with the name of the kernel that replaces it if its package is installed. `replace`
+puts this package's functions in place of the decorated ones. Few models pass packed documents on to their layers, so
+they are read from the arguments of the model's call: see `Documents`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _softplus = torch.nn.functional.softplus
 
 
 def restarts(position_ids: torch.Tensor) -> NDArray[np.bool_] | None:
-    """Return where positions [B, T] are 0, if some are after the first and all others count on by one."""
+    """Return where positions [B, T] restart at 0; None if none do, or if others do not increase by one."""
     if position_ids.ndim != 2 or position_ids.shape[1] < 2:
         return None
     positions = position_ids.numpy()
@@ -46,14 +46,14 @@ def restarts(position_ids: torch.Tensor) -> NDArray[np.bool_] | None:
 
 
 class Documents:
-    """Where documents start, as `cu_seq_lens_q`, numbers of documents or positions that restart at 0 say."""
+    """Where documents start, from `cu_seq_lens_q`, document numbers (`seq_idx`) or positions that restart at 0."""
 
     def __init__(self, starts: Any = None, numbers: Any = None, position_ids: Any = None) -> None:
         self.starts, self.numbers, self.position_ids = starts, numbers, position_ids
 
     @functools.cached_property
     def first(self) -> NDArray[np.bool_] | None:
-        """Which tokens are the first of a document [B, T]; None if nothing says so."""
+        """True for the first token of each document [B, T]; None if that is unknown."""
         if self.starts is not None:
             starts = np.asarray(self.starts)
             first = np.zeros((1, starts[-1]), bool)
@@ -65,7 +65,9 @@ class Documents:
         positions = self.position_ids
         if not isinstance(positions, torch.Tensor) or positions.device.type != "cpu":
             return None
-        return restarts(positions[0] if positions.ndim == 3 else positions)  # of several axes, that of text
+        return restarts(
+            positions[0] if positions.ndim == 3 else positions
+        )  # [axes, B, T] starts with the text axis
 
 
 _documents: ContextVar[Documents | None] = ContextVar("attnmask_documents", default=None)
@@ -83,7 +85,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a model. Its documents are known until it returns, and when checkpoints compute layers again."""
+    """Call a model, with its documents set until it returns, and again while checkpoints recompute layers."""
     call = super(transformers.PreTrainedModel, self).__call__
     if is_traced():
         return call(*args, **kwargs)
@@ -147,14 +149,14 @@ def _starts(x: torch.Tensor, more: dict[str, Any], before: int = 0) -> Any:
     extra = tokens - first.shape[1]
     if not 0 <= extra <= before or len(first) not in (1, rows):
         if not told:
-            return None  # of another part of the model
+            return None  # the model's call was about other tokens
         raise ValueError(
             f"cu_seq_lens_q and seq_idx must be of [{rows}, {tokens}] tokens, got {list(first.shape)}"
         )
     whole = np.zeros((rows, tokens), bool)
     whole[:, extra:] = first
     if extra:
-        whole[:, extra] = False  # goes on
+        whole[:, extra] = False  # continues the state
     whole[:, 0] = True
     return np.append(np.flatnonzero(whole), rows * tokens)
 
@@ -163,7 +165,7 @@ def _starts(x: torch.Tensor, more: dict[str, Any], before: int = 0) -> Any:
 
 
 def _suits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return whether the tensors are for the CPU, and not for an exported program, which others are to run."""
+    """Return whether the tensors are on the CPU and not of a program that is being exported to run elsewhere."""
     return (
         x.dtype in _TYPES
         and all(other is None or other.device.type == "cpu" for other in (x, *others))
@@ -190,7 +192,7 @@ def _attend(
     starts: Any,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend with documents in any number of rows, each of which has one state."""
+    """Attend to packed documents in any number of rows. States belong to rows: to their first and last documents."""
     rows, tokens = value.shape[:2]
     if starts is None:
         out, state = linear_attention(
@@ -327,7 +329,7 @@ def _state_update(
     z: torch.Tensor | None = None,
     **more: Any,
 ) -> Any:
-    """One token of Mamba-2, whose decays are numbers of heads, repeated without memory. Mamba has others."""
+    """One token of Mamba-2: one decay per head, expanded with stride 0. Mamba, whose decays differ, is left alone."""
     tensors = hidden_states, dt, A, B, C, D, dt_bias, z
     if state.ndim != 4 or not _suits(state, *tensors) or _learns(*tensors):
         return NotImplemented
@@ -371,7 +373,7 @@ def _selective_scan(
     use_associative_scan: bool = False,
     **more: Any,
 ) -> Any:
-    """Mamba, of arrays [B, H, T] and [B, K, T]: each channel is a head of one value, with decays of its own."""
+    """Mamba: arrays are [B, H, T] and [B, K, T], and each channel is a head with V = 1 and its own decays."""
     if not _suits(hidden_states, dt, A, B, C, D, z, delta_bias):
         return NotImplemented
     if delta_bias is not None:
@@ -398,7 +400,7 @@ def _selective_scan(
 
 
 def _nothing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return nothing in place of one function for a whole layer: then models call the functions above."""
+    """Return None in place of a kernel for a whole layer, so that models call the functions above."""
     return None if _suits(x) else NotImplemented
 
 
@@ -489,7 +491,7 @@ def _adapted(original: Callable[..., Any], function: Callable[..., Any]) -> Call
 
 
 def _name_in_package(function: Any) -> str | None:
-    """Return the name that the decorator of transformers was given, if `function` is what it returned."""
+    """Return the name given to the decorator of transformers, or None if `function` is not decorated."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if "func_name" not in names or getattr(function, "__module__", None) is None:
         return None
@@ -520,7 +522,7 @@ def _modules() -> list[ModuleType]:
 
 
 def replace() -> None:
-    """Put this package's functions into all models, those that are imported later too."""
+    """Put this package's functions into all models, including those imported later."""
     base: Any = transformers.PreTrainedModel
     if hasattr(base.__init__, "attnmask_replaces"):
         return
