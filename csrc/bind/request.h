@@ -48,7 +48,7 @@ typedef struct am_kept am_kept;
 
 typedef enum { AM_WRONG_VALUE, AM_WRONG_TYPE, AM_WRONG_INDEX } am_wrong;
 
-/* Words "… must be …, got …", or "… must be …" before a description of `got`; then maybe a hint. */
+/* "… must be …, got …"; or "… must be …", to which a description of `got` and maybe a hint are added. */
 typedef struct {
     am_wrong wrong;
     am_view got; /* without data: not given */
@@ -68,13 +68,13 @@ typedef struct {
 /* Frees all but what belongs to the door. */
 void am_request_free(am_request *r);
 
-/* What fails returns false or NULL, and has said why. */
+/* All functions below return false or NULL if they fail, after they have refused the request. */
 __attribute__((format(printf, 4, 5))) bool am_refuse(am_request *r, am_wrong wrong, const am_view *got,
                                                      const char *format, ...);
 bool am_refuse_status(am_request *r, am_status status); /* true for AM_OK */
 static inline bool am_is_refused(const am_request *r) { return r->status != AM_OK || r->refusal; }
 
-/* All that the request says, for doors that have no words of their own. */
+/* The whole message, for doors that do not add a description of their own. */
 const char *am_request_words(am_request *r);
 
 /* Checks that no axis is longer than AM_LONGEST. */

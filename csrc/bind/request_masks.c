@@ -238,7 +238,7 @@ static bool read_dense(am_request *r, am_node *node, const am_operand *o)
     return node->dense.k_shift;
 }
 
-/* The elements one behind the other: where they are, or in a copy. */
+/* The elements in C order: in place if they are so already, else a copy. */
 static const void *contiguous(am_request *r, const am_view *v)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(v->type);

@@ -11,7 +11,7 @@ static bool reject(am_request *r, const am_logit_term *term, const char *what)
     return am_refuse(r, AM_WRONG_VALUE, NULL, "%s: %s", am_row_of_term(term)->name, what);
 }
 
-/* Copies numbers of four axes as doubles, one behind the other. */
+/* Copies numbers of four axes as contiguous doubles. */
 static bool copy_doubles(am_request *r, am_view *v)
 {
     const ptrdiff_t rows = am_product(v->shape[0], v->shape[1], v->shape[2]), count = v->shape[3];
@@ -29,7 +29,7 @@ static bool copy_doubles(am_request *r, am_view *v)
     return to;
 }
 
-/* The array of a term: a bias where it lies, others as doubles that are side by side. */
+/* The array of a term: a bias in place, others as doubles that are contiguous along the last axis. */
 static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
 {
     const am_logit_row *row = am_row_of_term(term);

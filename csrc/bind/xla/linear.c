@@ -3,11 +3,11 @@
  *
  * `words` (attnmask/jax/_linear.py) are VERSION, flags, the bits of the double scale, and the size of chunks.
  *
- * Attention's arguments are query, key and value; decay, beta, starts of sequences and the initial state, of
- * which flags say what there is; and for gradients the states that were kept, dout, and dstate if there is.
- * Results are out, the state, and the states to be kept; or the gradients of all that was given. Convolutions
- * take x and weight; bias, starts and the initial state; dout and dstate. Of a step the last arguments are
- * the state, which the second result is the memory of, and indices.
+ * Attention takes query, key and value; decay, beta, starts of sequences and the initial state, each if its
+ * flag is set; and for gradients the states that were kept, dout, and dstate if its flag is set. Results are
+ * out, the state, and the states to keep; or the gradients of all that was given. Convolutions take x and
+ * weight; bias, starts and the initial state; dout and dstate. The last arguments of a step are the state,
+ * which the second result overwrites, and the indices.
  *
  * Tokens of a step are [B, 1, …], and channels of convolutions [B, T, C, 1], so that the first result has
  * four axes. */
