@@ -9,7 +9,8 @@
 /* Adds an axis for the one token of a step, behind that of the batch. */
 am_view am_with_token(am_view v);
 
-/* Checks the shape: "… must be `words`of shape (…)". The message about a step leaves out the axis of tokens. */
+/* Checks the shape: "… must be `words`of shape (…)". The message about a step leaves out the axis of tokens.
+ */
 bool am_check_shape(am_request *r, const am_view *v, const char *name, const char *words, int axes,
                     const ptrdiff_t *shape, bool step);
 /* Checks that packed sequences are those of one row and end with it; `starts` may be NULL. */
