@@ -1083,12 +1083,14 @@ def test_use_needs_all_helpers():
 
 
 def test_c_imports_nothing():
-    sources = (Path(__file__).parents[1] / "csrc").rglob("*.[ch]")
+    sources = [*(Path(__file__).parents[1] / "csrc").rglob("*.[ch]")]
+    if not sources:
+        pytest.skip("the tests run without the sources")
     assert not [path for path in sources if "PyImport_" in path.read_text()]
 
 
 def test_no_module_imports_itself_over_others():
-    root = Path(__file__).parents[1]
+    root = Path(attnmask.__file__).parents[1]
     modules = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (root / "attnmask").rglob("*.py")

@@ -1,7 +1,7 @@
 """How attention forward is divided: the strategy of each shape, and what the division may depend on."""
 
-import heapq
-from itertools import pairwise
+import runpy
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +12,7 @@ from attnmask import MaskInfo
 from attnmask._attention.forward import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_schedule.py"
 
 
 def schedule(
@@ -229,27 +230,13 @@ def lengths_of_caches(kind):
     )
 
 
-def makespan(work, row, threads):
-    """When the last task ends. Each thread begins with a part of whole rows, and then takes tasks of other threads."""
-    rows = len(work) // row
-    parts = min(threads, rows, 64)
-    bounds = [row * (i * (rows // parts) + min(i, rows % parts)) for i in range(parts + 1)]
-    left = [list(work[begin:end]) for begin, end in pairwise(bounds)]
-    free = [(0, thread) for thread in range(threads)]
-    end = 0
-    while any(left):
-        now, thread = heapq.heappop(free)
-        own = next(part for part in left[thread % parts :] + left[: thread % parts] if part)
-        now += own.pop(0)
-        end = max(end, now)
-        heapq.heappush(free, (now, thread))
-    return end
-
-
 @pytest.mark.parametrize("threads", [2, 8, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["even", "logarithmic", "one is long"])
 def test_caches_of_unequal_lengths_keep_threads_busy(threads, kind):
-    """One query for each cache."""
+    """One query for each cache, dealt out as benchmarks/bench_schedule.py deals."""
+    if not BENCHMARK.exists():
+        pytest.skip("the tests run without the benchmarks")
+    makespan = runpy.run_path(str(BENCHMARK))["makespan"]
     lengths = lengths_of_caches(kind)
     mask = MaskInfo.from_segments(np.zeros((64, 1), int), np.zeros((64, 32768), int)).apply_kv_lengths(
         lengths
