@@ -26,9 +26,8 @@ def weights(rng):
         return (rng.standard_normal(shape) * of**-0.5).astype(np.float32)
 
     return {
-        "down": made(
-            WIDTH, RANK + ROTARY, of=WIDTH
-        ),  # a token's latent, and the part of its key with its position
+        # A token's latent, and the part of its key that encodes its position.
+        "down": made(WIDTH, RANK + ROTARY, of=WIDTH),
         "query": made(WIDTH, HEADS, NOPE + ROTARY, of=WIDTH),
         "key": made(HEADS, NOPE, RANK, of=RANK),
         "value": made(HEADS, VALUE, RANK, of=RANK),

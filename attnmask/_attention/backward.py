@@ -100,8 +100,8 @@ def _backward(
 
 
 def like_argument(gradient: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
-    """Return the gradient of a term's argument in its shape and type, float64 for integers, from that of all heads;
-    None means that it took no part.
+    """Return a term's gradient in the shape and dtype of its argument `array`: summed over heads if these share it,
+    float64 for integers, and 0 if `gradient` is None, because the term had no effect.
     """
     dtype = array.dtype if is_floating(array.dtype) else np.dtype(np.float64)
     if gradient is None:

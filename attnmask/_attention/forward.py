@@ -28,7 +28,7 @@ def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
 
 
 def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Attend into `out` of `given`, which may be None and must share no memory with the other arguments."""
+    """Return attention and, if `return_lse`, the logsumexp. ``given["out"]`` takes the result unless it is None."""
     problem, batched = read_problem(given)
     return_lse = flag(return_lse, "return_lse")
     out = given["out"]
@@ -43,8 +43,8 @@ def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArr
 
 
 def attend_for_gradients(given: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The results of `flash_attention_fwd`, and what its gradients take best as the result: of sixteen bits a copy that
-    is not rounded to them, and else the same array.
+    """Return the results of `flash_attention_fwd`, and the result as gradients should take it: for 16-bit inputs a
+    float32 copy that was not rounded, otherwise the same array.
     """
     usual = _core.flash_usual_vjp(FOR_GRADIENTS.names, (), given)
     if usual is not NotImplemented:

@@ -33,7 +33,7 @@ class Format(NamedTuple):
 
     name: str
     dtype: np.dtype[Any]  # of its arrays
-    per_element: int = 1  # numbers in one of these
+    per_element: int = 1  # channels in an element of these
     group: int = 0  # channels that share a scale and an offset; 0: there are no groups
 
     @property
@@ -58,7 +58,7 @@ class Format(NamedTuple):
 
 
 def format_of(value: DTypeLike, group: Any, floating: bool) -> Format:
-    """Return a format that is quantized, or any if `floating`."""
+    """Return the format of a dtype: quantized ones and, if `floating`, floating-point ones."""
     if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
     is_int4 = isinstance(value, str) and value == "int4"
@@ -80,7 +80,7 @@ def format_of(value: DTypeLike, group: Any, floating: bool) -> Format:
 
 
 def dequantized(numbers: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[Any]:
-    """Return what arrays of a cache stand for."""
+    """Return the numbers that arrays of a cache stand for."""
     if scale is None:
         return numbers
     if numbers.dtype != np.uint8:
@@ -204,8 +204,8 @@ def check_rotates(channels: int, name: str) -> None:
 def rotated(x: NDArray[Any]) -> NDArray[Any]:
     """Multiply the last axis by Sylvester's Hadamard matrix, divided by the root of its length: its own inverse.
 
-    Sums are taken in pairs, so that a row has the same bits whatever else is in the array. What is no array of floats,
-    or of another length than a power of two, stays as it is.
+    Sums are taken in pairs, so that a row has the same bits whatever else is in the array. Arrays that
+    are not floats, or whose last axis is not a power of two, are returned unchanged.
     """
     if not (x.size and x.ndim and is_floating(x.dtype)) or x.shape[-1] & (x.shape[-1] - 1):
         return x

@@ -422,7 +422,7 @@ class Described(NamedTuple):
 
     ring: Ring
     options: dict[str, Any]  # more arguments of each call of attention
-    by_row: dict[str, NDArray[np.float64]]  # of these those that differ among batch rows or documents
+    by_row: dict[str, NDArray[np.float64]]  # those that differ among batch rows or documents, [rows, H]
 
 
 def described(

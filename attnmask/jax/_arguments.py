@@ -47,8 +47,8 @@ class Learned(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is asked for, with a `Leaf`, a `Wide` or a `Learned` for each array. Sequences have one operand more than in
-    programs of masks, an offset that is added to both limits.
+    """A call, with a `Leaf`, a `Wide` or a `Learned` for each array. Terms of sequences have one operand more than in
+    programs of masks: an offset that is added to both limits.
     """
 
     nodes: Program

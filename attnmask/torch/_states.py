@@ -64,7 +64,7 @@ def tensors_of(state: State) -> MaskTensors:
 
 
 def tensors_of_graphs(state: State) -> MaskTensors:
-    """`tensors_of`, to be kept: neither those of a mode that only traces, nor such as no gradient may keep."""
+    """Return `tensors_of` to be cached: real tensors also while a graph is traced, and none of inference mode."""
     with without_modes(), torch.inference_mode(False):
         return tensors_of(state)
 
@@ -74,8 +74,8 @@ def _read(specification: str) -> tuple[Shape, Program]:
     form, *described = json.loads(specification)
     if type(form) is not int or form > _FORM:
         raise ValueError(
-            f"the specification of a mask must be of form {_FORM}, got {describe(form)}; a later version of attnmask "
-            "made it: update attnmask"
+            f"specification must be of form {_FORM}, got {describe(form)}; a later version of attnmask made it: "
+            "update attnmask"
         )
     shape, nodes = described
     program = tuple(
@@ -88,7 +88,7 @@ def _read(specification: str) -> tuple[Shape, Program]:
 
 
 def restored_state(specification: str, tensors: Sequence[torch.Tensor]) -> State:
-    """Rebuild the mask of `mask_tensors` from tensors that may be others by now; they are checked."""
+    """Rebuild the mask of `mask_tensors`. The tensors may have changed since, so they are checked."""
     shape, program = _read(specification)
     leaves = tuple(read_only(as_array(tensor.detach(), "mask_tensors")) for tensor in tensors)
     base, *terms = refill(program, leaves, {})
