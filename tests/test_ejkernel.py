@@ -252,6 +252,23 @@ def test_packed_linear_attention(ejkernel, reverse):
         np.testing.assert_allclose(after[i], expected[1][0], atol=1e-5)
 
 
+def test_gradients_of_packed_linear_attention(ejkernel):
+    kernel, _ = linear_kernels(ejkernel, "gla")
+    given = linear_inputs(1)
+    state = given.pop("initial_state")
+    weights = jnp.cos(jnp.arange(given["value"].size)).reshape(given["value"].shape)
+
+    def loss(arrays, tokens, **more):
+        return (kernel(**arrays, **more)[0] * weights[:, tokens]).sum()
+
+    packed = {"initial_state": jnp.repeat(state, 2, axis=0), "cu_seqlens": jnp.array([0, 30, 70])}
+    grads = jax.grad(loss)(given, slice(0, 70), **packed)
+    for tokens in (slice(0, 30), slice(30, 70)):
+        alone = {name: x[:, tokens] for name, x in given.items()}
+        for name, expected in jax.grad(loss)(alone, tokens, initial_state=state).items():
+            np.testing.assert_allclose(grads[name][:, tokens], expected, atol=1e-5, err_msg=name)
+
+
 def test_algorithms_of_other_arguments_stay(ejkernel, monkeypatch):
     """And those that ejKernel does not have are not added."""
     registry = type(ejkernel.registry)()
