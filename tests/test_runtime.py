@@ -773,9 +773,7 @@ def long_calls() -> dict:
     ids = np.broadcast_to(np.int64(1), (1, 2**30))
     segments = attnmask.MaskInfo.from_segments(np.zeros((1, 2**14 if SANITIZED else 2**16), np.int32))
     windows = as_strided(np.ones(2**20, np.float32), (2**16, 2**16), (4, 4))
-    patches = np.lib.stride_tricks.sliding_window_view(np.arange(2**21) % 5 > 0, 2**15)[
-        ::32
-    ]  # of unlike rows
+    patches = np.lib.stride_tricks.sliding_window_view(np.arange(2**21) % 5 > 0, 2**15)[::4]  # of unlike rows
     row, heads = np.broadcast_to(ones, (1, 2**15, 1, 1)), np.broadcast_to(ones, (1, 2**15, 256, 64))
     operation, vanilla = OperationImpl, OperationRegistry.create("vanilla")
     return {
