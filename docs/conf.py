@@ -17,6 +17,7 @@ from attnmask._attention import arguments
 
 sys.path.append(str(Path(__file__).parent))
 
+import diagram
 import gallery
 
 project = "attnmask"
@@ -103,6 +104,16 @@ class Gallery(Directive):
         return [nodes.raw("", f'<div class="gallery">{grid}</div>', format="html"), *sections]
 
 
+class PathOfACall(Directive):
+    """``.. path-of-a-call::`` draws what diagram.py says, side by side where there is room."""
+
+    def run(self):
+        pictures = diagram.path(), diagram.tables()
+        return [
+            nodes.figure("", nodes.raw("", picture, format="html"), classes=["mask"]) for picture in pictures
+        ]
+
+
 class Arguments(Directive):
     """``.. arguments::`` makes the table of the arguments of attention."""
 
@@ -124,7 +135,7 @@ class Arguments(Directive):
                     ),
                 )
             )
-        lines = [".. list-table::", "   :header-rows: 1", ""]
+        lines = [".. list-table::", "   :class: arguments", "   :header-rows: 1", ""]
         for row in rows:
             lines += [f"   {'  ' if i else '* '}- {cell}" for i, cell in enumerate(row)]
         table = nodes.Element()
@@ -154,5 +165,6 @@ def setup(app):
     app.add_directive("mask", Mask)
     app.add_directive("gallery", Gallery)
     app.add_directive("arguments", Arguments)
+    app.add_directive("path-of-a-call", PathOfACall)
     app.connect("autodoc-process-signature", name_types)
     app.connect("missing-reference", find_name)

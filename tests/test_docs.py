@@ -24,7 +24,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
 
-# Opens each page in frames of some widths, and writes down what is wider than its place and would be scrolled.
+# Opens each page in frames of some widths, and writes down what is wider than its place and would be scrolled, and the
+# arguments whose names are broken.
 MEASURE = """<!doctype html><body><script>
 const beyond = [];
 let frames = 0;
@@ -38,6 +39,8 @@ async function measure() {
         await loaded;
         for (const part of frame.contentDocument.querySelectorAll("html, .content, .table-wrapper"))
             if (part.scrollWidth > part.clientWidth) beyond.push([page, width, part.className || "page"]);
+        for (const name of frame.contentDocument.querySelectorAll(".arguments code"))
+            if (name.getClientRects().length > 1) beyond.push([page, width, name.textContent]);
         frames++;
         frame.remove();
     }
@@ -84,6 +87,22 @@ def test_gallery(monkeypatch):
         lines = inspect.getsource(make).split('"""')[2].strip().splitlines()
         assert len(lines) <= 9, make.__name__
         assert lines[-1].strip().startswith("return mask"), make.__name__
+
+
+def test_diagram(monkeypatch):
+    """The files that the path of a call names are there, and so are the tables in them."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import diagram
+
+    root = DOCS.parent
+    if not (root / "csrc").exists():
+        pytest.skip("the tests run without the sources")
+    drawn = diagram.path() + diagram.tables()
+    for stage in diagram.STAGES:
+        files = [*stage.files, *(file for _, _, file in stage.tables)]
+        assert all((root / file).is_file() and f">{file}<" in drawn for file in files), stage.name
+        for _, table, file in stage.tables:
+            assert re.search(rf"\b{table}\b", (root / file).read_text(encoding="utf-8")), table
 
 
 def test_links_between_files():
