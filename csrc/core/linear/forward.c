@@ -70,6 +70,7 @@ typedef struct {
     am_linear_base base;
     const am_linear_step *step;
     am_workspaces workspaces;
+    ptrdiff_t states, run; /* sequences and heads, and so many of them in a task */
 } step_job;
 
 /* Whether the kernels can take states where they lie. */
@@ -107,14 +108,16 @@ static void take_step(const step_job *job, const am_linear_buffers *b, const am_
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const step_job *job = arg;
-    const am_linear_place at = am_linear_place_of(&job->base, index);
     (void)team;
     am_linear_buffers buffers;
     char *memory = am_workspace_acquire(&job->workspaces);
     am_linear_lay_out(&job->base, &buffers, AM_LINEAR_READ | AM_LINEAR_TAKE, memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    take_step(job, &buffers, &at);
+    for (ptrdiff_t i = index * job->run; i < am_min((index + 1) * job->run, job->states); i++) {
+        const am_linear_place at = am_linear_place_of(&job->base, i);
+        take_step(job, &buffers, &at);
+    }
     am_float_mode_set(mode);
     am_workspace_release(&job->workspaces, memory);
     return AM_OK;
@@ -122,12 +125,14 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step)
 {
-    step_job job = {.step = step};
+    enum { LONGEST_RUN = 16, TASKS_PER_THREAD = 4 };
+    step_job job = {.step = step, .states = am_product(linear->sequences, linear->heads, 1)};
+    job.run = am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), LONGEST_RUN);
     am_status status = am_linear_begin(&job.base, context, linear, false);
-    const ptrdiff_t tasks = am_product(linear->sequences, linear->heads, 1);
     if (status == AM_OK)
         status = am_linear_workspaces(&job.workspaces, &job.base, context, AM_LINEAR_READ | AM_LINEAR_TAKE);
-    if (status == AM_OK) status = am_parallel(context, tasks, 1, step_task, &job);
+    if (status == AM_OK)
+        status = am_parallel(context, am_ceil_div(job.states, am_max(job.run, 1)), 1, step_task, &job);
     am_workspaces_free(&job.workspaces);
     am_linear_end(&job.base);
     return status;

@@ -58,7 +58,8 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
 static am_linear_scratch FN(scratch)(const am_linear_shape *s)
 {
     FN(work) w;
-    const ptrdiff_t of_token = s->row_step * (ptrdiff_t)sizeof(T), forward = FN(lay_out_values)(&w, s, NULL);
+    const ptrdiff_t of_token = 2 * s->row_step * (ptrdiff_t)sizeof(T),
+                    forward = FN(lay_out_values)(&w, s, NULL);
     return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), forward > of_token ? forward : of_token,
                                forward + FN(lay_out_gradients)(&w, s, NULL),
                                FN(token_work_numbers)(s) * (ptrdiff_t)sizeof(T)};

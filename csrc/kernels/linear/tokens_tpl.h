@@ -4,9 +4,10 @@
  *
  * A state goes through the first-level cache in panels of columns, and so comes from further away once. */
 
-/* One token. `factor`: of each row of the state. */
+/* One token. */
 typedef struct {
-    const T *q, *k, *v, *factor, *beta; /* beta: NULL without the delta rule */
+    const T *q, *k, *v, *beta; /* beta: NULL without the delta rule */
+    const T *factor, *decayed; /* of each row of the state; and times the key */
     T *state, *out;
     ptrdiff_t rows, channel_step;
 } FN(token);
@@ -19,21 +20,21 @@ static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token
     UNROLL(16)
     for (int j = 0; j < vectors; j++) u[j] = out[j] = VOP(set1)(0);
     if (t->beta) {
-        const T *state = t->state + column;
+        const T *state = t->state + column, *decayed = t->decayed;
         for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
-            const V k = VOP(set1)(t->k[r]), factor = VOP(set1)(t->factor[r]);
+            const V k = VOP(set1)(decayed[r]);
             UNROLL(16)
-            for (int j = 0; j < vectors; j++)
-                u[j] = VOP(fma)(k, VOP(mul)(factor, VOP(load)(state + j * LANES)), u[j]);
+            for (int j = 0; j < vectors; j++) u[j] = VOP(fma)(k, VOP(load)(state + j * LANES), u[j]);
         }
     }
     const V beta = VOP(set1)(t->beta ? *t->beta : 1);
     UNROLL(16)
     for (int j = 0; j < vectors; j++)
         u[j] = VOP(mul)(beta, VOP(sub)(VOP(load)(t->v + column + j * LANES), u[j]));
-    T *state = t->state + column;
+    T *restrict state = t->state + column;
+    const T *keys = t->k, *queries = t->q, *factors = t->factor;
     for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
-        const V k = VOP(set1)(t->k[r]), q = VOP(set1)(t->q[r]), factor = VOP(set1)(t->factor[r]);
+        const V k = VOP(set1)(keys[r]), q = VOP(set1)(queries[r]), factor = VOP(set1)(factors[r]);
         UNROLL(16)
         for (int j = 0; j < vectors; j++) {
             const V s = VOP(fma)(k, u[j], VOP(mul)(factor, VOP(load)(state + j * LANES)));
@@ -67,25 +68,25 @@ static void FN(forget)(const am_linear_chunk *c, ptrdiff_t token, T *state)
     }
 }
 
-/* The factors of the rows, which are filled in if there is one for all. */
-static const T *FN(factors_of)(const am_linear_chunk *c, ptrdiff_t token, T *filled)
+/* `rows` has room for two rows of keys. */
+static FN(token) FN(token_of)(const am_linear_chunk *c, ptrdiff_t i, T *state, T *rows)
 {
     const am_linear_shape *s = c->shape;
-    const T *factor = c->factor;
-    if (s->decay == AM_DECAY_BY_CHANNEL) return factor + token * s->row_step;
-    for (ptrdiff_t r = 0; r < s->rows; r++) filled[r] = factor[token];
-    return filled;
-}
-
-static FN(token) FN(token_of)(const am_linear_chunk *c, ptrdiff_t i, T *state, T *filled)
-{
-    const am_linear_shape *s = c->shape;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const T *k = (const T *)c->k + i * s->row_step, *factors = c->factor;
+    T *decayed = rows + s->row_step;
+    for (ptrdiff_t r = 0; r < s->row_step; r += LANES) {
+        const V factor = by_channel ? VOP(load)(factors + i * s->row_step + r) : VOP(set1)(factors[i]);
+        VOP(store)(rows + r, factor);
+        VOP(store)(decayed + r, VOP(mul)(factor, VOP(load)(k + r)));
+    }
     return (FN(token)){
         .q = (const T *)c->q + i * s->row_step,
-        .k = (const T *)c->k + i * s->row_step,
+        .k = k,
         .v = (const T *)c->v + i * s->channel_step,
-        .factor = FN(factors_of)(c, i, filled),
         .beta = c->beta ? (const T *)c->beta + i : NULL,
+        .factor = rows,
+        .decayed = decayed,
         .state = state,
         .out = (T *)c->out + i * s->channel_step,
         .rows = s->rows,
@@ -178,7 +179,7 @@ static void FN(add_outer)(T *a, T factor, const T *x, const T *y, ptrdiff_t rows
 
 typedef struct {
     T *states;  /* before each token, and after the last one */
-    T *filled;  /* factors */
+    T *rows;    /* of a token, two */
     T *u, *w;   /* of a token: what is added for its key, and the same without beta */
     T *decayed; /* the state that a token finds */
 } FN(token_work);
@@ -191,7 +192,7 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
     const ptrdiff_t rows = s->rows, step = s->channel_step, size = rows * step;
     T *before = w->decayed;
     const T *after = w->states + (i + 1) * size, *d_out = (const T *)g->d_out + i * step;
-    const FN(token) t = FN(token_of)(c, i, before, w->filled);
+    const FN(token) t = FN(token_of)(c, i, before, w->rows);
     T *d_q = (T *)g->d_q + i * s->row_step, *d_k = (T *)g->d_k + i * s->row_step;
     T *d_v = (T *)g->d_v + i * step, *d_decay = (T *)g->d_decay;
     memset(d_q, 0, (size_t)s->row_step * sizeof *d_q);
@@ -233,7 +234,7 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
 
 static ptrdiff_t FN(token_work_numbers)(const am_linear_shape *s)
 {
-    return (s->tokens + 2) * s->rows * s->channel_step + s->row_step + 3 * s->channel_step;
+    return (s->tokens + 2) * s->rows * s->channel_step + 2 * s->row_step + 3 * s->channel_step;
 }
 
 static void FN(backward_tokens)(const am_linear_chunk *c, const am_linear_gradients *g, void *scratch)
@@ -242,15 +243,15 @@ static void FN(backward_tokens)(const am_linear_chunk *c, const am_linear_gradie
     const ptrdiff_t size = s->rows * s->channel_step;
     FN(token_work) w = {.states = scratch};
     w.decayed = w.states + (s->tokens + 1) * size;
-    w.filled = w.decayed + size;
-    w.u = w.filled + s->row_step;
+    w.rows = w.decayed + size;
+    w.u = w.rows + 2 * s->row_step;
     w.w = w.u + s->channel_step;
     T *out = w.w + s->channel_step;
     memcpy(w.states, c->state, FN(state_bytes)(s));
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *state = w.states + (i + 1) * size;
         memcpy(state, state - size, FN(state_bytes)(s));
-        FN(token) token = FN(token_of)(c, i, state, w.filled);
+        FN(token) token = FN(token_of)(c, i, state, w.rows);
         token.out = out;
         FN(forget)(c, i, state);
         FN(take_token)(&token);
