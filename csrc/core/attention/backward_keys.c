@@ -219,7 +219,7 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t heads = p->base.attn->kv_heads, heads_per_kv = p->base.heads_per_kv;
     const am_key_task *task = &p->tasks[index / heads];
     const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = ordered_head(p, index % heads)};
-    char *memory = am_workspace_acquire(&p->workspaces);
+    char *memory = am_workspace(&p->workspaces);
     am_backward_workspace s;
     am_backward_lay_out(p, memory, &s);
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
@@ -243,7 +243,6 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
                                   task->tiles, s.d_bias_scratch, team);
     if (status == AM_OK) status = am_end_line_sums(&p->lines, &at, index / heads, s.lines, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
-    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 

@@ -172,7 +172,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
     atomic_init(&state->serving, state->first);
 
-    char *memory = am_workspace_acquire(&p->workspaces);
+    char *memory = am_workspace(&p->workspaces);
     am_backward_workspace s;
     am_backward_lay_out(p, memory, &s);
     bool uses_any_row_max = false;
@@ -185,7 +185,6 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->head_dim * p->base.size));
     }
-    am_workspace_release(&p->workspaces, memory);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 

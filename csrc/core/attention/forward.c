@@ -419,7 +419,7 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     am_task_items some = am_items_of(g, task);
     const ptrdiff_t end = some.first + some.count, lockstep = am_lockstep(g);
-    char *memory = am_workspace_acquire(&f->workspaces);
+    char *memory = am_workspace(&f->workspaces);
     workspace w;
     lay_out(f, memory, &w);
     am_kv_workspace kv = w.kv;
@@ -435,7 +435,6 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
         status = run_items(f, &w, some, here, &next, &kv, team);
         here = next;
     }
-    am_workspace_release(&f->workspaces, memory);
     return status;
 }
 
@@ -446,7 +445,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     const am_task_items some = am_items_of(g, task);
     if (!am_is_apart(&f->schedule, g) || some.split > 0) return AM_OK;
-    char *scratch = am_workspace_acquire(&f->workspaces);
+    char *scratch = am_workspace(&f->workspaces);
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
         const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
@@ -457,7 +456,6 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
         }
         am_write_rows(&f->base, f->sinks, &at, &whole, scratch);
     }
-    am_workspace_release(&f->workspaces, scratch);
     return am_checkpoint(team);
 }
 

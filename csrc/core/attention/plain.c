@@ -357,7 +357,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     const plain *p = arg;
     const am_attn *f = p->f;
     const ptrdiff_t rows = f->heads / f->kv_heads * f->queries;
-    char *memory = am_workspace_acquire(&p->workspaces);
+    char *memory = am_workspace(&p->workspaces);
     row r = {.b = index / f->kv_heads, .kv_head = index % f->kv_heads};
     am_status status = AM_OK;
     lay_out(p, memory, &r);
@@ -377,7 +377,6 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
         write_row(p, d_k, am_token(d_k, r.b, r.kv_head, k), f->head_dim, r.d_k + k * f->head_dim);
         write_row(p, d_v, am_token(d_v, r.b, r.kv_head, k), f->value_dim, r.d_v + k * f->value_dim);
     }
-    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 

@@ -196,14 +196,13 @@ static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
     const backward_job *job = arg;
     am_linear_buffers buffers;
     (void)team;
-    char *memory = am_workspace_acquire(&job->workspaces);
+    char *memory = am_workspace(&job->workspaces);
     am_linear_lay_out(&job->base, &buffers, USES, memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     am_status status = take_one(job, &buffers, index);
     am_float_mode_set(mode);
     am_linear_release(&buffers);
-    am_workspace_release(&job->workspaces, memory);
     return status;
 }
 

@@ -77,14 +77,13 @@ static am_status lane_task(void *arg, ptrdiff_t index, am_team *team)
     const whole_job *job = arg;
     const am_linear_place at = am_linear_place_of(job->base, index);
     am_linear_buffers buffers;
-    char *memory = am_workspace_acquire(&job->workspaces);
+    char *memory = am_workspace(&job->workspaces);
     am_linear_lay_out(job->base, &buffers, AM_LINEAR_READ | uses_of(job->chains), memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     am_status status = take_lane(job, &buffers, &at, team);
     am_float_mode_set(mode);
     am_linear_release(&buffers);
-    am_workspace_release(&job->workspaces, memory);
     return status;
 }
 

@@ -110,7 +110,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     const step_job *job = arg;
     (void)team;
     am_linear_buffers buffers;
-    char *memory = am_workspace_acquire(&job->workspaces);
+    char *memory = am_workspace(&job->workspaces);
     am_linear_lay_out(&job->base, &buffers, AM_LINEAR_READ | AM_LINEAR_TAKE, memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
@@ -119,7 +119,6 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
         take_step(job, &buffers, &at);
     }
     am_float_mode_set(mode);
-    am_workspace_release(&job->workspaces, memory);
     return AM_OK;
 }
 

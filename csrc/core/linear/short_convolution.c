@@ -79,9 +79,9 @@ static am_status make_workspaces(conv_job *job, int threads)
                               weight_bytes(job) + am_product(rows, job->lanes, job->size));
 }
 
-static buffers acquire(const conv_job *job)
+static buffers buffers_of(const conv_job *job)
 {
-    char *memory = am_workspace_acquire(&job->workspaces), *window = memory + weight_bytes(job);
+    char *memory = am_workspace(&job->workspaces), *window = memory + weight_bytes(job);
     return (buffers){memory, window, window + job->window * job->lanes * job->size};
 }
 
@@ -125,7 +125,7 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
                     end = am_min(begin + job->tokens, c->starts[c->sequences]);
-    const buffers b = acquire(job);
+    const buffers b = buffers_of(job);
     am_conv_load_weights(&p, b.weight, false);
     am_status status = AM_OK;
     for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
@@ -134,7 +134,6 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
         am_conv_part(&p, n, begin, end, &first, &last);
         status = convolve(job, &p, &b, first, last, team);
     }
-    am_workspace_release(&job->workspaces, b.weight);
     return status;
 }
 
@@ -146,10 +145,9 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
-    const buffers b = acquire(job);
+    const buffers b = buffers_of(job);
     am_conv_load_window(&p, b.window, p.length, 0);
     am_conv_store(&p, p.type, &c->after, 0, b.window, c->width - 1);
-    am_workspace_release(&job->workspaces, b.weight);
     return am_checkpoint(team);
 }
 
@@ -213,7 +211,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * step->rows, end = am_min(begin + step->rows, c->sequences),
                     history = c->width - 1;
-    const buffers b = acquire(job);
+    const buffers b = buffers_of(job);
     am_conv_load_weights(&p, b.weight, false);
     am_conv_tile tile = tile_of(&p);
     tile.steps = 1;
@@ -234,7 +232,6 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
         p.sequence = row;
         am_conv_store(&p, p.type, &c->out, 0, b.results, 1);
     }
-    am_workspace_release(&job->workspaces, b.weight);
     return AM_OK;
 }
 
@@ -249,7 +246,7 @@ am_status am_short_conv_step(const am_context *context, const am_short_conv *con
     step.rows = am_max(STEP_TASK / (step.job.lanes * conv->width), 1);
     step.row_blocks = am_ceil_div(conv->sequences, step.rows);
     const ptrdiff_t tasks = step.row_blocks * step.job.bands;
-    am_status status = make_workspaces(&step.job, (int)am_min(context->threads, am_max(tasks, 1)));
+    am_status status = make_workspaces(&step.job, context->threads);
     if (status == AM_OK) status = am_parallel(context, tasks, 1, step_task, &step);
     am_workspaces_free(&step.job.workspaces);
     return status;

@@ -122,6 +122,9 @@ void am_threads_init(void)
 
 ptrdiff_t am_cache_bytes(void) { return cache_bytes; }
 
+static _Thread_local int thread_number;
+int am_thread_number(void) { return thread_number; }
+
 static void fail(am_team *team, am_status status)
 {
     int none = AM_OK;
@@ -238,6 +241,7 @@ static void run_member(am_team *team, int number)
     block_signals();
     const am_float_mode own = am_float_mode_get();
     leave_callers_processor(team);
+    thread_number = number;
     atomic_fetch_add(&team->active, 1);
     am_float_mode_set(team->mode);
     run_parts(team, number);
@@ -442,7 +446,10 @@ static am_status run_loop(const am_context *context, ptrdiff_t count, ptrdiff_t 
         parts[i].end = given == units ? count : given * unit;
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
+    const int outer = thread_number; /* a task may run a loop of its own */
+    thread_number = 0;
     run_shared(&team, grains);
+    thread_number = outer;
     return (am_status)atomic_load(&team.status);
 }
 

@@ -42,6 +42,9 @@ am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grai
 am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task,
                            void *job);
 
+/* The number of the thread among those of the loop whose task it runs: 0 … threads - 1. */
+int am_thread_number(void);
+
 /* Returns AM_OK, or the reason to stop. */
 am_status am_checkpoint(am_team *team);
 

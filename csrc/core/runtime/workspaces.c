@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "core/runtime/memory_blocks.h"
+#include "core/runtime/threads.h"
 
 void *(am_alloc_aligned)(ptrdiff_t bytes)
 {
@@ -25,26 +26,15 @@ am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t b
     workspaces->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
     workspaces->count = threads;
     workspaces->memory = am_alloc_aligned(threads * workspaces->bytes);
-    workspaces->taken = malloc((size_t)threads * sizeof *workspaces->taken);
-    if (!workspaces->memory || !workspaces->taken) return AM_NO_MEMORY;
-    for (int i = 0; i < threads; i++) atomic_flag_clear(&workspaces->taken[i]);
-    return AM_OK;
+    return workspaces->memory ? AM_OK : AM_NO_MEMORY;
 }
 
 void am_workspaces_free(am_workspaces *workspaces)
 {
     am_free_aligned(workspaces->memory, workspaces->count * workspaces->bytes);
-    free(workspaces->taken);
 }
 
-char *am_workspace_acquire(const am_workspaces *workspaces)
+char *am_workspace(const am_workspaces *workspaces)
 {
-    ptrdiff_t i = 0;
-    while (atomic_flag_test_and_set(&workspaces->taken[i])) i++; /* there are as many as threads */
-    return workspaces->memory + i * workspaces->bytes;
-}
-
-void am_workspace_release(const am_workspaces *workspaces, const char *memory)
-{
-    atomic_flag_clear(&workspaces->taken[(memory - workspaces->memory) / workspaces->bytes]);
+    return workspaces->memory + am_thread_number() * workspaces->bytes;
 }

@@ -3,7 +3,6 @@
 #ifndef AM_CORE_RUNTIME_WORKSPACES_H
 #define AM_CORE_RUNTIME_WORKSPACES_H
 
-#include <stdatomic.h>
 #include <stddef.h>
 
 #include "core/runtime/sizes.h"
@@ -26,15 +25,17 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
     return at;
 }
 
-/* A workspace for each thread; a task acquires any that is free. */
+/* A workspace for each thread of a call. A thread has the same one in every task, so that it stays in its
+ * caches; and in every call of the same shape, so that it lies in the memory of the node that touched it
+ * first. */
 typedef struct {
     char *memory;
     ptrdiff_t bytes, count; /* the length of each, and their number */
-    atomic_flag *taken;
 } am_workspaces;
 am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes);
 void am_workspaces_free(am_workspaces *workspaces);
-char *am_workspace_acquire(const am_workspaces *workspaces);
-void am_workspace_release(const am_workspaces *workspaces, const char *memory);
+
+/* That of the thread that runs the task. */
+char *am_workspace(const am_workspaces *workspaces);
 
 #endif

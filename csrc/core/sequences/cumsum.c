@@ -283,10 +283,9 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
-    char *memory = am_workspace_acquire(&p->workspaces);
+    char *memory = am_workspace(&p->workspaces);
     l.buffers = (tile_buffers *)memory;
     const am_status status = sum_span(p, s, &l);
-    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 
@@ -415,8 +414,7 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
     ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
     tasks = outer * p.bands * p.span_count;
     if (!(p.src_direct && p.dst_direct))
-        status = am_workspaces_make(&p.workspaces, (int)am_min(context->threads, am_max(tasks, 1)),
-                                    sizeof(tile_buffers));
+        status = am_workspaces_make(&p.workspaces, context->threads, sizeof(tile_buffers));
     if (status == AM_OK) status = am_parallel(context, tasks, grain, sum_task, &p);
     am_workspaces_free(&p.workspaces);
     free(p.spans);
