@@ -1,14 +1,17 @@
-"""Simulates how well the tasks of attention forward keep many threads busy.
+"""Simulates how well the tasks of attention, forward and backward, keep many threads busy.
 
 The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt out as in the loops of the library:
-each thread begins with a part of its own, and then takes tasks of other threads. The costs of a tile and of an item are
-measured here, on one thread, for the same shape with all of its keys and with half of them.
+each thread begins with a part of its own, and then takes tasks of other threads. Costs are measured here, on one
+thread. Forward, they are those of a tile and of an item, for the same shape with all of its keys and with half of them.
+Backward, they are those of a tile and of the visit of a task to a block, whose sum of d_q is added after those of
+earlier keys: a task whose turn it is not waits. Shapes with one query are for forward alone.
 
-The table shows the shortest possible makespan, total / threads, relative to the simulated one.
+The tables show the shortest possible makespan, total / threads, relative to the simulated one.
 """
 
 import argparse
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -17,10 +20,12 @@ from typing import Any
 import numpy as np
 
 import attnmask
+from attnmask._attention.backward import _schedule as _backward_schedule
 from attnmask._attention.forward import _schedule
 
-THREADS = (1, 2, 8, 32, 64, 128)
+THREADS = (1, 2, 8, 16, 64, 128)
 ROUNDS = 20
+ADD = 0.4  # of the cost of a visit: adding its sum reads two blocks and writes one, loading it two each
 
 
 @dataclass
@@ -76,12 +81,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def seconds(arguments: dict[str, Any]) -> float:
+def seconds(call: Callable[[], Any]) -> float:
     """The shortest of a few calls on one thread."""
     times = []
     for _ in range(ROUNDS + 1):
         begin = perf_counter()
-        attnmask.flash_attention(**arguments)
+        call()
         times.append(perf_counter() - begin)
     return min(times)
 
@@ -98,7 +103,7 @@ def costs(shape: Shape) -> tuple[float, float]:
     whole, half = shape.arguments(), shape.arguments(0.5)
     items, work = work_of(_schedule(1, **whole))
     _, half_work = work_of(_schedule(1, **half))
-    time, half_time = seconds(whole), seconds(half)
+    time, half_time = (seconds(lambda a=a: attnmask.flash_attention(**a)) for a in (whole, half))  # type: ignore[misc]
     tile = max(0.0, (time - half_time) / max(1, work - half_work)) or time / work
     item = max(0.0, (time - tile * work) / items)
     return item, (time - item * items) / work
@@ -131,17 +136,102 @@ def balance(shape: Shape, threads: int, item: float, tile: float) -> float:
     return total / threads / span
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has it")
-    only = parser.parse_args().only
-    print(
-        "| shape | strategy | tiles | items | splits | scratch, MB |", *(f" {n} |" for n in THREADS), sep=""
-    )
-    print("| --- |" + " --- |" * (5 + len(THREADS)))
-    for shape in SHAPES:
-        if only not in shape.name:
+# A visit of a task to a block: its tiles, the block and its head, the sum that it adds to, and the first of these.
+Visit = tuple[int, tuple[int, int, int], int, int]
+
+
+def visits(schedule: dict[str, Any], task: list[tuple[int, int, int]], heads: range) -> list[Visit]:
+    """What a task does, in order. It adds to a block a sum for each ``sum_tiles`` of the section."""
+    found = []
+    for index, begin, end in task:
+        section = schedule["sections"][index]
+        each = section["sum_tiles"]
+        for block, (first, last) in enumerate(section["blocks"]):
+            for head in heads:
+                for low in range(begin, end, each):
+                    tiles = min(end, low + each, last) - max(low, first)
+                    if tiles > 0:
+                        found.append((tiles, (index, block, head), low // each, first // each))
+    return found
+
+
+def backward_makespan(
+    schedule: dict[str, Any], heads: tuple[int, int], threads: int, tile: float, visit: float
+) -> tuple[float, float]:
+    """The time of all tasks, and when the last one ends if each waits for its turn to add to a block."""
+    shared = heads[0] // heads[1]
+    tasks = [
+        visits(schedule, task, range(head * shared, (head + 1) * shared))
+        for _, task in schedule["tasks"]
+        for head in range(heads[1])
+    ]
+    row = schedule["row_tasks"] * heads[1]
+    parts = min(threads, len(tasks) // row, 64)
+    rows = len(tasks) // row
+    begins = [(i * (rows // parts) + min(i, rows % parts)) * row for i in range(parts + 1)]
+    left = [tasks[b:e][::-1] for b, e in pairwise(begins)]
+    own: list[list[Visit]] = [[] for _ in range(threads)]  # of each thread, what it has yet to do
+    turn: dict[tuple[int, int, int], int] = {}
+    waiting: dict[tuple[tuple[int, int, int], int], int] = {}  # threads, by block and sum
+    events = [(0.0, thread, False) for thread in range(threads)]  # the last: it has computed its sum
+    total = end = 0.0
+    while events:
+        now, thread, computed = heapq.heappop(events)
+        end = max(end, now)
+        if not computed:
+            while not own[thread] and any(left):
+                own[thread] = next(p for p in (left[(thread + i) % parts] for i in range(parts)) if p).pop()[
+                    ::-1
+                ]
+            if own[thread]:
+                cost = tile * own[thread][-1][0] + visit * (1 - ADD)
+                total += cost
+                heapq.heappush(events, (now + cost, thread, True))
             continue
+        _, block, number, first = own[thread][-1]
+        if turn.get(block, first) != number:
+            waiting[block, number] = thread
+            continue
+        own[thread].pop()
+        total += visit * ADD
+        now += visit * ADD
+        turn[block] = number + 1
+        heapq.heappush(events, (now, thread, False))
+        if (block, number + 1) in waiting:
+            heapq.heappush(events, (now, waiting.pop((block, number + 1)), True))
+    return total, end
+
+
+def backward_costs() -> tuple[float, float]:
+    """The cost of a tile, and of a visit that is more than its tiles: of one long sequence, and of short ones."""
+    attnmask.set_num_threads(1)
+    work, times = [], []
+    for lengths in ([1024], [64] * 64):
+        shape = Shape("", lengths, lengths, (4, 4))
+        arguments = shape.arguments()
+        schedule = _backward_schedule(1, **arguments)
+        found = [v for _, task in schedule["tasks"] for v in visits(schedule, task, range(4))]
+        work.append((sum(v[0] for v in found), len(found)))
+        _, vjp = attnmask.flash_attention_vjp(**arguments)
+        times.append(seconds(lambda vjp=vjp, d=arguments["query"]: vjp(d)))  # type: ignore[misc]
+    tile, visit = np.linalg.solve(np.array(work, float), np.array(times))
+    return float(tile), max(0.0, float(visit))
+
+
+def backward_balance(shape: Shape, threads: int, tile: float, visit: float) -> float:
+    schedule = _backward_schedule(threads, **shape.arguments())
+    total, end = backward_makespan(schedule, shape.heads, threads, tile, visit)
+    return total / threads / end
+
+
+def table(columns: list[str]) -> None:
+    print("|", " | ".join(columns), "|")
+    print("|", " | ".join(["---"] * len(columns)), "|", flush=True)
+
+
+def forward_table(shapes: list[Shape]) -> None:
+    table(["forward", "strategy", "tiles", "items", "splits", "scratch, MB", *map(str, THREADS)])
+    for shape in shapes:
         schedule = _schedule(64, **shape.arguments())
         sections = schedule["sections"]
         strategies = ", ".join(sorted({g["strategy"] for g in sections}))
@@ -150,16 +240,34 @@ def main() -> None:
         item, tile = costs(shape)
         shares = [f"{balance(shape, n, item, tile):.0%}" for n in THREADS]
         splits = max(g["splits"] for g in sections)
+        cells = [shape.name, strategies, tiles, len(items), splits, f"{schedule['scratch'] / 1e6:.1f}"]
+        print("|", " | ".join(map(str, cells + shares)), "|", flush=True)
+
+
+def backward_table(shapes: list[Shape]) -> None:
+    tile, visit = backward_costs()
+    print(f"\nBackward: {tile * 1e6:.1f} µs per tile, {visit * 1e6:.1f} µs per visit.\n")
+    table(["backward", "tasks", "tiles of a sum", *map(str, THREADS)])
+    for shape in shapes:
+        if shape.queries == 1 or shape.queries == [1] * 64:
+            continue
+        schedule = _backward_schedule(64, **shape.arguments())
+        shares = [f"{backward_balance(shape, n, tile, visit):.0%}" for n in THREADS]
         cells = [
             shape.name,
-            strategies,
-            tiles,
-            len(items),
-            splits,
-            f"{schedule['scratch'] / 1e6:.1f}",
-            *shares,
+            len(schedule["tasks"]) * shape.heads[1],
+            max(g["sum_tiles"] for g in schedule["sections"]),
         ]
-        print("|", " | ".join(map(str, cells)), "|")
+        print("|", " | ".join(map(str, cells + shares)), "|", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has it")
+    only = parser.parse_args().only
+    shapes = [shape for shape in SHAPES if only in shape.name]
+    forward_table(shapes)
+    backward_table(shapes)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from attnmask import MaskInfo
+from attnmask._attention.backward import _schedule as _backward_schedule
 from attnmask._attention.forward import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -19,12 +20,16 @@ def schedule(
     queries, keys, heads=(4, 4), depth=64, *, batch=1, dtype=np.float32, threads=2, **options: Any
 ) -> dict[str, Any]:
     """The schedule for these numbers of queries and keys; or for packed sequences of these lengths."""
+    return _schedule(threads, **arguments(queries, keys, heads, depth, batch, dtype), **options)
+
+
+def arguments(queries, keys, heads=(4, 4), depth=64, batch=1, dtype=np.float32) -> dict[str, Any]:
+    given: dict[str, Any] = {}
     if isinstance(queries, list):
-        options["cum_seqlens_q"], options["cum_seqlens_k"] = np.cumsum([0, *queries]), np.cumsum([0, *keys])
+        given["cum_seqlens_q"], given["cum_seqlens_k"] = np.cumsum([0, *queries]), np.cumsum([0, *keys])
         queries, keys = sum(queries), sum(keys)
-    q = np.zeros((batch, queries, heads[0], depth), dtype)
     k = np.zeros((batch, keys, heads[1], depth), dtype)
-    return _schedule(threads, query=q, key=k, value=k, **options)
+    return given | {"query": np.zeros((batch, queries, heads[0], depth), dtype), "key": k, "value": k}
 
 
 def strategies(found: dict[str, Any]) -> set[str]:
@@ -246,6 +251,64 @@ def test_caches_of_unequal_lengths_keep_threads_busy(threads, kind):
     work = [sum(max(tiles, 0) for _, tiles in items) for _, items in found["tasks"]]
     ((_, row),) = found["waves"]
     assert sum(work) / threads >= 0.95 * makespan(work, row, threads)
+
+
+# --- Backward ---
+
+DOCUMENTS = [64, 4096, 128, 1000, 2048, 300, 77]
+WINDOW = {"causal": True, "sliding_window": (255, 0)}
+BACKWARD = [
+    *SHAPES,
+    ((2048, 2048, (16, 16)), {}),
+    ((DOCUMENTS, DOCUMENTS, (8, 8)), {"causal": True}),
+    ((1000, 1000, (2, 2), 64, 8), {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), BACKWARD, ids=str)
+def test_every_sum_of_d_q_is_in_one_task(shape, options):
+    """How many tiles it has does not depend on the number of threads. Of a section, tasks begin in the order of keys,
+    and so each waits only for one that has begun.
+    """
+    sums = set()
+    for threads in (1, 2, 7, 64, 128):
+        found = _backward_schedule(threads, **arguments(*shape), **options)
+        ends = [0] * len(found["sections"])
+        for _, task in found["tasks"]:
+            for section, begin, end in task:
+                assert begin == ends[section]
+                assert begin % found["sections"][section]["sum_tiles"] == 0
+                ends[section] = end
+        assert ends == [max([0, *(end for _, end in g["blocks"])]) for g in found["sections"]]
+        assert len(found["tasks"]) == found["row_tasks"] * (shape[4] if len(shape) > 4 else 1)
+        sums.add(tuple(g["sum_tiles"] for g in found["sections"]))
+    assert len(sums) == 1
+
+
+BUSY = [
+    # The share of the time in which threads work, at 16 and at 64 threads.
+    ("full", (2048, 2048, (16, 16)), {}, 0.98, 0.98),
+    ("causal", (2048, 2048, (16, 16)), {"causal": True}, 0.98, 0.72),
+    ("shared keys", (4096, 4096, (32, 8), 128), {"causal": True}, 0.93, 0.69),
+    ("documents", ([512] * 16, [512] * 16, (8, 8)), {"causal": True}, 0.98, 0.93),
+    ("unequal documents", (DOCUMENTS, DOCUMENTS, (8, 8)), {"causal": True}, 0.97, 0.92),
+    ("window", (8192, 8192, (16, 16)), WINDOW, 0.98, 0.27),
+    ("batch", (1000, 1000, (2, 2), 64, 8), {}, 0.98, 0.92),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "of_16", "of_64"), [b[1:] for b in BUSY], ids=[b[0] for b in BUSY]
+)
+def test_threads_seldom_wait_in_backward(shape, options, of_16, of_64):
+    """Simulated as in benchmarks/bench_schedule.py, where a visit of a task to a block takes a sixth of a tile."""
+    if not BENCHMARK.exists():
+        pytest.skip("the tests run without the benchmarks")
+    makespan = runpy.run_path(str(BENCHMARK))["backward_makespan"]
+    for threads, share in ((16, of_16), (64, of_64)):
+        found = _backward_schedule(threads, **arguments(*shape), **options)
+        total, end = makespan(found, shape[2], threads, 1.0, 0.16)
+        assert total / threads >= share * end
 
 
 @pytest.mark.parametrize("threads", ["2", 2.0, None, True])

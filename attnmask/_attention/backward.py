@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP
+from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
@@ -112,6 +112,21 @@ def like_argument(gradient: NDArray[Any] | None, array: NDArray[Any]) -> NDArray
         if gradient.size != array.size:
             gradient = gradient.reshape(-1, array.shape[-1]).sum(axis=0)
         return gradient.reshape(array.shape).astype(dtype)
+
+
+def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
+    """Return as plain data how the gradients of a call of `flash_attention` are divided among threads:
+
+    sections
+        A dict for each sequence or batch row: ``sum_tiles``, the tiles of keys of one sum of d_q, and ``blocks``, the
+        first tile that each block of queries sees and the end of these.
+    tasks
+        For each the batch row, and of each section that it has tiles of its index, the first tile and their end; in the
+        order in which they begin, each for one key head after the other.
+    row_tasks
+        The number of tasks of a batch row.
+    """
+    return _core.backward_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
 def attend_backward(args: tuple[Any, ...], given: dict[str, Any]) -> FlashAttentionGrads:

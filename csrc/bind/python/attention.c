@@ -8,6 +8,7 @@
 #include "bind/python/attention.h"
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
+#include "bind/python/schedule.h"
 #include "core/runtime/sizes.h"
 #include "core/runtime/openmp.h"
 
@@ -340,79 +341,6 @@ static PyObject *flash_usual_vjp(PyObject *module, PyObject *const *args, Py_ssi
 
 /* --- The schedule as data --- */
 
-static PyObject *section_data(const am_scheduled *g)
-{
-    return Py_BuildValue("{s:n,s:(nn),s:(nn),s:n,s:s,s:n,s:n,s:n,s:n}", "row", g->section.b, "queries",
-                         g->section.queries.begin, g->section.queries.end, "keys", g->section.keys.begin,
-                         g->section.keys.end, "tiles", am_length(g->section.tiles), "strategy",
-                         am_strategy_name(g->shape.strategy), "block_rows", g->shape.rows, "items", g->items,
-                         "splits", g->shape.splits, "task_items", g->task_items);
-}
-
-/* The index of a task's section, and the rows and the number of tiles of each of its items. */
-static PyObject *task_data(const am_attn_base *base, const am_sections *sections, const am_schedule *s,
-                           ptrdiff_t task)
-{
-    const am_scheduled *g = am_scheduled_of(s, task);
-    const am_task_items task_items = am_items_of(g, task);
-    PyObject *items = PyList_New(0);
-    for (ptrdiff_t i = task_items.first; items && i < task_items.first + task_items.count; i++) {
-        const am_attn_place at = am_item_place(base, sections, g, i);
-        const am_range seen = am_block_tiles(base, sections, g, &at);
-        ptrdiff_t tiles = 0;
-        for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
-            if (!s->splits_apart || split == task_items.split)
-                tiles += am_max(0, am_length(am_split_tiles(g, seen, split)));
-        }
-        PyObject *item = Py_BuildValue("(nn)", at.rows, tiles);
-        if (!item || PyList_Append(items, item) < 0) Py_CLEAR(items);
-        Py_XDECREF(item);
-    }
-    return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->sections), items) : NULL;
-}
-
-/* A schedule and what it was made from, for the functions that list it as plain data. */
-typedef struct {
-    const am_attn_base *base;
-    const am_sections *sections;
-    const am_schedule *schedule;
-} schedule_view;
-
-static PyObject *section_at(const schedule_view *view, ptrdiff_t i)
-{
-    return section_data(&view->schedule->sections[i]);
-}
-static PyObject *task_at(const schedule_view *view, ptrdiff_t i)
-{
-    return task_data(view->base, view->sections, view->schedule, am_task_at(view->schedule, i));
-}
-
-static PyObject *list_of(const schedule_view *view, ptrdiff_t count,
-                         PyObject *(*make)(const schedule_view *, ptrdiff_t))
-{
-    PyObject *list = PyList_New(0);
-    for (ptrdiff_t i = 0; list && i < count; i++) {
-        PyObject *item = make(view, i);
-        if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-/* The number of tasks in each parallel loop, and how many of them one thread takes in order if it can. */
-static PyObject *wave_list(const schedule_view *view)
-{
-    PyObject *list = PyList_New(0);
-    for (ptrdiff_t task = 0; list && task < view->schedule->tasks;) {
-        const am_wave wave = am_next_wave(view->schedule, view->base, task);
-        PyObject *item = Py_BuildValue("(nn)", wave.tasks, wave.row_tasks);
-        if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
-        Py_XDECREF(item);
-        task += wave.tasks;
-    }
-    return list;
-}
-
 static int to_threads(PyObject *object, const char *name, void *dst)
 {
     npy_intp count = 0;
@@ -445,13 +373,34 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
         am_raise(status, NULL);
         goto fail;
     }
-    const schedule_view view = {&base, &sections, &schedule};
-    result = Py_BuildValue("{s:N,s:N,s:N,s:n}", "sections", list_of(&view, schedule.count, section_at),
-                           "tasks", list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view),
-                           "scratch", am_attn_scratch(&base, &schedule, threads));
+    result = am_schedule_data(&(am_schedule_view){&base, &sections, &schedule}, threads);
 fail:
     am_schedule_free(&schedule);
     am_sections_free(&sections);
+    release(&a);
+    return result;
+}
+
+/* The same of backward, without gradients of terms. */
+static PyObject *backward_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    am_backward_plan plan = {0};
+    PyObject *result = NULL;
+    const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &plan.threads}};
+    if (am_parse("backward_schedule", args, nargs, params, 2) < 0) goto fail;
+    am_call call;
+    am_enter(&call, module, 0);
+    plan.base = am_attn_base_of(&call.context, &a.mask.request.attn);
+    am_status status = am_mask_prepare(&call.context, plan.base.attn->mask);
+    if (status == AM_OK) status = am_backward_plan_make(&plan, true);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = am_backward_schedule_data(&plan);
+    else
+        am_raise(status, NULL);
+fail:
+    am_backward_plan_free(&plan);
     release(&a);
     return result;
 }
@@ -623,6 +572,12 @@ PyMethodDef am_flash_methods[] = {
               "section of queries: its queries, keys, strategy\ntasks    (index of the section, [(rows, "
               "tiles) of each item])\nwaves    (tasks, tasks that one thread takes in order) of each "
               "parallel loop\nscratch  bytes of memory in addition to the results"),
+    AM_METHOD(
+        backward_schedule, "problem, threads",
+        "How attention backward divides its work for that many threads:\n\nsections  for each the tiles "
+        "of each sum of d_q, and the tiles that each block of queries sees\ntasks     (batch row, "
+        "[(section, first tile, end) …]) as one key head begins them\nrow_tasks  the most of a batch "
+        "row"),
     AM_METHOD(flash_backward, "problem, dout, out, lse, dlse, wanted"),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},

@@ -74,9 +74,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     if (status == AM_OK && !(p.states && p.row_stats && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(context, &p);
     am_workspaces_free(&p.workspaces);
-    am_sections_free(&p.sections);
-    free(p.sum_tiles);
-    free(p.tasks);
+    am_backward_plan_free(&p);
     free(p.sinks);
     free(p.states);
     am_free_aligned(p.row_stats, stats_bytes);

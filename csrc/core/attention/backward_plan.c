@@ -5,7 +5,8 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64,      /* that keep any number of threads busy */
+    ENOUGH_TASKS = 64,      /* of a call; more for many threads */
+    TASKS_EACH = 4,         /* for each thread */
     ENOUGH_SUMS = 32,       /* the same for one section, which adds as many parts to d_q */
     SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
     WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
@@ -88,7 +89,7 @@ static ptrdiff_t choose(am_backward_plan *p)
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
     return limit_tiles(p, seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES, seen, tiles, bytes,
-                       ENOUGH_TASKS);
+                       p->in_order ? ENOUGH_TASKS : am_max(ENOUGH_TASKS, TASKS_EACH * p->threads));
 }
 
 /* Ends a task, and begins the next one with the tile behind it. */
@@ -97,11 +98,16 @@ static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *
     const ptrdiff_t end = task->tiles.end;
     task->tokens.end = am_range_at(&p->sections.tiles, end - 1).end;
     if (to) *to = *task;
-    *task = (am_key_task){{end, end}, {section, section}, {task->tokens.end, task->tokens.end}};
+    const bool within = end > p->sections.list[section].tiles.begin;
+    *task = (am_key_task){.tiles = {end, end},
+                          .sections = {section, section},
+                          .tokens = {task->tokens.end, task->tokens.end},
+                          .before = within ? task->before + 1 : 0};
 }
 
 /* Divides the tiles that the sections of a batch row see into tasks of whole sums; returns the number of
- * tasks, and lists them unless `to` is NULL. */
+ * tasks, and lists them unless `to` is NULL. A section of which a task has no room for all tiles begins a new
+ * one: no task waits for sums of one section before it adds to those of another. */
 static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
 {
     ptrdiff_t count = 0;
@@ -112,7 +118,8 @@ static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdif
         const am_range tiles = p->sections.list[g].tiles;
         for (ptrdiff_t begin = tiles.begin, end; begin < tiles.end; begin = end) {
             end = am_min(begin + p->sum_tiles[g], tiles.end);
-            if (am_length(task.tiles) > 0 && end - task.tiles.begin > most)
+            const ptrdiff_t wanted = begin == tiles.begin && !p->in_order ? tiles.end : end;
+            if (am_length(task.tiles) > 0 && wanted - task.tiles.begin > most)
                 end_task(p, &task, to ? &to[count] : NULL, g), count++;
             task.tiles.end = end, task.sections.end = g + 1;
         }
@@ -130,6 +137,13 @@ static am_range sections_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t fi
     return sections;
 }
 
+static int compare_tasks(const void *a, const void *b)
+{
+    const am_key_task *x = a, *y = b;
+    if (x->before != y->before) return x->before < y->before ? -1 : 1;
+    return (x->tiles.begin > y->tiles.begin) - (x->tiles.begin < y->tiles.begin);
+}
+
 static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
@@ -144,7 +158,9 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
     for (ptrdiff_t b = 0; b < batch; b++) {
         sections = sections_of(p, b, sections.end);
         am_key_task *tasks = p->tasks + b * p->row_tasks;
-        divide_row(p, sections, most, tasks);
+        const ptrdiff_t count = divide_row(p, sections, most, tasks);
+        /* First the first task of each section, and so on: threads seldom wait for each other's sums. */
+        if (!p->in_order) qsort(tasks, (size_t)count, sizeof *tasks, compare_tasks);
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
             if (am_is_learned(p->base.terms.bias))
@@ -157,8 +173,18 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 /* Divides the work. */
 am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
 {
+    const am_terms *terms = &p->base.attn->terms;
+    for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++)
+        p->in_order |= am_is_learned(term) && term != p->base.terms.sinks;
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
     p->sum_tiles = malloc((size_t)am_product(am_max(p->sections.count, 1), sizeof *p->sum_tiles, 1));
     if (status == AM_OK && !p->sum_tiles) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
+}
+
+void am_backward_plan_free(am_backward_plan *p)
+{
+    am_sections_free(&p->sections);
+    free(p->sum_tiles);
+    free(p->tasks);
 }

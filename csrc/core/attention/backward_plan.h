@@ -17,7 +17,8 @@ typedef struct {
 /* Tiles of one batch row that a task takes, and the sections that see them. */
 typedef struct {
     am_range tiles, sections;
-    am_range tokens; /* the keys whose gradients it writes, also those that no query sees */
+    am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
+    ptrdiff_t before; /* the tasks that add to d_q of its first section before it does */
 } am_key_task;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
@@ -33,10 +34,12 @@ typedef struct {
     am_backward_lengths lengths;
     am_sections sections;
     ptrdiff_t *sum_tiles;  /* of each section */
-    am_key_task *tasks;    /* [batch][row_tasks] */
+    am_key_task *tasks;    /* [batch][row_tasks], of a row as they begin */
     ptrdiff_t row_tasks;   /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;  /* the most tiles of a task */
     int threads;           /* the threads of the call */
+    bool in_order;         /* tasks add to the gradient of a term, too: they are numbered by their keys, and
+                            * as long for any number of threads */
     am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
     am_rows_state *states; /* [block][heads] */
     char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */
@@ -101,6 +104,7 @@ static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_pla
 
 /* Divides the work: sections, sums, tasks and the lengths of what a task keeps. */
 am_status am_backward_plan_make(am_backward_plan *p, bool by_mask);
+void am_backward_plan_free(am_backward_plan *p);
 
 /* Places the parts of a workspace in `memory`; returns their bytes. */
 ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backward_workspace *s);

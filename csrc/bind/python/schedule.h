@@ -1,0 +1,22 @@
+/* schedule.h – how a call of attention is divided, as plain data. */
+#ifndef AM_BIND_PYTHON_SCHEDULE_H
+#define AM_BIND_PYTHON_SCHEDULE_H
+
+#include "bind/python/numpy.h"
+#include "core/attention/backward_plan.h"
+#include "core/attention/plan/schedule.h"
+
+/* A schedule of attention forward, and what it was made from. */
+typedef struct {
+    const am_attn_base *base;
+    const am_sections *sections;
+    const am_schedule *schedule;
+} am_schedule_view;
+
+/* What attention_schedule returns. */
+PyObject *am_schedule_data(const am_schedule_view *view, int threads);
+
+/* What backward_schedule returns. */
+PyObject *am_backward_schedule_data(const am_backward_plan *plan);
+
+#endif
