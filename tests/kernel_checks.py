@@ -64,7 +64,8 @@ def running_sums(values, carry, period: int, reverse: bool) -> tuple[np.ndarray,
 
 
 def check_cumsum(kernel: Kernel, rng) -> None:
-    dtype, scan = FLOATS[suffix(kernel)], "scan" in kernel.slot
+    dtype = [*FLOATS.values()][kernel.index - CONSTANTS["AM_FLOAT16"]]
+    scan = "scan" in kernel.slot
     size, pad = max(dtype.itemsize, 4), CONSTANTS["AM_CUMSUM_PAD"]
     for _ in range(120):
         steps, lanes = pick(rng, [n for n in COUNTS if 0 < n < 300]), 1 if scan else pick(rng, COUNTS[1:])
@@ -326,7 +327,7 @@ def check_pack_bits(kernel: Kernel, rng) -> None:
 
 
 def check_find_nonzero(kernel: Kernel, rng) -> None:
-    at = 0 if kernel.slot.startswith("first") else -1
+    at = 0 if ".first[" in kernel.slot else -1
     for count, values, live in masks_of(kernel, rng, [*COUNTS, 5000]):
         memory, places = Memory(), np.flatnonzero(live)
         assert kernel(memory.read(values, shift=1), count) == (places[at] if places.size else -1), count

@@ -33,6 +33,8 @@ LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at oth
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
 FORMATS = {
+    "cumsum.rows": (*UP_TO_FLOAT32, "AM_FLOAT64"),
+    "cumsum.scan": (*UP_TO_FLOAT32, "AM_FLOAT64"),
     "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8_E4M3"),
     "flash_f32.widen": ("AM_INT4",),
     "flash_f32.numbers": UP_TO_FLOAT32,

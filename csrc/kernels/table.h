@@ -405,13 +405,19 @@ typedef struct {
 typedef struct am_linear_kernels am_linear_kernels;
 
 typedef struct {
-    const char *name;
-    bool plain; /* attention is that of core/attention/plain.c */
-    am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
-    am_cumsum_scan *cumsum_scan_f16, *cumsum_scan_bf16, *cumsum_scan_f32, *cumsum_scan_f64;
+    am_cumsum_rows *rows[AM_OTHER]; /* by am_dtype: of floating-point numbers */
+    am_cumsum_scan *scan[AM_OTHER];
+} am_cumsum_kernels;
+
+typedef struct {
     am_transpose *transpose_32, *transpose_64;
     am_widen_16 *widen_f16, *widen_bf16;
     am_narrow_16 *narrow_f16, *narrow_bf16;
+    am_split *split_16, *split_32, *split_64;
+    am_join *join_16, *join_32, *join_64;
+} am_copy_kernels;
+
+typedef struct {
     am_fill_tokens_32 *fill_positions_32, *fill_sequences_32, *fill_pairs_32;
     am_fill_tokens_64 *fill_positions_64, *fill_sequences_64, *fill_pairs_64;
     am_lens_32 *lens_32;
@@ -420,6 +426,9 @@ typedef struct {
     am_chunk_offsets_64 *chunk_offsets_64;
     am_divide_32 *divide_32;
     am_divide_64 *divide_64;
+} am_sequence_kernels;
+
+typedef struct {
     am_count_nonzero *nonzero[AM_LANES];
     am_equal_bits *equal_bits;
     am_nonzero_bits *nonzero_bits[AM_LANES];
@@ -431,6 +440,15 @@ typedef struct {
     am_transpose_bits *transpose_bits;
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
+} am_mask_kernels;
+
+typedef struct {
+    const char *name;
+    bool plain; /* attention is that of core/attention/plain.c */
+    am_cumsum_kernels cumsum;
+    am_copy_kernels copy;
+    am_sequence_kernels sequences;
+    am_mask_kernels masks;
     am_arithmetic flash_f32, flash_f64;
     /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
      * channels of what pack_keys packs and of the rows that are multiplied with it (`head_dim` of
@@ -439,8 +457,6 @@ typedef struct {
      * and queries are packed for them. */
     am_arithmetic flash_bf16x2;
     am_conv_kernels conv_f32, conv_f64;
-    am_split *split_16, *split_32, *split_64;
-    am_join *join_16, *join_32, *join_64;
     const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
     /* Where the processor multiplies bfloat16: only chunks forward, with a decay per token. */
     const am_linear_kernels *linear_bf16x2;

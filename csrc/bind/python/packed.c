@@ -18,12 +18,12 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
     am_enter(&call, module, sequences);
     const am_kernels *k = call.context.kernels;
     if (type == AM_INT32) {
-        valid =
-            chunk ? k->chunk_offsets_32(dst, starts, sequences, chunk) : k->lens_32(dst, starts, sequences);
+        valid = chunk ? k->sequences.chunk_offsets_32(dst, starts, sequences, chunk)
+                      : k->sequences.lens_32(dst, starts, sequences);
         valid &= *(const int32_t *)starts == 0;
     } else {
-        valid =
-            chunk ? k->chunk_offsets_64(dst, starts, sequences, chunk) : k->lens_64(dst, starts, sequences);
+        valid = chunk ? k->sequences.chunk_offsets_64(dst, starts, sequences, chunk)
+                      : k->sequences.lens_64(dst, starts, sequences);
         valid &= *(const int64_t *)starts == 0;
     }
     am_leave(&call);
@@ -384,9 +384,9 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
     if (b)
         valid = am_divide_each(type, dst, dividends, divisors, size);
     else if (type == AM_INT32)
-        call.context.kernels->divide_32(dst, dividends, size, divisor);
+        call.context.kernels->sequences.divide_32(dst, dividends, size, divisor);
     else
-        call.context.kernels->divide_64(dst, dividends, size, divisor);
+        call.context.kernels->sequences.divide_64(dst, dividends, size, divisor);
     am_leave(&call);
     if (!valid) Py_CLEAR(result);
     return (PyObject *)result;

@@ -128,25 +128,25 @@ static bool f64_to_f32(const am_kernels *kernels, void *restrict dst, const void
 
 static bool f16_to_f32(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    kernels->widen_f16(dst, src, count);
+    kernels->copy.widen_f16(dst, src, count);
     return true;
 }
 
 static bool bf16_to_f32(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    kernels->widen_bf16(dst, src, count);
+    kernels->copy.widen_bf16(dst, src, count);
     return true;
 }
 
 static bool f32_to_f16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    kernels->narrow_f16(dst, src, count);
+    kernels->copy.narrow_f16(dst, src, count);
     return true;
 }
 
 static bool f32_to_bf16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    kernels->narrow_bf16(dst, src, count);
+    kernels->copy.narrow_bf16(dst, src, count);
     return true;
 }
 

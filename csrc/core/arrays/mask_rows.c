@@ -47,7 +47,7 @@ static void copy_piece(const am_mask_rows *mask_rows, uint64_t *piece, const cha
 void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char *row, ptrdiff_t begin,
                        ptrdiff_t count)
 {
-    am_pack_bits *pack = mask_rows->kernels->pack[mask_rows->lane];
+    am_pack_bits *pack = mask_rows->kernels->masks.pack[mask_rows->lane];
     if (is_contiguous(mask_rows)) {
         pack(dst, row + begin * mask_rows->size, count);
         return;
@@ -62,7 +62,7 @@ void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char 
 
 ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
-    am_find_nonzero *first = mask_rows->kernels->first[mask_rows->lane];
+    am_find_nonzero *first = mask_rows->kernels->masks.first[mask_rows->lane];
     if (is_contiguous(mask_rows)) {
         ptrdiff_t found = first(row + begin * mask_rows->size, end - begin);
         return found < 0 ? end : begin + found;
@@ -79,7 +79,7 @@ ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptr
 
 ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
-    am_find_nonzero *last = mask_rows->kernels->last[mask_rows->lane];
+    am_find_nonzero *last = mask_rows->kernels->masks.last[mask_rows->lane];
     if (is_contiguous(mask_rows)) return begin + last(row + begin * mask_rows->size, end - begin) + 1;
     uint64_t piece[PIECE];
     for (ptrdiff_t length; begin < end; end -= length) {
@@ -94,7 +94,7 @@ ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrd
 bool am_mask_rows_collect(const am_mask_rows *mask_rows, void *seen, const char *row, ptrdiff_t begin,
                           ptrdiff_t count)
 {
-    am_collect_nonzero *collect = mask_rows->kernels->collect[mask_rows->lane];
+    am_collect_nonzero *collect = mask_rows->kernels->masks.collect[mask_rows->lane];
     if (is_contiguous(mask_rows)) return collect(seen, row + begin * mask_rows->size, count);
     uint64_t piece[PIECE];
     bool any = false;

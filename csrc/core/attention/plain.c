@@ -191,7 +191,7 @@ static void find_logits(const plain *p, row *r)
         r->kept[k / 64] = UINT64_MAX;
         if (threshold)
             r->kept[k / 64] =
-                p->kernels->keep_bits(key, (uint32_t)(k + f->terms.places.first_key), threshold);
+                p->kernels->masks.keep_bits(key, (uint32_t)(k + f->terms.places.first_key), threshold);
     }
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;

@@ -40,13 +40,15 @@ static bool is_split(const strided *s)
 
 static void gather(const am_kernels *k, void *to, ptrdiff_t step, const strided *s)
 {
-    am_split *const split = s->size == 2 ? k->split_16 : s->size == 4 ? k->split_32 : k->split_64;
+    am_split *const split = s->size == 2   ? k->copy.split_16
+                            : s->size == 4 ? k->copy.split_32
+                                           : k->copy.split_64;
     if (is_split(s))
         split(to, step, s->data, s->columns, s->rows);
     else if (s->row == s->size && s->column != s->size && s->size == 4)
-        k->transpose_32(to, step, s->data, s->column / s->size, s->columns, s->rows);
+        k->copy.transpose_32(to, step, s->data, s->column / s->size, s->columns, s->rows);
     else if (s->row == s->size && s->column != s->size && s->size == 8)
-        k->transpose_64(to, step, s->data, s->column / s->size, s->columns, s->rows);
+        k->copy.transpose_64(to, step, s->data, s->column / s->size, s->columns, s->rows);
     else
         am_copy_2d(to, step * s->size, s->size, s->data, s->row, s->column, s->rows, s->columns,
                    (size_t)s->size);
@@ -54,13 +56,13 @@ static void gather(const am_kernels *k, void *to, ptrdiff_t step, const strided 
 
 static void scatter(const am_kernels *k, const strided *s, const void *from, ptrdiff_t step)
 {
-    am_join *const join = s->size == 2 ? k->join_16 : s->size == 4 ? k->join_32 : k->join_64;
+    am_join *const join = s->size == 2 ? k->copy.join_16 : s->size == 4 ? k->copy.join_32 : k->copy.join_64;
     if (is_split(s))
         join(s->data, from, step, s->columns, s->rows);
     else if (s->row == s->size && s->column != s->size && s->size == 4)
-        k->transpose_32(s->data, s->column / s->size, from, step, s->rows, s->columns);
+        k->copy.transpose_32(s->data, s->column / s->size, from, step, s->rows, s->columns);
     else if (s->row == s->size && s->column != s->size && s->size == 8)
-        k->transpose_64(s->data, s->column / s->size, from, step, s->rows, s->columns);
+        k->copy.transpose_64(s->data, s->column / s->size, from, step, s->rows, s->columns);
     else
         am_copy_2d(s->data, s->row, s->column, from, step * s->size, s->size, s->rows, s->columns,
                    (size_t)s->size);

@@ -60,8 +60,8 @@ fill_row(const fill_job *job, char *row, const tile_row *tiles, ptrdiff_t r, ptr
         }
         while (tiles->kind[w] == kind) w++;
         ptrdiff_t end = am_min(w * AM_TILE_COLUMNS, columns);
-        k->fill_bytes(row + begin * t->size, kind == AM_FULL ? job->live : job->dead,
-                      (size_t)((end - begin) * t->size), job->stream);
+        k->masks.fill_bytes(row + begin * t->size, kind == AM_FULL ? job->live : job->dead,
+                            (size_t)((end - begin) * t->size), job->stream);
     }
 }
 
@@ -132,7 +132,7 @@ am_status am_mask_fill(const am_context *context, const am_mask *mask, const am_
         .mask = mask,
         .target = target,
         .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS),
-        .expand = context->kernels->expand_bits[am_lane_of_size(target->size)],
+        .expand = context->kernels->masks.expand_bits[am_lane_of_size(target->size)],
         .live = am_repeated(target->live, target->size),
         .dead = am_repeated(target->dead, target->size),
         .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
@@ -257,7 +257,7 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
         am_status status = checkpoint_if_due(team, q);
         if (status != AM_OK) return status;
     }
-    mask->kernels->expand_bits[AM_LANE_8](job->keys + plane * mask->keys + k, seen, columns, 1, 0);
+    mask->kernels->masks.expand_bits[AM_LANE_8](job->keys + plane * mask->keys + k, seen, columns, 1, 0);
     return am_checkpoint(team);
 }
 
@@ -279,7 +279,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
         am_status status = checkpoint_if_due(team, k);
         if (status != AM_OK) return status;
     }
-    mask->kernels->expand_bits[AM_LANE_8](job->queries + plane * mask->queries + q, seen, rows, 1, 0);
+    mask->kernels->masks.expand_bits[AM_LANE_8](job->queries + plane * mask->queries + q, seen, rows, 1, 0);
     return am_checkpoint(team);
 }
 

@@ -341,7 +341,8 @@ static am_range keys_with(const am_mask *mask, const id_view *keys, int32_t id, 
     for (ptrdiff_t stop; range.begin < range.end; range.begin = stop) {
         stop = am_min((range.begin / BLOCK + 1) * BLOCK, range.end);
         if (!is_within(&keys->blocks[range.begin / BLOCK], id)) continue;
-        const uint64_t found = mask->kernels->equal_bits(keys->ids + range.begin, id, stop - range.begin);
+        const uint64_t found =
+            mask->kernels->masks.equal_bits(keys->ids + range.begin, id, stop - range.begin);
         if (!found) continue;
         range.begin += __builtin_ctzll(found);
         break;
@@ -349,7 +350,7 @@ static am_range keys_with(const am_mask *mask, const id_view *keys, int32_t id, 
     for (ptrdiff_t start; range.begin < range.end; range.end = start) {
         start = am_max((range.end - 1) / BLOCK * BLOCK, range.begin);
         if (!is_within(&keys->blocks[start / BLOCK], id)) continue;
-        const uint64_t found = mask->kernels->equal_bits(keys->ids + start, id, range.end - start);
+        const uint64_t found = mask->kernels->masks.equal_bits(keys->ids + start, id, range.end - start);
         if (!found) continue;
         range.end = start + BLOCK - __builtin_clzll(found);
         break;
@@ -402,7 +403,7 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_region
         if (repeated)
             bits[r] = bits[r - 1];
         else
-            bits[r] = q_ids[r] >= least ? mask->kernels->equal_bits(k_ids, q_ids[r], p->columns) : 0;
+            bits[r] = q_ids[r] >= least ? mask->kernels->masks.equal_bits(k_ids, q_ids[r], p->columns) : 0;
     }
 }
 

@@ -17,7 +17,7 @@ static void dense_bits(const am_mask *mask, const am_node *node, const am_region
     ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
     const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
                        q * node->dense.row + k * node->dense.column;
-    am_nonzero_bits *nonzero = mask->kernels->nonzero_bits[am_lane_of(node->dense.type)];
+    am_nonzero_bits *nonzero = mask->kernels->masks.nonzero_bits[am_lane_of(node->dense.type)];
     uint64_t gathered[AM_TILE_COLUMNS]; /* elements of the widest type fit */
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         const char *row = data + r * node->dense.row;

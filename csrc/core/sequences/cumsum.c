@@ -68,7 +68,7 @@ typedef struct {
 static am_transpose *transpose_kernel(const plan *p, ptrdiff_t step, size_t size)
 {
     if (step != (ptrdiff_t)size || size < 4) return NULL;
-    return size == 4 ? p->kernels->transpose_32 : p->kernels->transpose_64;
+    return size == 4 ? p->kernels->copy.transpose_32 : p->kernels->copy.transpose_64;
 }
 
 static bool load_tile(const plan *p, tile_buffers *tile, const char *src, grid g)
@@ -155,15 +155,9 @@ static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile 
 
 static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsum_tile *tile, double *carry)
 {
-    const am_kernels *k = p->kernels;
-    am_cumsum_rows *sum;
-    switch (p->kernel_type) {
-    case AM_FLOAT16: sum = p->scan ? k->cumsum_scan_f16 : k->cumsum_rows_f16; break;
-    case AM_BFLOAT16: sum = p->scan ? k->cumsum_scan_bf16 : k->cumsum_rows_bf16; break;
-    case AM_FLOAT32: sum = p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32; break;
-    default: sum = p->scan ? k->cumsum_scan_f64 : k->cumsum_rows_f64; break;
-    }
-    sum(dst, src, tile, carry, p->cumsum->scaled ? p->cumsum->scale : 1);
+    const am_cumsum_kernels *k = &p->kernels->cumsum;
+    (p->scan ? k->scan : k->rows)[p->kernel_type](dst, src, tile, carry,
+                                                  p->cumsum->scaled ? p->cumsum->scale : 1);
 }
 
 /* The lanes of one task. */

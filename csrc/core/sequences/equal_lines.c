@@ -107,7 +107,8 @@ static void refine(classes *c, const uint64_t *words)
     c->round++;
     c->last_moved = 0;
     for (ptrdiff_t begin = 0; begin < c->lines; begin += WORD) {
-        uint64_t bits = c->kernels->unlike_bits(words, c->leader, begin, am_min(WORD, c->lines - begin));
+        uint64_t bits =
+            c->kernels->masks.unlike_bits(words, c->leader, begin, am_min(WORD, c->lines - begin));
         for (; bits; bits &= bits - 1) move_line(c, words, (int32_t)begin + __builtin_ctzll(bits));
     }
 }
@@ -170,7 +171,7 @@ static void read_columns(const am_mask_rows *plane, const side *s, uint64_t *wor
             memset(panel + r * PANEL + filled, 0, (size_t)(tiles - filled) * sizeof *panel);
         }
         for (ptrdiff_t t = 0; t < tiles; t += AM_TRANSPOSE_TILES)
-            plane->kernels->transpose_bits(words + 1 + first + t * WORD, panel + t, PANEL);
+            plane->kernels->masks.transpose_bits(words + 1 + first + t * WORD, panel + t, PANEL);
     }
 }
 
@@ -381,7 +382,8 @@ static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t 
     for (ptrdiff_t w = 0; w < used; w++) {
         if (id_is_new) {
             ptrdiff_t count = am_min(WORD, columns - w * WORD);
-            expected[w] = id < 0 ? 0 : job->mask_rows.kernels->equal_bits(column_ids + w * WORD, id, count);
+            expected[w] =
+                id < 0 ? 0 : job->mask_rows.kernels->masks.equal_bits(column_ids + w * WORD, id, count);
         }
         if (words[w] != expected[w]) return w * WORD + __builtin_ctzll(words[w] ^ expected[w]);
     }

@@ -269,7 +269,7 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
             if (any) ids[r] = 0;
         }
         uint64_t bits[PIECE_BYTES / WORD];
-        mask_rows->kernels->pack[mask_rows->lane](bits, seen, count);
+        mask_rows->kernels->masks.pack[mask_rows->lane](bits, seen, count);
         for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++)
             atomic_fetch_or_explicit(&job->columns[b * job->words + begin / WORD + w], bits[w],
                                      memory_order_relaxed);
@@ -296,7 +296,7 @@ static void write_column_ids(const padding_job *job, ptrdiff_t b, int32_t *ids)
     for (ptrdiff_t w = 0; w < job->words; w++) {
         uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
         ptrdiff_t count = am_min(WORD, job->mask_rows.columns.count - w * WORD);
-        job->mask_rows.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
+        job->mask_rows.kernels->masks.expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
     }
     ids_to_array_order(ids, &job->mask_rows.columns);
 }

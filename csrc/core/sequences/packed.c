@@ -43,14 +43,14 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t sequence = am_sequence_of(job->starts, job->sequences, begin);
     char *dst = job->dst + begin * (job->kind == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
     if (job->type == AM_INT32) {
-        am_fill_tokens_32 *const fill[] = {[AM_POSITIONS] = k->fill_positions_32,
-                                           [AM_SEQUENCES] = k->fill_sequences_32,
-                                           [AM_PAIRS] = k->fill_pairs_32};
+        am_fill_tokens_32 *const fill[] = {[AM_POSITIONS] = k->sequences.fill_positions_32,
+                                           [AM_SEQUENCES] = k->sequences.fill_sequences_32,
+                                           [AM_PAIRS] = k->sequences.fill_pairs_32};
         fill[job->kind]((int32_t *)dst, job->starts, sequence, begin, end);
     } else {
-        am_fill_tokens_64 *const fill[] = {[AM_POSITIONS] = k->fill_positions_64,
-                                           [AM_SEQUENCES] = k->fill_sequences_64,
-                                           [AM_PAIRS] = k->fill_pairs_64};
+        am_fill_tokens_64 *const fill[] = {[AM_POSITIONS] = k->sequences.fill_positions_64,
+                                           [AM_SEQUENCES] = k->sequences.fill_sequences_64,
+                                           [AM_PAIRS] = k->sequences.fill_pairs_64};
         fill[job->kind]((int64_t *)dst, job->starts, sequence, begin, end);
     }
     return AM_OK;
@@ -96,7 +96,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 
 am_status am_count_rows(const am_context *context, const am_mask_lens *mask)
 {
-    count_job job = {mask, context->kernels->nonzero[am_lane_of(mask->type)],
+    count_job job = {mask, context->kernels->masks.nonzero[am_lane_of(mask->type)],
                      (ptrdiff_t)am_size_of(mask->type)};
     ptrdiff_t row_bytes = mask->columns * job.size;
     return am_parallel(context, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task,

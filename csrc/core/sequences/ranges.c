@@ -24,7 +24,7 @@ static void fill_range(const box_job *job, char *row, ptrdiff_t begin, ptrdiff_t
     const am_boxes *t = job->boxes;
     char *dst = row + begin * t->key_stride;
     if (t->key_stride == t->size)
-        job->kernels->fill_bytes(dst, pattern, (size_t)((end - begin) * t->size), job->stream);
+        job->kernels->masks.fill_bytes(dst, pattern, (size_t)((end - begin) * t->size), job->stream);
     else
         am_copy_2d(dst, 0, t->key_stride, (const char *)&pattern, 0, 0, 1, end - begin, (size_t)t->size);
 }

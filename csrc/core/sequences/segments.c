@@ -166,7 +166,7 @@ static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
                         ptrdiff_t size, uint64_t one)
 {
-    valid_job job = {context->kernels->expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
+    valid_job job = {context->kernels->masks.expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
     return am_parallel(context, am_ceil_div(count, TASK_TOKENS), 1, valid_task, &job);
 }
 

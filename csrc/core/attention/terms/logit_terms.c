@@ -176,7 +176,7 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     uint64_t pattern = 0;
     memcpy(&pattern, src, (size_t)base->size);
     if (base->size == 4) pattern |= pattern << 32;
-    base->all_kernels->fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
+    base->all_kernels->masks.fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
     return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
 }
 
@@ -223,7 +223,7 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     if (kind == AM_DEAD) return false;
     const uint32_t first = (uint32_t)(keys.begin + base->attn->terms.places.first_key);
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], first, base->threshold);
+        scratch->kept[r] = base->all_kernels->masks.keep_bits(scratch->row_keys[r], first, base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
                               .bias = added.rows,
@@ -274,10 +274,10 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
     uint8_t *row = job->kept + b * job->strides[0] + h * job->strides[1] + q * job->strides[2];
     am_status status = index % 64 == 0 ? am_checkpoint(team) : AM_OK;
     for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {
-        uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
+        uint64_t bits = job->kernels->masks.keep_bits(key, (uint32_t)k, job->threshold);
         ptrdiff_t count = am_min(64, keys - k);
         if (step == 1)
-            job->kernels->expand_bits[AM_LANE_8](row + k, bits, count, 1, 0);
+            job->kernels->masks.expand_bits[AM_LANE_8](row + k, bits, count, 1, 0);
         else
             for (ptrdiff_t i = 0; i < count; i++) row[(k + i) * step] = bits >> i & 1;
         if (k % KEEP_PIECE == KEEP_PIECE - 64) status = am_checkpoint(team);

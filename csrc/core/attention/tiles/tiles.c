@@ -115,7 +115,7 @@ static void copy_scales(tile_scales to, side which, ptrdiff_t token, const am_to
     const ptrdiff_t size = sizeof(float), fours = t->head == size && t->token % size == 0 ? heads / 4 * 4 : 0;
     if (fours > 0)
         AM_TOPIC(arrays, baseline)
-            .transpose_32(&to[0][which][token], 2 * AM_FLASH_TILE, from, t->token / size, tokens, fours);
+            .copy.transpose_32(&to[0][which][token], 2 * AM_FLASH_TILE, from, t->token / size, tokens, fours);
     for (ptrdiff_t h = fours; h < heads; h++)
         gather(&to[h][which][token], from + h * t->head, t->token, tokens);
 }
