@@ -66,7 +66,7 @@ ALL = [
     "linear",
 ]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
-TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2", "linear_bf16x2"], "amx": ["tiles"]}
+TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2", "linear_bf16x2"], "amx": ["flash_amx"]}
 EMULATED = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # at the baseline, in builds for tests
 # GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
 ARM_BASELINE = ["-fno-schedule-insns"]
@@ -82,7 +82,7 @@ SECONDS = {
     **{f"avx512/{topic}": 2.3 for topic in ALL},
     **{f"avx512bf16/{topic}": 2.5 for topic in TOPICS["avx512bf16"]},
     "avx512vnni/kv_i16x2": 2.3,
-    "amx/tiles": 0.5,
+    "amx/flash_amx": 0.5,
 }
 
 

@@ -115,7 +115,8 @@ def multiplies_bf16(isa) -> bool:
     """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
     from kernel_table import table_of
 
-    return table_of(isa).flash_bf16x2.panel > 0
+    table = table_of(isa)
+    return table.flash_bf16x2.panel > 0 or table.flash_amx.panel > 0
 
 
 def parameters(item) -> dict:

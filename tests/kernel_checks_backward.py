@@ -59,17 +59,15 @@ def draw_backward(rng, arithmetic: Arithmetic) -> tuple[Problem, Backward]:
     return p, Backward(d_out, stats, old, pick(rng, [1.0, 0.3, -0.6]), 1 / 0.7, bool(rng.random() < 0.4))
 
 
-def rows_in(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: int) -> dict:
+def operand(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: int):
     """Queries or d_out as the step reads them: by rows, and as the factors that it multiplies by P or dS."""
-    panel = arithmetic.panel
+    dim, panel = values.shape[1], arithmetic.panel
     if arithmetic.width == 2:
-        return {
-            "rows": memory.read(lanes_of(values, 2)),
-            "packed": memory.read(packed_values(values, panel, 2)),
-        }
-    columns = -(-values.shape[1] // panel) * panel
-    rows = memory.read(padded_columns(values, columns), step)
-    return {"rows": rows, "packed": rows}
+        lanes, packed = memory.read(lanes_of(values, 2)), memory.read(packed_values(values, panel, 2))
+    else:
+        lanes = packed = memory.read(padded_columns(values, -(-dim // panel) * panel), step)
+    members = {"lanes": lanes, "packed": packed, "finite": is_finite(values)}
+    return structure("am_backward_operand", dim=dim, step=step, **members)
 
 
 def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem, b: Backward, stats: list):
@@ -78,8 +76,6 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
     step, value_step = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
-    q = rows_in(memory, arithmetic, p.q, step)
-    d_out = rows_in(memory, arithmetic, b.d_out, value_step)
     scratch = [memory.written(np.full((rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
     sums = [
         memory.written(padded_columns(values, width_of), width_step)
@@ -91,16 +87,8 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     block = structure(
         "am_backward_rows",
         rows=rows,
-        head_dim=depth,
-        value_dim=value_depth,
-        step=step,
-        value_step=value_step,
-        q=q["rows"],
-        d_out=d_out["rows"],
-        q_rows=q["packed"],
-        d_out_rows=d_out["packed"],
-        q_finite=is_finite(p.q),
-        d_out_finite=is_finite(b.d_out),
+        q=operand(memory, arithmetic, p.q, step),
+        d_out=operand(memory, arithmetic, b.d_out, value_step),
         base=stats[0],
         rest=stats[1],
         add=stats[2],

@@ -46,7 +46,9 @@ class Arithmetic:
 def arithmetic_of(kernel: Kernel) -> Arithmetic:
     family = kernel.slot.partition(".")[0]
     dtype = np.dtype(np.float64 if family == "flash_f64" else np.float32)
-    return Arithmetic(getattr(kernel.table, family), dtype, 2 if family == "flash_bf16x2" else 1)
+    return Arithmetic(
+        getattr(kernel.table, family), dtype, 2 if family in ("flash_bf16x2", "flash_amx") else 1
+    )
 
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -290,7 +292,7 @@ def check_pack_values(kernel: Kernel, rng) -> None:
 
 def check_widen_row(kernel: Kernel, rng) -> None:
     """Numbers of four bits, times the scale of their group, and its offset."""
-    target = BF16 if kernel.slot.startswith("flash_bf16x2") else np.dtype(np.float32)
+    target = arithmetic_of(kernel).factors
     for group in (32, 64, 128):
         for groups in (1, 2, 3, 7):
             memory, case = Memory(), (group, groups)

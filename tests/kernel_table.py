@@ -15,6 +15,8 @@ from attnmask import _core
 
 SCALARS = {
     "am_dtype": ctypes.c_int,
+    "am_kv_reading": ctypes.c_int,
+    "am_query_reading": ctypes.c_int,
     "am_scaling": ctypes.c_int,
     "am_tile_layout": ctypes.c_int,
     "bool": ctypes.c_bool,

@@ -28,7 +28,8 @@ QUERY_PACKERS = {
     f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8_E4M3']}].pack_queries": ("avx512bf16",),
 }
 EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
-LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at other levels
+# Where bfloat16 is multiplied; builds for tests emulate bf16x2 at other levels.
+LEVELS_BY_BF16 = {"flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
@@ -44,6 +45,9 @@ FORMATS = {
     "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8_E4M3"),
     "flash_bf16x2.widen": ("AM_INT4",),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
+    "flash_amx.kv": ("AM_BFLOAT16",),
+    "flash_amx.widen": ("AM_INT4",),
+    "flash_amx.numbers": UP_TO_FLOAT32,
     "conv_f32.forward": UP_TO_FLOAT32,
     "conv_f64.forward": ("AM_FLOAT64",),
 }
@@ -54,24 +58,41 @@ NOWHERE = [slot for slot in SLOTS if slot.startswith(tuple(FORMATS)) and not slo
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot not in NOWHERE])
 def test_kernel(isa, slot):
     kernel = Kernel(slot, table_of(isa))
-    if slot.startswith("flash_bf16x2.") and not kernel.table.flash_bf16x2.panel:
-        assert isa not in LEVELS_WITH_BF16X2
+    arithmetic = slot.partition(".")[0]
+    levels = LEVELS_BY_BF16.get(arithmetic)
+    if levels and not getattr(kernel.table, arithmetic).panel:
+        assert isa not in levels
         assert not kernel.address
         pytest.skip(f"{isa} does not multiply bfloat16")
     if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
         assert not kernel.address
         pytest.skip(f"{isa} has no quick products of bfloat16, or none at all")
-    if slot.startswith("flash_bf16x2.widen") and isa not in LEVELS_WITH_BF16X2:
+    if slot.startswith("flash_bf16x2.widen") and isa not in levels:
         assert not kernel.address
         pytest.skip(f"{isa} only emulates products of bfloat16")
     if slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
         assert not kernel.address
         pytest.skip("queries are read as they are")
     assert kernel.address, "the level has no such kernel"
-    if isa == "amx" and kernel.address == Kernel(slot, table_of("avx512bf16")).address:
+    below = (
+        Kernel(slot.replace("flash_amx", "flash_bf16x2"), table_of("avx512bf16")) if isa == "amx" else None
+    )
+    if below and kernel.address == below.address:
         pytest.skip("amx takes this kernel from the level below")
     with np.errstate(all="ignore"):
         CHECKS[SLOTS[slot]](kernel, rng_of(kernel))
+
+
+@pytest.mark.parametrize("arithmetic", ["flash_f32", "flash_f64", "flash_bf16x2", "flash_amx"])
+def test_what_an_arithmetic_reads_has_kernels(isa, arithmetic):
+    table = table_of(isa)
+    for i, kv in enumerate(getattr(table, arithmetic).kv):
+        reads, widens = (kv.reading == CONSTANTS[name] for name in ("AM_KV_READ", "AM_KV_WIDENED"))
+        packs = kv.queries != CONSTANTS["AM_QUERY_ROWS"]
+        for name in ("pack_keys", "pack_values", "step_unpacked"):
+            assert bool(Kernel(f"{arithmetic}.kv[{i}].{name}", table).address) == reads, (i, name)
+        assert bool(Kernel(f"{arithmetic}.kv[{i}].pack_queries", table).address) == packs, i
+        assert bool(Kernel(f"{arithmetic}.widen[{i}]", table).address) == widens, i
 
 
 def test_other_element_types_have_no_kernels(isa):

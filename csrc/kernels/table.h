@@ -271,14 +271,29 @@ typedef void am_flash_pack_queries(void *dst, const void *q, ptrdiff_t q_step, p
                                    ptrdiff_t head_dim);
 static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t head_dim) { return (head_dim + 31) / 32 * 32 + 16; }
 
+/* What an arithmetic does with keys and values of one element type. */
+typedef enum {
+    AM_KV_OTHER,   /* it does not take them; the last arithmetic does, widened by their format */
+    AM_KV_WIDENED, /* rows become numbers that it multiplies (`widen`), which its kernels read */
+    AM_KV_READ,    /* its kernels read them */
+} am_kv_reading;
+
+/* How step_unpacked reads queries. */
+typedef enum {
+    AM_QUERY_ROWS,    /* as they are */
+    AM_QUERY_PACKED,  /* by pack_queries */
+    AM_QUERY_ROUNDED, /* the same, to less than the precision of float32; as they are where that is too
+                       * little */
+} am_query_reading;
+
 /* Reads keys and values of one element type in memory. */
 typedef struct {
-    am_flash_pack_queries *pack_queries; /* NULL: step_unpacked reads queries as they are */
+    am_kv_reading reading;
+    am_query_reading queries;
+    am_flash_pack_queries *pack_queries;
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step_unpacked *step_unpacked;
-    bool rounds_queries;  /* pack_queries keeps less than the precision of float32. Where that is too little,
-                           * step_unpacked is given none that are packed */
     bool scales_products; /* step_unpacked multiplies products by q_factor, not pack_queries queries */
 } am_kv_kernels;
 
@@ -300,13 +315,17 @@ typedef struct {
  *
  * where dropout clears entries of P in the second line, and of dP. Logits and base are in units as above. */
 typedef struct {
-    ptrdiff_t rows, head_dim, value_dim;
-    ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond head_dim */
-    const void *q, *d_out; /* [rows][step], [rows][value_step]; or where a lane holds two, [rows][lanes] */
-    const void *q_rows, *d_out_rows; /* the same, or where a lane holds two packed like values */
-    bool q_finite, d_out_finite;
+    ptrdiff_t dim, step; /* step: of rows, elements; whole panels, which are zero beyond dim */
+    const void *lanes;   /* [rows][step]; or where a lane holds two, [rows][lanes] */
+    const void *packed;  /* the same; or where a lane holds two, packed like values */
+    bool finite;
+} am_backward_operand;
+
+typedef struct {
+    ptrdiff_t rows;
+    am_backward_operand q, d_out;
     void *base, *rest, *add, *share; /* [rows]; share may be NULL */
-    void *d_q;                       /* [rows][step] */
+    void *d_q;                       /* [rows][q.step] */
     void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch of the kernel */
     double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
@@ -317,7 +336,7 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    void *d_k, *d_v;             /* [AM_FLASH_TILE][step], [AM_FLASH_TILE][value_step] */
+    void *d_k, *d_v;             /* [AM_FLASH_TILE][q.step], [AM_FLASH_TILE][d_out.step] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
     ptrdiff_t bias_step;
@@ -348,19 +367,19 @@ typedef enum { AM_SCALE_NUMBERS, AM_SCALE_PRODUCTS } am_scaling;
 /* Attention in one arithmetic: what it takes, how numbers lie in lanes, and its kernels. */
 typedef struct {
     const char *name;
-    am_dtype type;          /* of sums and logits, as large as a lane */
-    am_dtype factors;       /* of what is multiplied, queries and packed keys and values; if it is not `type`,
-                             * weights are rounded to it */
-    ptrdiff_t width;        /* numbers of these in a lane */
-    ptrdiff_t panel;        /* rows or columns of one; divides AM_FLASH_TILE */
-    uint32_t queries, keys; /* bit t: it takes queries, or keys and values, of am_dtype t; 0 if the processor
-                             * has no such arithmetic */
+    am_dtype type;    /* of sums and logits, as large as a lane */
+    am_dtype factors; /* of what is multiplied, queries and packed keys and values; if it is not `type`,
+                       * weights are rounded to it */
+    ptrdiff_t width;  /* numbers of these in a lane */
+    ptrdiff_t panel;  /* rows or columns of one; divides AM_FLASH_TILE */
+    uint32_t queries; /* bit t: it takes queries of am_dtype t; 0 if the processor has no such
+                       * arithmetic */
     am_scaling scaling;
     bool packed_alone; /* the step takes no rows of keys and values */
     am_flash_step *step;
     am_flash_merge *merge;
     am_kv_kernels kv[AM_OTHER];    /* by am_dtype */
-    am_widen_row *widen[AM_OTHER]; /* what `kv` does not read; NULL: by its format's own function */
+    am_widen_row *widen[AM_OTHER]; /* what is AM_KV_WIDENED */
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
@@ -449,25 +468,26 @@ typedef struct {
     am_copy_kernels copy;
     am_sequence_kernels sequences;
     am_mask_kernels masks;
-    am_arithmetic flash_f32, flash_f64;
-    /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
-     * channels of what pack_keys packs and of the rows that are multiplied with it (`head_dim` of
-     * am_flash_rows counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values
-     * packs. Keys and values of eight bits are so when they are packed; unpacked their numbers are counted,
-     * and queries are packed for them. */
-    am_arithmetic flash_bf16x2;
+    am_arithmetic flash_f32, flash_f64; /* a row for each arithmetic, of which am_arithmetic_at picks one */
+    /* For bfloat16, where the processor multiplies it by vectors, or by tile registers. A lane of float32
+     * holds two (bf16x2): neighbours in channels of what pack_keys packs and of the rows that are multiplied
+     * with it (`head_dim` of am_flash_rows counts lanes) and of unpacked keys and values, neighbouring rows
+     * of what pack_values packs. Keys and values of eight bits are so when they are packed; unpacked their
+     * numbers are counted, and queries are packed for them. */
+    am_arithmetic flash_bf16x2, flash_amx;
     am_conv_kernels conv_f32, conv_f64;
     const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
     /* Where the processor multiplies bfloat16: only chunks forward, with a decay per token. */
     const am_linear_kernels *linear_bf16x2;
 } am_kernels;
 
-/* The arithmetics of a level, of which the first that takes a call computes it. */
-enum { AM_ARITHMETICS = 3 };
+/* The arithmetics of a level, of which the first that takes a call computes it. The level `plain` needs none:
+ * core/attention/plain.c. */
+enum { AM_ARITHMETICS = 4 };
 static inline const am_arithmetic *am_arithmetic_at(const am_kernels *kernels, int i)
 {
-    const am_arithmetic *const all[AM_ARITHMETICS] = {&kernels->flash_bf16x2, &kernels->flash_f64,
-                                                      &kernels->flash_f32};
+    const am_arithmetic *const all[AM_ARITHMETICS] = {&kernels->flash_amx, &kernels->flash_bf16x2,
+                                                      &kernels->flash_f64, &kernels->flash_f32};
     return all[i];
 }
 
@@ -503,6 +523,6 @@ AM_DECLARE(flash_bf16x2, avx512bf16)
 AM_DECLARE(kv_bf16x2, avx512bf16)
 AM_DECLARE(linear_bf16x2, avx512bf16)
 AM_DECLARE(kv_f8x2, avx512bf16)
-AM_DECLARE(tiles, amx)
+AM_DECLARE(flash_amx, amx)
 
 #endif

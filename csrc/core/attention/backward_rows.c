@@ -20,35 +20,34 @@ static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const a
     return am_read_rows(&p->base, t, am_token(t, at->b, at->head, at->q), at->rows, count, scratch);
 }
 
-/* Loads the rows of a block to rows `to_step` apart; or where a lane holds two numbers side by side, and
- * packed like values. Returns whether they are finite. */
-static bool load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                       ptrdiff_t to_step, char *scratch, char *to, char *packed)
+/* Loads the rows of a block to rows `step` apart; or where a lane holds two numbers side by side, and packed
+ * like values. */
+static am_backward_operand load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                                      am_backward_operand to, char *lanes, char *packed, char *scratch)
 {
-    const ptrdiff_t count = t == &p->base.attn->q ? p->base.attn->head_dim : p->base.attn->value_dim;
+    to.lanes = lanes, to.packed = packed;
     if (am_width(&p->base) > 1) {
-        const am_rows rows =
-            am_copy_lanes(to, t, am_token(t, at->b, at->head, at->q), at->rows, count, am_width(&p->base));
-        return am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, count, NULL);
+        const am_rows rows = am_copy_lanes(lanes, t, am_token(t, at->b, at->head, at->q), at->rows, to.dim,
+                                           am_width(&p->base));
+        to.finite = am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, to.dim, NULL);
+    } else {
+        const am_rows rows = read_block(p, t, at, to.dim, scratch);
+        to.finite = p->base.arithmetic->load_rows(lanes, to.step, rows.data, rows.step / p->base.size,
+                                                  at->rows, to.dim);
     }
-    const am_rows rows = read_block(p, t, at, count, scratch);
-    return p->base.arithmetic->load_rows(to, to_step, rows.data, rows.step / p->base.size, at->rows, count);
+    return to;
 }
 
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
                                         const am_backward_workspace *s)
 {
     const am_attn *f = p->base.attn;
-    am_backward_rows block = {
+    const am_backward_operand q = {.dim = f->head_dim, .step = p->lengths.step},
+                              d_out = {.dim = f->value_dim, .step = p->lengths.value_step};
+    return (am_backward_rows){
         .rows = at->rows,
-        .head_dim = f->head_dim,
-        .value_dim = f->value_dim,
-        .step = p->lengths.step,
-        .value_step = p->lengths.value_step,
-        .q = s->q,
-        .d_out = s->d_out,
-        .q_rows = s->q_rows,
-        .d_out_rows = s->d_out_rows,
+        .q = load_block(p, &f->q, at, q, s->q, s->q_rows, s->row),
+        .d_out = load_block(p, &p->problem->d_out, at, d_out, s->d_out, s->d_out_rows, s->row),
         .base = am_row_stats_of(p, at, AM_ROW_BASE),
         .rest = am_row_stats_of(p, at, AM_ROW_REST),
         .add = am_row_stats_of(p, at, AM_ROW_ADD),
@@ -62,10 +61,6 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .unit = p->base.unit,
         .kept_factor = 1 / (1 - am_dropout_of(&p->base.terms)),
     };
-    block.q_finite = load_block(p, &f->q, at, p->lengths.step, s->row, s->q, s->q_rows);
-    block.d_out_finite =
-        load_block(p, &p->problem->d_out, at, p->lengths.value_step, s->row, s->d_out, s->d_out_rows);
-    return block;
 }
 
 /* Fills in the terms of the logits of a tile. False if no pair is live. */

@@ -19,34 +19,40 @@ uint32_t am_threshold_of(double probability)
 /* The first that takes queries and keys of these types; the last takes all others. */
 static const am_arithmetic *choose_arithmetic(const am_kernels *kernels, const am_attn *f)
 {
-    for (int i = 0;; i++) {
+    for (int i = 0; i + 1 < AM_ARITHMETICS; i++) {
         const am_arithmetic *a = am_arithmetic_at(kernels, i);
-        const bool reads = am_is_among(a->keys, f->k.type) || a->widen[f->k.type],
-                   takes = am_is_among(a->queries, f->q.type) && reads;
-        if (i + 1 == AM_ARITHMETICS || (takes && !am_rounds_too_much(&a->kv[f->k.type], f->head_dim)))
+        const am_kv_kernels *kv = &a->kv[f->k.type];
+        if (am_is_among(a->queries, f->q.type) && kv->reading != AM_KV_OTHER &&
+            !am_rounds_too_much(kv, f->head_dim))
             return a;
     }
+    return am_arithmetic_at(kernels, AM_ARITHMETICS - 1);
 }
 
-/* Turns keys and values into what the arithmetic multiplies; NULL if its kernels read them. */
-static am_widen_row *widen_of(const am_arithmetic *a, am_dtype type)
+/* Whether step_unpacked reads queries that are packed. */
+static bool packs_queries(const am_kv_kernels *kv, const am_attn *f)
 {
-    if (a->kv[type].pack_keys) return NULL;
-    return a->widen[type] ? a->widen[type] : am_kv_format_of(type)->widen;
+    const bool narrow = f->q.type == AM_FLOAT16 || f->q.type == AM_BFLOAT16;
+    return kv->queries == AM_QUERY_PACKED ||
+           (kv->queries == AM_QUERY_ROUNDED && narrow && !am_rounds_too_much(kv, f->head_dim));
 }
 
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 {
     const am_kernels *k = context->kernels;
     const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
-    am_widen_row *widen = widen_of(arithmetic, attn->k.type);
+    const am_dtype type = attn->k.type;
+    const am_kv_reading reading = arithmetic->kv[type].reading;
+    const am_kv_kernels *kv = &arithmetic->kv[reading == AM_KV_READ ? type : arithmetic->factors];
     const am_terms_found terms = am_find_terms(attn);
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
         .arithmetic = arithmetic,
-        .kv = &arithmetic->kv[widen ? arithmetic->factors : attn->k.type],
-        .widen = widen,
+        .kv = kv,
+        .widens = reading != AM_KV_READ,
+        .widen = reading == AM_KV_WIDENED ? arithmetic->widen[type] : am_kv_format_of(type)->widen,
+        .packs_queries = packs_queries(kv, attn),
         .type = arithmetic->type,
         .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,

@@ -27,7 +27,9 @@ typedef struct {
     const am_kernels *all_kernels;
     const am_arithmetic *arithmetic;
     const am_kv_kernels *kv; /* of keys and values as they lie in memory, or as they are widened */
-    am_widen_row *widen; /* makes keys and values what the arithmetic multiplies; NULL: kernels read them */
+    bool widens;         /* keys and values become what the arithmetic multiplies before kernels read them, */
+    am_widen_row *widen; /* by this */
+    bool packs_queries;  /* for unpacked keys */
     am_dtype type;       /* of sums */
     ptrdiff_t size;      /* of their elements */
     ptrdiff_t heads_per_kv; /* query heads that share a key head */
@@ -86,7 +88,7 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
 /* The type of unpacked keys and values as kernels read them. */
 static inline am_dtype am_kv_row_type(const am_attn_base *base)
 {
-    return base->widen ? base->arithmetic->factors : base->attn->k.type;
+    return base->widens ? base->arithmetic->factors : base->attn->k.type;
 }
 
 /* The numbers of a lane of these: those of eight bits become lanes of two as they are packed. */
@@ -155,16 +157,7 @@ static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
  * and from 2^16 channels on they are fewer than those of bfloat16. */
 static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t head_dim)
 {
-    return kv->rounds_queries && head_dim >= 1 << 16;
-}
-
-/* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
-static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
-{
-    const am_kv_kernels *kv = base->kv;
-    const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
-    return !kv->rounds_queries || (narrow && !am_rounds_too_much(kv, base->attn->head_dim)) ? kv->pack_queries
-                                                                                            : NULL;
+    return kv->queries == AM_QUERY_ROUNDED && head_dim >= 1 << 16;
 }
 
 /* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */

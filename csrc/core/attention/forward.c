@@ -52,7 +52,7 @@ typedef struct {
 /* Whether a section reads numbers of packed queries, and not lanes. */
 static bool packs_queries(const forward *f, const am_scheduled *g)
 {
-    return g->shape.strategy == AM_UNPACKED && am_query_packer(&f->base);
+    return g->shape.strategy == AM_UNPACKED && f->base.packs_queries;
 }
 
 /* The lanes of a row of queries before they are packed. */
@@ -64,7 +64,7 @@ static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
 /* The bytes of a row of queries that it packs. */
 static ptrdiff_t packed_query_bytes(const am_attn_base *base)
 {
-    return am_query_packer(base) ? am_packed_query_lanes(base->attn->head_dim) * (ptrdiff_t)sizeof(float) : 0;
+    return base->packs_queries ? am_packed_query_lanes(base->attn->head_dim) * (ptrdiff_t)sizeof(float) : 0;
 }
 
 /* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
@@ -202,7 +202,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
                           head_dim);
     if (packs) {
-        am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
+        base->kv->pack_queries(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
     } else if (it->q_packed) {
         const am_rows rows = {.data = it->rows.q, .step = it->rows.q_step * base->size};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);

@@ -73,7 +73,8 @@ enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
 static am_kernels ladder[LEVELS], plain;
 static int built; /* the highest of them that this build has */
 
-/* Puts what a topic has in the table of a level. What it lacks is 0, of which other topics have the rest. */
+/* Puts what a topic has in the table of a level. What it lacks is 0, of which other topics have the rest; of
+ * numbers that share a word, a topic has all. */
 static void add_topic(am_kernels *to, const am_kernels *topic)
 {
     uintptr_t words[sizeof *to / sizeof(uintptr_t)], more[sizeof words / sizeof *words];
@@ -143,14 +144,15 @@ static void join_levels(void)
     ADD(kv_bf16x2, avx512bf16)
     ADD(linear_bf16x2, avx512bf16)
     ADD(kv_f8x2, avx512bf16)
-    to->flash_bf16x2.keys |= 1 << AM_INT8 | 1 << AM_FLOAT8_E4M3;
 #endif
 #ifdef AM_HAVE_AMX
     to = begin_level(AMX, "amx");
+    to->flash_amx = to->flash_bf16x2; /* what is not of products alone */
     /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
-    to->flash_bf16x2.kv[AM_INT8] = to->flash_bf16x2.kv[AM_FLOAT8_E4M3] = (am_kv_kernels){0};
+    to->flash_amx.kv[AM_INT8] = to->flash_amx.kv[AM_FLOAT8_E4M3] = (am_kv_kernels){0};
+    to->flash_bf16x2 = (am_arithmetic){0};
     to->linear_bf16x2 = NULL;
-    ADD(tiles, amx)
+    ADD(flash_amx, amx)
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 && !is_intel();

@@ -1,5 +1,5 @@
 /* amx.h – attention in bfloat16, forward and backward, by the tile registers of AMX, which the
- * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and are laid
+ * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2.h, and are laid
  * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3, two by two, accumulate; 4 and 5 hold
  * a, 6 and 7 hold b. */
 
@@ -248,5 +248,5 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const 
 /* The number of chunks in all its products. */
 static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
 {
-    return strips * ((3 * block->head_dim + 2 * block->value_dim) / AMX_TILE_LANES + 1);
+    return strips * ((3 * block->q.dim + 2 * block->d_out.dim) / AMX_TILE_LANES + 1);
 }

@@ -95,13 +95,13 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const 
 static void STEP(backward)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    const ptrdiff_t rows = block->rows, step = block->step, value_step = block->value_step,
-                    head_dim = block->head_dim, value_dim = block->value_dim;
+    const am_backward_operand *q = &block->q, *d_out = &block->d_out;
+    const ptrdiff_t rows = block->rows;
     ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    const FN(backward_product) s = {block->q, tile->k_columns, p, rows, step, head_dim, NULL},
-                               dp = {block->d_out, tile->v_columns, ds, rows, value_step, value_dim, NULL};
+    const FN(backward_product) s = {q->lanes, tile->k_columns, p, rows, q->step, q->dim, NULL},
+                               dp = {d_out->lanes, tile->v_columns, ds, rows, d_out->step, d_out->dim, NULL};
     STEP(logits_of)(strips, count, &s, &queue);
     STEP(logits_of)(strips, count, &dp, &queue);
     for (const FN(strip) *i = strips; i < strips + count; i++) {
@@ -117,10 +117,9 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     FN(strip) transposed_strips[AM_FLASH_TILE];
     ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
     const FN(backward_product)
-        dv =
-            {p, block->d_out_rows, tile->d_v, rows, value_step, value_dim, block->d_out_finite ? NULL : live},
-        dk = {ds, block->q_rows, tile->d_k, rows, step, head_dim, block->q_finite ? NULL : live},
-        dq = {ds, tile->k, block->d_q, rows, step, head_dim, tile->k_finite ? NULL : tile->live};
+        dv = {p, d_out->packed, tile->d_v, rows, d_out->step, d_out->dim, d_out->finite ? NULL : live},
+        dk = {ds, q->packed, tile->d_k, rows, q->step, q->dim, q->finite ? NULL : live},
+        dq = {ds, tile->k, block->d_q, rows, q->step, q->dim, tile->k_finite ? NULL : tile->live};
     STEP(add_transposed)(transposed_strips, transposed_count, &dv, p, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
     for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
@@ -137,7 +136,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
     const FN(backward_product)
-        product = {block->q, tile->k_columns, logits, block->rows, block->step, block->head_dim, NULL};
+        product = {block->q.lanes, tile->k_columns, logits, block->rows, block->q.step, block->q.dim, NULL};
     STEP(logits_of)(strips, count, &product, &none);
 #ifdef AMX_PRODUCTS
     amx_end();

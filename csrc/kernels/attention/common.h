@@ -156,6 +156,9 @@ static inline vd tanh_tail_f64(vd z)
 }
 
 #define KV_KERNELS(type)                                                                                     \
-    {.pack_keys = pack_keys_##type, .pack_values = pack_values_##type, .step_unpacked = step_unpacked_##type}
+    {.reading = AM_KV_READ,                                                                                  \
+     .pack_keys = pack_keys_##type,                                                                          \
+     .pack_values = pack_values_##type,                                                                      \
+     .step_unpacked = step_unpacked_##type}
 
 #endif

@@ -27,7 +27,6 @@ const am_kernels TABLE(flash_bf16x2) = {
             .width = 2,
             .panel = PANEL_f32,
             .queries = 1 << AM_BFLOAT16,
-            .keys = 1 << AM_BFLOAT16,
             .scaling = AM_SCALE_PRODUCTS,
             .step = flash_step_bf16x2,
             .backward = backward_bf16x2,

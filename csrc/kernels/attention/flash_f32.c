@@ -48,7 +48,6 @@ const am_kernels TABLE(flash_f32) = {
             .width = 1,
             .panel = PANEL_f32,
             .queries = 1 << AM_FLOAT16 | 1 << AM_BFLOAT16 | 1 << AM_FLOAT32,
-            .keys = 1 << AM_FLOAT16 | 1 << AM_BFLOAT16 | 1 << AM_FLOAT32 | 1 << AM_INT8 | 1 << AM_FLOAT8_E4M3,
             .scaling = AM_SCALE_NUMBERS,
             .step = flash_step_f32,
             .merge = merge_f32,

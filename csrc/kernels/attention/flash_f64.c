@@ -46,7 +46,6 @@ const am_kernels TABLE(flash_f64) = {
             .width = 1,
             .panel = PANEL_f64,
             .queries = 1 << AM_FLOAT64,
-            .keys = 1 << AM_FLOAT64,
             .scaling = AM_SCALE_NUMBERS,
             .step = flash_step_f64,
             .merge = merge_f64,

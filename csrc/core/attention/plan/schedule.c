@@ -56,7 +56,7 @@ static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
     const ptrdiff_t width = am_width(base), panel = base->arithmetic->panel, count = base->attn->value_dim;
-    if (v->token <= 0 || base->widen || !am_is_plain(v, count, width)) return false;
+    if (v->token <= 0 || base->widens || !am_is_plain(v, count, width)) return false;
     if (width > 1) return am_kv_width(base) == width && count % panel == 0;
     return count % (panel / 2) == 0 && v->type == base->type;
 }
@@ -81,7 +81,7 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .width = am_width(base),
         .packed_alone = base->arithmetic->packed_alone,
         .products_alone = !(base->terms.dropout || base->terms.cap || am_adds_to_products(&base->terms)),
-        .packs_rounded = base->kv->rounds_queries && am_query_packer(base),
+        .packs_rounded = base->packs_queries && base->kv->queries == AM_QUERY_ROUNDED,
         .queries_readable = can_read_queries(base),
         .values_readable = can_read_values(base),
     };

@@ -216,7 +216,7 @@ static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
 {
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
-    return !w->kv->base->widen && am_is_plain(t, count, width);
+    return !w->kv->base->widens && am_is_plain(t, count, width);
 }
 
 /* Goes from run to run of keys or values and of the scales of their groups, if there are any. */
@@ -281,7 +281,7 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
                          bool direct, bool in_pages, char *copy)
 {
     const am_attn *f = w->kv->base->attn;
-    if (w->kv->base->widen) return widen_rows(w, at, which, copy);
+    if (w->kv->base->widens) return widen_rows(w, at, which, copy);
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
     am_range keys = w->keys;
@@ -559,7 +559,7 @@ void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t 
                          am_flash_tile *tile)
 {
     const am_attn *f = w->kv->base->attn;
-    if (w->kv->base->widen) return; /* prefetches them itself */
+    if (w->kv->base->widens) return; /* prefetches them itself */
     const am_range keys = am_range_at(&w->kv->sections->tiles, index);
     ptrdiff_t run;
     if (!f->pages.table || !find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {

@@ -2,7 +2,11 @@
 #include "kernels/attention/formats/kv_bf16.h"
 
 #ifdef V_LINES
-#    define KERNELS {pack_queries_bf16, pack_keys_bf16, pack_values_bf16, step_unpacked_bf16, false, false}
+#    define KERNELS                                                                                          \
+        {                                                                                                    \
+            AM_KV_READ,     AM_QUERY_PACKED,  pack_queries_bf16,                                             \
+            pack_keys_bf16, pack_values_bf16, step_unpacked_bf16,                                            \
+            false}
 #else
 #    define KERNELS KV_KERNELS(bf16)
 #endif

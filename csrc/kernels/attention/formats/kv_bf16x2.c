@@ -141,6 +141,7 @@ static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile 
 #include "kernels/attention/formats/unpacked_tpl.h"
 
 const am_kernels TABLE(kv_bf16x2) = {
-    .flash_bf16x2.kv[AM_BFLOAT16] = {.pack_values = pack_values_bf16x2,
+    .flash_bf16x2.kv[AM_BFLOAT16] = {.reading = AM_KV_READ,
+                                     .pack_values = pack_values_bf16x2,
                                      .step_unpacked = step_unpacked_bf16x2},
 };

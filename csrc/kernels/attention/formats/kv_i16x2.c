@@ -11,8 +11,9 @@ void SHARED(add_tile_i8)(const am_flash_rows *block, const am_flash_tile *tile, 
 const am_kernels TABLE(kv_i16x2) = {
     .flash_f32.kv[AM_INT8] =
         {
+            .reading = AM_KV_READ,
+            .queries = AM_QUERY_ROUNDED,
             .pack_queries = pack_queries_i16x2,
             .step_unpacked = step_i16x2,
-            .rounds_queries = true,
         },
 };

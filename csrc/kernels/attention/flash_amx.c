@@ -1,4 +1,4 @@
-/* tiles.c – attention in bfloat16 for x86-64 processors with AMX tiles (Sapphire Rapids). */
+/* flash_amx.c – attention in bfloat16 for x86-64 processors with AMX tiles (Sapphire Rapids). */
 #define V_AMX
 #include "kernels/attention/flash_bf16x2.h"
 #include "kernels/attention/backward_tpl.h"
@@ -11,12 +11,11 @@
 #define HEIGHT AMX_ROWS
 #include "kernels/attention/backward_step_tpl.h"
 
-const am_kernels TABLE(tiles) = {
-    .flash_bf16x2 =
+const am_kernels TABLE(flash_amx) = {
+    .flash_amx =
         {
             .name = "amx",
             .queries = 1 << AM_BFLOAT16,
-            .keys = 1 << AM_BFLOAT16,
             .scaling = AM_SCALE_PRODUCTS,
             .packed_alone = true,
             .step = flash_step_amx,
