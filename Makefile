@@ -49,8 +49,8 @@ frameworks-quick-installed:
 	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed
 
 frameworks: frameworks-installed # with the package that is built where it lies
-	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py \
-	    tests/test_mask_lengths.py tests/test_padding.py tests/test_reprs.py tests/test_shards.py
+	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/torch tests/jax tests/transformers tests/ejkernel \
+	    tests/masks/test_lengths.py tests/sequences/test_padding.py tests/common/test_reprs.py tests/sharded/test_shards.py
 
 frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 
@@ -110,7 +110,7 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 
 faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail
 	CFLAGS=-w ATTNMASK_DEBUG=1 ATTNMASK_FAULTS=1 $(call BUILD_AS,faults)
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(PYTEST) $(PYTEST_ARGS) tests/test_allocation_faults.py
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(PYTEST) $(PYTEST_ARGS) tests/runtime/test_allocation_faults.py
 
 # What a target needs beside a compiler: a command that succeeds where it is there, and what to say where it is not.
 need = @$(1) || { echo '$(2)' >&2; exit 1; }
@@ -135,11 +135,13 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults a
 TSAN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/tsan/lib LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
     OMP_TOOL_LIBRARIES="$$(dirname "$$(readlink -f "$$(command -v clang)")")/../lib/libarcher.so" \
     TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0:allocator_may_return_null=1
-TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py tests/test_fuzz.py::test_hostile_calls \
-    tests/test_promises.py::test_sixteen_callers_get_the_bits_of_one \
-    tests/test_runtime.py::test_calls_from_many_python_threads \
-    'tests/test_runtime.py::test_a_signal_ends_a_long_call[attention]' \
-    'tests/test_runtime.py::test_a_signal_ends_a_long_call[mask]' -k 'not fork and not child and not multiprocessing'
+TSAN_TESTS = tests/runtime/test_threads.py tests/runtime/test_float_mode.py \
+    tests/common/test_fuzz.py::test_hostile_calls \
+    tests/common/test_promises.py::test_sixteen_callers_get_the_bits_of_one \
+    tests/runtime/test_runtime.py::test_calls_from_many_python_threads \
+    'tests/runtime/test_runtime.py::test_a_signal_ends_a_long_call[attention]' \
+    'tests/runtime/test_runtime.py::test_a_signal_ends_a_long_call[mask]' \
+    -k 'not fork and not child and not multiprocessing'
 
 tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threads (clang, libomp)
 	$(call need,command -v clang > /dev/null,make tsan needs clang and its OpenMP: apt install clang libomp-dev)

@@ -1,4 +1,4 @@
-"""Write the .pyi files of attention from the table of arguments; tests/test_signatures.py checks them."""
+"""Write the .pyi files of attention from the table of arguments; tests/common/test_signatures.py checks them."""
 
 from inspect import Parameter
 from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "tests/_support"))
 from reference_linear import Linear
 
 CHUNK = 64

@@ -47,7 +47,7 @@ STAGES = (
             "csrc/core/attention/plan/strategy.c",
             "csrc/core/attention/plan/schedule.c",
         ),
-        (("a choice of strategy", "STRATEGIES", "tests/test_strategy.py"),),
+        (("a choice of strategy", "STRATEGIES", "tests/attention/test_strategy.py"),),
     ),
     Stage(
         "tiles",

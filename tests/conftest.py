@@ -1,4 +1,4 @@
-"""What the tests share: levels of instruction sets, memory layouts, and the profiles of hypothesis."""
+"""What the tests share: levels of instruction sets, fixtures, and the profiles of hypothesis."""
 
 import gc
 import os
@@ -7,8 +7,8 @@ from collections import Counter
 # NumPy computes what is expected, in a process for each processor: threads of its own would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np
 import pytest
+from environment import ASAN, ISA_LEVELS, SANITIZED
 from hypothesis import HealthCheck, settings
 
 import attnmask
@@ -19,29 +19,23 @@ pytest.register_assert_rewrite(
     "flash_expected", "flash_backward_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels"
 )
 
-ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
-
-# Sanitizers change times and the use of memory, so neither is tested under them.
-ASAN, TSAN = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
-SANITIZED = ASAN or TSAN
-
 # Under AddressSanitizer a test takes three times as long, so some are left out or thinned. Left out: programs in Python
 # and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the
 # tests of threads.
 NO_CALLS_OF_THEIR_OWN = (
-    "charts",
-    "demo",
-    "docs",
-    "examples",
-    "help",
-    "make",
-    "notebook",
-    "reference_flash",
-    "signatures",
-    "threads",
+    "project/test_charts.py",
+    "project/test_demo.py",
+    "project/test_docs.py",
+    "project/test_examples.py",
+    "common/test_help.py",
+    "project/test_make.py",
+    "project/test_notebook.py",
+    "attention/test_reference.py",
+    "common/test_signatures.py",
+    "runtime/test_threads.py",
 )
 if ASAN:
-    collect_ignore = [f"test_{name}.py" for name in NO_CALLS_OF_THEIR_OWN]
+    collect_ignore = list(NO_CALLS_OF_THEIR_OWN)
 
 # With ATTNMASK_TEST_LEVELS=turns, and under AddressSanitizer, each case runs at one level of instruction sets, levels
 # taking turns; but at all levels those of the kernels themselves, and those that go through all pairs of arguments.
@@ -71,8 +65,9 @@ THINNED = {
     "test_the_gradient_of_a_bias_alters_no_other",
 }
 
-# Files with attention and int8 caches besides those that are named so.
-OF_ATTENTION = ("flash", "latent", "plain")
+# Folders with attention, but for files whose tests other files make at amx, too; and files with int8 caches.
+OF_ATTENTION = ("attention", "cache")
+NOT_AT_AMX = ("test_merge.py", "test_numbers.py", "test_relative.py", "test_schedule.py")
 OF_INT8 = ("quantized", "latent", "plain")
 
 # `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
@@ -87,9 +82,6 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=3000, deadline=None, suppress_health_check=CHECKS)
 settings.load_profile("quick")
-
-LAYOUTS = ("contiguous", "fortran", "reversed", "strided", "misaligned", "swapped")
-CONSTANT = ("constant along 1", "constant along -1")
 
 
 @pytest.fixture(params=ISA_LEVELS)
@@ -111,14 +103,6 @@ def pytest_itemcollected(item) -> None:
     item.add_marker(WARNINGS, append=False)  # before what a test says of itself
 
 
-def multiplies_bf16(isa) -> bool:
-    """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
-    from kernel_table import table_of
-
-    table = table_of(isa)
-    return table.flash_bf16x2.panel > 0 or table.flash_amx.panel > 0
-
-
 def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
@@ -134,7 +118,8 @@ def may_differ_from_lower_level(item) -> bool:
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
     if params.get("isa") == "avx512bf16":
         return dtype in ("None", "bfloat16") or "slot" in params
-    of_attention = any(word in params.get("slot", item.path.name) for word in OF_ATTENTION)
+    of_attention = item.path.parent.name in OF_ATTENTION and item.path.name not in NOT_AT_AMX
+    of_attention = "flash" in params["slot"] if "slot" in params else of_attention
     return params.get("isa") != "amx" or (of_attention and dtype in ("None", "bfloat16"))
 
 
@@ -209,48 +194,3 @@ def torch():
     torch.manual_seed(0)
     torch._dynamo.reset()
     return torch
-
-
-def arrange(values, layout: str) -> np.ndarray:
-    """`values` in memory as `layout` says; a constant layout (a stride of zero) alters them."""
-    values = np.asarray(values)
-    if layout == "fortran":
-        return values.copy(order="F")
-    if layout == "reversed":
-        backwards = (slice(None, None, -1),) * values.ndim
-        return values[backwards].copy()[backwards]
-    if layout == "strided":
-        buffer = np.empty([2 * length + 2 for length in values.shape], values.dtype)
-        buffer.view(np.uint8)[...] = 0xA5
-        view = buffer[tuple(slice(1, 1 + 2 * length, 2) for length in values.shape)]
-        view[...] = values
-        return view
-    if layout == "misaligned":
-        view = np.empty(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
-        view[...] = values
-        return view
-    if layout == "swapped" and values.dtype.kind != "V":  # NumPy has no byte-swapped bfloat16
-        return values.astype(values.dtype.newbyteorder("S"))
-    if layout == "constant along 1":
-        return np.broadcast_to(values[:, :1], values.shape)
-    if layout == "constant along -1":
-        return np.broadcast_to(values[..., :1], values.shape)
-    return values.copy()
-
-
-def assert_same(got, expected, case) -> None:
-    """Equal in type, dtype, shape and every value; and a new C-contiguous array, as all results are."""
-    assert type(got) is np.ndarray, case
-    assert got.dtype == expected.dtype, (got.dtype, expected.dtype, case)
-    assert got.shape == expected.shape, (got.shape, expected.shape, case)
-    assert got.flags.c_contiguous, (got.strides, case)
-    assert got.flags.writeable, case
-    np.testing.assert_array_equal(got, expected, err_msg=repr(case))
-
-
-def outcome(function, *args, **kwargs):
-    """The result of a call, or the type of the arithmetic error that it raised."""
-    try:
-        return function(*args, **kwargs)
-    except OverflowError:
-        return OverflowError

@@ -1,6 +1,6 @@
 /* dlpack.h – what is needed of DLPack (github.com/dmlc/dlpack), version 1.3 and later ones of that layout:
  * tensors of other libraries, and the table of functions that such a library gives for them.
- * tests/test_torch_plain.py compares sizes and offsets with the header that PyTorch brings. */
+ * tests/torch/test_plain.py compares sizes and offsets with the header that PyTorch brings. */
 #ifndef AM_BIND_DLPACK_DLPACK_H
 #define AM_BIND_DLPACK_DLPACK_H
 

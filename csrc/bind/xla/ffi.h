@@ -1,5 +1,5 @@
 /* ffi.h – what handlers need of XLA's foreign function interface, whose binary layout is stable: version
- * 0.1. tests/test_jax_ffi.py compares sizes, offsets and values with jaxlib's own header. */
+ * 0.1. tests/jax/test_ffi.py compares sizes, offsets and values with jaxlib's own header. */
 #ifndef AM_BIND_XLA_FFI_H
 #define AM_BIND_XLA_FFI_H
 

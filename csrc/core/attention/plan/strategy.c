@@ -1,4 +1,4 @@
-/* strategy.c – chooses how a section is computed. tests/test_strategy.py has a line for each decision. */
+/* strategy.c – chooses how a section is computed. tests/attention/test_strategy.py has a line for each decision. */
 #include "core/attention/plan/strategy.h"
 
 #include <math.h>

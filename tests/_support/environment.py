@@ -1,0 +1,63 @@
+"""Where the tests run: the processor, sanitizers, other processes, signals."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnmask
+
+ROOT = Path(__file__).parents[2]
+
+
+ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
+# Sanitizers change times and the use of memory, so neither is tested under them.
+ASAN, TSAN = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
+SANITIZED = ASAN or TSAN
+
+
+def multiplies_bf16(isa) -> bool:
+    """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
+    from kernel_table import table_of
+
+    table = table_of(isa)
+    return table.flash_bf16x2.panel > 0 or table.flash_amx.panel > 0
+
+
+CONFIG = attnmask.show_config(mode="dict")
+with_threads = pytest.mark.skipif(CONFIG["openmp"] is None, reason="built without OpenMP: one thread")
+without_sanitizer = pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own time and memory")
+
+
+def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `code` in a new interpreter, and ends all of its children."""
+    own = ("ATTNMASK_ISA", "ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    command = [sys.executable, *flags, "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=kept | environment, start_new_session=True, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {timeout} s:\n{code}")
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+class Alarm(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def alarm(handler, *seconds: float):
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, *seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

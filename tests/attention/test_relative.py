@@ -1,0 +1,277 @@
+"""ALiBi and relative biases: terms of the logits that follow from the distance of a pair."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flash_backward_expected import expected as expected_gradients
+from flash_cases import FLOATS, laid_out, worst
+from flash_expected import expected as expected_results
+from reference_terms import dense_terms, distances, table_gradient
+
+import attnmask
+from attnmask import MaskInfo
+
+SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length and least distance
+    (1, 1, 100, 4, 4, 64, 50, -60),
+    (2, 1, 700, 8, 2, 64, 3000, -2999),
+    (1, 7, 300, 4, 1, 33, 10, -3),
+    (3, 64, 64, 2, 2, 16, 127, -63),
+    (1, 100, 257, 2, 1, 64, 1500, -400),
+    (2, 130, 130, 2, 1, 65, 9, -4),
+    (1, 40, 300, 4, 4, 128, 1, 0),
+    (1, 70, 70, 6, 2, 40, 5, -600),
+    (1, 0, 5, 2, 1, 8, 3, -1),
+    (1, 5, 0, 2, 1, 8, 3, -1),
+)
+TERMS = ("alibi", "alibi of rows", "table", "both", "both and a bias")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_terms_by_distance(isa, dtype, terms, shape):
+    """Beside the same terms as a dense bias in float64, forward and backward."""
+    batch, queries, keys, heads, kv_heads, depth, length, low = shape
+    rng = np.random.default_rng(abs(hash(shape)) % 1000)
+    q, k, v, dout = (
+        laid_out(rng.standard_normal(size).astype(dtype), layout)
+        for size, layout in (
+            ((batch, queries, heads, depth), "heads first"),
+            ((batch, keys, kv_heads, depth), "sliced"),
+            ((batch, keys, kv_heads, depth), "contiguous"),
+            ((batch, queries, heads, depth), "contiguous"),
+        )
+    )
+    offsets = rng.integers(-5, 6, batch)
+    slopes = table = bias = None
+    if "alibi" in terms or "both" in terms:
+        slopes = rng.random((batch if "rows" in terms else 1, heads)).astype(np.float32)
+    if "table" in terms or "both" in terms:
+        table = rng.standard_normal((heads, length)).astype(dtype)
+    if "bias" in terms:
+        bias = rng.standard_normal(keys).astype(dtype)
+    distance = distances(queries, keys, offsets)
+    wide_table = None if table is None else table.astype(np.float64)
+    dense = dense_terms(distance, slopes, wide_table, low if table is not None else 0)
+    if bias is not None:
+        dense = dense + bias.astype(np.float64)
+    given = {
+        "causal": "both" in terms,
+        "causal_offset": offsets,
+        "sliding_window": (90, 40),
+        "logits_soft_cap": 7.0 if "rows" in terms else None,
+    }
+    (out, lse), vjp = attnmask.flash_attention_vjp(
+        q, k, v, None, bias,
+        alibi_slopes=slopes, relative_bias=table, relative_low=low if table is not None else 0,
+        return_lse=True, grad_relative_bias=table is not None, **given,
+    )  # fmt: skip
+    arguments = {"query": q, "key": k, "value": v, "bias": dense, **given}
+    expected_results(arguments).check(out, lse)
+    grads, right = vjp(dout), expected_gradients(arguments, dout)
+    right.check(grads._replace(relative_bias=None))
+    if table is None:
+        assert grads.relative_bias is None
+        return
+    exact, sizes = (
+        table_gradient(each.bias, distance, table.shape, low) for each in (right.exact, right.sizes)
+    )
+    assert grads.relative_bias.dtype == dtype
+    assert grads.relative_bias.shape == table.shape
+    assert worst(grads.relative_bias, exact, sizes, dtype) <= right.errors.bias + ml_dtypes.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("offset", [0, 150, 1000, -500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_around_the_nearest_key(each_isa, causal, offset):
+    """Wherever that is: before, among or behind the keys; far keys whose weights vanish, and slopes below 0."""
+    rng = np.random.default_rng(8)
+    q, k, v, dout = (rng.standard_normal((1, n, 4, 8), np.float32) for n in (70, 330, 330, 70))
+    slopes = np.array([3, 0.4, 1e-3, -0.1])
+    given = {"causal": causal, "causal_offset": offset}
+    dense = dense_terms(distances(70, 330, [offset]), slopes)
+    arguments = {"query": q, "key": k, "value": v, "bias": dense, **given}
+    right, right_gradients = expected_results(arguments), expected_gradients(arguments, dout)
+    for _ in each_isa():
+        results, vjp = attnmask.flash_attention_vjp(q, k, v, alibi_slopes=slopes, return_lse=True, **given)
+        right.check(*results)
+        right_gradients.check(vjp(dout))
+
+
+@pytest.mark.parametrize("offset", [0, "bottom-right", "of sequences"])
+def test_packed_sequences_count_from_their_own_starts(isa, offset):
+    """Each has the bits that it has alone; with a row of slopes a sequence, too."""
+    rng = np.random.default_rng(2)
+    q_lens, k_lens = (3, 70, 0, 16, 130, 5), (5, 70, 4, 40, 200, 0)
+    q_starts, k_starts = np.cumsum([0, *q_lens]), np.cumsum([0, *k_lens])
+    q, k, v = (rng.standard_normal((n, 4, 16), np.float32) for n in (sum(q_lens), *[sum(k_lens)] * 2))
+    slopes, table = rng.random((6, 4)), rng.standard_normal((4, 90))
+    offsets = np.arange(6) if offset == "of sequences" else offset
+    given = {"causal": True, "relative_bias": table, "relative_low": -50}
+    packed = attnmask.flash_attention(
+        q, k, v, cum_seqlens_q=q_starts, cum_seqlens_k=k_starts,
+        alibi_slopes=slopes, causal_offset=offsets, **given,
+    )  # fmt: skip
+    for i in range(6):
+        (q0, q1), (k0, k1) = q_starts[i : i + 2], k_starts[i : i + 2]
+        alone = attnmask.flash_attention(
+            q[None, q0:q1], k[None, k0:k1], v[None, k0:k1],
+            alibi_slopes=slopes[i], causal_offset=i if offset == "of sequences" else offset, **given,
+        )  # fmt: skip
+        assert alone[0].tobytes() == packed[q0:q1].tobytes(), i
+
+
+def test_segments_in_a_mask_keep_the_positions_of_the_row(isa):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((1, 90, 2, 16), np.float32)
+    info = MaskInfo.from_cu_seqlens([0, 7, 60, 90], packed=True).apply_causal()
+    slopes = np.array([0.5, 0.03])
+    dense = dense_terms(distances(90, 90, [0]), slopes).astype(np.float32)
+    got = attnmask.flash_attention(x, x, x, info, alibi_slopes=slopes)
+    right = attnmask.flash_attention(x, x, x, info, bias=dense)
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+
+
+def test_an_infinite_entry_makes_its_pairs_dead(isa):
+    """As in a bias: a NaN there has no influence, and a row without another pair is zero."""
+    rng = np.random.default_rng(4)
+    q, k, v = rng.standard_normal((3, 1, 80, 2, 16), np.float32)
+    table = np.zeros((2, 5))
+    table[0, :] = -np.inf
+    table[1, 2:] = -np.inf  # keys from the query's own on
+    v[0, -1] = np.nan
+    out, lse = attnmask.flash_attention(q, k, v, relative_bias=table, relative_low=-2, return_lse=True)
+    assert (out[0, :, 0] == 0).all()
+    assert np.isneginf(lse[0, 0]).all()
+    assert np.isfinite(out).all()
+    expected = attnmask.flash_attention(q, k, v, causal=True, causal_offset=-1)
+    np.testing.assert_allclose(out[0, :, 1], expected[0, :, 1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_the_table_has_the_same_bits_for_any_number_of_threads(isa, set_threads):
+    rng = np.random.default_rng(5)
+    q, k, v, dout = rng.standard_normal((4, 3, 300, 4, 16), np.float32)
+    table, found = rng.standard_normal((4, 64), np.float32), set()
+    for threads in (1, 2, 3, 5):
+        set_threads(threads)
+        _, vjp = attnmask.flash_attention_vjp(
+            q, k[:, :, :2], v[:, :, :2], causal=True, relative_bias=table, relative_low=-63,
+            grad_relative_bias=True,
+        )  # fmt: skip
+        found.add(b"".join(x.tobytes() for x in vjp(dout) if x is not None))
+    assert len(found) == 1
+
+
+def test_the_gradient_of_the_table_by_finite_differences():
+    rng = np.random.default_rng(6)
+    q, k, v, dout = rng.standard_normal((4, 2, 20, 2, 8))
+    table = rng.standard_normal((2, 7))
+
+    def loss(values):
+        return (attnmask.flash_attention(q, k, v, relative_bias=values, relative_low=-3) * dout).sum()
+
+    _, vjp = attnmask.flash_attention_vjp(
+        q, k, v, relative_bias=table, relative_low=-3, grad_relative_bias=True
+    )
+    grad, step = vjp(dout).relative_bias, 1e-6
+    for place in np.ndindex(table.shape):
+        change = np.zeros_like(table)
+        change[place] = step
+        numeric = (loss(table + change) - loss(table - change)) / (2 * step)
+        assert abs(numeric - grad[place]) < 1e-6, place
+
+
+X = np.zeros((1, 4, 2, 8), np.float32)
+BAD = (
+    ({"alibi_slopes": np.zeros(3)}, ValueError, r"alibi_slopes must be \[H\] or \[B, H\] with H = 2"),
+    ({"alibi_slopes": np.zeros((3, 2))}, ValueError, "alibi_slopes must be"),
+    ({"alibi_slopes": [0.5, np.nan]}, ValueError, "alibi_slopes must be finite, got nan"),
+    ({"alibi_slopes": [np.inf, 1.0]}, ValueError, "alibi_slopes must be finite, got inf"),
+    ({"alibi_slopes": [True, False]}, TypeError, "alibi_slopes must be real numbers"),
+    ({"alibi_slopes": "steep"}, TypeError, "alibi_slopes must be"),
+    ({"relative_bias": np.zeros(5)}, ValueError, r"relative_bias must be \[H, L\]"),
+    ({"relative_bias": np.zeros((3, 5))}, ValueError, r"relative_bias must be \[H, L\]"),
+    ({"relative_bias": np.zeros((2, 0))}, ValueError, "relative_bias must be"),
+    ({"relative_bias": np.zeros((2, 5), int)}, TypeError, "relative_bias must be float16"),
+    ({"relative_low": 3}, ValueError, "relative_low must be 0 without relative_bias, got 3"),
+    ({"relative_bias": np.zeros((2, 5)), "relative_low": 1.5}, TypeError, "relative_low must be an integer"),
+    ({"relative_bias": np.zeros((2, 5)), "relative_low": 2**60}, ValueError, "relative_low must be from"),
+)
+
+
+@pytest.mark.parametrize(("given", "error", "words"), BAD)
+def test_bad_terms(given, error, words):
+    with pytest.raises(error, match=words):
+        attnmask.flash_attention(X, X, X, **given)
+    with pytest.raises(error, match=words):
+        attnmask.flash_attention_vjp(X, X, X, **given)
+
+
+def test_a_gradient_needs_its_argument():
+    with pytest.raises(ValueError, match="grad_relative_bias must be False without relative_bias"):
+        attnmask.flash_attention_vjp(X, X, X, grad_relative_bias=True)
+
+
+# T5
+
+
+def t5_bucket(distance: int, count: int, bidirectional: bool, max_distance: int) -> int:
+    """One by one, as T5 defines them, in exact arithmetic where logarithms are whole numbers."""
+    first = 0
+    if bidirectional:
+        count //= 2
+        first, far = (count if distance > 0 else 0), abs(distance)
+    else:
+        far = max(-distance, 0)
+    exact = count // 2
+    if far < exact:
+        return first + far
+    shared = np.float32(np.log(np.float32(far / exact))) / np.log(max_distance / exact) * (count - exact)
+    return first + min(exact + int(np.float32(shared)), count - 1)
+
+
+@pytest.mark.parametrize(
+    ("bidirectional", "count", "max_distance"), [(True, 32, 128), (False, 32, 128), (True, 8, 20)]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (300, 300), (5, 200), (0, 3)])
+def test_t5_relative_bias(bidirectional, count, max_distance, queries, keys):
+    table = np.random.default_rng(7).standard_normal((count, 3)).astype(np.float32)
+    bias, low = attnmask.t5_relative_bias(
+        table, queries, keys, bidirectional=bidirectional, max_distance=max_distance
+    )
+    assert bias.dtype == table.dtype
+    got = dense_terms(distances(queries, keys, [0]), table=bias.astype(np.float64), low=low)[0]
+    for query in range(queries):
+        for key in range(keys):
+            bucket = t5_bucket(key - query, count, bidirectional, max_distance)
+            assert (got[:, query, key] == table[bucket]).all(), (query, key)
+
+
+def test_t5_relative_bias_vjp():
+    """The pullback is the transpose: <d, B(t)> = <Bᵀ(d), t>."""
+    rng = np.random.default_rng(8)
+    table = rng.standard_normal((32, 2))
+    (bias, low), vjp = attnmask.t5_relative_bias_vjp(table, 150, 90)
+    assert (bias == attnmask.t5_relative_bias(table, 150, 90)[0]).all()
+    assert low == -128
+    dbias = rng.standard_normal(bias.shape)
+    assert np.isclose((dbias * bias).sum(), (vjp(dbias) * table).sum())
+    with pytest.raises(ValueError, match="dbias must be of shape"):
+        vjp(dbias[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((np.zeros(8), 3, 3), TypeError, "table must be"),
+        ((np.zeros((8, 2), int), 3, 3), TypeError, "table must be"),
+        ((np.zeros((3, 2)), 3, 3), ValueError, "at least 4 buckets"),
+        ((np.zeros((8, 2)), -1, 3), ValueError, "q_len must be at least 0"),
+        ((np.zeros((8, 2)), 3, 1.5), TypeError, "kv_len must be an integer"),
+    ],
+)
+def test_bad_t5_tables(arguments, error, words):
+    with pytest.raises(error, match=words):
+        attnmask.t5_relative_bias(*arguments)
+    with pytest.raises(ValueError, match="max_distance must be at least 3"):
+        attnmask.t5_relative_bias(np.zeros((8, 2)), 3, 3, max_distance=2)

@@ -1,0 +1,328 @@
+"""How attention forward is divided: the strategy of each shape, and what the division may depend on."""
+
+import runpy
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from environment import ROOT
+
+from attnmask import MaskInfo
+from attnmask._attention.backward import _schedule as _backward_schedule
+from attnmask._attention.forward import _schedule
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+BENCHMARK = ROOT / "benchmarks" / "bench_schedule.py"
+
+
+def schedule(
+    queries, keys, heads=(4, 4), depth=64, *, batch=1, dtype=np.float32, threads=2, **options: Any
+) -> dict[str, Any]:
+    """The schedule for these numbers of queries and keys; or for packed sequences of these lengths."""
+    return _schedule(threads, **arguments(queries, keys, heads, depth, batch, dtype), **options)
+
+
+def arguments(queries, keys, heads=(4, 4), depth=64, batch=1, dtype=np.float32) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if isinstance(queries, list):
+        given["cum_seqlens_q"], given["cum_seqlens_k"] = np.cumsum([0, *queries]), np.cumsum([0, *keys])
+        queries, keys = sum(queries), sum(keys)
+    k = np.zeros((batch, keys, heads[1], depth), dtype)
+    return given | {"query": np.zeros((batch, queries, heads[0], depth), dtype), "key": k, "value": k}
+
+
+def strategies(found: dict[str, Any]) -> set[str]:
+    return {section["strategy"] for section in found["sections"]}
+
+
+# Queries, keys, heads: on both sides of each boundary between two strategies.
+TABLE = [
+    # Few rows are unpacked, also if they belong to several heads that share keys.
+    ((1, 1000, (4, 4)), "unpacked"),
+    ((16, 1000, (4, 4)), "unpacked"),
+    ((17, 1000, (4, 4)), "private"),
+    ((1, 1000, (16, 1)), "unpacked"),
+    ((4, 1000, (16, 4)), "unpacked"),
+    ((5, 1000, (16, 4)), "private"),
+    ((17, 64, (4, 4)), "private"),
+    ((64, 1000, (4, 4)), "private"),
+    ((32, 1000, (8, 4)), "private"),
+    # One group of heads has more rows than a block.
+    ((33, 1000, (8, 4)), "lockstep"),
+    ((64, 1000, (8, 1)), "lockstep"),
+    # There are more queries than a block has rows.
+    ((65, 1000, (4, 4)), "shared packing"),
+    ((1000, 1000, (8, 4)), "shared packing"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy"), TABLE, ids=str)
+def test_strategies(isa, shape, strategy):
+    """The soft cap rules out transposed tiles."""
+    assert strategies(schedule(*shape, logits_soft_cap=9.0)) == {strategy}
+
+
+LONG_VECTORS = [
+    # The rows of a block fill one vector of 16 lanes, or two.
+    ((32, 1000, (4, 4)), np.float32, "transposed"),
+    ((28, 1000, (4, 4)), np.float32, "transposed"),
+    ((27, 1000, (4, 4)), np.float32, "private"),
+    ((16, 1000, (4, 4)), np.float32, "transposed"),
+    ((14, 1000, (4, 4)), np.float32, "transposed"),
+    ((13, 1000, (4, 4)), np.float32, "unpacked"),
+    ((56, 1000, (4, 4)), np.float32, "transposed"),
+    ((55, 1000, (4, 4)), np.float32, "private"),
+    # Keys have more than two tiles.
+    ((32, 129, (4, 4)), np.float32, "transposed"),
+    ((32, 128, (4, 4)), np.float32, "private"),
+    ((28, 1000, (4, 4)), np.float16, "transposed"),
+    # Long keys are read unpacked for more rows.
+    ((24, 1000, (4, 4), 128), np.float32, "unpacked"),
+    ((25, 1000, (4, 4), 128), np.float32, "private"),
+    ((17, 1000, (4, 4), 112), np.float32, "private"),
+    ((24, 1000, (4, 4), 128), np.float16, "unpacked"),
+    ((25, 1000, (4, 4), 128), np.float16, "private"),
+    ((17, 1000, (4, 4), 96), np.float16, "private"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "strategy"), LONG_VECTORS, ids=str)
+def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
+    if isa in ("baseline", "avx2"):
+        pytest.skip("has short vectors")
+    assert strategies(schedule(*shape, dtype=dtype)) == {strategy}
+    assert strategies(schedule(*shape, dtype=dtype, logits_soft_cap=9.0)) != {"transposed"}
+
+
+@pytest.mark.parametrize(("depth", "most"), [(32, 12), (64, 16), (80, 12), (96, 16)])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
+def test_keys_that_are_widened_for_every_few_rows(isa, dtype, depth, most):
+    """Short keys, and those that are no whole vectors, are packed for fewer rows."""
+    most = 12 if isa == "baseline" or (isa == "amx" and dtype == BF16) else most
+    for rows in (1, 12, 13, 16, 17):
+        expected = "unpacked" if rows <= most else "private"
+        assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=dtype)) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "heads", "strategy"),
+    [
+        (8192, 255, (16, 16), "local packing"),
+        (8192, 447, (16, 16), "local packing"),
+        (8192, 575, (16, 16), "shared packing"),  # a block sees more tiles than a task keeps
+        (8192, 255, (16, 4), "shared packing"),  # heads share keys
+        (1024, 255, (1, 1), "shared packing"),  # there are few blocks
+    ],
+)
+def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
+    assert strategies(schedule(tokens, tokens, heads, causal=True, sliding_window=(window, 0))) == {strategy}
+
+
+def test_documents_have_a_strategy_each():
+    """Documents that share tiles come first, then the others; in both, the longest come first."""
+    lengths = [20, 1000, 1, 64, 300, 2000]
+    found = schedule(lengths, lengths)["sections"]
+    assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
+    assert [g["strategy"] for g in found[3:]] == ["private", "private", "unpacked"]
+    assert {g["strategy"] for g in found[:3]} == {"shared packing"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        # Enough splits for an item for each of 64 threads; items have at least 8 tiles.
+        ((64, 64 * 64, (1, 1)), 8),
+        ((64, 64 * 8, (1, 1)), 1),
+        ((64, 64 * 9, (1, 1)), 2),
+        # With 256 tiles of work, items may have 4 tiles.
+        ((64, 64 * 63, (4, 4)), 8),
+        ((64, 64 * 64, (4, 4)), 16),
+        ((64, 64 * 64, (16, 16)), 4),
+        ((64, 64 * 64, (64, 64)), 1),
+        ((128, 64 * 64, (4, 4)), 8),
+        # Unpacked items may have 4 tiles.
+        ((1, 64 * 4, (1, 1)), 1),
+        ((1, 64 * 5, (1, 1)), 2),
+        ((1, 64 * 512, (1, 1)), 64),
+        ((1, 64 * 512, (8, 8)), 8),
+        ((1, 64 * 512, (65, 65)), 1),
+        ((12, 64 * 5, (1, 1)), 2),
+        # Of many rows at least 8.
+        ((13, 64 * 8, (1, 1)), 1),
+        ((13, 64 * 9, (1, 1)), 2),
+    ],
+)
+def test_splits(shape, splits):
+    (section,) = schedule(*shape, logits_soft_cap=9.0)["sections"]
+    assert section["splits"] == splits
+
+
+NEIGHBOURS = [0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000]
+FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # what depends on the section alone
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.float64], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (1, 1)], ids=str)
+def test_a_section_is_computed_as_if_it_were_alone(isa, dtype, heads):
+    """Whether packing is local or shared depends on the number of blocks, but alters no sum."""
+    found = schedule(NEIGHBOURS, NEIGHBOURS, heads, dtype=dtype, causal=True)["sections"]
+    assert len(found) == len(NEIGHBOURS) - 1  # the empty sequence has no section
+    for section in found:
+        begin, end = section["queries"]
+        (alone,) = schedule(end - begin, end - begin, heads, dtype=dtype, causal=True)["sections"]
+        for one in (section, alone):
+            one["strategy"] = one["strategy"].replace("local", "shared")
+        assert {name: section[name] for name in FOLLOWS} == {name: alone[name] for name in FOLLOWS}
+
+
+SHAPES = [
+    ((1, 5000, (8, 2)), {}),
+    ((31, 1500, (4, 4)), {}),
+    ((70, 1500, (4, 2)), {"causal": True, "causal_offset": "bottom-right"}),
+    ((2048, 2048, (16, 16)), {"causal": True}),
+    ((NEIGHBOURS, NEIGHBOURS, (4, 4)), {"causal": True}),
+    ((8192, 8192, (16, 16)), {"causal": True, "sliding_window": (255, 0)}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
+def test_every_tile_is_in_one_item(shape, options):
+    """This holds for any number of threads; waves contain all tasks."""
+    work = set()
+    for threads in (1, 2, 7, 64):
+        found = schedule(*shape, threads=threads, **options)
+        sections = found["sections"]
+        rows = [0] * len(sections)
+        tiles = 0
+        for index, items in found["tasks"]:
+            for item_rows, item_tiles in items:
+                rows[index] += item_rows
+                tiles += item_rows * item_tiles
+        apart = [1 if sum(rows) == total_rows(sections, shape) else g["splits"] for g in sections]
+        for section, count, parts in zip(sections, rows, apart, strict=True):
+            assert count == (section["queries"][1] - section["queries"][0]) * shape[2][0] * parts
+        assert sum(tasks for tasks, _ in found["waves"]) == len(found["tasks"])
+        assert found["scratch"] > 0
+        work.add(tiles)
+    assert len(work) == 1
+
+
+def total_rows(sections, shape):
+    return sum(g["queries"][1] - g["queries"][0] for g in sections) * shape[2][0]
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
+def test_many_threads_are_kept_busy(shape, options):
+    """If there are 256 tiles, 64 threads get about equal work."""
+    tasks = schedule(*shape, threads=64, **options)["tasks"]
+    work = [sum(rows * tiles for rows, tiles in items) for _, items in tasks]
+    if sum(tiles for _, items in tasks for _, tiles in items) < 256:
+        pytest.skip("there is not work enough")
+    assert len(tasks) >= 56
+    assert max(work) <= max(1.25 * sum(work) / 64, 64 * 64)
+
+
+def lengths_of_caches(kind):
+    """64 lengths of 1 to 32,768."""
+    rng = np.random.default_rng(0)
+    if kind == "one is long":
+        return np.array([*[512] * 63, 32768])
+    return (
+        rng.integers(1, 32769, 64)
+        if kind == "even"
+        else np.exp(rng.uniform(0, np.log(32768), 64)).astype(int)
+    )
+
+
+@pytest.mark.parametrize("threads", [2, 8, 16, 32, 64])
+@pytest.mark.parametrize("kind", ["even", "logarithmic", "one is long"])
+def test_caches_of_unequal_lengths_keep_threads_busy(threads, kind):
+    """One query for each cache, dealt out as benchmarks/bench_schedule.py deals."""
+    if not BENCHMARK.exists():
+        pytest.skip("the tests run without the benchmarks")
+    makespan = runpy.run_path(str(BENCHMARK))["makespan"]
+    lengths = lengths_of_caches(kind)
+    mask = MaskInfo.from_segments(np.zeros((64, 1), int), np.zeros((64, 32768), int)).apply_kv_lengths(
+        lengths
+    )
+    q, k = (np.broadcast_to(np.float32(0), (64, *shape)) for shape in ((1, 32, 128), (32768, 8, 128)))
+    found = _schedule(threads, query=q, key=k, value=k, attention_mask=mask)
+    work = [sum(max(tiles, 0) for _, tiles in items) for _, items in found["tasks"]]
+    ((_, row),) = found["waves"]
+    assert sum(work) / threads >= 0.95 * makespan(work, row, threads)
+
+
+# --- Backward ---
+
+DOCUMENTS = [64, 4096, 128, 1000, 2048, 300, 77]
+WINDOW = {"causal": True, "sliding_window": (255, 0)}
+BACKWARD = [
+    *SHAPES,
+    ((2048, 2048, (16, 16)), {}),
+    ((DOCUMENTS, DOCUMENTS, (8, 8)), {"causal": True}),
+    ((1000, 1000, (2, 2), 64, 8), {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), BACKWARD, ids=str)
+def test_every_sum_of_d_q_is_in_one_task(shape, options):
+    """How many tiles it has does not depend on the number of threads. Of a section, tasks begin in the order of keys,
+    and so each waits only for one that has begun.
+    """
+    sums = set()
+    for threads in (1, 2, 7, 64, 128):
+        found = _backward_schedule(threads, **arguments(*shape), **options)
+        ends = [0] * len(found["sections"])
+        for _, task in found["tasks"]:
+            for section, begin, end in task:
+                assert begin == ends[section]
+                assert begin % found["sections"][section]["sum_tiles"] == 0
+                ends[section] = end
+        assert ends == [max([0, *(end for _, end in g["blocks"])]) for g in found["sections"]]
+        assert len(found["tasks"]) == found["row_tasks"] * (shape[4] if len(shape) > 4 else 1)
+        sums.add(tuple(g["sum_tiles"] for g in found["sections"]))
+    assert len(sums) == 1
+
+
+BUSY = [
+    # The share of the time in which threads work, at 16 and at 64 threads.
+    ("full", (2048, 2048, (16, 16)), {}, 0.98, 0.98),
+    ("causal", (2048, 2048, (16, 16)), {"causal": True}, 0.98, 0.72),
+    ("shared keys", (4096, 4096, (32, 8), 128), {"causal": True}, 0.93, 0.69),
+    ("documents", ([512] * 16, [512] * 16, (8, 8)), {"causal": True}, 0.98, 0.93),
+    ("unequal documents", (DOCUMENTS, DOCUMENTS, (8, 8)), {"causal": True}, 0.97, 0.92),
+    ("window", (8192, 8192, (16, 16)), WINDOW, 0.98, 0.27),
+    ("batch", (1000, 1000, (2, 2), 64, 8), {}, 0.98, 0.92),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "of_16", "of_64"), [b[1:] for b in BUSY], ids=[b[0] for b in BUSY]
+)
+def test_threads_seldom_wait_in_backward(shape, options, of_16, of_64):
+    """Simulated as in benchmarks/bench_schedule.py, where a visit of a task to a block takes a sixth of a tile."""
+    if not BENCHMARK.exists():
+        pytest.skip("the tests run without the benchmarks")
+    makespan = runpy.run_path(str(BENCHMARK))["backward_makespan"]
+    for threads, share in ((16, of_16), (64, of_64)):
+        found = _backward_schedule(threads, **arguments(*shape), **options)
+        total, end = makespan(found, shape[2], threads, 1.0, 0.16)
+        assert total / threads >= share * end
+
+
+@pytest.mark.parametrize("threads", ["2", 2.0, None, True])
+def test_threads_are_an_integer(threads):
+    with pytest.raises(TypeError, match="threads"):
+        schedule(4, 4, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [-(2**70), -1, 0, 1025, 2**31, 2**32, 2**32 + 2, 2**63, 2**70])
+def test_threads_are_bounded(threads):
+    with pytest.raises(ValueError, match="threads must be from 1 to 1024, got"):
+        schedule(4, 4, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [1, 1024])
+def test_the_most_threads(threads):
+    assert schedule(4, 4, threads=threads)["scratch"] > 0

@@ -1,0 +1,251 @@
+"""Results are right for every division of the work, with the same bits for any number of threads."""
+
+import math
+
+import numpy as np
+import pytest
+from environment import SANITIZED
+from flash_cases import F32, FLOATS, SEQUENCES, STEADY, Case, bits_of, laid_out, of_lengths
+from flash_expected import attend, expected, expected_of, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnmask
+
+# Few queries
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    queries=st.sampled_from([*range(1, 9), 13, 16, 28, 32, 40, 60, 64]),
+    keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
+    heads=st.sampled_from([(8, 2), (4, 4), (8, 1), (6, 6), (18, 18), (12, 4), (14, 2)]),
+    depth=st.sampled_from([64, 128, 40, 48, 7, 256]),
+    layout=st.sampled_from(["contiguous", "heads first", "sliced", "reversed", "misaligned"]),
+    more=st.sampled_from(
+        [
+            {},
+            {"causal": True, "offset": "bottom-right"},
+            {"causal": True, "offset": "bottom-right", "window": (300, 0), "sinks": "[H, S]"},
+            {"mask": "[B, 1, 1, Tk] int32", "soft_cap": 20.0},
+            {"mask": "[B, H, Tq, Tk] bool"},
+            {"mask": "segments of heads, causal"},
+            {"segments": True, "bias": "[H, 1, Tk]"},
+            {"packing": "flat", "causal": True, "offset": "bottom-right"},
+            {"normalize": False, "dropout": 0.3},
+            {"scale": -0.05, "sinks": "[S]"},
+        ]
+    ),
+)
+def test_few_queries(each_isa, set_threads, dtype, queries, keys, heads, depth, layout, more):
+    """Few queries and many keys, which may be split among threads."""
+    case = Case(
+        dtype, queries, keys, depth, depth, 2, heads, layout, layout, **more, seed=keys + queries, threads=3
+    )
+    set_threads(case.threads)
+    for _ in each_isa():
+        expected_of(case).check(*run(case, case.arguments()))
+
+
+# Numbers of queries, and of heads that share keys: their rows fill vectors, or are just too few for that.
+FULL_ROWS = [(8, 4), (27, 1), (13, 1), (14, 1), (28, 1), (47, 1), (64, 1), (4, 4)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", FULL_ROWS[:: 3 if SANITIZED else 1], ids=str)
+@pytest.mark.parametrize(("depth", "value_depth"), [(1, 1), (33, 48), (128, 40)])
+def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
+    """Tiles of these rows are transposed where all pairs are live; each tile raises the reference of the rows."""
+    queries, heads = rows
+    for layout, normalize in (("contiguous", True), ("reversed", False)):
+        more = {"causal": True, "offset": "bottom-right", "normalize": normalize}
+        case = Case(dtype, queries, 200, depth, value_depth, 1, (heads, 1), layout, layout, **more)
+        arguments = case.arguments()
+        growing = np.linspace(0.2, 60, 200).reshape(200, 1, 1)
+        arguments["key"] = laid_out((arguments["key"] * growing).astype(dtype), layout)
+        expected(arguments, case=case).check(*run(case, arguments))
+
+
+def check_by_two_threads_and_one(case, set_threads):
+    """Checks the result, and that both have the same bits."""
+    set_threads(2)
+    got = run(case, case.arguments())
+    expected_of(case).check(*got)
+    set_threads(1)
+    assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("keys", [769, 768, 1500][: 1 if SANITIZED else 3])
+@pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
+def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
+    """The heads are enough tasks, so keys are split into longer parts; heads may see different keys."""
+    case = Case(dtype, 2, keys, 8, 8, 1, (40, 20), causal=True, offset="bottom-right", mask=mask)
+    check_by_two_threads_and_one(case, set_threads)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("packing", [None, "flat"])
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))][: 1 if SANITIZED else 3], ids=str
+)
+def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packing, queries, heads):
+    """The rows do not fit one block: one task packs the keys for several blocks, the last of which has fewer heads."""
+    some = [
+        {"dropout": 0.3, "bias": "[B, H, Tq, Tk]", "return_lse": False},
+        {"mask": "segments of heads, causal", "sinks": "[H, S]"},
+        {"normalize": False, "soft_cap": 5.0, "kv_layout": "misaligned"},
+    ]
+    for more in some[: 1 if SANITIZED else 3]:
+        if packing and more.keys() & {"mask", "bias"}:
+            more = {"dropout": 0.3, "causal": True, "offset": "bottom-right"}
+        case = Case(dtype, queries, 150, 24, 40, 8, heads, packing=packing, **more)
+        check_by_two_threads_and_one(case, set_threads)
+
+
+MANY = 330 if SANITIZED else 700
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
+# Keys are packed or not; values are packed or not, depending on their depth; queries are not packed for few keys.
+@pytest.mark.parametrize(
+    ("queries", "keys", "value_depth"),
+    [
+        (1, MANY, 40),
+        (2, MANY, 40),
+        (16, MANY, 40),
+        (20, MANY, 40),
+        (20, MANY, 48),
+        (20, MANY, 64),
+        (64, MANY, 64),
+        (40, 100, 40),
+    ],
+)
+def test_few_queries_give_the_same_bits_in_any_layout(each_isa, dtype, heads, queries, keys, value_depth):
+    """Contiguous heads are read together."""
+    more = {"causal": True, "offset": "bottom-right", "window": (keys - 70, 0)}
+    first: dict[str, tuple] = {}
+    for layout in ("contiguous", "heads first", "sliced", "reversed", "fortran", "swapped"):
+        case = Case(dtype, queries, keys, 22, value_depth, 2, heads, layout, layout, **more)
+        arguments = case.arguments()
+        for isa in each_isa():
+            out, lse = run(case, arguments)
+            bits = out.tobytes(), lse.tobytes()
+            assert first.setdefault(isa, bits) == bits, (isa, case)
+
+
+# Sequences, and rows that see different numbers of keys
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", list(SEQUENCES)[:: 2 if SANITIZED else 1])
+@pytest.mark.parametrize(("heads", "segments"), [((2, 2), False), ((4, 1), False), ((4, 1), True)], ids=str)
+def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments):
+    """Blocks and tiles begin where sequences do; sequences of few queries have one block each."""
+    offset = {} if segments else {"offset": "bottom-right"}
+    some = [
+        {"causal": True, **offset},
+        {"window": (70, 3), "sinks": "[S]", "kv_layout": "heads first"},
+        {"normalize": False, "dropout": 0.3, "bias": "[H, 1, Tk]"},
+    ]
+    set_threads(2)
+    for more in some[: 1 if SANITIZED else 3]:
+        case = of_lengths(name, dtype, heads, segments, **more)
+        expected_of(case).check(*run(case, case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", [(10, 2), (6, 1), (4, 4)][: 1 if SANITIZED else 3], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100), (64, 200)])
+def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, keys):
+    """A packed batch has the same bits as one of batch rows."""
+    case = Case(dtype, queries, keys, 24, 40, 5, heads)
+    rows = case.arguments()
+    out, lse = run(case, rows)
+    packed = {name: rows[name].reshape(1, -1, *rows[name].shape[2:]) for name in ("query", "key", "value")}
+    for name, length in (("q", queries), ("k", keys)):
+        packed[f"cum_seqlens_{name}"] = np.arange(6) * length
+    one, one_lse = attend(packed)
+    assert one.tobytes() == out.tobytes()
+    assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [3, 50, 100])
+def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
+    """Their keys are split into different numbers of parts, and begin at different positions."""
+    case = Case(dtype, queries, 3000, 24, 40, 3, (2, 1))
+    arguments = case.arguments()
+    ids = np.full((3, 3000), 2, np.int32)
+    ids[0, 100:], ids[1, 2300:2900] = 1, 1
+    arguments |= {"q_segment_ids": np.ones((3, queries), np.int32), "kv_segment_ids": ids}
+    set_threads(2)
+    expected(arguments, case=case).check(*run(case, arguments))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_comes_next_sees_nothing(isa, dtype):
+    """The last queries see keys, but the first ones see none; visible keys begin in the middle."""
+    case = Case(dtype, 200, 700, 24, 40, 1, (2, 2))
+    arguments = case.arguments()
+    q_ids, k_ids = np.ones((1, 200), np.int32), np.ones((1, 700), np.int32)
+    q_ids[:, :100], k_ids[:, :500] = 7, 8
+    arguments |= {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
+    expected(arguments, case=case).check(*run(case, arguments))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beside", [(), (30, 300), (64, 2000)], ids=str)
+def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
+    """Each sequence of one or two queries has the same bits as alone."""
+    lengths = [(1, 40), (2, 64), (1, 65), (1, 700), (2, 1500), (1, 333), (1, 257), *[beside] * bool(beside)]
+    q_ends, k_ends = np.cumsum(lengths, axis=0).T
+    case = Case(dtype, int(q_ends[-1]), int(k_ends[-1]), 24, 40, 1, (4, 1))
+    rows = case.arguments()
+    starts = {"cum_seqlens_q": [0, *q_ends], "cum_seqlens_k": [0, *k_ends]}
+    out, lse = attend(rows | {name: np.array(ends) for name, ends in starts.items()})
+    for (queries, keys), q_end, k_end in zip(lengths, q_ends, k_ends, strict=True):
+        if queries > 2:
+            continue
+        q, k = slice(q_end - queries, q_end), slice(k_end - keys, k_end)
+        one, one_lse = attend(
+            {"query": rows["query"][:, q], "key": rows["key"][:, k], "value": rows["value"][:, k]}
+        )
+        assert one.tobytes() == out[:, q].tobytes(), keys
+        assert one_lse.tobytes() == lse[..., q].tobytes(), keys
+
+
+# Blocks and threads
+
+
+@pytest.mark.parametrize("case", STEADY, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
+    arguments = case.arguments()
+    set_threads(1)
+    out, lse = run(case, arguments)
+    expected_of(case).check(out, lse)
+    for threads in (3,) if SANITIZED else (1, 2, 3, 8, 8):
+        set_threads(threads)
+        again = run(case, arguments)
+        assert again[0].tobytes() == out.tobytes(), (isa, threads, case)
+        assert again[1].tobytes() == lse.tobytes(), (isa, threads, case)
+
+
+@pytest.mark.parametrize("poison", [0, math.nan], ids=str)
+def test_few_blocks_of_many_see_all_keys(isa, poison):
+    """Most blocks see two tiles, so tasks keep two tiles. Blocks that see more tiles, and other heads, replace them."""
+    rng = np.random.default_rng(0)
+    tokens, heads = 1280, 16
+    query, key, value = (rng.standard_normal((1, tokens, heads, 4), F32) for _ in range(3))
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    mask = (distance >= 0) & (distance < 60)
+    mask[[4 * 64 + 5, 9 * 64 + 1, 18 * 64]] = True
+    value[0, 77:80] = poison
+    whole = attnmask.flash_attention(query, key, value, mask)
+    for head in range(heads):
+        one = (slice(None), slice(None), slice(head, head + 1))
+        alone = attnmask.flash_attention(query[one], key[one], value[one], mask)
+        np.testing.assert_allclose(whole[one], alone, rtol=1e-5, atol=1e-6, err_msg=f"head {head}")
+    seen = mask[:, 77:80].any(axis=1) & np.isnan(poison)
+    np.testing.assert_array_equal(np.isnan(whole).any(axis=(0, 2, 3)), seen)

@@ -1,0 +1,846 @@
+"""KVCache: what it holds after any series of calls, compared with a dictionary of arrays; its errors."""
+
+import contextlib
+import copy
+import pickle
+import xml.etree.ElementTree as ET
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_flash as ref
+import reference_kvcache as twin
+from environment import SANITIZED
+
+from attnmask._cache import pages as _kv_cache
+from attnmask._cache.pages import KVCache
+from attnmask._cache.quantize import quantize_kv
+
+BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
+EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
+# Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has eight bits.
+ERROR = {FLOATS[0]: 4e-3, BF16: 3e-2, FLOATS[2]: 1e-5, FLOATS[3]: 1e-13, **dict.fromkeys(EIGHT_BITS, 3e-2)}
+HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
+
+
+def attend_by(monkeypatch, function) -> None:
+    monkeypatch.setattr(_kv_cache, "flash_attention_with_kvcache", function)
+
+
+def cache_of(dtype="float32", pages=24, **more) -> KVCache:
+    sizes = {"layers": LAYERS, "page_size": PAGE_SIZE, "value_depth": VALUE_DEPTH} | more
+    return KVCache(KV_HEADS, DEPTH, pages=pages, dtype=dtype, **sizes)
+
+
+def fill(step) -> None:
+    """Let every layer attend, with tokens of zeros."""
+    cache, total = step._cache, sum(step._counts)
+    dtype = np.dtype("float32") if cache.k_pages.dtype in EIGHT_BITS else cache.k_pages.dtype
+    query, key = np.zeros((total, HEADS, DEPTH), dtype), np.zeros((total, KV_HEADS, DEPTH), dtype)
+    value = np.zeros((total, KV_HEADS, cache.v_pages.shape[-1]), dtype)
+    for layer in range(len(cache.k_pages)):
+        step.attend(layer, query, key, value)
+
+
+def grown(cache: KVCache, *lengths: int) -> list[int]:
+    """Sequences with as many tokens of zeros."""
+    ids = [cache.new_sequence() for _ in lengths]
+    with cache.step(ids, lengths) as step:
+        fill(step)
+    return ids
+
+
+def new_tokens(rng, dtype, *counts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    dtype = np.dtype("float32") if dtype in EIGHT_BITS else dtype
+    shapes = (*counts, HEADS, DEPTH), (*counts, KV_HEADS, DEPTH), (*counts, KV_HEADS, VALUE_DEPTH)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def as_held(x, dtype) -> np.ndarray:
+    """The numbers, in float64, that a cache of that type stands for once it holds x."""
+    if dtype in FLOATS:
+        return x.astype(dtype).astype(np.float64)
+    values, scale = quantize_kv(x, dtype, axis=-1)
+    return values.astype(np.float64) * scale
+
+
+# The model
+
+
+class Model:
+    """A KVCache, and what it has to hold: by id, keys and values of each layer, in float64."""
+
+    def __init__(self, dtype, pages: int) -> None:
+        self.cache = cache_of(dtype, pages)
+        self.dtype, self.pages = np.dtype(dtype), pages
+        self.held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.made: list[int] = []
+
+    def new(self) -> None:
+        number = self.cache.new_sequence()
+        self.held[number] = (
+            np.zeros((LAYERS, 0, KV_HEADS, DEPTH)),
+            np.zeros((LAYERS, 0, KV_HEADS, VALUE_DEPTH)),
+        )
+        self.made.append(number)
+
+    def fork(self, number: int) -> None:
+        self.made.append(self.cache.fork(number))
+        self.held[self.made[-1]] = self.held[number]
+
+    def truncate(self, number: int, length: int) -> None:
+        self.cache.truncate(number, length)
+        self.held[number] = tuple(numbers[:, :length] for numbers in self.held[number])
+
+    def free(self, number: int) -> None:
+        self.cache.free(number)
+        del self.held[number]
+
+    def length(self, number: int) -> int:
+        return self.held[number][0].shape[1]
+
+    def tables(self) -> dict[int, list[int]]:
+        ids = list(self.held)
+        return {
+            number: row[row >= 0].tolist()
+            for number, row in zip(ids, self.cache.block_table(ids), strict=True)
+        }
+
+    def tokens(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first tokens in the pages of a sequence, as they are held."""
+        cache = self.cache
+        where = slice(None), *twin.places(cache.k_pages[0], cache.block_table([number]), 0, 0, length)
+        keys, values = (pages[where].astype(np.float64) for pages in (cache.k_pages, cache.v_pages))
+        if cache.k_scales is None:
+            return keys, values
+        return keys * cache.k_scales[where], values * cache.v_scales[where]
+
+    def pages_needed(self, ids, counts) -> int:
+        """Pages that a step takes: those behind the last ones, and copies for all owners of a page but one."""
+        tables, needed, writers = self.tables(), 0, {}
+        for number, count in zip(ids, counts, strict=True):
+            end = self.length(number) + count
+            needed += -(-end // PAGE_SIZE) - len(tables[number])
+            if count and self.length(number) % PAGE_SIZE:
+                writers.setdefault(tables[number][-1], []).append(number)
+        for page, those in writers.items():
+            owners = sum(page in table for table in tables.values())
+            needed += min(len(those), owners - 1)
+        return needed
+
+    def check(self) -> None:
+        """The cache holds what it has to, and nothing else: free pages are filled with NaN."""
+        ids = list(self.held)
+        assert self.cache.lengths(ids).tolist() == [self.length(number) for number in ids]
+        tables = self.tables()
+        used = {page for table in tables.values() for page in table}
+        assert self.cache.free_pages == self.pages - len(used)
+        for number, table in tables.items():
+            assert len(table) == -(-self.length(number) // PAGE_SIZE)
+            for got, expected in zip(
+                self.tokens(number, self.length(number)), self.held[number], strict=True
+            ):
+                assert np.array_equal(got, expected), number
+        assert len(set(self.made)) == len(self.made)
+        self.spoil([page for page in range(self.pages) if page not in used])
+
+    def spoil(self, pages: list[int]) -> None:
+        cache = self.cache
+        for held in (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales):
+            if held is not None and held.dtype != np.int8:
+                held[:, pages] = np.nan
+
+    def attend(self, step, layer, ids, spans, tokens) -> None:
+        """One layer of a step, compared with attention over what is held and the new tokens."""
+        got = step.attend(layer, *tokens).astype(np.float64)
+        assert got.shape == (*tokens[0].shape[:-1], VALUE_DEPTH)
+        got, query, *new = (array.reshape(-1, *array.shape[-2:]) for array in (got, *tokens))
+        for number, span in zip(ids, spans, strict=True):
+            key, value = (
+                np.concatenate([held[layer], as_held(those[span], self.dtype)])[None]
+                for held, those in zip(self.held[number], new, strict=True)
+            )
+            rows = {"query": query[None, span], "key": key, "value": value}
+            expected = ref.flash_attention(**rows, causal=True, causal_offset="bottom-right")
+            np.testing.assert_allclose(got[span], expected.out[0], rtol=0, atol=4 * ERROR[self.dtype])
+
+    def commit(self, ids, spans, written) -> None:
+        """What the pages hold of the new tokens of all layers has to stay there."""
+        new = [np.stack(layers) for layers in list(zip(*written, strict=True))[1:]]
+        new = [array.reshape(LAYERS, -1, *array.shape[-2:]) for array in new]
+        for number, span in zip(ids, spans, strict=True):
+            before = self.length(number)
+            after = before + span.stop - span.start
+            added = [held[:, before:] for held in self.tokens(number, after)]
+            for got, those in zip(added, new, strict=True):
+                # A quotient that is rounded may lie on another side of the middle of two quantized numbers.
+                error = 0 if self.dtype in FLOATS else 0.08
+                np.testing.assert_allclose(
+                    got, as_held(those[:, span], self.dtype), rtol=error, atol=error / 2
+                )
+            self.held[number] = tuple(
+                np.concatenate(both, axis=1) for both in zip(self.held[number], added, strict=True)
+            )
+
+
+class Stopped(Exception):
+    """What a block raises."""
+
+
+@contextlib.contextmanager
+def stopped(step):
+    """A step whose block raises at its end."""
+    with contextlib.suppress(Stopped), step:
+        yield step
+        raise Stopped
+
+
+def spans_of(counts) -> list[slice]:
+    ends = np.cumsum(counts).tolist()
+    return [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def random_step(model: Model, rng) -> str:
+    """A step of some sequences, and what became of it."""
+    ids = rng.permutation(list(model.held))[: rng.integers(1, 5)].tolist()
+    batched = bool(rng.integers(2))
+    counts = [int(rng.integers(7))] * len(ids) if batched else rng.integers(0, 7, len(ids)).tolist()
+    shape, spans = (len(ids), counts[0]) if batched else (sum(counts),), spans_of(counts)
+    written = [new_tokens(rng, model.dtype, *shape) for _ in range(LAYERS)]
+    missing = model.pages_needed(ids, counts) - model.cache.free_pages
+    layers = LAYERS if rng.integers(4) else int(rng.integers(LAYERS + 1))
+    stops = not rng.integers(4)
+    others = [number for number in model.held if number not in ids]
+    try:
+        with model.cache.step(ids, counts[0] if batched else counts) as step:
+            assert missing <= 0
+            for layer in range(layers):
+                model.attend(step, layer, ids, spans, written[layer])
+                if others and not rng.integers(8):
+                    model.fork(others[0])
+                if others and not rng.integers(8):
+                    model.free(others.pop())
+            if stops:
+                raise Stopped
+        assert layers == LAYERS or not sum(counts)
+    except MemoryError as error:
+        words = f"the cache is full: this step needs {missing + model.cache.free_pages} pages and "
+        assert str(error).startswith(words)  # noqa: PT017
+        return "out of pages"
+    except RuntimeError as error:
+        which = ", ".join(map(str, range(layers, LAYERS)))
+        words = f"{LAYERS - layers} of {LAYERS} were not (layer{'s' * (layers < LAYERS - 1)} {which})"
+        assert words in str(error)  # noqa: PT017
+        return "incomplete"
+    except Stopped:
+        return "stopped"
+    if sum(counts):
+        model.commit(ids, spans, written)
+    return "done"
+
+
+CALLS = ("new", "fork", "truncate", "free", *["step"] * 6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "calls"),
+    [(dtype, 2000 if dtype == np.float32 and not SANITIZED else 150) for dtype in (*FLOATS, *EIGHT_BITS)],
+    ids=str,
+)
+def test_any_series_of_calls(dtype, calls):
+    rng, model, seen = np.random.default_rng(5), Model(dtype, pages=24), []
+    model.new()
+    for _ in range(calls):
+        call, number = rng.choice(CALLS), int(rng.choice(list(model.held)))
+        if call == "new" or (call == "free" and len(model.held) == 1):
+            model.new()
+        elif call == "fork":
+            model.fork(number)
+        elif call == "truncate":
+            model.truncate(number, int(rng.integers(model.length(number) + 1)))
+        elif call == "free" or len(model.held) > 8:
+            model.free(number)
+        else:
+            call = random_step(model, rng)
+        seen.append(call)
+        model.check()
+    ends = ("out of pages", "stopped", "incomplete", "done")
+    assert min(seen.count(call) for call in ("fork", *ends)) > calls / 50
+    for number in list(model.held):
+        model.free(number)
+    model.check()
+    assert model.cache.free_pages == model.pages
+
+
+# Copies
+
+
+@pytest.mark.parametrize("owners", [2, 3, 5])
+@pytest.mark.parametrize("writers", [1, 2, 3, 5])
+def test_a_page_that_many_have_is_copied_for_all_writers_but_the_last_owner(owners, writers):
+    cache = cache_of()
+    (first,) = grown(cache, 6)
+    ids = [first, *(cache.fork(first) for _ in range(owners - 1))]
+    before, page = cache.free_pages, cache.block_table([first])[0, 1]
+    with cache.step(ids[:writers], 1) as step:
+        assert cache.free_pages == before - min(writers, owners - 1)
+        fill(step)
+    assert cache.free_pages == before - min(writers, owners - 1)
+    last_pages = cache.block_table(ids)[:, 1].tolist()
+    assert last_pages.count(page) == max(owners - writers, 1)
+    assert len(set(last_pages)) == min(writers + 1, owners)
+
+
+def test_full_pages_are_shared_for_good():
+    cache = cache_of()
+    (a,) = grown(cache, 2 * PAGE_SIZE)
+    b = cache.fork(a)
+    with cache.step([a, b], 1) as step:
+        fill(step)
+    table = cache.block_table([a, b])
+    np.testing.assert_array_equal(table[0, :2], table[1, :2])
+    assert table[0, 2] != table[1, 2]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_block_that_raises_leaves_what_was_shared(turned):
+    """The shorter one of two sequences that share their last page would write over a token of the longer one."""
+    model, rng = Model("float32", 24), np.random.default_rng(0)
+    model.new()
+    tokens = [new_tokens(rng, model.dtype, 7) for _ in range(LAYERS)]
+    with model.cache.step([0], 7) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *tokens[layer])
+    model.commit([0], spans_of([7]), tokens)
+    model.fork(0)
+    model.truncate(1, 5)
+    model.check()
+    ids = [1, 0] if turned else [0, 1]
+    with stopped(model.cache.step(ids, 3)) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *new_tokens(rng, model.dtype, 2, 3))
+    model.check()
+
+
+def test_pages_that_a_step_copied_from_stay_until_it_ends():
+    cache = cache_of()
+    (a,) = grown(cache, 6)
+    b = cache.fork(a)
+    table, before = cache.block_table([a]), cache.free_pages
+    with stopped(cache.step([a], 1)):
+        cache.free(b)
+        assert cache.free_pages == before - 1
+    np.testing.assert_array_equal(cache.block_table([a]), table)
+    assert cache.free_pages == before
+
+
+# Layers that are left out
+
+
+@pytest.mark.parametrize(
+    ("attended", "words"),
+    [((0, 1, 2), "1 of 4 were not .layer 3."), ((2,), "3 of 4 were not .layers 0, 1, 3."), ((), "4 of 4")],
+)
+def test_a_step_that_leaves_layers_out_is_undone(attended, words):
+    """Later steps would read pages that nobody wrote."""
+    cache, rng = cache_of(layers=4), np.random.default_rng(0)
+    a, b = grown(cache, 6, 3)
+    c = cache.fork(a)
+    table, free = cache.block_table([a, b, c]), cache.free_pages
+
+    def incomplete():
+        with cache.step([a, b, c], [3, 5, 1]) as step:
+            for layer in attended:
+                step.attend(layer, *new_tokens(rng, np.dtype("float32"), 9))
+
+    with pytest.raises(RuntimeError, match=f"^every layer must be attended in a step, but {words}"):
+        incomplete()
+    assert cache.lengths([a, b, c]).tolist() == [6, 3, 6]
+    np.testing.assert_array_equal(cache.block_table([a, b, c]), table)
+    assert cache.free_pages == free
+    with cache.step([a, b, c], 1) as step:
+        fill(step)
+    assert cache.lengths([a, b, c]).tolist() == [7, 4, 7]
+
+
+def test_an_error_of_a_layer_counts_as_left_out():
+    cache, rng = cache_of(), np.random.default_rng(0)
+    (a,) = grown(cache, 3)
+    tokens = new_tokens(rng, np.dtype("float32"), 1)
+
+    def incomplete():
+        with cache.step([a], 1) as step:
+            step.attend(0, *tokens)
+            with pytest.raises(TypeError, match="causal must be True or False"):
+                step.attend(1, *tokens, causal="yes")
+
+    with pytest.raises(RuntimeError, match=r"1 of 2 were not \(layer 1\)"):
+        incomplete()
+    assert cache.lengths([a]).tolist() == [3]
+
+
+def test_a_block_that_raises_is_not_asked_for_its_layers():
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with pytest.raises(ZeroDivisionError), cache.step([a], 1):
+        raise ZeroDivisionError
+    assert cache.lengths([a]).tolist() == [3]
+
+
+def test_a_layer_may_be_attended_twice():
+    """The second time writes the same tokens."""
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with cache.step([a], 1) as step:
+        fill(step)
+        fill(step)
+    assert cache.lengths([a]).tolist() == [4]
+
+
+# Copies of the cache, and what it says of itself
+
+
+def test_shallow_copies_are_refused():
+    """They would share pages, and each give them to other sequences."""
+    cache = cache_of()
+    with pytest.raises(TypeError, match=r"copy.deepcopy\(cache\) makes an independent one, cache.fork"):
+        copy.copy(cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_is_independent(make, dtype):
+    cache, rng = cache_of(dtype), np.random.default_rng(0)
+    a, b = grown(cache, 6, 3)
+    cache.free(grown(cache, 9)[0])
+    with cache.step([a, b], 3) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *new_tokens(rng, np.dtype(dtype), 6))
+    c = cache.fork(a)
+    other = make(cache)
+    assert repr(other) == repr(cache)
+    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+        one, two = getattr(cache, name), getattr(other, name)
+        assert (one is None) == (two is None)
+        if one is not None:
+            assert one.tobytes() == two.tobytes()
+            assert two.ctypes.data % 64 == 0
+            assert not np.shares_memory(one, two)
+    tables = cache.block_table([a, b, c])
+    np.testing.assert_array_equal(other.block_table([a, b, c]), tables)
+    tokens = [new_tokens(rng, np.dtype(dtype), 6) for _ in range(LAYERS)]
+    results = []
+    for each in (cache, other):
+        with each.step([c, each.new_sequence()], [2, 4]) as step:
+            results.append([step.attend(layer, *tokens[layer]) for layer in range(LAYERS)])
+    np.testing.assert_array_equal(*results)
+    other.free(b)
+    other.truncate(a, 1)
+    assert cache.lengths([a, b, c, c + 1]).tolist() == [9, 6, 11, 4]
+    np.testing.assert_array_equal(cache.block_table([a, b]), tables[:2])
+
+
+def test_no_copies_in_a_step():
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with cache.step([a], 1) as step:
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="a step of this cache is open"):
+                make(cache)
+            with pytest.raises(TypeError, match="a step cannot be copied or pickled"):
+                make(step)
+        with pytest.raises(TypeError, match="a step cannot be copied or pickled"):
+            copy.copy(step)
+        fill(step)
+    assert copy.deepcopy(cache).lengths([a]).tolist() == [4]
+
+
+def test_repr():
+    cache = cache_of("int8")
+    a, b = grown(cache, 5, 1)
+    assert repr(cache) == (
+        "KVCache(kv_heads=2, depth=8, value_depth=3, layers=2, pages=24, page_size=4, dtype=int8, sequences=2, "
+        "free_pages=21, nbytes=7296)"
+    )
+    assert repr(KVCache(1, 2, pages=3, dtype="float64")) == (
+        "KVCache(kv_heads=1, depth=2, layers=1, pages=3, page_size=64, dtype=float64, sequences=0, "
+        "free_pages=3, nbytes=6144)"
+    )
+    step = cache.step([b, a], [2, 3])
+    assert repr(step) == "KVCacheStep(sequences=2, tokens=5, not begun, 0 of 2 layers attended)"
+    with step:
+        step.attend(1, *new_tokens(np.random.default_rng(0), np.dtype("float32"), 5))
+        assert repr(step) == "KVCacheStep(sequences=2, tokens=5, open, 1 of 2 layers attended)"
+        fill(step)
+    assert repr(step) == "KVCacheStep(sequences=2, tokens=5, ended, 2 of 2 layers attended)"
+
+
+# What attend passes on
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_the_function_gets(monkeypatch, dtype, batched):
+    calls = []
+
+    def record(*arrays, **named):
+        calls.append((arrays, named))
+        return "result"
+
+    cache, rng = cache_of(dtype), np.random.default_rng(0)
+    a, b = grown(cache, 3, 6)
+    attend_by(monkeypatch, record)
+    query, key, value = new_tokens(rng, np.dtype(dtype), *([2, 3] if batched else [6]))
+    with stopped(cache.step([a, b], [3, 3])) as step:
+        assert step.attend(1, query, key, value, sliding_window=2) == "result"
+    ((arrays, named),) = calls
+    assert [x is y for x, y in zip(arrays[::3], (query, key), strict=False)] == [True, True]
+    assert arrays[4] is value
+    for got, pages in zip(arrays[1:3], (cache.k_pages, cache.v_pages), strict=True):
+        assert got.shape == pages.shape[1:]
+        assert np.shares_memory(got, pages[1])
+    expected = {
+        "cache_seqlens": np.array([3, 6], np.int32),
+        "block_table": np.array([[0, 3, -1], [1, 2, 4]], np.int32),
+        "sliding_window": 2,
+        "return_lse": False,
+        "rotate": cache.rotate,
+    }
+    if not batched:
+        expected["cu_seqlens_q"] = np.array([0, 3, 6], np.int32)
+    quantized = dtype == "int8"
+    expected |= {
+        "k_scale": cache.k_scales[1] if quantized else None,
+        "v_scale": cache.v_scales[1] if quantized else None,
+    }
+    assert named.keys() == expected.keys()
+    for name, wanted in expected.items():
+        got = named[name]
+        assert np.array_equal(got, wanted), name
+        assert np.asarray(got).dtype == np.asarray(wanted).dtype, name
+
+
+def test_what_only_the_step_can_say():
+    cache = cache_of()
+    ids = grown(cache, 3)
+    tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    with pytest.raises(TypeError, match="cache_seqlens"), cache.step(ids, 1) as step:
+        step.attend(0, *tokens, cache_seqlens=0)
+
+
+def test_a_step_of_no_tokens_or_of_no_sequences():
+    cache, rng = cache_of(), np.random.default_rng(0)
+    ids = grown(cache, 5, 0)
+    for some, counts, shape in (
+        (ids, 0, (0,)),
+        (ids, 0, (2, 0)),
+        ([], 1, (0,)),
+        ([], 1, (0, 1)),
+        ([], [], (0,)),
+    ):
+        with cache.step(some, counts) as step:
+            out = step.attend(0, *new_tokens(rng, np.dtype("float32"), *shape))
+        assert out.shape == (*shape, HEADS, VALUE_DEPTH)
+    assert cache.lengths(ids).tolist() == [5, 0]
+    assert cache.block_table([]).shape == (0, 0)
+    assert cache.lengths([]).dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHT_BITS], ids=str)
+def test_arrays(dtype):
+    cache = KVCache(2, 8, layers=3, pages=5, page_size=7, dtype=dtype, value_depth=6)
+    assert (cache.k_pages.shape, cache.v_pages.shape) == ((3, 5, 7, 2, 8), (3, 5, 7, 2, 6))
+    assert cache.k_pages.dtype == cache.v_pages.dtype == dtype
+    if dtype in FLOATS:
+        assert cache.k_scales is cache.v_scales is None
+    else:
+        assert cache.k_scales.shape == cache.v_scales.shape == (3, 5, 7, 2, 1)
+        assert cache.k_scales.dtype == cache.v_scales.dtype == np.float32
+    held = (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales)
+    assert all(x.ctypes.data % 64 == 0 and not x.any() for x in held if x is not None)
+    assert (cache.page_size, cache.free_pages) == (7, 5)
+    assert KVCache(1, 2, pages=1, dtype=dtype.name).k_pages.shape == (1, 1, 64, 1, 2)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
+        ({"depth": 1.5}, TypeError, "depth must be an integer, got 1.5"),
+        ({"layers": True}, TypeError, "layers must be an integer, got True"),
+        ({"pages": -1}, ValueError, "pages must be at least 1, got -1"),
+        ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+        ({"value_depth": 0}, ValueError, "value_depth must be at least 1, got 0"),
+        ({"pages": 2**27, "page_size": 16}, ValueError, r"pages \* page_size must be at most 2147483647"),
+        ({"pages": 2**500}, ValueError, r"pages \* page_size .* got an integer of"),
+        ({"depth": 2**62}, MemoryError, "layers, pages, page_size, kv_heads and depth"),
+        ({"dtype": "int16"}, TypeError, "dtype must be float16, .* or int4, got 'int16'"),
+        ({"dtype": None}, TypeError, "dtype must be float16, .* got None"),
+        ({"dtype": "nonsense"}, TypeError, "dtype must be float16, .* got 'nonsense'"),
+        ({"dtype": ml_dtypes.float8_e4m3b11fnuz}, TypeError, "dtype must be float16"),
+    ],
+    ids=repr,
+)
+def test_caches_that_cannot_be(more, error, message):
+    arguments = {"kv_heads": 2, "depth": 8, "pages": 4, "dtype": "float32"} | more
+    with pytest.raises(error, match=message):
+        KVCache(**arguments)
+
+
+@pytest.mark.parametrize("number", [7, -1, 2**60, "freed"])
+@pytest.mark.parametrize("method", ["fork", "truncate", "free", "lengths", "block_table", "step"])
+def test_ids_of_no_sequence(method, number):
+    cache = cache_of()
+    grown(cache, 3)
+    if number == "freed":
+        number = cache.new_sequence()
+        cache.free(number)
+    calls = {
+        "truncate": lambda: cache.truncate(number, 0),
+        "lengths": lambda: cache.lengths([0, number]),
+        "block_table": lambda: cache.block_table([0, number]),
+        "step": lambda: cache.step([0, number], 1).__enter__(),
+    }
+    call = calls.get(method, lambda: getattr(cache, method)(number))
+    with pytest.raises(KeyError, match=f"id must be the id of an existing sequence, got {number}"):
+        call()
+    assert cache.lengths([0]).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "error", "message"),
+    [
+        ([0, 1, 0], 1, ValueError, "ids must be distinct, got 0 more than once"),
+        (0, 1, ValueError, r"ids must be \[n\], got"),
+        ([[0, 1]], 1, ValueError, r"ids must be \[n\], got int64 array of shape \(1, 2\)"),
+        ([0.0], 1, TypeError, "ids must be integers"),
+        ([True], 1, TypeError, "ids must be integers"),
+        ([0, 1], -1, ValueError, "counts must be at least 0, got -1"),
+        ([0, 1], [1, -2], ValueError, "counts must be at least 0, got -2 at index 1"),
+        ([0, 1], [1, 1, 1], ValueError, r"counts must be an integer or of shape \(2,\)"),
+        (
+            [0, 1],
+            [1],
+            ValueError,
+            r"counts must be .* of shape \(2,\), got .*; write counts\[0\] for one number for all",
+        ),
+        ([0, 1], 1.5, TypeError, "counts must be an integer or one per id, got 1.5"),
+        ([0, 1], None, TypeError, "counts must be an integer or one per id"),
+    ],
+    ids=repr,
+)
+def test_steps_that_cannot_be(ids, counts, error, message):
+    cache = cache_of()
+    grown(cache, 3, 4)
+    with pytest.raises(error, match=message):
+        cache.step(ids, counts)
+
+
+def test_out_of_pages():
+    cache = cache_of(pages=4)
+    a, b = grown(cache, 5, 3)
+    c = cache.fork(a)
+    table = cache.block_table([a, b, c])
+    with (
+        pytest.raises(MemoryError, match=r"^the cache is full: this step needs 4 pages and 1 of 4 is free$"),
+        cache.step([a, b, c], [3, 6, 5]),
+    ):
+        pass
+    with pytest.raises(MemoryError, match="the cache is full"), cache.step([a], 2**59):
+        pass
+    np.testing.assert_array_equal(cache.block_table([a, b, c]), table)
+    assert cache.lengths([a, b, c]).tolist() == [5, 3, 5]
+    assert cache.free_pages == 1
+    with cache.step([a, b, c], [3, 1, 3]) as step:
+        assert cache.free_pages == 0  # of the two that share a page, one takes the last free one
+        fill(step)
+    with (
+        pytest.raises(MemoryError, match=r"^the cache is full: this step needs 2 pages and 0 of 4 are free$"),
+        cache.step([a], 5),
+    ):
+        pass
+
+
+def test_nested_steps():
+    cache = cache_of()
+    a, b = grown(cache, 1, 1)
+    early, words = cache.step([b], 1), "a step of this cache is open; wait until its with block ends"
+    with cache.step([a], 1) as step:
+        with pytest.raises(RuntimeError, match=words):
+            cache.step([b], 1)
+        with pytest.raises(RuntimeError, match=words), early:
+            pass
+        fill(step)
+    with early:
+        fill(early)
+    assert cache.lengths([a, b]).tolist() == [2, 2]
+
+
+def test_steps_outside_their_blocks():
+    cache = cache_of()
+    (a,) = grown(cache, 1)
+    tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    step, words = cache.step([a], 1), "step.attend must be called inside the with block of its step"
+    with pytest.raises(RuntimeError, match=words):
+        step.attend(0, *tokens)
+    with step:
+        fill(step)
+    with pytest.raises(RuntimeError, match=words):
+        step.attend(0, *tokens)
+    with cache.step([a], 1) as other:
+        with pytest.raises(RuntimeError, match=words):
+            step.attend(0, *tokens)
+        fill(other)
+    with pytest.raises(RuntimeError, match=r"a step can be used once; write another cache\.step"), step:
+        pass
+    assert cache.lengths([a]).tolist() == [3]
+
+
+def test_other_calls_in_a_block():
+    cache = cache_of()
+    a, b = grown(cache, 3, 3)
+    with cache.step([a], 1) as step:
+        for call in (lambda: cache.free(a), lambda: cache.truncate(a, 0), lambda: cache.fork(a)):
+            with pytest.raises(RuntimeError, match=f"id must not be in the open step, got {a}; wait until"):
+                call()
+        cache.truncate(b, 1)
+        c, d = cache.fork(b), cache.new_sequence()
+        cache.free(b)
+        assert cache.lengths([a, c, d]).tolist() == [3, 1, 0]
+        assert cache.block_table([a]).shape == (1, 1)
+        fill(step)
+    assert cache.lengths([a, c, d]).tolist() == [4, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "message"),
+    [
+        (6, ValueError, "length must be at most the sequence's 5 tokens, got 6"),
+        (-1, ValueError, "length must be at least 0, got -1"),
+        (1.0, TypeError, "length must be an integer, got 1.0"),
+    ],
+)
+def test_lengths_to_truncate_to(length, error, message):
+    cache = cache_of()
+    (a,) = grown(cache, 5)
+    with pytest.raises(error, match=message):
+        cache.truncate(a, length)
+    assert cache.lengths([a]).tolist() == [5]
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_layers_that_are_not_there(layer):
+    cache = cache_of()
+    (a,) = grown(cache, 5)
+    tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    with (
+        pytest.raises(IndexError, match=f"layer must be from 0 to 1, got {layer}"),
+        cache.step([a], 1) as step,
+    ):
+        step.attend(layer, *tokens)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    ("counts", "shape", "wrong", "expected"),
+    [
+        ([2, 3], (5,), (4,), r"\[5, heads, head_dim\]"),
+        ([2, 3], (5,), (2, 3), r"\[5, heads, head_dim\]"),
+        (2, (4,), (5,), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
+        ([2, 2], (2, 2), (1, 4), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
+        (2, (4,), (), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
+    ],
+)
+def test_tokens_that_do_not_fit(place, counts, shape, wrong, expected):
+    cache, rng = cache_of(), np.random.default_rng(0)
+    ids = grown(cache, 5, 1)
+    tokens = list(new_tokens(rng, np.dtype("float32"), *shape))
+    tokens[place] = new_tokens(rng, np.dtype("float32"), *wrong)[place]
+    name, before = ("query", "key", "value")[place], cache.k_pages.copy()
+    with (
+        pytest.raises(ValueError, match=f"{name} must be {expected}, got float32 array of shape"),
+        cache.step(ids, counts) as step,
+    ):
+        step.attend(0, *tokens)
+    np.testing.assert_array_equal(cache.k_pages, before)
+
+
+# How it is shown
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn_cache():
+    """Two sequences and a fork, of pages of four tokens."""
+    cache, x = KVCache(1, 8, pages=6, page_size=4, dtype="float32"), np.ones((9, 1, 8), np.float32)
+    a, b = cache.new_sequence(), cache.new_sequence()
+    with cache.step([a, b], [6, 3]) as step:
+        step.attend(0, x, x, x)
+    cache.fork(a)
+    return cache
+
+
+def titles(cache):
+    return [element.text for element in ET.fromstring(cache._repr_html_()).iter(f"{SVG}title")]
+
+
+def test_picture_of_pages():
+    cache = drawn_cache()
+    assert titles(cache) == [
+        "KVCache: 1 layer, 1 head, 6 pages of 4 tokens, 3 free, 3 sequences",
+        "page 0: sequences 0, 2; 4 of 4 tokens",
+        "page 1: sequences 0, 2; 2 of 4 tokens",
+        "page 2: sequence 1; 3 of 4 tokens",
+        *(f"page {page}: free" for page in (3, 4, 5)),
+    ]
+    texts = [element.text for element in ET.fromstring(cache._repr_html_()).iter(f"{SVG}text")]
+    assert texts[-5:] == ["sequence 0", "sequence 1", "sequence 2", "several sequences", "free"]
+
+
+def test_picture_of_an_open_step():
+    cache, x = drawn_cache(), np.ones((2, 1, 8), np.float32)
+    with cache.step([1], 2) as step:
+        assert titles(cache)[4] == "page 3: the open step; 0 of 4 tokens"
+        step.attend(0, x, x, x)
+    assert titles(cache)[4] == "page 3: sequence 1; 1 of 4 tokens"
+
+
+def test_pictures_of_large_and_of_empty_caches():
+    cache = KVCache(1, 1, pages=5000, page_size=16, dtype="int8")
+    assert len(titles(cache)) == 1 + 250
+    ids, x = [cache.new_sequence() for _ in range(900)], np.ones((900, 50, 1, 1), np.float32)
+    with cache.step(ids, 50) as step:
+        step.attend(0, x, x, x)
+    shown = titles(cache)
+    assert shown[1] == "pages 0–19: sequences 0, 1, 2, 3, 4; 250 of 320 tokens"
+    assert shown[-1] == "pages 4980–4999: free"
+    assert len(cache._repr_html_()) < 40_000
+    many = KVCache(1, 1, pages=1, page_size=16, dtype="int8")
+    first = many.new_sequence()
+    with many.step([first], 1) as step:
+        step.attend(0, x[0, :1], x[0, :1], x[0, :1])
+    for _ in range(20):
+        many.fork(first)
+    assert titles(many)[1] == "page 0: sequences 0, 1, 2, 3, 4, 5, 6, 14 more; 1 of 16 tokens"
+
+
+# Versions of pickles
+
+
+def test_pickles_have_a_version():
+    cache = drawn_cache()
+    state = cache.__getstate__()
+    made = KVCache.__new__(KVCache)
+    made.__setstate__(state)
+    assert (repr(made), vars(made).keys()) == (repr(cache), vars(cache).keys())
+    assert b"attnmask." not in pickle.dumps(cache)  # private modules may move
+    for version, message in (
+        (99, "the KVCache was pickled by a later version of attnmask, in form 99"),
+        (None, "must have a version, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.__setstate__(state | {"version": version})

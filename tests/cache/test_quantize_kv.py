@@ -1,0 +1,137 @@
+"""quantize_kv: values and scales of all types, axes and layouts, extremes, errors."""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from layouts import LAYOUTS, arrange
+
+from attnmask._cache.pages import KVCache
+from attnmask._cache.quantize import quantize_kv
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+FLOATS = tuple(map(np.dtype, ("float16", ml_dtypes.bfloat16, "float32", "float64")))
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+@pytest.mark.parametrize("axis", [-1, 1, (0, 1), (2, 0), (0, 1, 2), ()])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantize_kv(dtype, given, axis, layout):
+    rng = np.random.default_rng(0)
+    x = arrange((rng.standard_normal((5, 6, 7)) * 10 ** rng.uniform(-3, 3, (5, 6, 1))).astype(given), layout)
+    values, scale = quantize_kv(x, dtype, axis)
+    limit = LARGEST[dtype.name]
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(scale, abs(wide).max(axis, keepdims=True) / limit, rtol=2**-22)
+    for array, wanted in ((values, dtype), (scale, np.float32)):
+        assert array.dtype == wanted
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+    assert values.shape == x.shape
+    assert abs(values.astype(np.float64)).max() == limit
+    digits = 2 if dtype.name == "float8_e5m2" else 3
+    nearest = np.rint(wide / scale) if dtype == np.int8 else (wide / scale).astype(np.float32).astype(dtype)
+    off = abs(values.astype(np.float64) - nearest.astype(np.float64))
+    assert (off <= (1 if dtype == np.int8 else abs(wide / scale) / 2**digits)).all()
+    assert (off > 0).mean() < 0.01  # as quotients are rounded before
+
+
+def test_quantize_kv_ties_go_to_even():
+    values, scale = quantize_kv(np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5]), np.int8, 0)
+    assert values.tolist() == [127, 0, 2, 2, 0, -2, -126]
+    assert scale.tolist() == [1]
+    # Of float8_e4m3fn from 16 to 32, each second integer is there.
+    values, _ = quantize_kv(np.array([448.0, 17, 19, 21, -17]), FP8, 0)
+    assert values.astype(float).tolist() == [448, 16, 20, 20, -16]
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_quantize_kv_of_extremes(dtype, given):
+    """Zeros, and the least and the greatest numbers; what is too small for float32 counts as zero."""
+    info = ml_dtypes.finfo(given)
+    greatest = min(float(info.max), 3e38)
+    for number in (0.0, -0.0, float(info.smallest_subnormal), float(info.tiny), greatest):
+        x = np.array([[number, -number, 0], [1, 2, 3]], given)
+        values, scale = quantize_kv(x, dtype, -1)
+        assert np.isfinite(scale).all()
+        assert (scale > 0).all()
+        assert np.isfinite(values.astype(np.float32)).all()
+        assert (values[0].astype(float) == -values[0, [1, 0, 2]].astype(float)).all()
+        if float(np.float32(number)) == 0:
+            assert scale[0] == 1
+            assert not values[0].astype(float).any()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), (FP8, 448)], ids=str)
+def test_quantize_kv_clips_what_a_rounded_scale_puts_beyond_the_limit(dtype, largest):
+    """Near zero, float32 has so few numbers that one and a half become one."""
+    least = np.finfo(np.float32).smallest_subnormal
+    values, scale = quantize_kv(np.array([1.49 * largest, -1.49 * largest, 1]) * float(least), dtype, 0)
+    assert scale.tolist() == [least]
+    assert values.astype(float).tolist() == [largest, -largest, 1]
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_quantize_kv_of_nothing(dtype):
+    for shape, axis in (((0, 3), 0), ((2, 0), 1), ((2, 0), 0), ((), ())):
+        values, scale = quantize_kv(np.zeros(shape, np.float16), dtype, axis)
+        assert (type(values), type(scale)) == (np.ndarray, np.ndarray)
+        assert values.shape == shape
+        assert scale.shape == tuple(1 if i == axis else length for i, length in enumerate(shape))
+        assert (scale == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1.0, np.nan], "int8", 0), ValueError, r"x must be finite in float32, got nan at index \(1,\)"),
+        (([[1.0], [-np.inf]], "int8", 0), ValueError, r"x must be finite .* got -inf at index \(1, 0\)"),
+        (([1e39, 1.0], FP8, 0), ValueError, r"x must be finite in float32, got 1e\+39 at index \(0,\)"),
+        (
+            ([1, 2], "int8", 0),
+            TypeError,
+            "x must be of float16, bfloat16, float32 or float64, got int64 array",
+        ),
+        (
+            ([1.0], "float32", 0),
+            TypeError,
+            "dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got 'float32'",
+        ),
+        (([1.0], None, 0), TypeError, "dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got None"),
+        (([1.0], "int8", 1), ValueError, "axis: axis 1 is out of bounds"),
+        (([1.0], "int8", 1), IndexError, "axis: axis 1 is out of bounds"),
+        (([1.0], "int8", (0, -1)), ValueError, "repeated axis in `axis`"),
+        (([1.0], "int8", 0.0), TypeError, "axis must be an integer, got 0.0"),
+        (([1.0], "int8", None), TypeError, "axis must be an integer, got None"),
+    ],
+    ids=repr,
+)
+def test_numbers_that_cannot_be_quantized(arguments, error, message):
+    with pytest.raises(error, match=message):
+        quantize_kv(*arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda dtype: quantize_kv([1.0], dtype, 0), lambda dtype: KVCache(2, 8, pages=4, dtype=dtype)],
+    ids=["quantize_kv", "KVCache"],
+)
+def test_float8_without_ml_dtypes(monkeypatch, make):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ImportError, match="dtype is of float8_e4m3fn, for which NumPy needs ml_dtypes"):
+        make("float8_e4m3fn")
+
+
+def test_a_type_that_cannot_be_is_told_before_a_package_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(
+        TypeError, match="dtype must be int8, float8_e4m3fn, float8_e5m2 or int4, got 'bfloat16'"
+    ):
+        quantize_kv([1.0], "bfloat16", 0)
+    with pytest.raises(ImportError, match="dtype is of bfloat16, for which NumPy needs ml_dtypes"):
+        KVCache(2, 8, pages=4, dtype="bfloat16")

@@ -1,0 +1,520 @@
+"""Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+from environment import SANITIZED, alarm, python
+from numpy.lib.stride_tricks import as_strided
+
+import attnmask
+from attnmask import MaskInfo, _core
+from attnmask.operations import OperationImpl, OperationRegistry
+
+F32 = np.float32
+
+
+class Restless(np.ndarray):
+    """Changes its shape, and reports the new one, whenever NumPy calls its methods or its attributes are read."""
+
+    asked = 0
+
+    def __array_function__(self, function, types, args, kwargs):
+        type(self).asked += 1
+        np.ndarray.shape.__set__(self, (self.size,))
+        return False
+
+    def __array_ufunc__(self, *args, **kwargs):
+        type(self).asked += 1
+        return NotImplemented
+
+    def __array_finalize__(self, parent):
+        type(self).asked += 1
+
+    def __array__(self, *args, **kwargs):
+        type(self).asked += 1
+        return np.zeros(3)
+
+    def _lie(self, *args):
+        type(self).asked += 1
+        raise AttributeError("no such thing")
+
+    shape = dtype = strides = ndim = size = flags = property(_lie)
+    __getitem__ = __len__ = view = reshape = astype = copy = _lie
+
+
+def restless(array: np.ndarray) -> np.ndarray:
+    """A view of the array as `Restless`."""
+    lying = np.ndarray.view(array, Restless)
+    Restless.asked = 0
+    return lying
+
+
+def between(shape, dtype, offset: int) -> np.ndarray:
+    """Every other element of a buffer. Two such views share no element, but NumPy has to search to find that out."""
+    memory = BETWEEN.setdefault((shape, dtype), np.zeros((*shape[:-1], 2 * shape[-1]), dtype))
+    return memory[..., offset::2]
+
+
+BETWEEN = {}
+SHAPE = (1, 6, 2, 8)
+PAIRS = (1, 2, 6, 6)
+
+
+def calls() -> dict:
+    """Functions of an input and an `out`, with the shape and dtype of the input, for views that interleave."""
+    ids = np.zeros((1, 6), np.int32)
+    ids[0] = [0, 0, 0, 1, 1, -1]
+    return {
+        "chunk_local_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_local_cumsum(x, 2, out=out)),
+        "chunk_global_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_global_cumsum(x, out=out)),
+        "linear_attention": (SHAPE, F32, lambda x, out: attnmask.linear_attention(x, x, x, out=out)),
+        "flash_attention": (SHAPE, F32, lambda x, out: attnmask.flash_attention(x, x, x, out=out)),
+        "packed flash_attention": (
+            SHAPE[1:],
+            F32,
+            lambda x, out: attnmask.flash_attention(x, x, x, cum_seqlens_q=[0, 2, 6], out=out),
+        ),
+        "attention_mask": (
+            PAIRS,
+            F32,
+            lambda x, out: MaskInfo(x).get_or_compute_attention_mask(np.float32, out=out),
+        ),
+        "create_bias": (PAIRS, F32, lambda x, out: MaskInfo(x).create_bias(out=out)),
+        "dropout_keep_mask": (
+            PAIRS,
+            np.bool_,
+            lambda x, out: attnmask.dropout_keep_mask(1, 0.5, PAIRS, out=out),
+        ),
+        "segment_ids_to_mask": (
+            (1, 1, 6, 6),
+            np.int32,
+            lambda x, out: attnmask.segment_ids_to_mask(ids, np.int32, out=out),
+        ),
+        "segment_ids_to_qkv_masks": (
+            (1, 1, 6, 6),
+            np.int32,
+            lambda x, out: attnmask.segment_ids_to_qkv_masks(ids, dtype=np.int32, out=out)[2],
+        ),
+        "cu_seqlens_to_mask": (
+            (1, 6),
+            np.bool_,
+            lambda x, out: attnmask.cu_seqlens_to_mask([2, 5], 6, out=out),
+        ),
+        "qkv_cu_seqlens_to_attention_mask": (
+            (1, 1, 6, 6),
+            np.bool_,
+            lambda x, out: attnmask.qkv_cu_seqlens_to_attention_mask([2, 5], max_q_len=6, out=out),
+        ),
+        "create_chunked_attention_mask": (
+            (6, 6),
+            np.bool_,
+            lambda x, out: MaskInfo.create_chunked_attention_mask(2, 6, out=out),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_subclass_is_asked_nothing(name):
+    """Shape and strides are read once, from a view of the base class, so methods of a subclass have no effect."""
+    shape, dtype, call = calls()[name]
+    source, out = between(shape, dtype, 0), between(shape, dtype, 1)
+    source[...] = np.random.default_rng(0).random(shape) > 0.4
+    expected = np.array(call(source.copy(), np.zeros(shape, dtype)))
+    out[...] = 0
+    lying = restless(out)
+    returned = call(restless(source), lying)
+    assert Restless.asked <= 1  # the test's own view of `out` calls it
+    assert returned is lying
+    np.testing.assert_array_equal(out, expected)
+    if "flash" not in name:
+        assert expected.any()
+
+
+@pytest.mark.parametrize("name", ["chunk_global_cumsum", "flash_attention", "attention_mask"])
+def test_a_subclass_cannot_deny_that_memory_is_shared(name):
+    shape, dtype, call = calls()[name]
+    memory = np.zeros((*shape[:-1], shape[-1] + 1), dtype)
+    for source, out in ((memory[..., :-1], memory[..., 1:]), (memory[..., :-1], memory[..., :-1])):
+        with pytest.raises(ValueError, match="out must share no memory with"):
+            call(restless(source), restless(out))
+    assert not memory.any()
+
+
+def test_an_argument_that_changes_another_one():
+    """An object's `__array__` changes an earlier argument: the call gives an error or a result, and no crash."""
+
+    class Meddler:
+        def __init__(self, other, shape):
+            self.other, self.shape = other, shape
+
+        def __array__(self, *args, **kwargs):
+            np.ndarray.shape.__set__(self.other, self.shape)
+            return np.ones((1, 64, 2, 8), F32)
+
+    for shape in ((1024,), (2, 32, 16), (64, 1, 1, 16), (1, 1, 1, 1024)):
+        for function in (
+            lambda other, meddler: attnmask.flash_attention(other, meddler, meddler),
+            lambda other, meddler: attnmask.flash_attention(meddler, other, meddler),
+            lambda other, meddler: attnmask.flash_attention(meddler, meddler, meddler, out=other),
+            lambda other, meddler: attnmask.flash_attention(meddler, meddler, meddler, bias=other),
+            lambda other, meddler: attnmask.merge_attention_states([other, meddler], [other, meddler]),
+            lambda other, meddler: attnmask.chunk_global_cumsum(meddler, out=other),
+            lambda other, meddler: attnmask.flash_attention_bwd(
+                other, meddler, meddler, meddler, meddler, np.zeros((1, 2, 64), F32)
+            ),
+        ):
+            other = np.ones((1, 64, 2, 8), F32)
+            with warnings.catch_warnings():  # newer NumPy deprecates setting a shape
+                warnings.simplefilter("ignore", DeprecationWarning)
+                with contextlib.suppress(ValueError, TypeError):
+                    function(other, Meddler(other, shape))
+
+
+def attend_by_tiles_that_change() -> None:
+    """The core reads their numbers from memory that somebody writes to, and never leaves the tiles."""
+    info = MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 100, 130)
+    leaves, aux = info.tree_flatten()
+    arrays = [None if leaf is None else np.array(leaf) for leaf in leaves]
+    views = [None if array is None else read_only(array) for array in arrays]
+    query, key = np.ones((1, 100, 1, 16), F32), np.ones((1, 130, 1, 16), F32)
+    for number in (-(10**8), 2, 8, 10**8, 2**31 - 1):
+        mask = MaskInfo.tree_unflatten(aux, views)
+        expected = attnmask.flash_attention(query, key, key, mask)
+        (places,) = (array for array in arrays if array is not None and array.ndim == 4)
+        before = places.copy()
+        places[...] = number
+        attnmask.flash_attention(query, key, key, mask)  # which was read before
+        places[...] = before
+        np.testing.assert_array_equal(attnmask.flash_attention(query, key, key, mask), expected)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def test_tiles_that_change():
+    """In a process of its own, since to leave them would be its end."""
+    code = f"import runpy; runpy.run_path({__file__!r})['attend_by_tiles_that_change']()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
+
+
+MEDDLING = """
+import sys, warnings
+import numpy as np
+import attnmask
+
+warnings.simplefilter("ignore")  # newer NumPy deprecates setting a shape
+compare = np.shares_memory
+for target, attribute, value in {changes}:
+    memory = np.random.default_rng(0).standard_normal((1, 512, 2, 128)).astype(np.float32)
+    query, out = memory[..., ::2], memory[..., 1::2]  # NumPy has to search to find that they are apart
+    key, value_ = query + 1, query[..., :32] - 1
+    expected = attnmask.flash_attention(query, key, value_)
+    out = out[..., :32]
+    arrays = dict(query=query, key=key, value=value_, out=out)
+    plain = {{name: array.view() for name, array in arrays.items()}}
+    calls = []
+
+    def meddle(*args, **options):
+        calls.append(1)
+        setattr(arrays[target], attribute, value)
+        return compare(*args, **options)
+
+    np.shares_memory = meddle
+    assert attnmask.flash_attention(query, key, value_, out=out) is out
+    np.shares_memory = compare
+    assert calls, target
+    np.testing.assert_array_equal(plain["out"], expected, f"{{target}} {{attribute}}")
+print("same")
+"""
+
+
+@pytest.mark.parametrize("target", ["query", "key", "value", "out"])
+def test_arrays_that_change_while_their_memory_is_compared(target):
+    """What was checked is what is read and written, whatever foreign code does to the arrays meanwhile."""
+    changes = [(target, "strides", (0, 0, 0, 0)), (target, "dtype", np.dtype("i4").str)]
+    if target in ("key", "value"):
+        changes += [(target, "shape", (1, 2**14, 2, 2 if target == "key" else 1)), (target, "dtype", "f8")]
+    result = python(MEDDLING.format(changes=changes))
+    assert result.stdout == "same\n", (result.returncode, result.stderr)
+
+
+def test_starts_that_change_while_a_later_argument_is_read():
+    starts = np.array([0, 2, 5])
+
+    class Size:
+        def __index__(self):
+            starts.dtype = np.float64
+            return 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        indices = attnmask.prepare_chunk_indices(starts, Size())
+    assert indices.dtype == np.int64
+    assert indices.tolist() == [[0, 0], [1, 0], [1, 1]]
+
+
+def test_ids_that_change_during_a_call(set_threads):
+    """A call knows those of its beginning, since it asks them again and again where keys begin and end."""
+    set_threads(2)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 4096, 8, 64), np.float32)
+    first = np.repeat(np.arange(8, dtype=np.int32), 512)[None]
+    expected = attnmask.flash_attention(x, x, x, q_segment_ids=first)
+    ids, rings = first.copy(), []
+
+    def ring(*_):
+        rings.append(1)
+        ids[...] = rng.integers(-1, 3, ids.shape)
+
+    while not rings:
+        with alarm(ring, 0.003):
+            got = attnmask.flash_attention(x, x, x, q_segment_ids=ids)
+            if rings:
+                np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_ids_that_change_while_a_later_term_is_read(head):
+    ids = np.zeros((1, 1, 4) if head else (1, 4), np.int32)
+
+    class Dense:
+        def __array__(self, dtype=None, copy=None):
+            ids[...] = -1
+            return np.ones((1, 1, 4, 4), bool)
+
+    nodes = (("equal", ids, ids, False), ("dense", Dense(), 0, 0), "and")
+    assert _core.mask_count((1, 1, 4, 4), nodes).tolist() == [[16]]
+
+
+# Sizes
+
+WIDE = 2**33
+
+
+def huge(dtype, *shape) -> np.ndarray:
+    return as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: MaskInfo.from_segments(huge("i8", 1, WIDE)),
+        lambda: MaskInfo.from_segments(huge("u8", 1, 2**40)),
+        lambda: MaskInfo(q_segment_ids=huge("i8", 1, WIDE)),
+        lambda: MaskInfo(q_positions=huge("i8", 1, WIDE)),
+        lambda: MaskInfo.from_attention_mask(huge("f4", 1, 2**40)),
+        lambda: MaskInfo.from_segments(huge("?", 1, 2**40), is_attn_mask=True),
+        lambda: MaskInfo.from_cu_seqlens(huge("i8", WIDE), packed=True),
+        lambda: MaskInfo.dynamic_init(input_ids=huge("i4", 1, 2**40)),
+        lambda: MaskInfo.dynamic_init(attention_mask=huge("i4", 1, 2**40)),
+        lambda: MaskInfo.from_segments([[0] * 4]).apply_token_type_ids(huge("i8", 1, WIDE)),
+        lambda: attnmask.merge_attention_states(huge("f4", 2**31, 1, 1, 1, 1), huge("f4", 2**31, 1, 1, 1)),
+        lambda: attnmask.merge_attention_states_vjp(
+            huge("f4", 2**31, 1, 1, 1, 0), huge("f4", 2**31, 1, 1, 1)
+        ),
+        lambda: attnmask.flash_attention(*[huge("f4", 1, 4, 4, 8)] * 3, softmax_aux=huge("f4", 2**59)),
+        lambda: OperationImpl.repeat_kv_heads(huge("f4", 1, 1, 2**31, 1), huge("f4", 1, 1, 1, 1), 2**10),
+        lambda: OperationImpl.combine_query_kv_masks(huge("?", 2**20), huge("?", 2**20)),
+        lambda: OperationRegistry.create("vanilla")(*[huge("f4", 1, 2**20, 1, 1)] * 3),
+    ],
+)
+def test_what_fits_no_memory_is_refused_at_once(call):
+    begin = time.perf_counter()
+    with pytest.raises(MemoryError):
+        call()
+    assert time.perf_counter() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states(*STACKS)),
+        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states_vjp(*STACKS)),
+        (
+            TypeError,
+            "max_kv_len must be an integer, got int8 array",
+            lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=huge("i1", 2**32)),
+        ),
+        (
+            ValueError,
+            r"attention_mask must broadcast to \[B, H, Tq, Tk\]",
+            lambda: attnmask.flash_attention(*[np.zeros((1, 2, 1, 4))] * 3, huge("f4", 2**40, 3)),
+        ),
+        (
+            ValueError,
+            r"q_segment_ids must be \[B, Q\]",
+            lambda: MaskInfo.from_segments(huge("i8", WIDE)),
+        ),
+    ],
+)
+def test_a_wrong_shape_of_any_size_is_refused_at_once(error, match, call):
+    begin = time.perf_counter()
+    with pytest.raises(error, match=match):
+        call()
+    assert time.perf_counter() - begin < 1
+
+
+STACKS = huge("f4", 2**31), huge("f4", 2**31)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_rows_of_integers_are_narrowed_in_pieces(threads, set_threads):
+    """Numbers are right in every piece, and the error names the first one that does not fit."""
+    set_threads(threads)
+    wide = np.arange(200_000, dtype=np.int64).reshape(2, 100_000)
+    for layout in (
+        wide,
+        np.asfortranarray(wide),
+        wide[:, ::-1],
+        wide.astype(np.int32),
+        wide.astype(np.int32)[:, ::2],
+    ):
+        np.testing.assert_array_equal(MaskInfo.from_segments(layout).q_segment_ids, layout)
+    wide[0, 70_000] = wide[0, 90_000] = wide[1, 5] = -(2**40)
+    with pytest.raises(
+        ValueError, match=r"q_segment_ids must fit int32, got -1099511627776 at index \(0, 70000\)"
+    ):
+        MaskInfo.from_segments(wide)
+
+
+# What calls with hostile arguments have found (tests/fuzz)
+
+
+def nested_without_end() -> list:
+    items: list = []
+    items.append(items)
+    return items
+
+
+class Described:
+    """Says of itself only what an interface of arrays says."""
+
+    def __init__(self, interface):
+        self.__array_interface__ = interface
+
+
+LIVE = np.ones((1, 1, 6, 6), bool)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (
+            TypeError,
+            "out must be a NumPy array or None, got an object of type tuple",
+            lambda: attnmask.flash_attention_with_kvcache(*[np.zeros((1, 2, 1, 4), F32)] * 3, out=(1, 2)),
+        ),
+        (TypeError, "chunk_size must be", lambda: attnmask.prepare_chunk_indices([0, 2], (1, 2))),
+        (
+            ValueError,
+            "kv_mask must broadcast",
+            lambda: OperationImpl.combine_query_kv_masks(np.ones((2, 5)), np.ones((1,) * 64)),
+        ),
+        (TypeError, "sparsity must be", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
+        (TypeError, "seed must be", lambda: MaskInfo.from_random(1, 2, seed=nested_without_end())),
+        (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
+        (
+            ValueError,
+            "axis",
+            lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0)),
+        ),
+        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
+        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](10**1000)),
+        (
+            ValueError,
+            "sliding_window must be an integer or",
+            lambda: MaskInfo(LIVE).apply_sliding_window(np.zeros(0, int)),
+        ),
+        (
+            ValueError,
+            "sliding_window must be array_like",
+            lambda: MaskInfo(LIVE).apply_sliding_window(Described({})),
+        ),
+        (ValueError, "g must be array_like", lambda: attnmask.chunk_local_cumsum_vector(Described("x"), 2)),
+        (
+            TypeError,
+            "head_first must be True or False",
+            lambda: attnmask.chunk_global_cumsum_vector(np.zeros((1, 2, 3)), head_first=np.zeros(0)),
+        ),
+        (
+            TypeError,
+            "preserved_indices must be",
+            lambda: OperationRegistry.create("flash").create_stable_sharding(("dp",), np.array(None)),
+        ),
+    ],
+)
+def test_an_error_names_its_argument(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: attnmask.segment_ids_to_mask(huge("i1", 2, 0, WIDE)),
+        lambda: attnmask.cdiv(huge("u1", 2**61), 3),
+        lambda: MaskInfo(LIVE).apply_sliding_window(huge("i8", 2**40)),
+        lambda: attnmask.t5_relative_bias(np.zeros((8, 2)), 2**63, 2, max_distance=2**62),
+        lambda: attnmask.prepare_lens(huge(">i8", 2**58)),
+        lambda: MaskInfo.from_cu_seqlens(np.zeros(0, int), max_q_len=2**63 - 1),
+        lambda: MaskInfo.from_function(lambda b, h, q, k: True, 5, 7, batch=2**63),
+        lambda: MaskInfo.from_segments(huge("i1", 2**61, 0)),
+    ],
+)
+def test_what_numpy_calls_too_big_fits_no_memory(call):
+    with pytest.raises(MemoryError):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint64])
+def test_windows_by_head_of_any_type_of_integers(dtype):
+    windows = np.array([1, 3], dtype)
+    mask = MaskInfo(np.ones((1, 2, 6, 6), bool)).apply_sliding_window((windows, None)).attention_mask
+    reach = np.arange(6)[:, None] - np.arange(6)
+    np.testing.assert_array_equal(mask[0], [reach <= 1, reach <= 3])
+
+
+@pytest.mark.parametrize("copy", [np.array, np.asfortranarray])
+def test_tiles_that_were_copied_are_restored(copy):
+    """As JAX does with the leaves of a tree."""
+    for info in (
+        MaskInfo.from_blocks(np.eye(3, dtype=bool)[None, None], 4),
+        MaskInfo.from_blocks(np.zeros((1, 1, 0, 0), bool), 1),
+        MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3, 100, 130, 2),
+    ):
+        leaves, aux = info.tree_flatten()
+        copied = tuple(None if leaf is None else copy(leaf) for leaf in leaves)
+        assert MaskInfo.tree_unflatten(aux, copied) == info
+
+
+def test_a_largest_distance_beyond_all_numbers():
+    table = np.arange(16.0).reshape(8, 2)
+    far, low = attnmask.t5_relative_bias(table, 5, 7, max_distance=10**400)
+    expected, expected_low = attnmask.t5_relative_bias(table, 5, 7, max_distance=2**59)
+    np.testing.assert_array_equal(far, expected)
+    assert low == expected_low
+
+
+def test_labels_of_no_heads():
+    info = MaskInfo(LIVE).replace(
+        q_segment_ids=np.zeros((1, 6), int), kv_segment_ids=np.zeros((1, 0, 6), int)
+    )
+    assert info.labels(0, 0) is None
+    assert info._repr_html_().startswith("<svg ")
+
+
+def test_the_mode_of_a_subclass():
+    assert OperationRegistry.create("flash").get_mode(restless(np.zeros((2, 1, 3, 4)))) == "decode"

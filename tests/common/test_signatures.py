@@ -1,0 +1,100 @@
+"""Arguments that several functions take have the same names, defaults and kinds, in the same order."""
+
+import inspect
+import runpy
+import subprocess
+import sys
+
+import pytest
+from environment import ROOT
+
+import attnmask
+from attnmask import MaskInfo
+from attnmask._attention.arguments import ARGUMENTS, DEFAULTS
+
+OWN = {  # arguments of a function that are not those of attention
+    "flash_attention": {"return_lse", "out"},
+    "flash_attention_fwd": {"out"},
+    "flash_attention_bwd": {
+        "dout",
+        "out",
+        "lse",
+        "dlse",
+        "grad_bias",
+        "grad_softmax_aux",
+        "grad_relative_bias",
+    },
+    "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
+}
+DETAILS = (
+    "q_positions",
+    "kv_positions",
+    "batch_axis_name",
+    "qheads_axis_name",
+    "kvheads_axis_name",
+    "sequence_axis_name",
+)
+
+
+def parameters(function) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def shared(name: str) -> list[inspect.Parameter]:
+    return [value for key, value in parameters(getattr(attnmask, name)).items() if key not in OWN[name]]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_attention_functions_take_the_same_arguments(name):
+    """The same names, order, defaults and types; all but the arrays of the backward pass also by position."""
+    assert shared(name) == shared("flash_attention")
+    assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
+
+
+def test_type_checkers_read_what_follows_from_the_table():
+    made = runpy.run_path(str(ROOT / ".ci" / "make_signatures.py"))
+    for path, contents in made["STUBS"].items():
+        assert path.read_text() == made["stub"](*contents), "run python .ci/make_signatures.py"
+
+
+def test_signatures_follow_from_the_table():
+    expected = [(row.name, row.default, row.type) for row in ARGUMENTS]
+    given = [(row.name, row.default, row.annotation) for row in shared("flash_attention")]
+    assert given == expected
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_faces_show_all_arguments(framework):
+    """In its own order, by name from `softmax_scale` on, and with the same defaults."""
+    pytest.importorskip(framework)
+    face = parameters(getattr(attnmask, framework).flash_attention)
+    assert {name: row.default for name, row in face.items() if name in DEFAULTS} == DEFAULTS
+    assert [name for name in face if name not in DEFAULTS][:4] == ["query", "key", "value", "return_lse"]
+    assert face["softmax_scale"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", ["from_segments", "from_attention_mask", "from_cu_seqlens", "from_random"])
+def test_constructors_take_the_same_details(name):
+    """They take these arguments of `MaskInfo`, in the same order; only some of them by position."""
+    expected, given = parameters(MaskInfo), parameters(getattr(MaskInfo, name))
+    assert [key for key in given if key in DETAILS] == list(DETAILS)
+    for key in DETAILS:
+        assert (given[key].default, given[key].annotation) == (
+            expected[key].default,
+            expected[key].annotation,
+        )
+
+
+def test_completion_shows_public_names_only():
+    """In a new interpreter, since other tests import more of the package."""
+    code = "import attnmask; print(*(name for name in dir(attnmask) if not name.startswith('_')))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert shown == sorted(name for name in attnmask.__all__ if not name.startswith("_"))
+
+
+def test_public_names_are_known_by_where_they_are_imported_from():
+    things = [getattr(attnmask, name) for name in attnmask.__all__ if name != "__version__"]
+    assert {thing.__module__ for thing in things} == {"attnmask"}
+    assert repr(MaskInfo) == "<class 'attnmask.MaskInfo'>"

@@ -1,0 +1,423 @@
+"""attnmask.jax.flash_attention_with_kvcache: what NumPy's function gives, in compiled functions, loops and in place."""
+
+import functools
+import inspect
+
+import numpy as np
+import pytest
+from flash_cases import BF16, F16, F32, F64
+from kvcache_bad_input import BAD, BAD_TO_READ, KINDS, good
+from kvcache_cases import Case, arguments_of, attend, drawn
+
+import attnmask
+from attnmask import MaskInfo
+
+jax = pytest.importorskip("jax")
+import ml_dtypes  # noqa: E402
+from jax_processes import run  # noqa: E402
+
+import attnmask.jax  # noqa: E402
+
+FLOATS8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
+NAMES = list(inspect.signature(attnmask.jax.flash_attention_with_kvcache).parameters)
+CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def is_array(x) -> bool:
+    return isinstance(x, (np.ndarray, jax.Array, MaskInfo))
+
+
+def of_numpy(arguments: dict) -> attnmask.jax.KVCacheResult:
+    """Of copies of the caches, so that arguments may be used again."""
+    copies = {name: np.array(arguments[name]) for name in CACHES if arguments.get(name) is not None}
+    found = attend(arguments | copies)
+    out, lse = found if arguments.get("return_lse") else (found, None)
+    return attnmask.jax.KVCacheResult(out, lse, *(copies.get(name) for name in CACHES))
+
+
+def compiled(arguments: dict, known=()):
+    """A compiled function of all arrays but those that are `known`, and these arrays."""
+    traced = {name: x for name, x in arguments.items() if is_array(x) and name not in known}
+    fixed = {name: x for name, x in arguments.items() if name not in traced}
+    return jax.jit(lambda traced: attnmask.jax.flash_attention_with_kvcache(**traced, **fixed)), traced
+
+
+def same(got, wanted) -> None:
+    for name, a, b in zip(wanted._fields, got, wanted, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert np.asarray(a).dtype == b.dtype, name
+            assert np.asarray(a).tobytes() == b.tobytes(), name
+
+
+def room(arguments: dict) -> int:
+    """For how many tokens of a sequence the cache has room."""
+    rows, table = arguments["k_cache"].shape[1], arguments.get("block_table")
+    return rows if table is None else rows * table.shape[1]
+
+
+def compare(arguments: dict) -> None:
+    """Compiled with all arrays traced, with as many known as may be, and eager."""
+    wanted = of_numpy(arguments)
+    mask = arguments.get("attention_mask")
+    long = isinstance(mask, MaskInfo) and mask.kv_len > room(arguments)  # must be known
+    function, traced = compiled(arguments, ["attention_mask"] if long else [])
+    same(function(traced), wanted)
+    function, traced = compiled(arguments, set(NAMES) - {"query"})
+    same(function(traced), wanted)
+    same(attnmask.jax.flash_attention_with_kvcache(**arguments), wanted)
+
+
+def as_in_jax(arguments: dict) -> dict:
+    """Arrays as JAX has them: in one piece, and of float64 only with `jax.enable_x64`."""
+    return {
+        name: np.array(x, F32 if x.dtype == F64 and not jax.config.jax_enable_x64 else x.dtype, order="C")
+        if isinstance(x, np.ndarray)
+        else x
+        for name, x in arguments.items()
+    }
+
+
+# The same as NumPy's
+
+
+def random_cases(count: int) -> list[Case]:
+    rng = np.random.default_rng(0)
+    cases = [drawn(rng) for _ in range(3 * count)]
+    return [case for case in cases if not (case.packed and case.mask)][:count]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", random_cases(60), ids=lambda case: str(case.seed))
+def test_random_arguments(case):
+    with jax.enable_x64(F64 in case.types):
+        compare(as_in_jax(arguments_of(case)) | {"return_lse": case.return_lse})
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.int8), *FLOATS8], ids=str)
+@pytest.mark.parametrize("scale", ["tokens", "channels"])
+@pytest.mark.parametrize("new", [False, True])
+def test_quantized_caches(dtype, scale, new):
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((2, 6, 16, 2, 32)).astype(F32)
+    axis = -1 if scale == "tokens" else (0, 1)
+    (k_cache, k_scale), (v_cache, v_scale) = (attnmask.quantize_kv(x, dtype, axis) for x in tokens)
+    query, key, value = (rng.standard_normal((2, 3, heads, 32)).astype(BF16) for heads in (4, 2, 2))
+    arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
+    arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
+    arguments |= {"key": key, "value": value} if new else {}
+    compare(arguments | {"k_scale": k_scale, "v_scale": v_scale})
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_caches_of_four_bits(dtype, new):
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((2, 6, 16, 2, 64)).astype(F32)
+    (k_cache, k_scale), (v_cache, v_scale) = (attnmask.quantize_kv(x, "int4", group=32) for x in tokens)
+    query, key, value = (rng.standard_normal((2, 3, heads, 64)).astype(BF16) for heads in (4, 2, 2))
+    arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
+    arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
+    arguments |= {"key": key, "value": value} if new else {}
+    compare(arguments | {"k_scale": k_scale.astype(dtype), "v_scale": v_scale.astype(dtype)})
+
+
+def masks():
+    """Some with more keys than tokens, and some with more than the cache has room for."""
+    rng = np.random.default_rng(0)
+    for keys in (70, 96):
+        dense = rng.random((2, 4, 3, keys)) < 0.7
+        yield dense
+        yield dense[:1, :1, :1].astype(np.float32)
+        yield MaskInfo.from_attention_mask(dense[:, :1]).apply_sliding_window((50, 20))
+    yield dense[..., :1]
+    ids = np.sort(rng.integers(-1, 3, (2, 3))), np.sort(rng.integers(-1, 3, (2, 70)))
+    yield MaskInfo.from_segments(*ids)
+    yield MaskInfo.from_segments(*(x[:1] for x in ids)).apply_causal(40)
+
+
+@pytest.mark.parametrize("mask", list(masks()), ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_masks(mask, page_size):
+    case = Case(queries=3, lengths=(65, 20), new="as many", page_size=page_size)
+    compare(as_in_jax(arguments_of(case)) | {"attention_mask": mask})
+
+
+def test_a_traced_mask_of_too_many_keys():
+    arguments = arguments_of(Case(queries=3, lengths=(65, 20)))
+    arguments["attention_mask"] = MaskInfo.from_segments(np.zeros((1, 3), int), np.zeros((1, 99), int))
+    function, traced = compiled(arguments)
+    with pytest.raises(
+        ValueError, match=r"at most the 65 keys that the cache has room for .*, got 99; write"
+    ):
+        function(traced)
+
+
+def test_no_length_is_all_of_the_cache():
+    x, cache = np.ones((2, 1, 4, 8), F32), np.random.default_rng(0).random((2, 9, 2, 8)).astype(F32)
+    for length in (None, 9, np.int8(9), np.array(9), np.array([9, 9])):
+        arguments = {"query": x, "k_cache": cache, "v_cache": cache, "cache_seqlens": length}
+        same(
+            compiled(arguments)[0]({"query": x, "k_cache": cache, "v_cache": cache}), of_numpy(arguments)
+        ) if (not is_array(length)) else compare(arguments)
+
+
+def test_sequences_that_are_empty():
+    for lengths, count in (((), 1), ((0, 0), 0), ((5, 0), 0)):
+        batch = len(lengths)
+        x, cache = np.ones((batch, count, 4, 8), F32), np.ones((batch, 9, 2, 8), F32)
+        key = x[:, :, :2]
+        compare(
+            {"query": x, "k_cache": cache, "v_cache": cache, "key": key, "value": key}
+            | {"cache_seqlens": np.array(lengths, np.int32), "return_lse": True}
+        )
+
+
+# In place
+
+
+def decoding(dtype=F32, tokens=64):
+    """A step of a loop, its caches, and the query, key and value of each token."""
+    rng = np.random.default_rng(0)
+    depth = 32 if dtype == np.uint8 else 16
+    inputs = [rng.standard_normal((tokens, 2, 1, heads, depth)).astype(F32) for heads in (4, 2, 2)]
+    caches = {name: jax.numpy.zeros((2, tokens, 2, 16), dtype) for name in CACHES[:2]}
+    if dtype == np.uint8:  # two numbers of four bits in each
+        caches |= {name: jax.numpy.zeros((2, tokens, 2, 1, 2)) for name in CACHES[2:]}
+    if dtype in (np.int8, *FLOATS8):
+        caches |= {name: jax.numpy.zeros((2, tokens, 2, 1)) for name in CACHES[2:]}
+
+    def step(caches, inputs):
+        length, (query, key, value) = inputs
+        result = attnmask.jax.flash_attention_with_kvcache(
+            query, key=key, value=value, cache_seqlens=length, **caches
+        )
+        return {name: getattr(result, name) for name in caches}, result.out
+
+    return step, caches, inputs
+
+
+DTYPES = [F32, F16, BF16, np.dtype(np.int8), *FLOATS8, np.dtype(np.uint8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_donated_caches_are_written_in_place(dtype):
+    step, caches, inputs = decoding(dtype)
+    donating = jax.jit(step, donate_argnums=0)
+    for length in range(3):
+        places = {name: x.unsafe_buffer_pointer() for name, x in caches.items()}
+        given, (caches, _) = caches, donating(caches, (length, [x[length] for x in inputs]))
+        assert {name: x.unsafe_buffer_pointer() for name, x in caches.items()} == places
+        assert all(x.is_deleted() for x in given.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_caches_are_left_alone(dtype):
+    step, caches, inputs = decoding(dtype)
+    before = jax.tree.map(lambda x: np.asarray(x).tobytes(), caches)
+    for function in (jax.jit(step), step):
+        after, _ = function(caches, (5, [x[0] for x in inputs]))
+        assert jax.tree.map(lambda x: np.asarray(x).tobytes(), caches) == before
+        assert after["k_cache"][:, 5].any()
+        assert not after["k_cache"][:, 6:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_loop_over_tokens(dtype):
+    """Nowhere in the compiled loop is a cache copied, and its results are those of single steps."""
+    step, caches, inputs = decoding(dtype)
+    loop = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
+    lengths = np.arange(64, dtype=np.int32)
+    text = loop.lower(caches, (lengths, inputs)).compile().as_text()
+    shape = jax.typeof(caches["k_cache"]).str_short(short_dtypes=True)
+    shape = shape.replace("i8[", "s8[").replace("f8_", "f8")
+    assert f"{shape}{{3,2,1,0}}" in text
+    assert f"= {shape}{{3,2,1,0}} copy(" not in text
+
+    arrays = jax.tree.map(np.array, caches)
+    more = {"k_scale": None, "v_scale": None} | arrays
+    wanted = [
+        attnmask.flash_attention_with_kvcache(q, key=k, value=v, cache_seqlens=int(length), **more)
+        for length, q, k, v in zip(lengths, *inputs, strict=True)
+    ]
+    caches, out = loop(caches, (lengths, inputs))
+    np.testing.assert_array_equal(out, np.stack(wanted))
+    for name, x in caches.items():
+        assert np.asarray(x).tobytes() == arrays[name].tobytes()
+    if dtype == F32:
+        q, k, v = (np.concatenate(list(x), axis=1) for x in inputs)
+        whole = attnmask.flash_attention(q, k, v, causal=True)
+        np.testing.assert_allclose(np.concatenate(list(out), axis=1), whole, atol=1e-5)
+
+
+def test_a_cache_that_is_keys_and_values():
+    """One array for both is written to for keys, and a copy of it for values."""
+    x = np.random.default_rng(0).random((1, 1, 2, 8)).astype(F32)
+    cache = jax.numpy.zeros((1, 4, 2, 8))
+    result = jax.jit(
+        lambda c: attnmask.jax.flash_attention_with_kvcache(x, c, c, x, 2 * x, cache_seqlens=0),
+        donate_argnums=0,
+    )(cache)
+    np.testing.assert_array_equal(result.out, 2 * x)
+    np.testing.assert_array_equal(result.k_cache[:, :1], x)
+    np.testing.assert_array_equal(result.v_cache[:, :1], 2 * x)
+
+
+# Mapped, differentiated, sharded
+
+
+def test_mapped():
+    """Each call has a cache of its own, whatever is mapped."""
+    step, caches, inputs = decoding()
+    token = [np.stack([x[0], x[1], x[2]]) for x in inputs]
+    lengths = np.array([3, 0, 7], np.int32)
+    many = jax.tree.map(lambda x: np.random.default_rng(1).random((3, *x.shape)).astype(F32), caches)
+    for axis, given in ((0, many), (None, jax.tree.map(lambda x: x[0], many))):
+        after, out = jax.jit(jax.vmap(step, in_axes=(axis, 0)))(given, (lengths, token))
+        for i in range(3):
+            one = given if axis is None else jax.tree.map(lambda x, i=i: x[i], given)
+            wanted = jax.jit(step)(one, (lengths[i], [x[i] for x in token]))
+            jax.tree.map(
+                np.testing.assert_array_equal, (jax.tree.map(lambda x, i=i: x[i], after), out[i]), wanted
+            )
+
+
+def test_no_gradients():
+    step, caches, inputs = decoding()
+    loss = lambda query: step(caches, (0, [query, inputs[1][0], inputs[2][0]]))[1].sum()  # noqa: E731
+    for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(NotImplementedError, match="flash_attention_with_kvcache has no gradients"):
+            function(inputs[0][0])
+
+
+def test_heads_on_two_devices():
+    """In place, too."""
+    out = run(
+        """
+        mesh = jax.make_mesh((2,), ("h",), axis_types=(AxisType.Auto,))
+        pages = np.zeros((2, 9, 16, 4, 32), np.float32)
+        table = jnp.asarray([[3, 1, 4], [8, 0, 2]])
+        heads, shared = P(None, None, "h"), P()
+
+        def step(caches, query, key, value, lengths, table):
+            result = attnmask.jax.flash_attention_with_kvcache(
+                query, *caches, key, value, cache_seqlens=lengths, block_table=table)
+            return (result.k_cache, result.v_cache), result.out
+
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=((heads, heads), heads, heads, heads, shared, shared),
+                               out_specs=((heads, heads), heads))
+        mapped = jax.jit(mapped, donate_argnums=0)
+        caches = tuple(jax.device_put(x, NamedSharding(mesh, heads)) for x in pages)
+        places = lambda caches: [s.data.unsafe_buffer_pointer() for x in caches for s in x.addressable_shards]
+        first, lengths = places(caches), np.array([0, 3], np.int32)
+        for _ in range(5):
+            query, key, value = (rng.standard_normal((2, 7, h, 32)).astype(np.float32) for h in (8, 4, 4))
+            right = attnmask.flash_attention_with_kvcache(
+                query, *pages, key, value, cache_seqlens=lengths, block_table=np.asarray(table))
+            caches, out = mapped(caches, query, key, value, lengths, table)
+            lengths = lengths + 7
+            print(np.array_equal(out, right), all(map(np.array_equal, caches, pages)), places(caches) == first)
+        """,
+        devices=2,
+    )
+    assert out == ["True"] * 15
+
+
+# Bad input
+
+
+def is_taken(value) -> bool:
+    """Whether JAX takes it as it is: it has no lists, and by default nothing of 64 bits."""
+    if isinstance(value, np.ndarray):
+        return (
+            value.dtype.isnative
+            and value.dtype.itemsize <= 4
+            and value.flags.aligned
+            and value.flags.writeable
+        )
+    return not isinstance(value, (str, list))
+
+
+LEARNED = {"query", "k_cache", "v_cache", "key", "value", "softmax_aux"}  # always become arrays of JAX
+CASES = [
+    (kind, wrong, error, message, new)
+    for cases, new in ((BAD, True), (BAD_TO_READ, False))
+    for kind, wrong, error, message in cases
+    if "out" not in wrong and all(map(is_taken, (wrong[name] for name in wrong.keys() & LEARNED)))
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "error", "message", "new"), CASES)
+def test_bad_input(kind, wrong, error, message, new):
+    """The same words when it is traced; what depends on numbers, when it runs."""
+    arguments = good(kind, new) | wrong
+    arguments.pop("out")
+    with pytest.raises(error, match=message):
+        attnmask.jax.flash_attention_with_kvcache(**arguments)
+    function, traced = compiled(arguments, [name for name, x in arguments.items() if not is_taken(x)])
+    if "packed" in kind and "attention_mask" in arguments:
+        error, message = NotImplementedError, "attention_mask must be None with cu_seqlens_q"
+    if arguments.get("block_table") is not None and arguments["block_table"].dtype == np.int64:
+        message = message.split(", got")[0]  # what is far outside has been clipped
+    with pytest.raises(
+        (error, jax.errors.JaxRuntimeError), match=message.replace(" .* MaskInfo of shape", "")
+    ):
+        jax.block_until_ready(function(traced))
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_good_arguments_are_good(kind, new):
+    arguments = good(kind, new)
+    arguments.pop("out")
+    compare(arguments)
+
+
+@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan])
+def test_bad_scales_of_channels(scale):
+    x, cache = np.ones((1, 1, 2, 8), F32), np.zeros((1, 4, 2, 8), np.int8)
+    scales = np.ones((1, 1, 2, 8), F32)
+    scales[0, 0, 1, 3] = scale
+    function = jax.jit(
+        lambda scales: attnmask.jax.flash_attention_with_kvcache(
+            x, cache, cache, k_scale=scales, v_scale=np.ones((1, 1, 2, 8), F32)
+        )
+    )
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="k_scale must be finite and positive for each channel"
+    ):
+        function(scales).out.block_until_ready()
+
+
+@pytest.mark.parametrize("missing", ["k_scale", "v_scale"])
+def test_scales_that_are_missing(missing):
+    x, cache = np.ones((1, 1, 2, 8), F32), np.zeros((1, 4, 2, 8), np.int8)
+    scales = {name: np.ones((1, 1, 2, 8), F32) for name in ("k_scale", "v_scale") if name != missing}
+    function = jax.jit(lambda scales: attnmask.jax.flash_attention_with_kvcache(x, cache, cache, **scales))
+    with pytest.raises(ValueError, match=rf"write {missing}=np.ones\(\(1, 1, 2, 8\), np.float32\) for"):
+        function(scales)
+
+
+def test_what_must_be_known():
+    x = np.ones((1, 1, 2, 8), F32)
+    for name, value in (
+        ("softmax_scale", 0.1),
+        ("causal", True),
+        ("sliding_window", 3),
+        ("return_lse", True),
+    ):
+        function = jax.jit(
+            lambda value, name=name: attnmask.jax.flash_attention_with_kvcache(x, x, x, **{name: value})
+        )
+        with pytest.raises(TypeError, match=f"{name} must be known at compile time"):
+            function(value)
+
+
+def test_an_error_writes_nothing():
+    """A later call on the same memory finds the cache as it was."""
+    step, caches, inputs = decoding()
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="cache_seqlens must be tokens that the cache has room for"
+    ):
+        jax.block_until_ready(jax.jit(step)(caches, (64, [x[0] for x in inputs])))
+    assert not any(x.any() for x in caches.values())

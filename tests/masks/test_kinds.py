@@ -1,0 +1,663 @@
+"""Masks by functions and by blocks, prefixes, windows by head, and slices."""
+
+import pickle
+import signal
+import threading
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from environment import SANITIZED
+from hypothesis import given
+from hypothesis import strategies as st
+from mask_programs import programs
+
+import attnmask
+from attnmask import MaskInfo
+
+pytestmark = pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")
+
+IDS = np.array([[0, 0, 0, 1, 1, 1, 1, -1, -1], [2, 2, 0, 0, 0, 0, 2, 2, -1]])
+REVERSED = IDS[:, ::-1].copy()
+TYPES = np.array([[0, 1, 1, 0, 2, 2, 1, 1, 0], [0] * 9])
+SEGMENTS = MaskInfo.from_segments(IDS)
+DENSE = np.random.default_rng(0).random((2, 3, 9, 9)) < 0.5
+
+
+def live(q):
+    """Everything, of the shape of the queries."""
+    return q >= 0
+
+
+def place(ids, b, token):
+    """How far it is behind the first token of its segment."""
+    return token - (ids[:, :, None] == ids[:, None, :]).argmax(axis=1)[b, token]
+
+
+def ids(b, h, q, k):
+    return (IDS[b, q] == IDS[b, k]) & (IDS[b, q] >= 0)
+
+
+KINDS = {  # of each, the mask, and what the function says
+    "everything": (MaskInfo.from_segments(np.zeros((2, 9), int)), lambda b, h, q, k: True),
+    "nothing": (~MaskInfo.from_segments(np.zeros((2, 9), int)), lambda b, h, q, k: np.int8(0)),
+    "segments": (SEGMENTS, ids),
+    "causal": (
+        MaskInfo.from_segments(np.zeros((2, 9), int)).apply_causal(np.array([0, 2])),
+        lambda b, h, q, k: k <= q + np.array([0, 2])[b],
+    ),
+    "window": (
+        SEGMENTS.apply_sliding_window((2, 1)),
+        lambda b, h, q, k: ids(b, h, q, k) & (k >= q - 2) & (k <= q + 1),
+    ),
+    "window by head": (
+        SEGMENTS.apply_sliding_window((np.array([2, 0, 9]), 1)),
+        lambda b, h, q, k: ids(b, h, q, k) & (k >= q - np.array([2, 0, 9])[h]) & (k <= q + 1),
+    ),
+    "chunks": (
+        SEGMENTS.apply_chunked(2),
+        lambda b, h, q, k: ids(b, h, q, k) & (q // 2 == k // 2) & (k <= q),
+    ),
+    "causal within segments": (
+        MaskInfo.from_segments(IDS, REVERSED).apply_causal(1, within_segments=True),
+        lambda b, h, q, k: (
+            (IDS[b, q] == REVERSED[b, k]) & (IDS[b, q] >= 0) & (place(REVERSED, b, k) <= place(IDS, b, q) + 1)
+        ),
+    ),
+    "key lengths": (
+        SEGMENTS.apply_kv_lengths([4, 6]),
+        lambda b, h, q, k: ids(b, h, q, k) & (k < np.array([4, 6])[b]),
+    ),
+    "token types": (
+        SEGMENTS.apply_causal().apply_token_type_ids(TYPES),
+        lambda b, h, q, k: (ids(b, h, q, k) & (k <= q)) | ((TYPES[b, q] == TYPES[b, k]) & (TYPES[b, q] > 0)),
+    ),
+    "prefix": (
+        SEGMENTS[:1, ...].apply_causal().apply_prefix(2),
+        lambda b, h, q, k: ids(b * 0, h, q, k) & ((k <= q) | np.isin(k, [0, 1, 3, 4])),
+    ),
+    "packed": (
+        MaskInfo.from_cu_seqlens([0, 4, 4, 9], packed=True),
+        lambda b, h, q, k: (q < 4) == (k < 4),
+    ),
+    "dense": (MaskInfo.from_attention_mask(DENSE), lambda b, h, q, k: DENSE[b, h, q, k]),
+    "blocks": (
+        MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), 9, 9),
+        lambda b, h, q, k: DENSE[b, h, q // 3, k // 2],
+    ),
+    "or": (
+        ~SEGMENTS | MaskInfo.from_attention_mask(DENSE),
+        lambda b, h, q, k: ~ids(b, h, q, k) | DENSE[b, h, q, k],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_of_every_other_kind(kind):
+    mask, f = KINDS[kind]
+    made = MaskInfo.from_function(f, 9, 9, batch=mask.batch_size, heads=mask.heads)
+    assert made == mask
+    assert (made.shape, made.heads) == (mask.shape, mask.heads)
+    assert made.density() == mask.density()
+    np.testing.assert_array_equal(made.grid(0, 0, 2, 4), mask.grid(0, 0, 2, 4))
+    again = pickle.loads(pickle.dumps(made))
+    assert again == made
+    assert (again.shape, again.heads) == (made.shape, made.heads)
+
+
+@given(program=programs(), slab=st.sampled_from([1, 2**12, 2**18]))
+def test_a_function_of_any_mask(program, slab):
+    """The same pairs, in however many parts the function is asked."""
+    info, pairs, words = program
+    batch, heads, queries, keys = pairs.shape
+    if heads == 0:
+        return
+    asked = np.zeros(pairs.shape, int)
+
+    def f(b, h, q, k):
+        asked[b, h, q, k] += 1
+        return pairs.live[b, h, q, k]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attnmask._masks.sources, "_SLAB", slab)
+        made = MaskInfo.from_function(f, queries, keys, batch, heads)
+    assert (asked == 1).all()
+    if batch:
+        assert made == info, words
+        assert made.heads == (heads if pairs.live.size else 1), "nothing is asked of no pairs"
+
+
+def test_what_all_rows_or_heads_share_is_kept_once():
+    def f(b, h, q, k):
+        return (k <= q) & (b >= 0 if q.min() >= 64 else True)  # rows show up in the second part only
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attnmask._masks.sources, "_SLAB", 1)
+        mask = MaskInfo.from_function(f, 130, 70, batch=3, heads=5)
+    assert (mask.shape, mask.heads) == ((3, 130, 70), 1)
+    np.testing.assert_array_equal(
+        mask.attention_mask, np.broadcast_to(np.tri(130, 70, dtype=bool), (3, 1, 130, 70))
+    )
+    assert MaskInfo.from_function(lambda b, h, q, k: k <= q, 130, 70, 3, 5) == mask
+    assert "2 patterns" in repr(mask), "two tiles along the diagonal"
+
+
+@pytest.mark.skipif(SANITIZED, reason="says nothing under a sanitizer")
+def test_a_long_function_needs_little_time_and_memory():
+    document = np.repeat(np.arange(64), 512)
+    tokens = len(document)
+    tracemalloc.start()
+    mask = MaskInfo.from_function(lambda b, h, q, k: document[q] == document[k], tokens, tokens)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40e6
+    assert mask == MaskInfo.from_segments(document[None])
+
+    def seconds():
+        begin = time.perf_counter()
+        MaskInfo.from_function(lambda b, h, q, k: document[q] == document[k], tokens, tokens)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 3
+
+
+def test_a_slow_function_is_interrupted():
+    def f(b, h, q, k):
+        time.sleep(0.01)
+        return q == k
+
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begin = time.perf_counter()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            MaskInfo.from_function(f, 2**16, 2**16)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert time.perf_counter() - begin < (10 if SANITIZED else 2)
+
+
+def test_functions_may_be_asked_from_many_threads():
+    results = []
+
+    def make():
+        results.append(MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 200, 300))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(result == results[0] for result in results)
+
+
+def raises(b, h, q, k):
+    raise LookupError("not today")
+
+
+def writes(b, h, q, k):
+    q += 1
+    return q == k
+
+
+def unlocks(b, h, q, k):
+    k.setflags(write=True)
+    return q == k
+
+
+class Refuses:
+    def __call__(self, b, h, q, k):
+        raise ZeroDivisionError("by what")
+
+
+BAD_FUNCTIONS = {
+    "none": (None, TypeError, "f must be a function of b, h, q and k, got None"),
+    "raises": (raises, LookupError, "not today"),
+    "writes": (writes, ValueError, "read-only"),
+    "unlocks": (unlocks, ValueError, "WRITEABLE"),
+    "floats": (lambda b, h, q, k: (q == k) * 1.0, TypeError, "must be bools or integers, got float64 array"),
+    "nothing": (lambda b, h, q, k: None, TypeError, "must be bools or integers, got None"),
+    "text": (lambda b, h, q, k: "yes", TypeError, "must be bools or integers, got 'yes'"),
+    "a row short": (
+        lambda b, h, q, k: (q == k)[:, :, 1:],
+        ValueError,
+        r"the result of f must broadcast to shape \(2, 3, 5, 7\), got bool array of shape \(1, 1, 4, 7\)",
+    ),
+    "an axis too many": (lambda b, h, q, k: (q == k)[None], ValueError, "must broadcast to shape"),
+    "too few arguments": (lambda q, k: q == k, TypeError, "takes 2 positional arguments"),
+    "an error that is not made of a text": (
+        lambda b, h, q, k: b"\xff".decode(),
+        RuntimeError,
+        "<lambda> failed: 'utf-8' codec can't decode byte",
+    ),
+    "an object": (Refuses(), ZeroDivisionError, "Refuses failed: by what"),
+}
+
+
+@pytest.mark.parametrize(("f", "error", "words"), BAD_FUNCTIONS.values(), ids=BAD_FUNCTIONS)
+def test_bad_functions(f, error, words):
+    with pytest.raises(error, match=words):
+        MaskInfo.from_function(f, 5, 7, batch=2, heads=3)
+
+
+def test_an_error_names_the_function_and_keeps_its_own():
+    with pytest.raises(
+        LookupError, match=r"raises failed: not today; f\(b, h, q, k\) gets index arrays"
+    ) as raised:
+        MaskInfo.from_function(raises, 5, 7)
+    assert type(raised.value.__cause__) is LookupError
+    assert raised.value.__cause__.args == ("not today",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"q_len": -1}, ValueError, "q_len must be at least 0, got -1"),
+        ({"kv_len": 2.0}, TypeError, "kv_len must be an integer, got 2.0"),
+        ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
+        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+        ({"q_len": 2**40, "kv_len": 2**40}, MemoryError, "q_len and kv_len"),
+        ({"q_len": 2**70}, MemoryError, "q_len and kv_len"),
+    ],
+)
+def test_bad_sizes_of_functions(arguments, error, words):
+    with pytest.raises(error, match=words):
+        MaskInfo.from_function(lambda b, h, q, k: live(q), **{"q_len": 5, "kv_len": 7} | arguments)
+
+
+# Blocks
+
+
+def test_blocks_that_are_cut():
+    blocks = np.array([[[[1, 0, 2], [0, 0.5, 0]]]])
+    whole = MaskInfo.from_blocks(blocks, (3, 2))
+    assert whole.shape == (1, 6, 6)
+    for queries, keys in ((4, 5), (6, 6), (4, 6)):
+        cut = MaskInfo.from_blocks(blocks, (3, 2), queries, keys)
+        assert cut == whole[:, :, :queries, :keys]
+        np.testing.assert_array_equal(cut.grid(0, 0, 3, 2) > 0, blocks[0, 0] > 0)
+    blocks[:] = 0  # it is copied
+    assert whole.density() == 0.5
+    assert MaskInfo.from_blocks(np.zeros((2, 3, 0, 4)), 64).shape == (2, 0, 256)
+    huge = MaskInfo.from_blocks(np.ones((1, 1, 2, 2)), 2**40)
+    assert huge[..., 2**40 - 5 : 2**40 + 5, -3:].attention_mask.all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"blocks": np.ones((2, 2))}, ValueError, r"blocks must be \[B, H, Q blocks, K blocks\]"),
+        ({"blocks": [[[["a"]]]]}, TypeError, "blocks must be bool, integers or floats"),
+        ({"blocks": [[[[-1.0]]]]}, ValueError, "pass it as `bias`"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or a pair, got 3 entries"),
+        ({"block_size": 2.5}, TypeError, "block_size must be an integer, got 2.5"),
+        ({"q_len": 9}, ValueError, "q_len must be from 5 to 8, which 2 blocks of 4 cover, got 9"),
+        ({"kv_len": 8}, ValueError, "kv_len must be from 9 to 12, which 3 blocks of 4 cover, got 8"),
+        ({"q_len": -1}, ValueError, "q_len must be at least 0, got -1"),
+        ({"block_size": 2**60}, ValueError, r"q_len must be at most 2\*\*56"),
+    ],
+)
+def test_bad_blocks(arguments, error, words):
+    with pytest.raises(error, match=words):
+        MaskInfo.from_blocks(**{"blocks": np.ones((1, 1, 2, 3)), "block_size": 4} | arguments)
+
+
+# Prefixes
+
+
+def test_prefix_of_segments_in_several_pieces():
+    mask = MaskInfo.from_segments([[5, 5, 3, 5, 3, -1]]).apply_causal().apply_prefix(3)
+    first = np.array([1, 1, 1, 1, 1, 0], bool)  # the third of segment 5 lies behind one of segment 3
+    same = np.equal.outer(*[[5, 5, 3, 5, 3, -1]] * 2) & first[:, None]
+    np.testing.assert_array_equal(mask.attention_mask[0, 0], same)
+
+
+def test_prefix_and_what_comes_after_it():
+    row = MaskInfo.from_segments([[0] * 6] * 2)
+    assert row.apply_causal().apply_prefix([0, 9]) == row.apply_causal([0, 9])
+    assert row.apply_prefix(2).apply_causal() == row.apply_causal()
+    assert not row.apply_causal().apply_prefix(2).apply_kv_lengths(0).density()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "words"),
+    [
+        (-1, ValueError, "lengths must be at least 0, got -1"),
+        ([1, -2], ValueError, "lengths must be at least 0, got -2 at index 1"),
+        ([1, 2, 3], ValueError, r"lengths must be an integer or of shape \(2,\)"),
+        (1.5, TypeError, "lengths must be an integer or one per batch row, got 1.5"),
+    ],
+)
+def test_bad_prefixes(lengths, error, words):
+    with pytest.raises(error, match=words):
+        SEGMENTS.apply_prefix(lengths)
+
+
+# Windows by head
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_parts_of_windows_by_head(mode):
+    """As wide as the widest of them; what the others do not reach is dead."""
+    row = MaskInfo.from_segments(np.zeros((2, 9), int))
+    sizes = np.array([3, 0, 2])
+    more = {"mode": mode, "index": [4, 8]}
+    by_head = row.apply_sliding_window((sizes, 1), **more)
+    widest = row.apply_sliding_window((3, 1), **more)
+    assert (by_head.shape, by_head.heads) == (widest.shape, 3)
+    assert by_head[:, 0, ...] == widest
+    assert by_head[:, 1, ...].attention_mask.sum() < widest.attention_mask.sum()
+    far = row.apply_sliding_window(np.array([2**62, 1]))
+    assert far[:, 0, ...] == row
+
+
+@pytest.mark.parametrize(
+    ("window", "error", "words"),
+    [
+        (np.array([1, -2, 3]), ValueError, "sliding_window must be at least 0, got -2 at index 1"),
+        (
+            (None, [1, 2]),
+            ValueError,
+            r"sliding_window\[1\] must be an integer or of shape \(3,\), one per head",
+        ),
+        (np.ones((1, 3), int), ValueError, "sliding_window must be an integer or"),
+        ((np.array([1.0, 2, 3]), 0), TypeError, r"sliding_window\[0\] must be integers, got float64"),
+        ((1, 2, 3), ValueError, "sliding_window must be an integer or a pair, got 3 entries"),
+        (-1, ValueError, "write None for no limit"),
+    ],
+)
+def test_bad_windows(window, error, words):
+    with pytest.raises(error, match=words):
+        MaskInfo.from_attention_mask(DENSE).apply_sliding_window(window)
+
+
+def test_attention_takes_no_window_by_head():
+    query = np.zeros((1, 4, 2, 8), np.float32)
+    with pytest.raises(TypeError, match=r"MaskInfo\.apply_sliding_window takes a window per head"):
+        attnmask.flash_attention(query, query, query, sliding_window=np.array([1, 2]))
+
+
+# Diagonals within segments
+
+Q_STARTS, K_STARTS = [0, 2, 2, 5, 75], [0, 3, 4, 8, 98]  # of packed sequences, one of them without queries
+Q_PARTS, K_PARTS = ([*map(slice, starts[:-1], starts[1:])] for starts in (Q_STARTS, K_STARTS))
+
+
+def packed_mask():
+    return MaskInfo.from_cu_seqlens(Q_STARTS, cu_seqlens_kv=K_STARTS, packed=True)
+
+
+def packed_arrays():
+    rng = np.random.default_rng(0)
+    return (
+        rng.standard_normal((1, starts[-1], heads, 16), np.float32)
+        for starts, heads in ((Q_STARTS, 4), (K_STARTS, 2), (K_STARTS, 2))
+    )
+
+
+@pytest.mark.parametrize("offset", [0, "bottom-right", 3])
+@pytest.mark.parametrize("window", [None, (20, 0), (5, 3)])
+def test_packed_sequences_have_their_own_diagonals(isa, offset, window):
+    """The bits are those of cum_seqlens_q and cum_seqlens_k, forward and backward."""
+    mask = packed_mask()
+    causal = window is None
+    if causal:
+        mask = mask.apply_causal(offset, within_segments=True)
+    else:
+        mask = mask.apply_sliding_window(window, offset=offset, within_segments=True)
+    limits = {"causal": causal, "sliding_window": window, "causal_offset": offset}
+    starts = {"cum_seqlens_q": Q_STARTS, "cum_seqlens_k": K_STARTS}
+    arrays, results = tuple(packed_arrays()), []
+    for more in ({"attention_mask": mask}, limits | starts):
+        (out, lse), vjp = attnmask.flash_attention_vjp(*arrays, return_lse=True, **more)
+        grads = vjp(np.ones_like(out), np.where(np.isfinite(lse), 1, 0).astype(lse.dtype))
+        results.append((out, lse, grads.query, grads.key, grads.value))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_each_sequence_of_a_packed_mask_is_that_of_it_alone():
+    mask = (
+        packed_mask()
+        .apply_causal("bottom-right", within_segments=True)
+        .apply_sliding_window((30, 2), offset=-1, within_segments=True)
+    )
+    for queries, keys in zip(Q_PARTS, K_PARTS, strict=True):
+        lengths = queries.stop - queries.start, keys.stop - keys.start
+        one = MaskInfo.from_segments(*(np.zeros((1, length), int) for length in lengths))
+        assert mask[..., queries, keys] == one.apply_causal("bottom-right").apply_sliding_window(
+            (30, 2), offset=-1
+        )
+        assert mask[..., queries, : keys.start].density() == mask[..., queries, keys.stop :].density() == 0
+
+
+def test_bottom_right():
+    """Of the row, where it is not of each segment."""
+    mask = MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((2, 7), int))
+    assert mask.apply_causal("bottom-right") == mask.apply_causal(4)
+    assert mask.apply_sliding_window((2, 0), offset="bottom-right") == mask.apply_sliding_window(
+        (2, 0), offset=4
+    )
+
+
+def test_the_same_tokens_have_the_same_diagonal():
+    """Whether it counts within segments, then, makes no difference; nor is there an array for it."""
+    for mask in (SEGMENTS, MaskInfo.from_segments(IDS, IDS.copy()), MaskInfo.from_segments(IDS[:, None])):
+        for offset in (0, "bottom-right", [1, -1]):
+            within = mask.apply_causal(offset, within_segments=True)
+            assert within == mask.apply_causal(offset)
+            assert "within" not in repr(within)
+            assert mask.apply_sliding_window(
+                2, offset=offset, within_segments=True
+            ) == mask.apply_sliding_window(2, offset=offset)
+
+
+@pytest.mark.parametrize("apply", ["apply_causal", "apply_sliding_window", "apply_chunked"])
+def test_no_segments_to_count_in(apply):
+    mask = ~SEGMENTS
+    arguments = () if apply == "apply_causal" else (3,)
+    with pytest.raises(ValueError, match="within_segments must be False for a mask without segment ids"):
+        getattr(mask, apply)(*arguments, within_segments=True)
+    getattr(mask, apply)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        ("top-left", "offset must be an integer or 'bottom-right', got 'top-left'; write 0 for top-left"),
+        ("bottom_right", "got 'bottom_right'; did you mean 'bottom-right'?"),
+    ],
+)
+def test_bad_diagonals(offset, words):
+    for apply in (SEGMENTS.apply_causal, lambda offset: SEGMENTS.apply_sliding_window(1, offset=offset)):
+        with pytest.raises(ValueError, match=words):
+            apply(offset)
+    with pytest.raises(TypeError, match="within_segments must be True or False, got 1"):
+        SEGMENTS.apply_causal(within_segments=1)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("offset", [5, -5, 64, -64, 2**59, -(2**59), [7, -7], [2**59, -(2**59)]])
+@pytest.mark.parametrize("size", [1, 8, 70, 2**58, 2**59 + 1, 2**70])
+def test_the_chunk_of_a_query_moves_with_its_diagonal(size, offset, within):
+    """Slices, which move both sides on, leave it where it is."""
+    ids = np.zeros((2, 130), int)
+    mask = MaskInfo.from_segments(ids, ids.copy()).apply_chunked(size, offset, within)
+    k, q = np.arange(130, dtype=object), np.arange(130, dtype=object)[:, None]
+    q = q + np.array(offset, object).reshape(-1, 1, 1)
+    pairs = np.broadcast_to((q // size == k // size) & (k <= q), (2, 130, 130)).astype(bool)
+    np.testing.assert_array_equal(mask.attention_mask[:, 0], pairs)
+    part = mask[..., 9:80, 3:77]
+    np.testing.assert_array_equal(part.attention_mask[:, 0], pairs[:, 9:80, 3:77])
+    q_ids, kv_ids = mask.q_segment_ids[:, :, None], mask.kv_segment_ids[:, None]
+    same = np.broadcast_to(q // size == k // size, (2, 130, 130))
+    np.testing.assert_array_equal((q_ids == kv_ids) & (q_ids >= 0), same)
+    np.testing.assert_array_equal(kv_ids, np.broadcast_to(k // size + 1, (2, 1, 130)))
+
+
+# Slices
+
+
+def test_slices_are_those_of_arrays():
+    mask = MaskInfo.from_attention_mask(DENSE).apply_causal([1, -1])
+    pairs = mask.attention_mask
+    for index in (
+        ...,
+        (0, ...),
+        (-1, ...),
+        (np.int64(1), ...),
+        (..., 3),
+        (1, ..., 2, slice(3, None)),
+        (slice(None), 1, ...),
+        (slice(5, 2), slice(-2, 99), slice(-3, -1), slice(-99, 4)),
+        (slice(0, 1), 2, 8, -9),
+        (slice(None, None, 1), ...),
+        (slice(0, 1), 2, ..., 8, -9),
+    ):
+        kept = tuple(  # an integer keeps its axis
+            slice(i, i + 1 or None) if isinstance(i, (int, np.integer)) else i
+            for i in (index if isinstance(index, tuple) else (index,))
+        )
+        expected = pairs[kept]
+        assert np.array_equal(mask[index].attention_mask, expected), index
+    assert mask[...] is mask[:, ...] is mask[:, :, :, :] is mask
+    assert mask[..., :9] is mask
+
+
+def test_a_slice_keeps_what_goes_along():
+    mask = MaskInfo.from_segments(IDS, q_positions=IDS + 5).apply_causal()
+    part = mask[1, :, 2:5, 1:]
+    assert part.q_segment_ids.tolist() == [[0, 0, 0]]
+    assert part.kv_segment_ids.tolist() == [IDS[1, 1:].tolist()]
+    assert part.q_positions.tolist() == [(IDS[1, 2:5] + 5).tolist()]
+    assert part.causal_mask_baked_in
+    assert part.heads == mask[:, 7, ...].heads == 1, "heads that share a mask"
+    assert part[:, :, 1:, 2:] == mask[1, :, 3:5, 3:]
+    floats = MaskInfo(np.arange(12.0).reshape(1, 3, 4))
+    assert floats[:, :, 1:, 1:3].attention_mask.tolist() == [[[[5, 6], [9, 10]]]]
+    packed = MaskInfo.from_cu_seqlens([0, 3, 9], packed=True)
+    assert packed[..., 2:5, :].q_segment_ids.tolist() == [[0, 1, 1]]
+
+
+@given(program=programs(), data=st.data())
+def test_a_slice_of_a_slice(program, data):
+    info, _, words = program
+    bound = st.integers(0, 9)
+    parts = [[slice(*sorted(data.draw(st.tuples(bound, bound)))) for _ in range(4)] for _ in range(2)]
+    both = tuple(slice(a.start + b.start, min(a.stop, a.start + b.stop)) for a, b in zip(*parts, strict=True))
+    assert info[tuple(parts[0])][tuple(parts[1])] == info[both], words
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "words"),
+    [
+        ((2, ...), IndexError, "the index of rows must be from -2 to 1, got 2"),
+        ((0, -4, ...), IndexError, "the index of heads must be from -3 to 2, got -4"),
+        ((..., -10), IndexError, "the index of keys must be from -9 to 8, got -10"),
+        ((slice(None, None, 2), ...), ValueError, "the step of rows must be 1, got 2"),
+        ((..., slice(None, None, -1)), ValueError, "the step of keys must be 1, got -1"),
+        ((0, 0, 0, 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 5 entries"),
+        ((0, 0, 0, ..., 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 6 entries"),
+        *(
+            (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d entries; write \.\.\.")
+            for index in (0, slice(None), (), (slice(2, None), slice(2, None)), (0, 0, 0), None, [0, 1], "a")
+        ),
+        ((..., 0, ...), IndexError, "one ellipsis"),
+        ((None, ...), TypeError, "the index of rows must be an integer or a slice, got None"),
+        ((0, True, ...), TypeError, "the index of heads must be an integer or a slice, got True"),
+        (([0, 1], ...), TypeError, "the index of rows must be an integer or a slice"),
+        ((np.array([0, 1]), ...), TypeError, "the index of rows must be an integer or a slice"),
+        (("a", ...), TypeError, "the index of rows must be an integer or a slice, got 'a'"),
+        ((slice(0.5, None), ...), TypeError, "the start of rows must be an integer, got 0.5"),
+    ],
+)
+def test_bad_slices(index, error, words):
+    with pytest.raises(error, match=words):
+        MaskInfo.from_attention_mask(DENSE)[index]
+
+
+def test_a_slice_of_no_heads():
+    info = MaskInfo.from_segments(np.zeros((2, 3, 4), int)).apply_causal()[:, 3:, ...]
+    assert info.attention_mask.shape == (2, 0, 4, 4)
+    assert info.q_segment_ids.shape == (2, 0, 4)
+    assert info.q_lens.tolist() == [0, 0]
+    assert info.density() == 0.0
+    for other in (
+        info.apply_prefix(1),
+        info.apply_sliding_window(1),
+        info.apply_causal("bottom-right", within_segments=True),
+        info.apply_chunked(2, 1, within_segments=True),
+        MaskInfo.from_attention_mask(np.ones((2, 2, 4, 4), bool))[:, 0:0, ...].apply_prefix(1),
+    ):
+        assert (other.shape, other.heads, other.density()) == ((2, 4, 4), 0, 0)
+    query = np.ones((2, 4, 0, 8), np.float32)
+    assert attnmask.flash_attention(query, query, query, attention_mask=info).shape == query.shape
+
+
+def test_nothing_to_slice():
+    with pytest.raises(ValueError, match="cannot slice it"):
+        MaskInfo()[0, ...]
+
+
+# What becomes of them
+
+
+def masks(queries, keys, heads):
+    """One of each new kind."""
+    rng = np.random.default_rng(queries + keys)
+    sizes = rng.integers(0, keys, heads)
+    counts = [-(-length // 32) for length in (queries, keys)]
+    everything = MaskInfo.from_segments(np.zeros((1, queries), int), np.zeros((1, keys), int))
+    wide = MaskInfo.from_segments(np.zeros((3, queries + 9), int), np.zeros((3, keys + 70), int))
+    return {
+        "function": MaskInfo.from_function(lambda b, h, q, k: (q + k * (1 + b)) % 3 == 0, queries, keys, 2),
+        "function by head": MaskInfo.from_function(
+            lambda b, h, q, k: (k <= q) & ((q - k) // 16 % (h + 1) == 0), queries, keys, heads=heads
+        ),
+        "blocks": MaskInfo.from_blocks(rng.random((2, heads, *counts)) < 0.4, 32, queries, keys),
+        "prefix": everything.apply_causal().apply_prefix(keys // 3),
+        "window by head": everything.apply_causal(keys - queries).apply_sliding_window(
+            (sizes, 0), offset=keys - queries
+        ),
+        "within segments": MaskInfo.from_segments(
+            *(np.arange(length)[None] // 3 % 50 // (length // 12 + 1) for length in (queries, keys))
+        ).apply_sliding_window((9, 1), offset="bottom-right", within_segments=True),
+        "slice": wide.apply_sliding_window((40, 3))[1, :, 9:, 33 : 33 + keys],
+    }
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 70), (150, 150), (70, 200)])
+@pytest.mark.parametrize("kind", masks(1, 1, 2))
+def test_attention_skips_and_sees_what_it_should(isa, kind, queries, keys):
+    """The bits, forward and backward, of the same mask as an array."""
+    rng = np.random.default_rng(1)
+    query, key, value = (
+        rng.standard_normal((2, tokens, heads, 16), np.float32)
+        for tokens, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    mask = masks(queries, keys, 4)[kind]
+    results = []
+    for given_mask in (mask, mask.attention_mask):
+        (out, lse), vjp = attnmask.flash_attention_vjp(query, key, value, given_mask, return_lse=True)
+        grads = vjp(np.ones_like(out), np.ones_like(lse))
+        results.append([out, lse, grads.query, grads.key, grads.value])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    out, lse = attnmask.flash_attention(query, key, value, mask, return_lse=True)
+    dead = ~mask.attention_mask.any(-1)
+    assert np.array_equal(np.isneginf(lse), np.broadcast_to(dead, lse.shape))
+
+
+@pytest.mark.parametrize("kind", masks(1, 1, 2))
+def test_drawn(kind):
+    mask = masks(40, 60, 2)[kind]
+    head = mask.heads - 1
+    counts = mask.grid(0, head, 5, 4)
+    assert counts.sum() == mask.attention_mask[0, head].sum()
+    assert "tiles" in repr(mask) or "window" in repr(mask) or "equal ids" in repr(mask)
+    assert "<svg" in mask._repr_html_()
+    assert mask.visualize() is None or isinstance(mask.visualize(), str)

@@ -1,0 +1,188 @@
+"""The pages in docs/: their examples run as printed, they build without a warning, and they fit narrow screens."""
+
+import doctest
+import importlib.util
+import inspect
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from environment import ROOT, SANITIZED
+
+from attnmask import MaskInfo
+
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(DOCS)): page for page in sorted(DOCS.rglob("*.rst"))}
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
+
+# Opens each page in frames of some widths, and writes down what is wider than its place and would be scrolled, and the
+# arguments whose names are broken.
+MEASURE = """<!doctype html><body><script>
+const beyond = [];
+let frames = 0;
+async function measure() {
+    for (const page of PAGES) for (const width of WIDTHS) {
+        const frame = document.createElement("iframe");
+        frame.style.width = width + "px";
+        frame.src = page;
+        const loaded = new Promise((resolve) => (frame.onload = resolve));
+        document.body.append(frame);
+        await loaded;
+        for (const part of frame.contentDocument.querySelectorAll("html, .content, .table-wrapper"))
+            if (part.scrollWidth > part.clientWidth) beyond.push([page, width, part.className || "page"]);
+        for (const name of frame.contentDocument.querySelectorAll(".arguments code"))
+            if (name.getClientRects().length > 1) beyond.push([page, width, name.textContent]);
+        frames++;
+        frame.remove();
+    }
+    document.body.innerHTML = "<pre>" + JSON.stringify([frames, beyond]) + "</pre>";
+}
+measure();
+</script>"""
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if ">>>" in text])
+def test_examples(name, set_threads):
+    if "import torch" in TEXTS[name]:
+        pytest.importorskip("torch")
+    test = doctest.DocTestParser().get_doctest(TEXTS[name], {}, name, name, 0)
+    report = io.StringIO()
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.write)
+    assert not result.failed, report.getvalue()
+
+
+def test_pictures():
+    """The expressions of `.. mask::` are masks that can be drawn."""
+    expressions = [
+        expression
+        for text in TEXTS.values()
+        for expression in re.findall(r"^\.\. mask:: (.+(?:\n +.+)*)", text, re.M)
+    ]
+    assert len(expressions) > 10
+    for expression in expressions:
+        mask = eval(" ".join(expression.split()), {"np": np, "MaskInfo": MaskInfo})
+        assert mask._repr_html_().startswith("<svg "), expression
+
+
+def test_gallery(monkeypatch):
+    """Each mask of the gallery is drawn, and the words beside it are short."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import gallery
+
+    makers = [make for make in vars(gallery).values() if inspect.isfunction(make)]
+    assert len(makers) >= 24
+    for make in makers:
+        mask = make()
+        assert mask._repr_html_().startswith("<svg "), make.__name__
+        assert 0 < mask.density() <= 1, make.__name__
+        lines = inspect.getsource(make).split('"""')[2].strip().splitlines()
+        assert len(lines) <= 9, make.__name__
+        assert lines[-1].strip().startswith("return mask"), make.__name__
+
+
+def test_diagram(monkeypatch):
+    """The files that the path of a call names are there, and so are the tables in them."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import diagram
+
+    root = DOCS.parent
+    if not (root / "csrc").exists():
+        pytest.skip("the tests run without the sources")
+    drawn = diagram.path() + diagram.tables()
+    for stage in diagram.STAGES:
+        files = [*stage.files, *(file for _, _, file in stage.tables)]
+        assert all((root / file).is_file() and f">{file}<" in drawn for file in files), stage.name
+        for _, table, file in stage.tables:
+            assert re.search(rf"\b{table}\b", (root / file).read_text(encoding="utf-8")), table
+
+
+def test_links_between_files():
+    """What README, CONTRIBUTING and the like link to is there."""
+    root = DOCS.parent
+    for page in [*root.glob("*.md"), *root.glob("benchmarks/results/*.md"), *root.glob("examples/*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "mailto")):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("name", ["architecture.rst", "architecture_adding.rst", "architecture_linear.rst"])
+def test_files_that_the_architecture_names(name):
+    root = DOCS.parent
+    if not (root / "csrc").exists():
+        pytest.skip("the tests run without the sources")
+    for named in sorted(
+        set(re.findall(r"``([\w/.*]*\w\.(?:c|h|py))``|([\w/]+/[\w*]+\.(?:c|h|py))\b", TEXTS[name]))
+    ):
+        path = "".join(named)
+        found = any(
+            any(root.glob(f"{folder}{path}")) for folder in ("", "csrc/", "attnmask/", "tests/", "**/")
+        )
+        assert found or path == "Python.h", path
+
+
+def test_readme_is_one_screen():
+    lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert any(line.startswith("![") for line in lines[:25])
+
+
+def test_no_page_is_long():
+    """But the reference and its lists."""
+    for name, text in TEXTS.items():
+        assert len(text.split()) <= 2500, name
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    """The pages as a browser shows them."""
+    if SANITIZED:
+        pytest.skip("pages are not for the sanitizer")
+    for name in ("sphinx", "numpydoc", "furo"):
+        if not importlib.util.find_spec(name):
+            pytest.skip(f"{name} is not installed")
+    built = tmp_path_factory.mktemp("html")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    result = subprocess.run(
+        [*command, "-d", str(built / ".doctrees"), str(DOCS), str(built)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return built
+
+
+def test_links_of_see_also(html):
+    """Whatever a function refers to has a place in the reference."""
+    names = [
+        name
+        for page in html.rglob("*.html")
+        for section in re.findall(r'<div class="admonition seealso">.*?</div>', page.read_text("utf-8"), re.S)
+        for name in re.findall("<dt>.*?</dt>", section)
+    ]
+    assert len(names) > 20
+    assert not [name for name in names if "<a " not in name]
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium")
+def test_no_page_is_wider_than_the_screen(html):
+    pages = [f"{name.removesuffix('.rst')}.html" for name in TEXTS]
+    script = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", "[420, 800, 1200, 1500]")
+    (html / "measure.html").write_text(script)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    result = subprocess.run(
+        [BROWSER, *flags, "--virtual-time-budget=60000", (html / "measure.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    found = re.search("<pre>(.*)</pre>", result.stdout)
+    assert found, result.stderr
+    frames, beyond = json.loads(found[1])
+    assert frames == 4 * len(pages)
+    assert not beyond

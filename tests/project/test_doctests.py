@@ -1,0 +1,108 @@
+"""Every example runs as printed: in the docstrings of the modules, their functions and classes, and in the README."""
+
+import contextlib
+import doctest
+import importlib.util
+import inspect
+import io
+import re
+
+import numpy as np
+import pytest
+from environment import ROOT
+from public_names import modules, public
+
+import attnmask
+
+README = ROOT / "README.md"
+PAGES = sorted((README.parent / "docs").glob("*.rst"))
+
+# Beside what `attnmask` itself does.
+
+
+def examples():
+    """One for each docstring that has any; a module finds its own functions and classes only."""
+    for module in modules():
+        for test in doctest.DocTestFinder().find(module, extraglobs={"np": np, "attnmask": attnmask}):
+            if test.examples:
+                yield pytest.param(test, id=test.name)
+
+
+@pytest.mark.parametrize("test", list(examples()))
+def test_docstring(test, set_threads):  # which undoes what an example sets
+    for name in ("matplotlib", "import torch"):
+        if name in test.docstring:
+            pytest.importorskip(name.removeprefix("import "))
+    report = io.StringIO()
+    result = doctest.DocTestRunner().run(test, out=report.write)
+    assert not result.failed, report.getvalue()
+
+
+def test_everything_public_has_an_example():
+    lacking = [
+        f"{module.__name__}.{name}" for module, name, thing in public() if ">>>" not in inspect.getdoc(thing)
+    ]
+    assert not lacking
+
+
+@pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
+def test_the_reference_has_everything_public():
+    """And nothing twice. Methods have lines of their own where they are in sections, those of MaskInfo."""
+    named = []
+    for page in PAGES:
+        module = None
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split()[2]
+            elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
+                named.append(f"{module}.{line.split()[2]}")
+    offered = {
+        "ejkernel": ["register"],
+        "jax": [
+            "KVCacheResult",
+            "flash_attention",
+            "flash_attention_with_kvcache",
+            "linear_attention",
+            "linear_attention_step",
+            "register",
+            "ring_attention",
+            "short_convolution",
+            "short_convolution_step",
+        ],
+        "torch": [
+            "flash_attention",
+            "flash_attention_with_kvcache",
+            "ring_attention",
+            "linear_attention",
+            "linear_attention_step",
+            "short_convolution",
+            "short_convolution_step",
+            "merge_attention_states",
+            "mask_tensors",
+            "MaskTensors",
+            "install",
+            "uninstall",
+            "installed",
+        ],
+        "transformers": ["PagedCache", "attention", "attention_mask", "register", "unregister"],
+    }
+    frameworks = {f"attnmask.{module}.{name}" for module, names in offered.items() for name in names}
+    expected = frameworks | {
+        f"{module.__name__}.{name}"
+        for module, name, _ in public()
+        if "." not in name or name.startswith("MaskInfo.")
+    }
+    assert sorted(named) == sorted(expected)
+
+
+@pytest.mark.skipif(not README.exists(), reason="the tests run without the README")
+def test_readme(set_threads):
+    """The lines to paste print what their comments say."""
+    for block in re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S):
+        if "import torch" in block and not importlib.util.find_spec("torch"):
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(block, {})
+        expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.M)
+        assert printed.getvalue().splitlines() == expected

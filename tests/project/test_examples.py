@@ -1,0 +1,91 @@
+"""The programs in examples/ run and do what they say."""
+
+import importlib.util
+
+import ml_dtypes
+import numpy as np
+import pytest
+from environment import ROOT, SANITIZED
+
+EXAMPLES = ROOT / "examples"
+TRAIN_TINY = EXAMPLES / "train_tiny.py"
+pytestmark = pytest.mark.skipif(not TRAIN_TINY.exists(), reason="the tests run without the examples")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_tiny():
+    return load("train_tiny")
+
+
+def test_the_model_has_the_right_gradients(train_tiny):
+    """Compared with central differences in float64, along random directions."""
+    rng = np.random.default_rng(0)
+    params = {name: array.astype(np.float64) for name, array in train_tiny.parameters(rng).items()}
+    batch = train_tiny.packed(rng, 2)
+    _, grads = train_tiny.loss_and_gradients(params, *batch)
+    assert grads.keys() == params.keys()
+    for name in params:
+        move = rng.standard_normal(params[name].shape)
+        losses = [
+            train_tiny.loss_and_gradients(params | {name: params[name] + step * move}, *batch)[0]
+            for step in (1e-6, -1e-6)
+        ]
+        slope = (losses[0] - losses[1]) / 2e-6
+        np.testing.assert_allclose((grads[name] * move).sum(), slope, rtol=1e-5, atol=1e-8, err_msg=name)
+
+
+def test_training_beats_bigrams(train_tiny):
+    lines = []
+    steps = 5 if SANITIZED else 80
+    loss, bigram = train_tiny.train(steps=steps, count=6, report=lines.append)
+    assert 1.5 < bigram < 3
+    assert SANITIZED or loss < 0.8 * bigram
+    assert [line.split()[0] for line in lines] == [
+        str(lines[0].split()[0]),
+        *["step"] * (1 + steps // 25),
+        *[line.split()[0] for line in lines[-9:-1]],
+        "unseen",
+    ]
+    drawn = "".join(lines[-9:-1])
+    assert drawn.count("●") == min(steps, 60)
+    assert drawn.count("bigrams") == 1
+
+
+def test_a_hybrid_learns_and_writes():
+    """Token by token it computes what it computes for whole documents, which do not see each other."""
+    torch = pytest.importorskip("torch")
+    module, lines = load("train_hybrid"), []
+    steps = 2 if SANITIZED else 40
+    model, loss, bigram = module.train(steps=steps, count=6, report=lines.append)
+    assert SANITIZED or loss < 0.8 * bigram
+    assert lines[-1].startswith("it writes: ")
+    assert "".join(lines[-10:-2]).count("bigrams") == 1
+    characters, _, starts = module.tiny.packed(np.random.default_rng(1), 3)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(characters)[None], lambda i, mixer, x: mixer(x, starts))[0]
+        states = [mixer.new_state() for mixer in model.mixers]
+        for t in range(starts[-2], starts[-1]):
+            token = torch.from_numpy(characters[t : t + 1])
+            alone = model(token, lambda i, mixer, x: mixer.step(x, states[i]))
+            np.testing.assert_allclose(alone[0], logits[t], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(np.float32, 1e-5), (ml_dtypes.bfloat16, 1e-2), (np.int8, 3e-2)], ids=str
+)
+def test_a_latent_cache_replaces_the_expanded_one(dtype, bound):
+    """Absorbed projections give the numbers of the expanded layer, from a tenth of the memory."""
+    example, rng = load("latent_cache"), np.random.default_rng(0)
+    weights, prompt = example.weights(rng), rng.standard_normal((40, example.WIDTH)).astype(np.float32)
+    expanded = example.Expanded(weights, 64)
+    absorbed = example.Absorbed(weights, 64, np.dtype(dtype))
+    expected, got = (example.generate(layer, prompt, 3) for layer in (expanded, absorbed))
+    assert np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()) < bound
+    assert 8 * example.bytes_per_token(absorbed.cache) < example.bytes_per_token(expanded.cache)
