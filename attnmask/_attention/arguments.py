@@ -34,8 +34,8 @@ Diagonal: TypeAlias = Offsets | HasArray | Literal["bottom-right"]
 # The types of keyword arguments, by the functions that take them
 
 
-class CacheOptions(TypedDict, total=False):
-    """Options of every attention function, including those with a cache."""
+class _CommonOptions(TypedDict, total=False):
+    """Options of every attention function."""
 
     softmax_scale: float | None
     causal: bool
@@ -43,6 +43,14 @@ class CacheOptions(TypedDict, total=False):
     logits_soft_cap: float | None
     softmax_aux: ArrayLike | None
     alibi_slopes: ArrayLike | None
+    relative_bias: ArrayLike | None
+    relative_low: int
+
+
+class CacheOptions(_CommonOptions, total=False):
+    """Options of attention to a cache."""
+
+    bias: ArrayLike | None
 
 
 class StepOptions(CacheOptions, total=False):
@@ -52,15 +60,13 @@ class StepOptions(CacheOptions, total=False):
     out: NDArray[Any] | None
 
 
-class RingOptions(CacheOptions, total=False):
+class RingOptions(_CommonOptions, total=False):
     """Options of ring attention."""
 
     dropout_prob: float
     dropout_seed: SupportsIndex | None
     q_segment_ids: ArrayLike | None
     kv_segment_ids: ArrayLike | None
-    relative_bias: ArrayLike | None
-    relative_low: int
 
 
 class Options(RingOptions, total=False):
@@ -164,7 +170,7 @@ NUMBERS = tuple(  # a window is two
 )
 HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
 DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
-CACHE_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in CacheOptions.__annotations__}
+CACHE_DEFAULTS = {name: DEFAULTS[name] for name in CacheOptions.__annotations__}
 CACHE_DEFAULTS["causal"] = True
 STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None}
 RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
@@ -306,3 +312,5 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     },
     "value",
 )
+KVCACHE_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names[:-1]
+KVCACHE_DEFAULTS = tuple(map(FLASH_ATTENTION_WITH_KVCACHE.defaults.get, KVCACHE_NAMES))  # None if required

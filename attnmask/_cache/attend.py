@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from attnmask._attention.problem import (
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import as_array, flag, integer_array, per_row
 from attnmask._masks.info import MaskInfo
-from attnmask._masks.program import Program
+from attnmask._masks.program import Program, Shape
 from attnmask._masks.terms import dense
 
 
@@ -37,13 +36,18 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
 
 
 def options(
-    query: NDArray[Any], batch: int, heads: int, channels: int, given: Mapping[str, Any]
+    query: NDArray[Any], shape: Shape, sequences: int, channels: int, given: dict[str, Any]
 ) -> tuple[Any, ...]:
-    numbers = numbers_of(query.dtype)
-    terms = terms_of(given, Sizes((batch, heads, 0, 0), batch, "B", numbers))
+    """Return the scale, the terms of the logits, limits of distances, and whether the logsumexp is wanted.
+
+    `shape` is that of the mask and the bias, which may have more keys.
+    """
+    numbers, bias = numbers_of(query.dtype), given["bias"]
+    short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
+    terms = terms_of(short, Sizes(shape, sequences, "B", numbers))
     return (
         scale_of(given["softmax_scale"], channels, numbers),
-        terms if batch else (),
+        terms if sequences else (),
         *distances(given),
         flag(given["return_lse"], "return_lse"),
     )
@@ -51,7 +55,7 @@ def options(
 
 def mask_program(attention_mask: Any, batch: int, heads: int, queries: int, keys: int) -> Program:
     """Return the mask's program for the first `keys` keys; the mask may have more."""
-    return mask_nodes(cut(attention_mask, keys), (batch, heads, queries, keys))
+    return mask_nodes(cut(attention_mask, "attention_mask", keys), (batch, heads, queries, keys))
 
 
 def mask_programs(
@@ -61,12 +65,12 @@ def mask_programs(
 
     Arrays are read only once, before new tokens are written, so that a later error cannot leave the cache changed.
     """
-    mask = cut(attention_mask, longest)
+    mask = cut(attention_mask, "attention_mask", longest)
     whole = mask_nodes(mask, (1, heads, queries, longest))
     programs: list[Program] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
     for begin, end, keys in sequences:
         if isinstance(mask, MaskInfo):
-            part = cut(mask[:, :, begin:end, :], keys)
+            part = cut(mask[:, :, begin:end, :], "attention_mask", keys)
             programs.append(mask_nodes(part, (1, heads, end - begin, keys)))
             continue
         (node,) = whole
@@ -76,9 +80,9 @@ def mask_programs(
     return whole, programs
 
 
-def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
-    """Return the mask of the first `keys` keys; it may have more."""
+def cut(mask: ArrayLike | MaskInfo, name: str, keys: int) -> ArrayLike | MaskInfo:
+    """Return the mask or bias of the first `keys` keys; it may have more."""
     if isinstance(mask, MaskInfo):
         return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask
-    array = as_array(mask, "attention_mask")
+    array = as_array(mask, name)
     return array[..., :keys] if array.ndim and array.shape[-1] > max(keys, 1) else array

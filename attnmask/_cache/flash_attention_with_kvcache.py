@@ -2,16 +2,14 @@
 
 from typing import Any  # noqa: F401 (of annotations, as the next ones)
 
-import numpy as np
+import numpy as np  # noqa: F401
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
-from attnmask._cache.quantize import check_rotates, rotated
+from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, KVCACHE_DEFAULTS, KVCACHE_NAMES
+from attnmask._cache.quantize import check_tokens_rotate, rotated
 from attnmask._common.arguments import as_array, flag, suit_hint
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo  # noqa: F401
-
-_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names[:-1]  # but for rotate
 
 
 @FLASH_ATTENTION_WITH_KVCACHE
@@ -68,6 +66,12 @@ def flash_attention_with_kvcache(*args, **given):
         As in `flash_attention`.
     alibi_slopes : array_like, shape [H] or [B, H], optional
         As in `flash_attention`.
+    bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
+        Added to logits. Its keys are those of `attention_mask`, and so are its queries with `cu_seqlens_q`.
+    relative_bias : array_like of floats, shape [H, L], optional
+        As in `flash_attention`: a number for each distance from a query to a key, both counted from the start of their
+        sequence. `t5_relative_bias` makes one.
+    relative_low : int
     attention_mask : array_like or MaskInfo, broadcasts to [B, H, Tq, Tk], optional
         Its keys are positions in the sequence; there may be more of them than tokens. With `cu_seqlens_q`, it must have
         one batch row and one query per packed token.
@@ -109,12 +113,11 @@ def flash_attention_with_kvcache(*args, **given):
     array([1., 4.])
     """
     try:
-        if "rotate" in given:
+        rotate = given.pop("rotate", False)
+        if rotate is not False and flag(rotate, "rotate"):
             whole = FLASH_ATTENTION_WITH_KVCACHE.bind(args, given)
-            if flag(whole.pop("rotate"), "rotate"):
-                return _attend_rotated(whole)
-            return _core.flash_kvcache(_NAMES, (), whole)
-        return _core.flash_kvcache(_NAMES, args, given)
+            return _attend_rotated({name: whole[name] for name in KVCACHE_NAMES})
+        return _core.flash_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, args, given)
     except (TypeError, ValueError) as error:
         suit_hint(error, FLASH_ATTENTION_WITH_KVCACHE.bind(args, given))
         raise
@@ -125,16 +128,11 @@ def _attend_rotated(given):
     arrays = {
         name: as_array(given[name], name) for name in ("query", "key", "value") if given[name] is not None
     }
-    v_cache = as_array(given["v_cache"], "v_cache")
     if "key" in arrays and "value" not in arrays:
         raise ValueError("value must be given with key and rotate=True, got None")
-    for x, name, numbers in (
-        (arrays["query"], "query", 1),
-        (v_cache, "v_cache", 1 + (v_cache.dtype == np.uint8)),
-    ):
-        if x.ndim:
-            check_rotates(x.shape[-1] * numbers, f"the channels of {name}")
-    result = _core.flash_kvcache(_NAMES, (), given | {name: rotated(x) for name, x in arrays.items()})
+    check_tokens_rotate(arrays["query"], as_array(given["v_cache"], "v_cache"))
+    turned = given | {name: rotated(x) for name, x in arrays.items()}
+    result = _core.flash_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), turned)
     out = as_array(result[0] if isinstance(result, tuple) else result, "out")
     out[...] = rotated(out)
     return result

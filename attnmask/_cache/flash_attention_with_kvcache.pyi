@@ -29,6 +29,9 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
+    bias: ArrayLike | None = None,
     rotate: bool = False,
 ) -> NDArray[Any]: ...
 @overload
@@ -53,6 +56,9 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
+    bias: ArrayLike | None = None,
     rotate: bool = False,
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
@@ -77,5 +83,8 @@ def flash_attention_with_kvcache(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
+    bias: ArrayLike | None = None,
     rotate: bool = False,
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...

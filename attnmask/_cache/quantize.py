@@ -201,6 +201,14 @@ def check_rotates(channels: int, name: str) -> None:
         raise ValueError(f"{name} must be a power of two to be rotated, got {describe(channels)}")
 
 
+def check_tokens_rotate(query: Any, v_cache: Any) -> None:
+    """Check the channels of arrays, also of JAX's."""
+    halves = 1 + (v_cache.dtype == np.uint8)
+    for x, name, numbers in ((query, "query", 1), (v_cache, "v_cache", halves)):
+        if x.ndim:
+            check_rotates(x.shape[-1] * numbers, f"the channels of {name}")
+
+
 def rotated(x: NDArray[Any]) -> NDArray[Any]:
     """Multiply the last axis by Sylvester's Hadamard matrix, divided by the root of its length: its own inverse.
 

@@ -255,8 +255,8 @@ def flash_attention_with_kvcache(
         Not supported with `cu_seqlens_q` in a compiled function.
     return_lse : bool
     **more
-        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. `softmax_aux` and
-        `alibi_slopes` may be traced; the others, like `return_lse`, must be known at compile time.
+        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. Arrays may be traced; the
+        others, like `return_lse`, must be known at compile time.
 
     Returns
     -------

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
-from attnmask._attention.arguments import ARRAYS, FLASH_ATTENTION_WITH_KVCACHE
+from attnmask._attention.arguments import ARRAYS, KVCACHE_DEFAULTS, KVCACHE_NAMES
 from attnmask._attention.problem import mask_nodes
 from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
 from attnmask._common.arguments import as_array, fields_in_a_line, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import Shape
 from attnmask._masks.terms import Node
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import (
@@ -29,7 +30,7 @@ from attnmask.jax._arguments import (
 
 __all__ = ["TRACED", "KVCacheResult", "attend"]
 
-_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE = (1 << i for i in range(6))
+_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED = (1 << i for i in range(7))
 _FIRST = (
     "query",
     "k_cache",
@@ -44,7 +45,7 @@ TRACED = (
     "cache_seqlens",
     "block_table",
     "cu_seqlens_q",
-    *(name for name in TERMS if name in ARRAYS and name in FLASH_ATTENTION_WITH_KVCACHE.names),
+    *(name for name in TERMS if name in ARRAYS and name in KVCACHE_NAMES),
     "attention_mask",
 )
 
@@ -85,7 +86,9 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
     known = {name: _known(name, value, given["query"]) for name, value in given.items()}
-    _core.check_kvcache(FLASH_ATTENTION_WITH_KVCACHE.names[:-1], (), known)
+    _core.check_kvcache(
+        KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None}
+    )  # whose keys depend on lengths
     packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
     if packed and given["attention_mask"] is not None:
         raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
@@ -133,11 +136,15 @@ def _words(
     batch, queries, heads, channels = shape
     starts = given["cu_seqlens_q"]
     sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
-    scale, terms, low, high, with_lse = kvcache.options(known["query"], sequences, heads, channels, known)
+    before, table = given["cache_seqlens"], given["block_table"]
+    rows = known["k_cache"].shape[1]
+    keys = _keys(known, rows if table is None else rows * table.shape[1])
+    scale, terms, low, high, with_lse = kvcache.options(
+        known["query"], (batch, heads, queries, keys), sequences, channels, dict(known)
+    )
     flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
     flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
-    flags |= _MASKED * (given["attention_mask"] is not None)
-    before, table = given["cache_seqlens"], given["block_table"]
+    flags |= _MASKED * (given["attention_mask"] is not None) | _BIASED * (given["bias"] is not None)
     if is_traced(before):
         before = before.reshape(-1)
     elif before is not None:
@@ -153,36 +160,43 @@ def _words(
     words = call.first_words(flags, scale)
     for operand in operands:
         words += call.operand_words(arrays.place(operand))
-    words += call.term_words(term_operands(given, terms, arrays))
+    if flags & (_MASKED | _BIASED):
+        words.append(keys)
+    bias = given["bias"][..., : max(keys, 1)] if is_traced(given["bias"]) else given["bias"]
+    words += call.term_words(term_operands({**given, "bias": bias}, terms, arrays))
     if given["attention_mask"] is not None:
-        rows = known["k_cache"].shape[1]
-        capacity = rows if table is None else rows * table.shape[1]
-        keys, nodes = _mask(
-            given["attention_mask"], known["attention_mask"], (batch, heads, queries), capacity
-        )
+        nodes = _mask(given["attention_mask"], known["attention_mask"], (batch, heads, queries, keys))
         placed = [x if isinstance(x, str) else (x[0], *map(arrays.place, x[1:])) for x in nodes]
-        words += [keys, *call.mask_words(tuple(placed))]
+        words += call.mask_words(tuple(placed))
     return np.array(words, np.int64), with_lse
 
 
-def _mask(mask: Any, known: Any, shape: tuple[int, int, int], capacity: int) -> tuple[int, list[Node]]:
-    """Return how many keys the mask has, at most the cache's capacity, and its terms."""
-    if isinstance(known, MaskInfo):
-        keys = capacity if known.kv_len is None else known.kv_len
-    else:
-        known = as_array(known, "attention_mask")
-        keys = known.shape[-1] if known.ndim and known.shape[-1] != 1 else capacity
-    if keys > capacity and isinstance(mask, MaskInfo) and is_traced(mask):
+def _keys(known: Mapping[str, Any], capacity: int) -> int:
+    """Return how many keys mask and bias have, at most the cache's capacity."""
+    mask, bias = known["attention_mask"], known["bias"]
+    counts = [capacity]
+    if isinstance(mask, MaskInfo):
+        counts += [] if mask.kv_len is None else [mask.kv_len]
+        mask = None
+    for name, value in (("attention_mask", mask), ("bias", bias)):
+        array = None if value is None else as_array(value, name)
+        if array is not None and array.ndim and array.shape[-1] != 1:
+            counts.append(array.shape[-1])
+    return min(counts)
+
+
+def _mask(mask: Any, known: Any, shape: Shape) -> list[Node]:
+    """Return the terms of the mask, which may have more keys."""
+    keys = shape[3]
+    if isinstance(mask, MaskInfo) and is_traced(mask) and (known.kv_len or 0) > keys:
         raise ValueError(
-            f"attention_mask must have at most the {capacity} keys that the cache has room for if it is traced, got "
-            f"{keys}; write attention_mask[..., :{capacity}] where it is made"
+            f"attention_mask must have at most the {keys} keys that the cache has room for if it is traced, got "
+            f"{known.kv_len}; write attention_mask[..., :{keys}] where it is made"
         )
-    keys = min(keys, capacity)
-    known = kvcache.cut(known, keys)
+    known = kvcache.cut(known, "attention_mask", keys)
     if isinstance(mask, MaskInfo) and not is_traced(mask):
         mask = known
-    program = mask_nodes(known, (*shape, keys))
-    return keys, [term for node in program for term in mask_terms(mask, node)]
+    return [term for node in mask_nodes(known, shape) for term in mask_terms(mask, node)]
 
 
 def _known(name: str, value: Any, query: Any) -> Any:

@@ -41,7 +41,7 @@ TARGETS = (  # names of the handlers
     "attnmask_convolution_backward",
     "attnmask_convolution_step",
 )
-_VERSION = 2  # of the words
+_VERSION = 3  # of the words
 _NORMALIZE, _GRAD_LSE, _PLACES, _PACKED, _PART = (1 << i for i in range(5))
 # Terms and operators by the number that the handlers have for them. Exported programs hold these: new ones come last.
 _KINDS = (

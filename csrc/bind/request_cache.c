@@ -235,6 +235,8 @@ bool am_cached_check(am_request *r, am_cached *c)
     c->latent = is_latent(&c->caches[0], &c->caches[1]);
     if (!read_all_scales(r, c)) return false;
     if (!c->packed) c->sequences = c->query.shape[0];
+    const ptrdiff_t *q = am_cached_tokens(c, &c->query);
+    r->mask.batch = c->packed ? 1 : c->sequences, r->mask.heads = q[1], r->mask.queries = q[0];
     return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_rows(r, c) &&
            check_table(r, c);
 }
@@ -288,12 +290,17 @@ bool am_cached_place(am_request *r, am_cached *c)
                     columns = c->table.data ? c->table.shape[1] : 1;
     c->capacity = am_min(am_product(columns, size, 1), AM_LONGEST);
     c->layout.q_starts = c->q_starts, c->layout.queries = q[0];
-    const ptrdiff_t wrong = am_kv_cache_place(&c->layout, more, c->capacity, &c->limits);
+    const ptrdiff_t wrong = am_kv_cache_place(&c->layout, more, c->capacity);
     if (wrong >= 0) return refuse_length(r, c, more, wrong);
+    r->mask.keys = c->layout.keys;
+    return true;
+}
+
+bool am_cached_limit(am_request *r, am_cached *c)
+{
+    am_kv_cache_limit(&c->layout, &c->limits);
     if (c->table.data && !read_table(r, c)) return false;
-    c->pages = am_kv_cache_pages(&c->layout, size);
-    r->mask.batch = c->packed ? 1 : c->sequences, r->mask.heads = q[1];
-    r->mask.queries = q[0], r->mask.keys = c->layout.keys;
+    c->pages = am_kv_cache_pages(&c->layout, c->caches[0].shape[1]);
     return true;
 }
 

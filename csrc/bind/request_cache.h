@@ -15,7 +15,7 @@ typedef struct {
     const ptrdiff_t *q_starts; /* of packed queries */
     ptrdiff_t sequences;
 
-    am_kv_limits limits; /* before am_cached_place */
+    am_kv_limits limits; /* before am_cached_limit */
 
     bool latent; /* values are channels of the keys, with their scales; new tokens have rows[0] alone */
 
@@ -27,12 +27,15 @@ typedef struct {
 
 void am_cached_free(am_cached *c);
 
-/* Checks types and shapes. The type of a cache becomes that of its format. */
+/* Checks types and shapes, and sets the shape of the mask but its keys. The type of a cache becomes that of
+ * its format. */
 bool am_cached_check(am_request *r, am_cached *c);
 /* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);
-/* Finds where tokens lie, reads the table, and sets the shape of the mask. */
+/* Finds how many tokens each sequence has, and sets the keys of the mask. */
 bool am_cached_place(am_request *r, am_cached *c);
+/* Finds which of them queries see, and reads their pages. */
+bool am_cached_limit(am_request *r, am_cached *c);
 /* Checks that no page would be written to twice. */
 bool am_cached_check_pages(am_request *r, const am_cached *c);
 

@@ -50,6 +50,8 @@ FACTORS: dict[str, tuple] = {
     "soft_cap": (None, 2.0, 30.0),
     "sinks": (None, "[S]", "[H, S]", "[S] with -inf"),
     "slopes": (None, "[H]", "[B, H]", "[1, H]"),
+    "bias": (None, "[B, H, Tq, K]", "[1, 1, Tq, K]", "[1, H, 1, K]", "[B, 1, Tq, 1]", "[1, 1, 1, K] with -inf"),
+    "relative": (None, (30, -20), (1, 0), (200, -190), (9, -4)),
     "mask": (
         None,
         "[B, H, Tq, K] bool",
@@ -88,6 +90,8 @@ class Case:
     soft_cap: float | None = None
     sinks: str | None = None
     slopes: str | None = None
+    bias: str | None = None
+    relative: tuple[int, int] | None = None  # the length of the table, and its least distance
     mask: str | None = None
     scale: float | None = None
     return_lse: bool = True
@@ -216,6 +220,22 @@ def mask_of(case: Case, some: Sequence[int]):
     return mask if dtype == "bool" else (mask * 3).astype(dtype)
 
 
+def bias_of(case: Case, some: Sequence[int]) -> np.ndarray:
+    """The bias of some sequences. A row that all of them share is that of the first."""
+    axes = case.bias[1 : case.bias.index("]")].split(", ")
+    shared = axes[0] == "1" if not case.packed else "Tq" not in axes
+    rows = []
+    for s in some:
+        sizes = {"1": 1, "H": case.heads[0], "Tq": case.counts[s], "K": case.mask_keys}
+        rng = np.random.default_rng((case.seed, SHARED if shared else s, 3))
+        row = rng.standard_normal([sizes[axis] for axis in axes[1:]])
+        rows.append(np.where(rng.random(row.shape) < 0.2, -np.inf, row) if "-inf" in case.bias else row)
+    bias = rows[0][None] if shared else np.concatenate(rows, axis=1)[None] if case.packed else np.stack(rows)
+    return laid_out(
+        bias.astype(case.types[0] if case.seed % 2 else F32), ("contiguous", "strided")[case.seed % 2]
+    )
+
+
 def table_of(case: Case, some: Sequence[int]) -> np.ndarray:
     """Pages in any order, with garbage behind those of each sequence; some pages belong to nobody."""
     rng = np.random.default_rng((case.order, 2))
@@ -302,6 +322,12 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
     elif case.slopes:
         slopes = tokens_of(case, 0).slopes
         arguments["alibi_slopes"] = slopes[None] if case.slopes == "[1, H]" else slopes.astype(F32)
+    if case.bias is not None:
+        arguments["bias"] = bias_of(case, some)
+    if case.relative is not None:
+        length, arguments["relative_low"] = case.relative
+        table = np.random.default_rng((case.seed, SHARED, 4)).standard_normal((case.heads[0], length))
+        arguments["relative_bias"] = table.astype(case.types[0])
     if case.sinks is not None:
         shape = (case.heads[0], 2) if case.sinks.startswith("[H") else (3,)
         sinks = np.random.default_rng((case.seed, SHARED)).standard_normal(shape) * 2

@@ -35,6 +35,9 @@ def flash_attention_with_kvcache(
     logits_soft_cap=None,
     softmax_aux=None,
     alibi_slopes=None,
+    bias=None,
+    relative_bias=None,
+    relative_low=0,
     attention_mask=None,
     return_lse=False,
     out=None,
@@ -55,7 +58,7 @@ def flash_attention_with_kvcache(
 def attention(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
-    dtype=np.float64,
+    bias=None, relative_bias=None, relative_low=0, dtype=np.float64,
 ) -> ref.Attention:  # fmt: skip
     """The same with the sizes of what was summed, to which rounding errors are proportional; computed in `dtype`."""
     starts, flat = packed(query, cu_seqlens_q)
@@ -75,7 +78,11 @@ def attention(
             key=tokens(k_cache, k_scale, block_table, row, length)[None],
             value=tokens(v_cache, v_scale, block_table, row, length)[None],
             attention_mask=mask_of(attention_mask, row, None if cu_seqlens_q is None else span, length),
-            bias=alibi(alibi_slopes, row, span.stop - span.start, length),
+            bias=added(
+                mask_of(bias, row, None if cu_seqlens_q is None else span, length),
+                alibi(alibi_slopes, row, span.stop - span.start, length),
+                relative(relative_bias, relative_low, span.stop - span.start, length),
+            ),
             softmax_scale=softmax_scale,
             causal=causal,
             causal_offset="bottom-right",
@@ -194,7 +201,7 @@ def window(sliding_window):
 
 
 def mask_of(attention_mask, row, span, length):
-    """The mask of one sequence, [1, H, Tq, length], of one that broadcasts to [B, H, Tq, K] or [1, H, total, K].
+    """The mask or bias of one sequence, [1, H, Tq, length], of one that broadcasts to [B, H, Tq, K], [1, H, total, K].
 
     `span` says which of packed queries are the sequence's; K may be longer than the sequence.
     """
@@ -216,5 +223,23 @@ def alibi(slopes, row, queries, keys):
     slopes = np.asarray(slopes, np.float64)
     if slopes.ndim == 2:
         slopes = slopes[row if len(slopes) > 1 else 0]
-    distance = np.arange(keys)[None, :] - np.arange(queries)[:, None] - (keys - queries)
-    return -slopes[None, :, None, None] * abs(distance)
+    return -slopes[None, :, None, None] * abs(distances(queries, keys))
+
+
+def relative(table, low, queries, keys):
+    """What a relative bias adds to the logits of one sequence, [1, H, Tq, K]."""
+    if table is None:
+        return None
+    wide = np.asarray(table).astype(np.float64)
+    return wide[None, :, np.clip(distances(queries, keys) - low, 0, wide.shape[1] - 1)]
+
+
+def distances(queries, keys):
+    """Of the keys of a sequence from its last queries, [Tq, K]."""
+    return np.arange(keys)[None, :] - np.arange(queries)[:, None] - (keys - queries)
+
+
+def added(*terms):
+    """The sum of those that there are."""
+    given = [term.astype(np.float64) for term in terms if term is not None]
+    return sum(given) if given else None

@@ -139,6 +139,11 @@ class Random:
         more = {"cache_seqlens": lengths, "block_table": table, "causal": True, **scales}
         if self.rng.random() < 0.5:
             q, more["cu_seqlens_q"] = q.reshape(-1, *q.shape[2:]), np.arange(self.batch + 1) * queries
+        rows = (1, len(q)) if q.ndim == 3 else q.shape[:2]
+        more |= self.maybe(
+            bias=lambda: self.numbers(rows[0], self.heads, rows[1], page * per_row),
+            relative_bias=lambda: self.numbers(self.heads, 21, dtype=F32),
+        )
         return (q, *caches), self.terms() | more
 
 

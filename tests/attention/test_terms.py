@@ -106,12 +106,17 @@ def test_two_terms_in_caches(each_isa, names, paged):
     packed = q.reshape(-1, HEADS, DEPTH), {"cu_seqlens_q": np.arange(4) * queries}
     for _ in each_isa():
         for query, starts in ((q, {}), packed):
+            bias = given.get("bias")
+            if bias is not None and starts:  # a row a token
+                bias = np.swapaxes(bias, 0, 1).reshape(1, HEADS, -1, 128)
             out, lse = attnmask.flash_attention_with_kvcache(
-                query, **cache, cache_seqlens=lengths, return_lse=True, **starts, **given
+                query, **cache, cache_seqlens=lengths, return_lse=True, **starts, **given | {"bias": bias}
             )
             out = out.reshape(q.shape)
             for row, length in enumerate(lengths):
                 alone = {name: x[row : row + 1] if name == "alibi_slopes" else x for name, x in given.items()}
+                if "bias" in names:
+                    alone["bias"] = given["bias"][row : row + 1, :, :, :length]
                 part = np.s_[row : row + 1, :length]
                 right, right_lse = attnmask.flash_attention_fwd(
                     q[row : row + 1], k[part], v[part], causal=True, causal_offset=length - queries, **alone

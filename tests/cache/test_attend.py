@@ -146,6 +146,12 @@ STEADY = (
     Case((F32, BF16), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many"),
     Case((F32, F16), (8, 2), (64, 64), (1, 70, 3), (65, 0, 200), "as many", window=(70, 0)),
     Case((BF16, F32), (4, 4), (40, 64), 2, (65, 128, 3), "as many"),
+    # What is added to logits
+    Case((F32, F32), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many", relative=(60, -50)),
+    Case((F32, F32), (4, 2), (16, 16), 3, (3, 300, 70), "as many", bias="[B, H, Tq, K]", slopes="[B, H]", seed=1),
+    Case((BF16, BF16), (8, 2), (64, 64), (1, 17, 64, 3), (200, 64, 0, 1), "as many", bias="[B, H, Tq, K]", seed=1),
+    Case((F64, F64), (4, 1), (16, 24), (1, 70, 1, 2), (130, 64, 1, 200), bias="[1, H, 1, K]", relative=(9, -4)),
+    Case((F32, F32), (4, 2), (16, 16), (2, 65, 1), (3, 300, 70), mask="[B, H, Tq, K] bool", bias="[B, 1, Tq, 1]"),
 )  # fmt: skip
 
 
@@ -163,6 +169,8 @@ def alone(case: Case, s: int):
         return (out, lse) if case.packed else (out[0], lse[0])
     those, mask = tokens_of(case, s), arguments["attention_mask"]
     names = ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "softmax_aux", "alibi_slopes")
+    names += ("relative_bias", "relative_low")
+    bias = arguments.get("bias")
     out, lse = attnmask.flash_attention(
         those.query[None],
         *(
@@ -170,7 +178,8 @@ def alone(case: Case, s: int):
             for old, new in zip(those.old, those.new, strict=True)
         ),
         None if mask is None else mask[..., : case.after[s]],
-        **{name: arguments[name] for name in names},
+        None if bias is None else bias[..., : case.after[s]],
+        **{name: arguments[name] for name in names if name in arguments},
         causal_offset="bottom-right",
         return_lse=True,
     )
@@ -248,6 +257,40 @@ def test_pages_that_sequences_share(isa):
         assert got.tobytes() == wanted.tobytes()
 
 
+def test_relative_biases_of_t5(isa):
+    """A step of decoding has the numbers that its token has among all."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 300, heads, 16)) for heads in (4, 2, 2))
+    table, low = attnmask.t5_relative_bias(
+        rng.standard_normal((32, 4)), 300, 300, bidirectional=False, max_distance=64
+    )
+    relative = {"relative_bias": table, "relative_low": low, "softmax_scale": 1.0}
+    whole = attnmask.flash_attention(query, key, value, causal=True, **relative)
+    caches = {"k_cache": np.zeros((1, 300, 2, 16)), "v_cache": np.zeros((1, 300, 2, 16))}
+    for begin, end in ((0, 130), (130, 131), (131, 200), (200, 201), (201, 202)):
+        new = {"query": query[:, begin:end], "key": key[:, begin:end], "value": value[:, begin:end]}
+        out = attend(new, **caches, cache_seqlens=begin, **relative)
+        np.testing.assert_allclose(out, whole[:, begin:end], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.long
+def test_a_bias_beside_more_packed_keys_than_are_divided(isa):
+    """Beyond 2**24 keys, tiles may have keys of two sequences; each has numbers of its own bias."""
+    length, page = 2**23 + 33, 256
+    rng = np.random.default_rng(0)
+    pages = rng.standard_normal((2, 1, page, 1, 4)).astype(F16)
+    query, bias = rng.standard_normal((2, 1, 4)).astype(F16), np.full((1, 1, 2, length), -np.inf, F16)
+    bias[..., -40:] = rng.standard_normal((2, 40))
+    table = np.zeros((2, -(-length // page)), np.int32)
+    out = attend(
+        {"query": query, "k_cache": pages[0], "v_cache": pages[1], "block_table": table},
+        cache_seqlens=length, cu_seqlens_q=[0, 1, 2], bias=bias,
+    )  # fmt: skip
+    seen = [np.tile(x[:, np.arange(length - 40, length) % page], (2, 1, 1, 1)) for x in pages]
+    wanted = attnmask.flash_attention(query[:, None], *seen, bias=bias[0, 0, :, None, None, -40:])
+    np.testing.assert_allclose(out.astype(F32), wanted[:, 0].astype(F32), atol=2e-3)
+
+
 # What has no influence
 
 SEEN = (
@@ -261,6 +304,7 @@ SEEN = (
     Case((F16, F16), (8, 8), (33, 7), 65, (0, 64, 65, 200), "as many", window=(20, 0)),
     Case((F64, F64), (4, 2), (16, 16), 2, (0, 64, 65, 200), "as many", window=(20, 0)),
     Case((F32, F16), (4, 2), (16, 16), 1, (0, 64, 65, 200), "as many", window=(20, 0)),
+    Case((F32, F32), (4, 2), (16, 24), (1, 64, 0, 3), (200, 64, 65, 130), bias="[B, H, Tq, K]", window=20, seed=2),
 )  # fmt: skip
 
 
@@ -669,7 +713,7 @@ def test_objects_that_cannot_become_arrays(kind):
         def __array__(self, dtype=None, copy=None):
             raise ZeroDivisionError("not today")
 
-    more = ("softmax_aux", "alibi_slopes", "attention_mask")
+    more = ("softmax_aux", "alibi_slopes", "attention_mask", "bias", "relative_bias")
     for name in (*good(kind), *more):
         if name != "out":
             refused(good(kind) | {name: Raises()}, ZeroDivisionError, "not today")
@@ -707,13 +751,15 @@ def with_everything(new: bool) -> dict:
     """All arguments that are arrays, of four bytes a number."""
     return good("packed, paged", new) | {
         "attention_mask": np.ones((1, 1, 6, 12), F32),
+        "bias": np.zeros((1, 4, 6, 12), F32),
+        "relative_bias": np.zeros((4, 3), F32),
         "softmax_aux": np.zeros((4, 2), F32),
         "alibi_slopes": np.zeros(4, F32),
     }
 
 
 INPUTS = ("query", "k_cache", "v_cache", "cache_seqlens", "block_table", "cu_seqlens_q", "attention_mask")
-INPUTS += ("softmax_aux", "alibi_slopes")
+INPUTS += ("softmax_aux", "alibi_slopes", "bias", "relative_bias")
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -744,7 +790,7 @@ def test_out_that_is_an_input_of_foreign_byte_order(name):
 
 
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("other", ["query", "key", "value", "v_cache", "block_table"])
+@pytest.mark.parametrize("other", ["query", "key", "value", "v_cache", "block_table", "bias"])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_caches_that_overlap_an_input(name, other, behind):
     """They take new tokens, so what is read must lie elsewhere; the table says where these are written."""

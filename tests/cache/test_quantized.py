@@ -62,6 +62,11 @@ OPTIONS = [
     {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
     {"alibi_slopes": np.linspace(0.1, 1, H), "softmax_scale": 0.1},
     {"attention_mask": np.random.default_rng(3).random((1, H, 1, 300)) < 0.7, "causal": False},
+    {
+        "bias": np.random.default_rng(4).standard_normal((1, H, 1, 300), np.float32),
+        "relative_bias": np.random.default_rng(5).standard_normal((H, 30)),
+        "relative_low": -20,
+    },
 ]
 
 

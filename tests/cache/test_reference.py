@@ -16,10 +16,13 @@ def test_the_twin(paged, packed):
     """`flash_attention` of each sequence by itself, with its tokens put together."""
     rng, lengths, counts = np.random.default_rng(0), [3, 0, 9], [2, 3, 0] if packed else [2, 2, 2]
     mask, slopes = rng.random((3, HEADS, max(counts), 14)) < 0.7, rng.random((3, HEADS))
+    bias = rng.standard_normal(mask.shape)
     more = {
         "softmax_aux": rng.standard_normal((HEADS, 2)),
         "sliding_window": (5, None),
         "logits_soft_cap": 3.0,
+        "relative_bias": rng.standard_normal((HEADS, 5)),
+        "relative_low": -3,
     }
     old = [rng.standard_normal((2, length, KV_HEADS, DEPTH)) for length in lengths]
     query, new_k, new_v = (
@@ -43,6 +46,7 @@ def test_the_twin(paged, packed):
         out, lse = attnmask.flash_attention(
             query[None, span], key, value, mask[row, :, :count, : length + count], causal=True,
             causal_offset="bottom-right", alibi_slopes=slopes[row], return_lse=True, **more,
+            bias=bias[row, :, :count, : length + count],
         )  # fmt: skip
         expected.append(out[0])
         expected_lse.append(lse[0])
@@ -50,11 +54,13 @@ def test_the_twin(paged, packed):
 
     more |= {"cache_seqlens": lengths, "block_table": table, "alibi_slopes": slopes, "return_lse": True}
     if packed:
-        rows = [mask[row, :, :count] for row, count in enumerate(counts)]
-        more |= {"cu_seqlens_q": starts, "attention_mask": np.concatenate(rows, axis=1)[None]}
+        more |= {"cu_seqlens_q": starts}
+        for name, whole in (("attention_mask", mask), ("bias", bias)):
+            rows = [whole[row, :, :count] for row, count in enumerate(counts)]
+            more[name] = np.concatenate(rows, axis=1)[None]
         arrays = query, *caches, new_k, new_v
     else:
-        more["attention_mask"] = mask
+        more |= {"attention_mask": mask, "bias": bias}
         query, new_k, new_v = (array.reshape(3, 2, -1, DEPTH) for array in (query, new_k, new_v))
         arrays = query, *caches, new_k, new_v
         expected = expected.reshape(query.shape)

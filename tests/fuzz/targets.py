@@ -658,6 +658,8 @@ def cache_arguments(rng: Rng) -> Arguments:
             "softmax_aux": lambda: floats(rng, H, 1),
             "alibi_slopes": lambda: np.linspace(0, 1, H),
             "attention_mask": lambda: mask(rng, 1, 1, 1, 12),
+            "bias": lambda: floats(rng, 1, H, 1, 12),
+            "relative_bias": lambda: floats(rng, H, 5),
             "return_lse": lambda: True,
             "out": lambda: np.zeros((*rows, H, DV), dtype),
         },

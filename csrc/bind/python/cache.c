@@ -25,12 +25,13 @@ enum {
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
-    TERMS, /* all that follow become terms of the logits */
-    ARGUMENTS = TERMS + AM_LOGIT_KIND_COUNT,
+    TERMS,                                       /* all that follow become terms of the logits, */
+    ARGUMENTS = TERMS + 2 * AM_LOGIT_KIND_COUNT, /* up to two a term */
 };
 
 typedef struct {
     PyObject *given[ARGUMENTS]; /* borrowed */
+    PyObject *defaults;         /* borrowed */
     const char *names[ARGUMENTS];
     int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
@@ -108,11 +109,12 @@ static int read_options(arguments *a)
 {
     PyObject *const *given = a->given;
     const npy_intp *q = q_shape(a);
+    const am_mask *mask = &a->mask.request.mask;
     PyObject *scale = given[SOFTMAX_SCALE];
     const double number = PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : 0;
     bool usual = is_flag(given[CAUSAL]) && is_flag(given[RETURN_LSE]) &&
                  (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30));
-    for (int i = SLIDING_WINDOW; i < a->count; i++) usual &= given[i] == Py_None;
+    for (int i = SLIDING_WINDOW; i < a->count; i++) usual &= given[i] == PyTuple_GET_ITEM(a->defaults, i);
     a->scale = scale != Py_None ? number : q[2] > 0 ? 1 / sqrt((double)q[2]) : 1;
     if (usual) {
         a->cached.limits.has_high = given[CAUSAL] == Py_True;
@@ -126,7 +128,8 @@ static int read_options(arguments *a)
     }
     if (!by_name) return -1;
     PyObject *low, *high, *terms,
-        *options = am_ask(AM_OPTIONS, "(OnnnN)", a->arrays[QUERY], a->cached.sequences, q[1], q[2], by_name);
+        *options = am_ask(AM_OPTIONS, "(O(nnnn)nnN)", a->arrays[QUERY], mask->batch, mask->heads,
+                          mask->queries, a->cached.layout.longest, a->cached.sequences, q[2], by_name);
     if (options && PyArg_ParseTuple(options, "dOOOp", &a->scale, &terms, &low, &high, &lse)) {
         a->terms = Py_NewRef(terms);
         a->cached.limits =
@@ -215,6 +218,17 @@ static int check_in_place(const arguments *a, int i)
     return -1;
 }
 
+/* Checks that an array to write to shares no memory with those of the terms. */
+static int check_apart_from_terms(const arguments *a, PyArrayObject *written, const char *name)
+{
+    const am_terms *terms = &a->mask.request.attn.terms;
+    for (int i = 0; i < terms->count; i++) {
+        const char *other = am_row_of_term(&terms->list[i])->name;
+        if (a->term_arrays[i] && am_check_apart(written, name, a->term_arrays[i], other) < 0) return -1;
+    }
+    return 0;
+}
+
 /* Checks all that is written to when new tokens are appended. */
 static int check_written(arguments *a)
 {
@@ -225,6 +239,9 @@ static int check_written(arguments *a)
     for (int i = 0; i < AM_MOST_WRITTEN; i++) arrays[i] = a->arrays[which[i]], names[i] = a->names[which[i]];
     if (!a->arrays[VALUE]) arrays[1] = arrays[3] = NULL; /* channels of k_cache, and k_scale */
     if (am_check_written(arrays, names, 4, AM_MOST_WRITTEN) < 0) return -1;
+    for (int i = 0; i < 4; i++) {
+        if (arrays[i] && check_apart_from_terms(a, arrays[i], names[i]) < 0) return -1;
+    }
     for (int side = 0; side < 2 && a->arrays[KEY + side]; side++) {
         const bool by_token = a->arrays[K_SCALE + side] && !a->cached.scales[side].by_channel;
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
@@ -240,6 +257,7 @@ static int check_result(const arguments *a, npy_intp const *shape)
     const int axes = is_packed(a) ? 3 : 4;
     if (!out) return 0;
     if (am_check_out(out, "out", axes, shape, PyArray_DESCR(a->arrays[QUERY])) < 0) return -1;
+    if (check_apart_from_terms(a, out, "out") < 0) return -1;
     return am_check_apart_from_mask(out, &a->mask, "attention_mask");
 }
 
@@ -252,8 +270,8 @@ static int to_given(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-/* Checks all but what depends on lengths and pages. */
-static int check_all(arguments *a)
+/* Checks all but what depends on pages and the mask; and if `only_check`, on lengths. */
+static int check_all(arguments *a, bool only_check)
 {
     am_cached *c = &a->cached;
     am_request *r = &a->mask.request;
@@ -265,7 +283,8 @@ static int check_all(arguments *a)
         c->scale_arrays[side] = am_view_of(a->arrays[K_SCALE + side]);
     }
     if (read_table(a) < 0 || am_raise_refused(r, am_cached_check(r, c)) < 0) return -1;
-    return read_lengths(a) < 0 ? -1 : read_options(a);
+    if (read_lengths(a) < 0 || (!only_check && am_raise_refused(r, am_cached_place(r, c)) < 0)) return -1;
+    return read_options(a);
 }
 
 static am_status attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
@@ -309,8 +328,10 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     one.pages.table += s * one.pages.table_step, one.pages.used += s, one.pages.lengths += s;
     one.pages.starts = NULL, one.pages.sequences = 1;
     one.terms.places = (am_places){.offsets = cache->offsets + s};
-    for (int i = 0; i < one.terms.count; i++)
-        one.terms.list[i].array.data += s * one.terms.list[i].array.batch;
+    for (int i = 0; i < one.terms.count; i++) {
+        am_tokens *array = &one.terms.list[i].array;
+        array->data += s * array->batch + queries.begin * array->token;
+    }
     const am_status status = attend(module, a, &one, false);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -341,10 +362,8 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
         if (!lse) goto fail;
     }
     am_request *r = &a->mask.request;
-    am_cached_describe(r, &a->cached);
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
     r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
-    if (a->terms && am_to_terms(r, a->terms, a->term_arrays) < 0) goto fail;
     const am_attn attn = r->attn;
     const am_status status = attend(module, a, is_one_by_one(a) ? NULL : &attn, true);
     if (status != AM_OK) {
@@ -369,29 +388,30 @@ static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
     return i;
 }
 
-/* Takes a call's arguments: their names in the order above, a tuple of those by place, a dict of the others.
- * Names in calls and in Python's table are interned, so that they are the same objects. */
+/* Takes a call's arguments: their names in the order above, their defaults, a tuple of those by place, a dict
+ * of the others. Names in calls and in Python's table are interned, so that they are the same objects. */
 static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *name, *value, *const names = nargs == 3 ? args[0] : NULL;
+    PyObject *name, *value, *const names = nargs == 4 ? args[0] : NULL;
     if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < TERMS ||
         PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
-        PyTuple_GET_SIZE(args[1]) > K_SCALE || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
+        PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(names) || !PyTuple_Check(args[2]) ||
+        PyTuple_GET_SIZE(args[2]) > K_SCALE || !PyDict_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
         return -1;
     }
-    const Py_ssize_t by_place = PyTuple_GET_SIZE(args[1]);
+    const Py_ssize_t by_place = PyTuple_GET_SIZE(args[2]);
+    a->defaults = args[1];
     a->count = (int)PyTuple_GET_SIZE(names);
     for (int i = TERMS; i < a->count; i++) {
         params[i] = (am_param){PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), to_given, NULL};
         if (!params[i].name) return -1;
     }
     for (int i = 0; i < a->count; i++) {
-        a->given[i] = i < by_place ? PyTuple_GET_ITEM(args[1], i) : Py_None;
+        a->given[i] = PyTuple_GET_ITEM(i < by_place ? args[2] : a->defaults, i);
         a->names[i] = params[i].name;
     }
-    a->given[CAUSAL] = Py_True, a->given[RETURN_LSE] = Py_False;
-    for (Py_ssize_t n = 0; PyDict_Next(args[2], &n, &name, &value);) {
+    for (Py_ssize_t n = 0; PyDict_Next(args[3], &n, &name, &value);) {
         Py_ssize_t i = by_place;
         while (i < a->count && PyTuple_GET_ITEM(names, i) != name) i++;
         if (i == a->count) i = place_of(names, name, by_place);
@@ -427,7 +447,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [RETURN_LSE] = {"return_lse", to_given, NULL},
         [OUT] = {"out", am_to_out, &a.out},
     };
-    if (take(&a, params, args, nargs) < 0 || check_all(&a) < 0) goto fail;
+    if (take(&a, params, args, nargs) < 0 || check_all(&a, only_check) < 0) goto fail;
     if (only_check) {
         result = Py_NewRef(Py_None);
         goto fail;
@@ -436,9 +456,10 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     npy_intp shape[4];
     memcpy(shape, a.cached.query.shape, sizeof shape);
     shape[is_packed(&a) ? 2 : 3] = am_cached_channels(&a.cached.caches[1]);
-    if (am_raise_refused(r, am_cached_place(r, &a.cached)) < 0 || read_whole_mask(&a) < 0 ||
-        check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
-        goto fail;
+    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_whole_mask(&a) < 0) goto fail;
+    am_cached_describe(r, &a.cached);
+    if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) goto fail;
+    if (check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0)) goto fail;
     result = compute(module, &a, shape);
 fail:
     am_free_mask(&a.mask);
@@ -465,9 +486,9 @@ static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize
 
 PyMethodDef am_kvcache_methods[] = {
     {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,
-     "flash_kvcache($module, names, args, given, /)\n--\n\n"},
+     "flash_kvcache($module, names, defaults, args, given, /)\n--\n\n"},
     {"check_kvcache", (PyCFunction)(void *)check_kvcache, METH_FASTCALL,
-     "check_kvcache($module, names, args, given, /)\n--\n\n"
+     "check_kvcache($module, names, defaults, args, given, /)\n--\n\n"
      "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
     {.ml_name = NULL},
 };

@@ -1,8 +1,8 @@
 /* cache.c – attention over a cache of keys and values, called by XLA.
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
- * the limits of distances; cache_seqlens, block_table, and cu_seqlens_q if PACKED; the terms of the logits;
- * and if MASKED the number of keys of the mask, and the mask.
+ * the limits of distances; cache_seqlens, block_table, and cu_seqlens_q if PACKED; if MASKED or BIASED the
+ * number of keys that mask and bias have; the terms of the logits; and if MASKED the mask.
  *
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
  * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
@@ -13,7 +13,7 @@
 #include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
-enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32 }; /* flags */
+enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32, BIASED = 64 }; /* flags */
 
 typedef struct {
     am_xla_call *c;
@@ -81,38 +81,44 @@ static bool read_arguments(problem *p)
     cached->table = table.view;
     cached->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number};
     return am_cached_check(r, cached) && am_cached_read_lengths(r, cached, &lengths) &&
-           am_cached_place(r, cached) && (!has(p, APPEND) || am_cached_check_pages(r, cached));
+           am_cached_place(r, cached) && am_cached_limit(r, cached) &&
+           (!has(p, APPEND) || am_cached_check_pages(r, cached));
 }
 
 /* --- The call --- */
 
-/* What the queries see. A mask has keys for all tokens, and may have more, which nobody sees. */
-static bool read_mask(problem *p)
+/* Mask and bias have keys for all tokens of a sequence, and may have more, which nobody sees. */
+static bool read_keys(problem *p)
 {
     am_xla_call *c = p->c;
     am_mask *mask = &c->request.mask;
+    const ptrdiff_t longest = p->cached.layout.longest;
+    int64_t keys;
+    if (!has(p, MASKED) && !has(p, BIASED)) return true;
+    if (!am_xla_next_word(c, &keys)) return false;
+    if (keys > p->cached.capacity || (has(p, PACKED) && has(p, MASKED)))
+        return am_xla_fail(c, "words: a mask that does not fit");
+    if (longest > keys)
+        return am_xla_fail(c, "%s must broadcast to [B, H, Tq, Tk] = (%td, %td, %td, %td), got %td keys",
+                           has(p, MASKED) ? "attention_mask" : "bias", mask->batch, mask->heads,
+                           mask->queries, longest, (ptrdiff_t)keys);
+    if (!has(p, PACKED)) mask->keys = p->cached.layout.keys = keys; /* the terms say which there are */
+    return true;
+}
+
+/* What the queries see. */
+static bool read_mask(problem *p)
+{
     am_node more[2];
-    if (has(p, MASKED)) {
-        int64_t keys;
-        if (!am_xla_next_word(c, &keys)) return false;
-        if (keys > p->cached.capacity || has(p, PACKED))
-            return am_xla_fail(c, "words: a mask that does not fit");
-        if (mask->keys > keys)
-            return am_xla_fail(
-                c, "attention_mask must broadcast to [B, H, Tq, Tk] = (%td, %td, %td, %td), got %td keys",
-                mask->batch, mask->heads, mask->queries, mask->keys, (ptrdiff_t)keys);
-        mask->keys = p->cached.layout.keys = keys; /* the terms say which of them there are */
-    }
-    return am_xla_read_mask(c, more, am_cached_terms(&p->cached, has(p, MASKED), more));
+    return am_xla_read_mask(p->c, more, am_cached_terms(&p->cached, has(p, MASKED), more));
 }
 
 static bool read_attention(problem *p)
 {
     am_xla_call *c = p->c;
+    if (!read_keys(p)) return false;
     am_cached_describe(&c->request, &p->cached);
-    if (!am_xla_read_terms(c) || !read_mask(p)) return false;
-    c->request.attn.keys = c->request.mask.keys;
-    return true;
+    return am_xla_read_terms(c) && read_mask(p);
 }
 
 /* The next result is to have the type and shape of `v`. */

@@ -31,7 +31,7 @@
 #include "core/runtime/memory_blocks.h"
 #include "core/arrays/convert.h"
 
-enum { VERSION = 2 }; /* of the words: programs are exported and kept */
+enum { VERSION = 3 }; /* of the words: programs are exported and kept */
 enum { NORMALIZE = 1, GRAD_LSE = 2, PLACES = 4, PACKED = 8, PART = 16 }; /* flags */
 
 static am_state *state; /* of the module that has given the handlers away; it stays */

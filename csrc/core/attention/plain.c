@@ -155,7 +155,8 @@ static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
         const am_logit_term *term = &f->terms.list[i];
         const am_tokens *array = &term->array;
         if (am_row_of_term(term)->acts == AM_ADDS_PAIRS) {
-            sum += read_number(array->type, am_token(array, r->b, r->head, r->q) + k * array->element);
+            const ptrdiff_t key = k - am_keys_of_query(f, r->b, r->q).begin;
+            sum += read_number(array->type, am_token(array, r->b, r->head, r->q) + key * array->element);
         } else if (am_row_of_term(term)->add) {
             const am_line line = line_of(f, term, r, k);
             am_row_of_term(term)->add(&line, &sum);

@@ -28,7 +28,7 @@ void am_kv_cache_free(am_kv_cache *c)
     free(c->table);
 }
 
-ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity, const am_kv_limits *limits)
+ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity)
 {
     const ptrdiff_t *starts = c->q_starts;
     c->longest = 0;
@@ -37,9 +37,6 @@ ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity, 
                         length = c->before[s] + (starts && more ? queries : more), offset = length - queries;
         if (length > capacity) return s;
         c->lengths[s] = length, c->offsets[s] = offset;
-        c->low[s] = limits->has_low ? limits->low + offset : -AM_FAR;
-        c->high[s] = limits->has_high ? limits->high + offset : AM_FAR;
-        c->used[s] = limits->has_low ? am_max(0, limits->low + offset) : 0;
         c->moved[s] = offset;
         if (starts) {
             c->moved[s] += c->k_starts[s] - starts[s];
@@ -51,6 +48,16 @@ ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity, 
     }
     c->keys = starts ? c->k_starts[c->sequences] : c->longest;
     return -1;
+}
+
+void am_kv_cache_limit(am_kv_cache *c, const am_kv_limits *limits)
+{
+    for (ptrdiff_t s = 0; s < c->sequences; s++) {
+        const ptrdiff_t offset = c->offsets[s];
+        c->low[s] = limits->has_low ? limits->low + offset : -AM_FAR;
+        c->high[s] = limits->has_high ? limits->high + offset : AM_FAR;
+        c->used[s] = limits->has_low ? am_max(0, limits->low + offset) : 0;
+    }
 }
 
 int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node terms[2])

@@ -36,11 +36,13 @@ typedef struct {
 am_status am_kv_cache_make(am_kv_cache *cache, ptrdiff_t sequences);
 void am_kv_cache_free(am_kv_cache *cache);
 
-/* Computes all from `before`, when `more` tokens are appended to each batch row, or as many as there are
- * queries to packed sequences if `more` is not 0. Returns the first sequence that would have more than
- * `capacity` tokens, or -1. */
-ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity,
-                            const am_kv_limits *limits);
+/* Computes all but `used`, `low` and `high` from `before`, when `more` tokens are appended to each batch row,
+ * or as many as there are queries to packed sequences if `more` is not 0. Returns the first sequence that
+ * would have more than `capacity` tokens, or -1. */
+ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity);
+
+/* Computes these from the others. */
+void am_kv_cache_limit(am_kv_cache *cache, const am_kv_limits *limits);
 
 /* Writes the terms of a mask that say what the queries see, two or fewer, each to be joined to the others by
  * "and". Returns their number. */

@@ -14,11 +14,11 @@ enum {
     SINKS_PIECE = 1 << 14, /* sinks between two checkpoints */
 };
 
-/* The bias of a row of a block from key `k` on. */
-static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t row, ptrdiff_t k)
+/* The bias of a row of a block from the `i`-th key on that it has numbers for. */
+static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t row, ptrdiff_t i)
 {
     const am_tokens *bias = &base->terms.bias->array;
-    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + k * bias->element;
+    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + i * bias->element;
 }
 
 am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys)
@@ -27,7 +27,8 @@ am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place 
     const am_tokens *bias = &base->terms.bias->array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
     if (bias->element != size) return (am_prefetch_rows){0};
-    return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin),
+    const ptrdiff_t first = am_keys_of_query(base->attn, at->b, at->q).begin;
+    return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin - first),
                               .step = bias->token,
                               .length = (keys.end - keys.begin) * size,
                               .rows = bias->token ? at->queries : 1};
@@ -180,6 +181,18 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
 }
 
+/* Moves a row of the bias of some keys of a tile to their places; the others are those of other sequences. */
+static uint64_t move_bias_row(const am_attn_base *base, am_range keys, am_range part, uint64_t infinite,
+                              char *to)
+{
+    const ptrdiff_t count = am_max(0, am_length(part)), before = count ? part.begin - keys.begin : 0,
+                    end = before + count;
+    memmove(to + before * base->size, to, (size_t)(count * base->size));
+    memset(to, 0, (size_t)(before * base->size));
+    memset(to + end * base->size, 0, (size_t)((AM_FLASH_TILE - end) * base->size));
+    return infinite << before;
+}
+
 /* Reads the bias of a tile to the scratch; pairs where it is -INFINITY become dead. Returns whether any is.
  */
 static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_range keys,
@@ -188,8 +201,13 @@ static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_rang
     bool any = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         char *to = scratch->bias + r * AM_FLASH_TILE * base->size;
-        const uint64_t infinite =
-            read_bias_row(base, bias_at(base, at, r, keys.begin), am_length(keys), scratch->row, to);
+        const am_range own = am_keys_of_query(base->attn, at->b, am_query_of(at, r));
+        const am_range part = {am_max(keys.begin, own.begin), am_min(keys.end, own.end)};
+        uint64_t infinite = 0;
+        if (part.begin < part.end)
+            infinite = read_bias_row(base, bias_at(base, at, r, part.begin - own.begin), am_length(part),
+                                     scratch->row, to);
+        if (am_length(part) != am_length(keys)) infinite = move_bias_row(base, keys, part, infinite, to);
         any |= (scratch->live[r] & infinite) != 0;
         scratch->live[r] &= ~infinite;
     }

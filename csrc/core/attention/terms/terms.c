@@ -31,12 +31,31 @@ ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q)
     return places->starts ? am_sequence_of(places->starts, places->sequences, q) : b;
 }
 
+am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q)
+{
+    const ptrdiff_t *starts = attn->pages.starts;
+    if (!starts) return (am_range){0, attn->keys};
+    const ptrdiff_t s = am_row_of_query(&attn->terms.places, b, q);
+    return (am_range){starts[s], starts[s + 1]};
+}
+
 double *am_line_sums_in(am_line_sums *s, am_range wanted)
 {
     if (s->filled.begin == s->filled.end) s->filled = (am_range){wanted.begin, wanted.begin};
     for (; s->filled.end < wanted.end; s->filled.end++) s->sums[s->filled.end] = 0;
     for (; s->filled.begin > wanted.begin; s->filled.begin--) s->sums[s->filled.begin - 1] = 0;
     return s->sums;
+}
+
+/* Whether so many keys are those of the mask; for sequences in pages, as many as the longest has, or more. */
+static bool is_key_count(const am_attn *attn, ptrdiff_t length)
+{
+    const am_pages *pages = &attn->pages;
+    if (!pages->table) return length == attn->keys;
+    if (!pages->starts) return length >= attn->keys;
+    ptrdiff_t longest = 0;
+    for (ptrdiff_t s = 0; s < pages->sequences; s++) longest = am_max(longest, pages->lengths[s]);
+    return length >= longest;
 }
 
 /* Whether an axis is 1, or as long as its letter says. */
@@ -48,7 +67,7 @@ static bool is_length(const am_attn *attn, char axis, ptrdiff_t length)
     case 'R': return length == 1 || length == (places->starts ? places->sequences : attn->batch);
     case 'H': return length == 1 || length == attn->heads;
     case 'Q': return length == 1 || length == attn->queries;
-    case 'K': return length == 1 || length == attn->keys;
+    case 'K': return length == 1 || is_key_count(attn, length);
     case 'N': return length > 0;
     default: return length == 1;
     }

@@ -36,6 +36,10 @@ static inline double am_line_number(const am_line *line, ptrdiff_t i)
 
 /* The batch row of a query, or its sequence, and that row's offset. */
 ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q);
+
+/* The keys that a bias has numbers for in the row of a query: all, or those of its sequence where sequences
+ * lie one behind the other in pages. */
+am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q);
 static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
 {
     return places->offsets ? places->offsets[row * places->offset_step] : 0;
