@@ -237,6 +237,7 @@ def flash_attention_with_kvcache(
     v_scale: jax.typing.ArrayLike | None = None,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     return_lse: bool = False,
+    rotate: bool = False,
     **more: Unpack[CacheOptions],
 ) -> KVCacheResult:
     """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
@@ -253,7 +254,7 @@ def flash_attention_with_kvcache(
     k_scale, v_scale : array, optional
     attention_mask : array or MaskInfo, optional
         Not supported with `cu_seqlens_q` in a compiled function.
-    return_lse : bool
+    return_lse, rotate : bool
     **more
         The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. Arrays may be traced; the
         others, like `return_lse`, must be known at compile time.
@@ -292,6 +293,7 @@ def flash_attention_with_kvcache(
         "v_scale": v_scale,
         "attention_mask": attention_mask,
         "return_lse": return_lse,
+        "rotate": rotate,
         **CACHE_DEFAULTS,
         **more,
     }

@@ -2,6 +2,7 @@
 ``csrc/bind/xla/cache.c``.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from attnmask._attention.arguments import ARRAYS, KVCACHE_DEFAULTS, KVCACHE_NAME
 from attnmask._attention.problem import mask_nodes
 from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
-from attnmask._common.arguments import as_array, fields_in_a_line, wide_dtype
+from attnmask._cache.quantize import check_tokens_rotate
+from attnmask._common.arguments import as_array, fields_in_a_line, flag, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
@@ -85,6 +87,11 @@ class KVCacheResult(NamedTuple):
 def attend(given: Mapping[str, Any]) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
+    rotate = flag(given.pop("rotate"), "rotate")
+    if rotate:
+        check_tokens_rotate(given["query"], given["v_cache"])
+        tokens = [name for name in ("query", "key", "value") if given[name] is not None]
+        given |= {name: _rotated(given[name]) for name in tokens}
     known = {name: _known(name, value, given["query"]) for name, value in given.items()}
     _core.check_kvcache(
         KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None}
@@ -126,7 +133,24 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     out, *lse = (x[0] if packed else x for x in results[: 1 + with_lse])
     caches = {name: given[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     caches |= dict(zip(written, results[1 + with_lse :], strict=True))
-    return KVCacheResult(out, lse[0] if with_lse else None, **caches)
+    return KVCacheResult(_rotated(out) if rotate else out, lse[0] if with_lse else None, **caches)
+
+
+def _rotated(x: Any) -> Any:
+    """Return what `quantize.rotated` does, with the same sums."""
+    if not (x.size and x.ndim and jax.numpy.issubdtype(x.dtype, np.floating)) or x.shape[-1] & (
+        x.shape[-1] - 1
+    ):
+        return x
+    channels, half = x.shape[-1], 1
+    sums = x.astype(wide_dtype(x.dtype))
+    while half < channels:
+        pairs = sums.reshape(*x.shape[:-1], -1, 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        sums = jax.numpy.stack([first + second, first - second], axis=-2)
+        half *= 2
+    scale = sums.dtype.type(1 / math.sqrt(channels))
+    return (sums.reshape(x.shape) * scale).astype(x.dtype)
 
 
 def _words(

@@ -38,11 +38,13 @@ _PARAMETERS = ", ".join(
         "Tensor[] mask_tensors, str mask_specification, SymInt? cache_length, SymInt? window_left, "
         "SymInt? window_right",
         *(_ROWS[name].of_operator for name in _NUMBERS),
+        "bool rotate",
     )
 )
 _NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
-_MUST_BE_TENSORS = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+_MUST_BE_TENSORS = ("query", *_WRITTEN, "key", "value", "out")
+_REQUIRED = ("query", "k_cache", "v_cache")
 
 
 def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
@@ -61,10 +63,22 @@ def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: b
     except (TypeError, ValueError) as error:
         suit_hint(error, tensors)
         raise
-    if given["key"] is not None:
-        written = (tensors[name] for name in _WRITTEN if name in tensors)
-        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
-    return tuple(map(to_tensor, result)) if isinstance(result, tuple) else to_tensor(result)
+    written = [tensors.get(name) for name in (*(() if given["key"] is None else _WRITTEN), "out")]
+    torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    returned = tensors["out"] if "out" in tensors else to_tensor(out)
+    return returned if lse is None else (returned, to_tensor(lse))
+
+
+def _check_out(out: torch.Tensor, query: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Check what a graph copies the result to, before it writes to the caches."""
+    dtype, channels = query.dtype, v_cache.shape[-1] * (1 + (v_cache.dtype == torch.uint8))
+    if torch.is_autocast_enabled("cpu") and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype("cpu")
+    if out.dtype != dtype or out.shape != (*query.shape[:-1], channels):
+        name = str(dtype).removeprefix("torch.")
+        expected = f"a tensor of {name} of shape {(*query.shape[:-1], channels)}"
+        raise ValueError(f"out must be {expected}, got {describe(out)}")
 
 
 # The operator
@@ -80,6 +94,7 @@ def _operands(given: dict[str, Any]) -> list[Any]:
         **operators.numbers(given, _NUMBERS),
         "cache_seqlens": None if is_number else operand(length),
         "cache_length": integer(length, "cache_seqlens", 0) if is_number else None,
+        "rotate": flag(given["rotate"], "rotate"),
     }
     for name in ("block_table", "cu_seqlens_q", *_ARRAYS):
         operands[name] = operand(given[name])
@@ -164,6 +179,8 @@ def flash_attention_with_kvcache(
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: Literal[False] = False,
+    out: "torch.Tensor | None" = None,
+    rotate: bool = False,
     **more: Unpack[CacheOptions],
 ) -> torch.Tensor: ...
 @overload
@@ -181,6 +198,8 @@ def flash_attention_with_kvcache(
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: Literal[True],
+    out: "torch.Tensor | None" = None,
+    rotate: bool = False,
     **more: Unpack[CacheOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @spelled_out(CACHE_DEFAULTS)
@@ -198,6 +217,8 @@ def flash_attention_with_kvcache(
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: bool = False,
+    out: "torch.Tensor | None" = None,
+    rotate: bool = False,
     **more: Any,
 ) -> Any:
     """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
@@ -217,8 +238,11 @@ def flash_attention_with_kvcache(
     block_table, cu_seqlens_q : Tensor or array_like, optional
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
     return_lse : bool
+    out : Tensor, optional
+        Write the result here, and return it. A graph copies the result to it.
+    rotate : bool
     **more
-        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`; all mean the same.
+        The other arguments of `attnmask.flash_attention_with_kvcache` by name; all mean the same.
 
     Returns
     -------
@@ -253,13 +277,15 @@ def flash_attention_with_kvcache(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "attention_mask": attention_mask,
+        "out": out,
+        "rotate": rotate,
         **more,
     }
     if not more.keys() <= CACHE_DEFAULTS.keys():
         check_options(flash_attention_with_kvcache, more)
     tensors = _tensors(given)
     for name in _MUST_BE_TENSORS:
-        if name not in tensors and (given[name] is not None or name in _MUST_BE_TENSORS[:3]):
+        if name not in tensors and (given[name] is not None or name in _REQUIRED):
             check_tensor(given[name], name)
     for name, x in tensors.items():
         check_tensor(x, name)
@@ -268,8 +294,11 @@ def flash_attention_with_kvcache(
         check_no_gradient(tensors)
     if compiling or needs_operator(tensors.values()):
         operators.check_tensors(given)
-        both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
-        return both if with_lse else both[0]
+        if out is not None:
+            _check_out(out, query, v_cache)
+        result, lse = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if with_lse else result
     if isinstance(attention_mask, MaskTensors):
         given["attention_mask"] = restored(*attention_mask)
     if torch.is_autocast_enabled("cpu"):

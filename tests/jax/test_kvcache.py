@@ -94,6 +94,35 @@ def test_random_arguments(case):
         compare(as_in_jax(arguments_of(case)) | {"return_lse": case.return_lse})
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype(np.int8)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotated(dtype, packed):
+    rng = np.random.default_rng(0)
+    k_cache, v_cache = (np.zeros((2, 24, 2, depth), dtype) for depth in (32, 16))
+    arguments = {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": np.array([3, 9], np.int32)}
+    for name, heads, depth in (("query", 4, 32), ("key", 2, 32), ("value", 2, 16)):
+        tokens = rng.standard_normal((2, 3, heads, depth)).astype(BF16 if dtype == BF16 else F32)
+        arguments[name] = tokens.reshape(6, heads, depth) if packed else tokens
+    if packed:
+        arguments["cu_seqlens_q"] = np.array([0, 2, 6])
+    if dtype == np.int8:
+        arguments |= {f"{side}_scale": np.ones((2, 24, 2, 1), F32) for side in "kv"}
+    compare(arguments | {"rotate": True})
+    for name in ("v_cache", "query"):
+        wrong = arguments | {
+            "rotate": True,
+            name: np.zeros((*arguments[name].shape[:-1], 24), arguments[name].dtype),
+        }
+        function, traced = compiled(wrong)
+        with pytest.raises(
+            ValueError, match=f"the channels of {name} must be a power of two to be rotated, got 24"
+        ):
+            function(traced)
+    function, traced = compiled(arguments | {"rotate": 1})
+    with pytest.raises(TypeError, match="rotate must be True or False, got 1"):
+        function(traced)
+
+
 @pytest.mark.parametrize("dtype", [np.dtype(np.int8), *FLOATS8], ids=str)
 @pytest.mark.parametrize("scale", ["tokens", "channels"])
 @pytest.mark.parametrize("new", [False, True])

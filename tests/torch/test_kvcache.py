@@ -299,6 +299,77 @@ def test_autograd_knows_of_writes(torch):
         attnmask.torch.flash_attention_with_kvcache(**arguments)
 
 
+def test_out(torch, name):
+    """The same bits, in the caller's memory; also in graphs."""
+    right = attnmask.torch.flash_attention_with_kvcache(**tensors(torch, made(name)), return_lse=True)
+
+    def attend(out, **arguments):
+        return attnmask.torch.flash_attention_with_kvcache(**arguments, out=out, return_lse=True)
+
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        arguments = tensors(torch, made(name))
+        if isinstance(arguments.get("attention_mask"), MaskInfo):
+            arguments["attention_mask"] = attnmask.torch.mask_tensors(arguments["attention_mask"])
+        out = torch.full_like(right[0], 77.0)
+        result, lse = run(out, **arguments)
+        assert result.data_ptr() == out.data_ptr()
+        assert torch.equal(out, right[0])
+        assert torch.equal(lse, right[1])
+        assert_same(torch, (out, lse), arguments, name)
+
+
+def test_out_by_itself(torch):
+    arguments, out = tensors(torch, made("rows")), torch.empty(5, 4, 3, 16).transpose(1, 2)
+    assert attnmask.torch.flash_attention_with_kvcache(**arguments, out=out) is out
+    assert torch.equal(out, attnmask.torch.flash_attention_with_kvcache(**tensors(torch, made("rows"))))
+    with pytest.raises(RuntimeError, match="and out requires one"):
+        attnmask.torch.flash_attention_with_kvcache(**arguments, out=out.clone().requires_grad_())
+    loss = (out * torch.ones((), requires_grad=True)).sum()
+    attnmask.torch.flash_attention_with_kvcache(**arguments, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_out_of_a_wrong_kind_in_a_graph(torch):
+    arguments = tensors(torch, good("paged"))
+    out = arguments.pop("out")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(out):
+        return attnmask.torch.flash_attention_with_kvcache(**arguments, out=out)
+
+    for wrong in (out[..., :4], out.half()):
+        with pytest.raises(Exception, match=r"out must be a tensor of float32 of shape \(2, 3, 4, 5\), got"):
+            attend(wrong)
+        assert (arguments["k_cache"] == 7).all()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not (attend(out.bfloat16()) == 77).any()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "int8 packed"])
+def test_rotated(torch, dtype):
+    """The bits of NumPy's function, also from graphs."""
+
+    def arguments():
+        given = made(dtype)
+        if "int8" in dtype:  # channels that are a power of two
+            v_cache, value = np.zeros((*given["v_cache"].shape[:3], 4), np.int8), given["value"][..., :4]
+            given |= {"v_cache": v_cache, "v_scale": np.ones((6, 4, HKV, 1), F32), "value": value}
+        return given
+
+    expected = arguments()
+    right = attnmask.flash_attention_with_kvcache(**expected, rotate=True)
+
+    def attend(**arguments):
+        return attnmask.torch.flash_attention_with_kvcache(**arguments, rotate=True)
+
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        given = tensors(torch, arguments())
+        assert bits(run(**given)) == bits(right)
+        for key in WRITTEN:
+            assert bits(given[key]) == bits(expected[key]), key
+
+
 # Bad input
 
 
@@ -355,7 +426,14 @@ def test_bad_values(torch):
     for more, error, words in (
         ({"k_scale": np.ones((6, 4, HKV, 1), F32)}, TypeError, "k_scale must be a tensor, got float32 array"),
         ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
-        ({"out": out}, TypeError, "unexpected keyword argument 'out'"),
+        ({"out": out}, TypeError, "out must be a tensor, got float32 array"),
+        ({"out": torch.zeros(out.shape, dtype=torch.float16)}, ValueError, "out must be an array of float32 .* got fl"),
+        ({"out": torch.zeros(2, 3, 4, 6)}, ValueError, r"out must be an array of float32 of shape \(2, 3, 4, 5\)"),
+        ({"out": torch.zeros(1, 1, 1, 5).expand(out.shape)}, ValueError, "out must (be writeable|not overlap itself)"),
+        ({"out": torch._neg_view(torch.zeros(out.shape))}, ValueError, "out must be writeable"),
+        ({"out": arguments["v_cache"].view(-1)[:120].view(2, 3, 4, 5)}, ValueError, "out must share no memory with v"),
+        ({"rotate": 1}, TypeError, "rotate must be True or False, got 1"),
+        ({"rotate": True}, ValueError, "the channels of v_cache must be a power of two to be rotated, got 5"),
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table"),
         ({"cache_seqlens": [4, 10]}, ValueError, "room for, 12 a sequence"),
         ({"block_table": torch.tensor([[5, 6, -1], [0, 4, 2]])}, IndexError, "block_table must be from 0 to 5"),
