@@ -302,6 +302,7 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
         "cache_seqlens": _OPTIONAL,
         "block_table": _OPTIONAL,
         "cu_seqlens_q": _OPTIONAL,
+        "cu_seqlens_k_new": _OPTIONAL,
         "k_scale": ("NDArray[np.float32] | None", None),
         "v_scale": ("NDArray[np.float32] | None", None),
         "attention_mask": _ATTENTION["attention_mask"],

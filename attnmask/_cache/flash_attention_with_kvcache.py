@@ -38,10 +38,10 @@ def flash_attention_with_kvcache(*args, **given):
         may have another type, but float64 goes only with float64.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
         Same type as `k_cache`. In a latent cache, a view of some channels of it, such as ``k_cache[..., :512]``.
-    key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
+    key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D] if packed, optional
         Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong. With new tokens, no two
         elements of the caches and scales may share memory, nor may they share it with anything that is read.
-    value : array_like, shape [B, Tnew, Hkv, Dv], or [total, Hkv, Dv], optional
+    value : array_like, shape [B, Tnew, Hkv, Dv], or [total, Hkv, Dv] if packed, optional
         None in a latent cache, since `key` has the values.
     cache_seqlens : int or array_like of integers, shape [B], optional
         The number of cached tokens before the call. Defaults to all of a contiguous cache.
@@ -57,6 +57,9 @@ def flash_attention_with_kvcache(*args, **given):
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
         Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
         many.
+    cu_seqlens_k_new : array_like of integers, shape [B + 1], optional
+        Where the new keys and values of each sequence start, which are then packed, whether queries are or not, and may
+        be more or fewer than these.
     softmax_scale : float, optional
         Defaults to ``1 / sqrt(D)``.
     causal : bool

@@ -233,6 +233,7 @@ def flash_attention_with_kvcache(
     cache_seqlens: jax.typing.ArrayLike | None = None,
     block_table: jax.typing.ArrayLike | None = None,
     cu_seqlens_q: jax.typing.ArrayLike | None = None,
+    cu_seqlens_k_new: jax.typing.ArrayLike | None = None,
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
@@ -249,7 +250,7 @@ def flash_attention_with_kvcache(
     ----------
     query, k_cache, v_cache, key, value : array
         As in `attnmask.flash_attention_with_kvcache`.
-    cache_seqlens, block_table, cu_seqlens_q : array, optional
+    cache_seqlens, block_table, cu_seqlens_q, cu_seqlens_k_new : array, optional
         May be traced, like all arrays. Errors in their numbers are raised when the function runs.
     k_scale, v_scale : array, optional
     attention_mask : array or MaskInfo, optional
@@ -289,6 +290,7 @@ def flash_attention_with_kvcache(
         "cache_seqlens": cache_seqlens,
         "block_table": block_table,
         "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "attention_mask": attention_mask,

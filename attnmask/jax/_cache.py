@@ -32,7 +32,7 @@ from attnmask.jax._arguments import (
 
 __all__ = ["TRACED", "KVCacheResult", "attend"]
 
-_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED = (1 << i for i in range(7))
+_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED, _NEW_PACKED = (1 << i for i in range(8))
 _FIRST = (
     "query",
     "k_cache",
@@ -47,6 +47,7 @@ TRACED = (
     "cache_seqlens",
     "block_table",
     "cu_seqlens_q",
+    "cu_seqlens_k_new",
     *(name for name in TERMS if name in ARRAYS and name in KVCACHE_NAMES),
     "attention_mask",
 )
@@ -92,7 +93,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
         check_tokens_rotate(given["query"], given["v_cache"])
         tokens = [name for name in ("query", "key", "value") if given[name] is not None]
         given |= {name: _rotated(given[name]) for name in tokens}
-    known = {name: _known(name, value, given["query"]) for name, value in given.items()}
+    known = {name: _known(name, value, given) for name, value in given.items()}
     _core.check_kvcache(
         KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None}
     )  # whose keys depend on lengths
@@ -100,8 +101,9 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     if packed and given["attention_mask"] is not None:
         raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
     first = {name: given[name] for name in _FIRST if given[name] is not None}
-    if packed:
-        first |= {name: first[name][None] for name in ("query", "key", "value") if name in first}
+    rows = ("key", "value") if packed or given["cu_seqlens_k_new"] is not None else ()
+    for name in (*(("query",) if packed else ()), *rows):
+        first |= {name: first[name][None]} if name in first else {}
     query, k_cache = first["query"], first["k_cache"]
     arrays = Arrays()
     words, with_lse = _words(given, known, query.shape, arrays)
@@ -158,7 +160,7 @@ def _words(
 ) -> tuple[Any, bool]:
     """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
     batch, queries, heads, channels = shape
-    starts = given["cu_seqlens_q"]
+    starts, new_starts = given["cu_seqlens_q"], given["cu_seqlens_k_new"]
     sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
     before, table = given["cache_seqlens"], given["block_table"]
     rows = known["k_cache"].shape[1]
@@ -167,6 +169,7 @@ def _words(
         known["query"], (batch, heads, queries, keys), sequences, channels, dict(known)
     )
     flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
+    flags |= _NEW_PACKED * (new_starts is not None)
     flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
     flags |= _MASKED * (given["attention_mask"] is not None) | _BIASED * (given["bias"] is not None)
     if is_traced(before):
@@ -178,8 +181,10 @@ def _words(
     elif table is not None and not is_traced(table):
         table = kvcache.table_of(as_array(known["block_table"], "block_table"), given["block_table"])
     operands = [low, high, before, table]
-    if starts is not None:
-        operands.append(starts if is_traced(starts) else _core.checked_starts(starts, "cu_seqlens_q"))
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+        value = given[name]
+        if value is not None:
+            operands.append(value if is_traced(value) else _core.checked_starts(value, name))
 
     words = call.first_words(flags, scale)
     for operand in operands:
@@ -223,14 +228,15 @@ def _mask(mask: Any, known: Any, shape: Shape) -> list[Node]:
     return [term for node in mask_nodes(known, shape) for term in mask_terms(mask, node)]
 
 
-def _known(name: str, value: Any, query: Any) -> Any:
+def _known(name: str, value: Any, given: Mapping[str, Any]) -> Any:
     """Return what stands for an argument when types and shapes are checked: itself unless it is traced."""
     if value is None or not is_traced(value):
         return as_array(value, name) if isinstance(value, jax.Array) else value
     if isinstance(value, MaskInfo):
         return mask_like(value)
-    if name == "cu_seqlens_q":
-        return starts_like(value, query.shape[0] if query.ndim else 0)
+    if name in ("cu_seqlens_q", "cu_seqlens_k_new"):
+        tokens = given["query" if name == "cu_seqlens_q" else "key"]
+        return starts_like(value, tokens.shape[0] if getattr(tokens, "ndim", 0) else 0)
     if name in ("k_scale", "v_scale"):
         return np.broadcast_to(np.ones((), value.dtype), value.shape)
     return like(value)

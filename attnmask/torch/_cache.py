@@ -33,7 +33,8 @@ _NUMBERS = tuple(name for name in _ROWS if name in NUMBERS)
 _PARAMETERS = ", ".join(
     (
         "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "
-        "Tensor? block_table, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? attention_mask",
+        "Tensor? block_table, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor(c!)? k_scale, "
+        "Tensor(d!)? v_scale, Tensor? attention_mask",
         *(_ROWS[name].of_operator for name in _ARRAYS),
         "Tensor[] mask_tensors, str mask_specification, SymInt? cache_length, SymInt? window_left, "
         "SymInt? window_right",
@@ -96,7 +97,7 @@ def _operands(given: dict[str, Any]) -> list[Any]:
         "cache_length": integer(length, "cache_seqlens", 0) if is_number else None,
         "rotate": flag(given["rotate"], "rotate"),
     }
-    for name in ("block_table", "cu_seqlens_q", *_ARRAYS):
+    for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k_new", *_ARRAYS):
         operands[name] = operand(given[name])
     return [operands[name] for name in _NAMES]
 
@@ -175,6 +176,7 @@ def flash_attention_with_kvcache(
     cache_seqlens: "ArrayLike | None" = None,
     block_table: "ArrayLike | None" = None,
     cu_seqlens_q: "ArrayLike | None" = None,
+    cu_seqlens_k_new: "ArrayLike | None" = None,
     k_scale: "torch.Tensor | None" = None,
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
@@ -194,6 +196,7 @@ def flash_attention_with_kvcache(
     cache_seqlens: "ArrayLike | None" = None,
     block_table: "ArrayLike | None" = None,
     cu_seqlens_q: "ArrayLike | None" = None,
+    cu_seqlens_k_new: "ArrayLike | None" = None,
     k_scale: "torch.Tensor | None" = None,
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
@@ -213,6 +216,7 @@ def flash_attention_with_kvcache(
     cache_seqlens: "ArrayLike | None" = None,
     block_table: "ArrayLike | None" = None,
     cu_seqlens_q: "ArrayLike | None" = None,
+    cu_seqlens_k_new: "ArrayLike | None" = None,
     k_scale: "torch.Tensor | None" = None,
     v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
@@ -235,7 +239,7 @@ def flash_attention_with_kvcache(
     k_scale, v_scale : Tensor of float32, optional
         For four bits, float16 as well.
     cache_seqlens : int, Tensor or array_like, optional
-    block_table, cu_seqlens_q : Tensor or array_like, optional
+    block_table, cu_seqlens_q, cu_seqlens_k_new : Tensor or array_like, optional
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
     return_lse : bool
     out : Tensor, optional
@@ -274,6 +278,7 @@ def flash_attention_with_kvcache(
         "cache_seqlens": cache_seqlens,
         "block_table": block_table,
         "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "attention_mask": attention_mask,

@@ -20,26 +20,32 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
 
 ptrdiff_t am_cached_channels(const am_view *cache) { return am_kv_numbers(cache->type, cache->shape[3]); }
 
+/* Where tokens of each sequence begin; NULL: they are batch rows. */
+typedef struct {
+    const char *name;
+    const ptrdiff_t *starts;
+} token_starts;
+
 static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, const char *name,
-                         const char *axes)
+                         const char *axes, token_starts packed)
 {
     if (!am_is_floating(v->type))
         return am_refuse(r, AM_WRONG_TYPE, v, "%s must be of float16, bfloat16, float32 or float64", name);
-    if (v->axes != (c->packed ? 3 : 4))
-        return am_refuse(r, AM_WRONG_VALUE, v,
-                         c->packed ? "%s must be [total, %s] with cu_seqlens_q" : "%s must be [B, T, %s]",
-                         name, axes);
+    if (packed.starts && v->axes != 3)
+        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be [total, %s] with %s", name, axes, packed.name);
+    if (!packed.starts && v->axes != 4)
+        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be [B, T, %s]", name, axes);
     if (!am_check_axes(r, v, name)) return false;
-    const ptrdiff_t end = c->packed ? c->q_starts[c->sequences] : 0;
-    return !c->packed || end == v->shape[0] ||
-           am_refuse(r, AM_WRONG_VALUE, NULL, "cu_seqlens_q must end at %td tokens of %s, got %td",
+    const ptrdiff_t end = packed.starts ? packed.starts[c->sequences] : 0;
+    return !packed.starts || end == v->shape[0] ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must end at %td tokens of %s, got %td", packed.name,
                      v->shape[0], name, end);
 }
 
 static bool check_caches(am_request *r, const am_cached *c)
 {
     const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1], *query = &c->query;
-    const ptrdiff_t *q = am_cached_tokens(c, query), *k = k_cache->shape;
+    const ptrdiff_t *q = am_cached_tokens(query), *k = k_cache->shape;
     for (int i = 0; i < 2; i++) {
         const am_view *v = &c->caches[i];
         if (!am_kv_format_of(v->type)) {
@@ -80,10 +86,19 @@ static bool is_latent(const am_view *k, const am_view *v)
     return offset / step >= 0 && offset / step <= k->shape[3] - v->shape[3];
 }
 
-static bool check_rows(am_request *r, const am_cached *c)
+static bool check_rows(am_request *r, am_cached *c)
 {
     static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
+    const token_starts packed = {c->new_starts ? "cu_seqlens_k_new" : "cu_seqlens_q",
+                                 c->new_starts ? c->new_starts : c->q_starts};
+    if (c->new_starts && !c->rows[0].data)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "key must be given with cu_seqlens_k_new, got None");
+    if (c->new_starts && c->new_sequences != c->sequences)
+        return am_refuse(r, AM_WRONG_VALUE, NULL,
+                         "cu_seqlens_k_new must have %td entries for %td sequences of queries, got %td",
+                         c->sequences + 1, c->sequences, c->new_sequences + 1);
     if (!c->rows[0].data && !c->rows[1].data) return true;
+    c->new_starts = packed.starts;
     if (c->latent && c->rows[0].data && c->rows[1].data)
         return am_refuse(r, AM_WRONG_VALUE, &c->rows[1],
                          "value must be None where v_cache is channels of k_cache, which key has");
@@ -95,17 +110,17 @@ static bool check_rows(am_request *r, const am_cached *c)
     for (int side = 0; side < 2 && c->rows[side].data; side++) {
         const am_view *v = &c->rows[side];
         const ptrdiff_t *cache = c->caches[side].shape;
-        if (!check_tokens(r, c, v, row_names[side], axes[side])) return false;
-        if (!c->packed && v->shape[0] != c->sequences)
+        if (!check_tokens(r, c, v, row_names[side], axes[side], packed)) return false;
+        if (!packed.starts && v->shape[0] != c->sequences)
             return am_refuse(r, AM_WRONG_VALUE, v, "%s must have batch size %td as query", row_names[side],
                              c->sequences);
         const ptrdiff_t wanted[] = {cache[2], am_cached_channels(&c->caches[side])};
-        if (!same_shape(am_cached_tokens(c, v) + 1, wanted, 2))
+        if (!same_shape(am_cached_tokens(v) + 1, wanted, 2))
             return am_refuse(r, AM_WRONG_VALUE, v, "%s must have %td heads of %td channels as its cache",
                              row_names[side], wanted[0], wanted[1]);
     }
-    const ptrdiff_t tokens = *am_cached_tokens(c, &c->rows[0]);
-    return c->latent || *am_cached_tokens(c, &c->rows[1]) == tokens ||
+    const ptrdiff_t tokens = *am_cached_tokens(&c->rows[0]);
+    return c->latent || *am_cached_tokens(&c->rows[1]) == tokens ||
            am_refuse(r, AM_WRONG_VALUE, &c->rows[1], "value must have %td tokens as key", tokens);
 }
 
@@ -231,12 +246,13 @@ static bool check_table(am_request *r, const am_cached *c)
 bool am_cached_check(am_request *r, am_cached *c)
 {
     for (int side = 0; side < 2; side++) c->caches[side].type = am_kv_type_of(c->caches[side].type);
-    if (!check_tokens(r, c, &c->query, "query", "H, D") || !check_caches(r, c)) return false;
+    const token_starts packed = {"cu_seqlens_q", c->q_starts};
+    if (!check_tokens(r, c, &c->query, "query", "H, D", packed) || !check_caches(r, c)) return false;
     c->latent = is_latent(&c->caches[0], &c->caches[1]);
     if (!read_all_scales(r, c)) return false;
-    if (!c->packed) c->sequences = c->query.shape[0];
-    const ptrdiff_t *q = am_cached_tokens(c, &c->query);
-    r->mask.batch = c->packed ? 1 : c->sequences, r->mask.heads = q[1], r->mask.queries = q[0];
+    if (!c->q_starts) c->sequences = c->query.shape[0];
+    const ptrdiff_t *q = am_cached_tokens(&c->query);
+    r->mask.batch = c->q_starts ? 1 : c->sequences, r->mask.heads = q[1], r->mask.queries = q[0];
     return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_rows(r, c) &&
            check_table(r, c);
 }
@@ -259,7 +275,7 @@ bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *given
 
 static bool refuse_length(am_request *r, const am_cached *c, ptrdiff_t more, ptrdiff_t s)
 {
-    const ptrdiff_t *starts = c->q_starts, added = more && starts ? starts[s + 1] - starts[s] : more;
+    const ptrdiff_t *starts = c->new_starts, added = starts ? starts[s + 1] - starts[s] : more;
     char new_ones[48] = "";
     if (added) snprintf(new_ones, sizeof new_ones, " and %td new ones", added);
     return am_refuse(r, AM_WRONG_VALUE, NULL,
@@ -285,11 +301,11 @@ static bool read_table(am_request *r, am_cached *c)
 
 bool am_cached_place(am_request *r, am_cached *c)
 {
-    const ptrdiff_t *q = am_cached_tokens(c, &c->query), size = c->caches[0].shape[1],
-                    more = c->rows[0].data ? *am_cached_tokens(c, &c->rows[0]) : 0,
+    const ptrdiff_t *q = am_cached_tokens(&c->query), size = c->caches[0].shape[1],
+                    more = c->rows[0].data ? *am_cached_tokens(&c->rows[0]) : 0,
                     columns = c->table.data ? c->table.shape[1] : 1;
     c->capacity = am_min(am_product(columns, size, 1), AM_LONGEST);
-    c->layout.q_starts = c->q_starts, c->layout.queries = q[0];
+    c->layout.q_starts = c->q_starts, c->layout.new_starts = c->new_starts, c->layout.queries = q[0];
     const ptrdiff_t wrong = am_kv_cache_place(&c->layout, more, c->capacity);
     if (wrong >= 0) return refuse_length(r, c, more, wrong);
     r->mask.keys = c->layout.keys;
@@ -333,7 +349,7 @@ int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2])
 void am_cached_describe(am_request *r, const am_cached *c)
 {
     am_attn *attn = &r->attn;
-    const ptrdiff_t *q = am_cached_tokens(c, &c->query);
+    const ptrdiff_t *q = am_cached_tokens(&c->query);
     attn->batch = r->mask.batch, attn->heads = q[1], attn->kv_heads = c->caches[0].shape[2];
     attn->queries = q[0], attn->keys = r->mask.keys;
     attn->head_dim = q[2], attn->value_dim = am_cached_channels(&c->caches[1]);
@@ -345,7 +361,7 @@ void am_cached_describe(am_request *r, const am_cached *c)
     attn->terms.places = (am_places){.offsets = c->layout.moved,
                                      .offset_step = 1,
                                      .starts = c->q_starts,
-                                     .sequences = c->packed ? c->sequences : 0};
+                                     .sequences = c->q_starts ? c->sequences : 0};
 }
 
 am_status am_cached_append(const am_context *context, const am_cached *c)
@@ -359,7 +375,7 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
             .head_dim = am_cached_channels(&c->caches[side]),
             .pages = c->pages,
             .begins = c->layout.before,
-            .starts = c->q_starts,
+            .starts = c->new_starts,
             .scales = c->scales[side],
         };
         status = am_kv_append_rows(context, &rows);

@@ -7,13 +7,13 @@
 
 /* The door sets the first fields. Packed tokens have no axis for the batch. */
 typedef struct {
-    bool packed;
-    am_view query, caches[2];  /* of keys and of values, like all pairs below */
-    am_view rows[2];           /* new keys and values; not given: none are appended */
-    am_view scale_arrays[2];   /* of the caches */
-    am_view table;             /* of int32 or int64; not given: the cache is contiguous */
-    const ptrdiff_t *q_starts; /* of packed queries */
-    ptrdiff_t sequences;
+    am_view query, caches[2];    /* of keys and of values, like all pairs below */
+    am_view rows[2];             /* new keys and values; not given: none are appended */
+    am_view scale_arrays[2];     /* of the caches */
+    am_view table;               /* of int32 or int64; not given: the cache is contiguous */
+    const ptrdiff_t *q_starts;   /* of packed queries */
+    const ptrdiff_t *new_starts; /* of packed new tokens; not given: there are as many as queries */
+    ptrdiff_t sequences, new_sequences;
 
     am_kv_limits limits; /* before am_cached_limit */
 
@@ -51,10 +51,7 @@ am_status am_cached_append(const am_context *context, const am_cached *c);
 /* The channels of a cache that was checked. */
 ptrdiff_t am_cached_channels(const am_view *cache);
 
-/* [tokens, heads, channels] of queries or new tokens. */
-static inline const ptrdiff_t *am_cached_tokens(const am_cached *c, const am_view *v)
-{
-    return v->shape + !c->packed;
-}
+/* [tokens, heads, channels] of queries or new tokens that were checked. */
+static inline const ptrdiff_t *am_cached_tokens(const am_view *v) { return v->shape + (v->axes == 4); }
 
 #endif

@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple] = {
     "depths": ((16, 16), (64, 64), (33, 33), (64, 40), (24, 129), (7, 5), (128, 128)),
     "queries": (1, 2, 3, 17, 64, 65, (1, 17, 0, 64, 3, 2), (1, 1, 65, 1), (0, 2)),
     "lengths": ((0, 1, 63), (64, 65, 200), (200, 0), (63,), (65, 1, 64, 0, 200, 63), (1, 2)),
-    "new": (None, "as many", "more", "fewer"),
+    "new": (None, "as many", "more", "fewer", "packed"),
     "page_size": PAGE_SIZES,
     "layout": LAYOUTS,
     "token_layout": ("contiguous", "heads first", "strided", "reversed", "misaligned"),
@@ -121,9 +121,11 @@ class Case:
 
     @property
     def new_counts(self) -> list[int]:
-        """New tokens of each sequence. Of packed ones, there are as many as queries."""
+        """New tokens of each sequence: as many as packed queries, unless they are packed by themselves."""
         if self.new is None:
             return [0] * len(self.lengths)
+        if self.new == "packed":
+            return list(islice(cycle((2, 0, 70, 1, 17)), self.seed % 3, self.seed % 3 + len(self.lengths)))
         if self.packed or self.new == "as many":
             return self.counts
         return [self.queries + 3 if self.new == "more" else self.queries // 2] * len(self.lengths)
@@ -291,10 +293,11 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
     table = None if case.page_size is None else table_of(case, some)
     caches = caches_of(case, some, table, tokens)
 
-    def joined(arrays, layout=case.token_layout):
-        return laid_out(np.concatenate(arrays) if case.packed else np.stack(arrays), layout)
+    def joined(arrays, packed=case.packed):
+        return laid_out(np.concatenate(arrays) if packed else np.stack(arrays), case.token_layout)
 
-    new = [joined([those.new[i] for those in tokens]) for i in (0, 1)] if case.new else [None, None]
+    packed = case.packed or case.new == "packed"
+    new = [joined([those.new[i] for those in tokens], packed) for i in (0, 1)] if case.new else [None, None]
     before = np.array([case.lengths[s] for s in some], (np.int32, np.int64)[case.order % 2])
     arguments = {
         "query": joined([those.query for those in tokens]),
@@ -317,6 +320,10 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
     }
     if case.packed:
         arguments["cu_seqlens_q"] = np.cumsum([0, *(case.counts[s] for s in some)]).astype(before.dtype)
+    if case.new == "packed":
+        arguments["cu_seqlens_k_new"] = np.cumsum([0, *(case.new_counts[s] for s in some)]).astype(
+            before.dtype
+        )
     if case.slopes == "[B, H]":
         arguments["alibi_slopes"] = np.stack([those.slopes for those in tokens])
     elif case.slopes:

@@ -27,6 +27,7 @@ def flash_attention_with_kvcache(
     cache_seqlens=None,
     block_table=None,
     cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
     k_scale=None,
     v_scale=None,
     softmax_scale=None,
@@ -58,7 +59,7 @@ def flash_attention_with_kvcache(
 def attention(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
-    bias=None, relative_bias=None, relative_low=0, dtype=np.float64,
+    bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, dtype=np.float64,
 ) -> ref.Attention:  # fmt: skip
     """The same with the sizes of what was summed, to which rounding errors are proportional; computed in `dtype`."""
     starts, flat = packed(query, cu_seqlens_q)
@@ -66,8 +67,9 @@ def attention(
     spans = [slice(*span) for span in pairwise(starts)]
     lengths = [int(length) for length in there]
     if key is not None:
-        for row, span in enumerate(spans):
-            length, own = lengths[row], row if cu_seqlens_q is None else span
+        starts = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
+        for row in range(len(spans)):
+            length, own = lengths[row], row if starts is None else slice(*starts[row : row + 2])
             append(k_cache, k_scale, block_table, row, length, np.asarray(key)[own])
             append(v_cache, v_scale, block_table, row, length, np.asarray(value)[own])
             lengths[row] += len(np.asarray(key)[own])

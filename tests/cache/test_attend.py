@@ -146,6 +146,10 @@ STEADY = (
     Case((F32, BF16), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many"),
     Case((F32, F16), (8, 2), (64, 64), (1, 70, 3), (65, 0, 200), "as many", window=(70, 0)),
     Case((BF16, F32), (4, 4), (40, 64), 2, (65, 128, 3), "as many"),
+    # Packed new tokens, more or fewer than queries
+    Case((F32, F32), (4, 2), (16, 16), 3, (3, 0, 70, 200, 64), "packed", slopes="[B, H]"),
+    Case((BF16, BF16), (8, 2), (64, 64), (1, 17, 0, 64, 3), (200, 64, 65, 0, 1), "packed", window=(70, 0)),
+    Case((F64, F64), (4, 2), (16, 24), (2, 65, 1), (3, 300, 70), "packed", mask="[B, H, Tq, K] bool", seed=1),
     # What is added to logits
     Case((F32, F32), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many", relative=(60, -50)),
     Case((F32, F32), (4, 2), (16, 16), 3, (3, 300, 70), "as many", bias="[B, H, Tq, K]", slopes="[B, H]", seed=1),

@@ -648,6 +648,8 @@ def cache_arguments(rng: Rng) -> Arguments:
         arguments["block_table"] = np.array([[5, 1, -1], [0, 4, 2]], np.int32)
     if packed:
         arguments["cu_seqlens_q"] = np.array([0, 2, 6], np.int32)
+        if "key" in arguments and coin(rng):
+            arguments["cu_seqlens_k_new"] = np.array([0, 5, 6], np.int32)
     arguments |= some(
         rng,
         {

@@ -17,6 +17,7 @@ enum {
     CACHE_SEQLENS,
     BLOCK_TABLE,
     CU_SEQLENS_Q,
+    CU_SEQLENS_K_NEW,
     K_SCALE,
     V_SCALE,
     ATTENTION_MASK,
@@ -35,7 +36,7 @@ typedef struct {
     const char *names[ARGUMENTS];
     int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
-    am_starts starts;                 /* of packed queries */
+    am_starts starts, new_starts;     /* of packed queries and new tokens */
     am_out out;
     am_cached cached;
     am_mask_arg mask;
@@ -48,8 +49,8 @@ typedef struct {
 } arguments;
 
 /* [tokens, heads, channels] of the queries. */
-static const ptrdiff_t *q_shape(const arguments *a) { return am_cached_tokens(&a->cached, &a->cached.query); }
-static bool is_packed(const arguments *a) { return a->cached.packed; }
+static const ptrdiff_t *q_shape(const arguments *a) { return am_cached_tokens(&a->cached.query); }
+static bool is_packed(const arguments *a) { return a->cached.q_starts; }
 
 /* --- Tables and lengths --- */
 
@@ -275,7 +276,8 @@ static int check_all(arguments *a, bool only_check)
 {
     am_cached *c = &a->cached;
     am_request *r = &a->mask.request;
-    c->packed = a->starts.array, c->q_starts = a->starts.starts, c->sequences = a->starts.sequences;
+    c->q_starts = a->starts.starts, c->sequences = a->starts.sequences;
+    c->new_starts = a->new_starts.starts, c->new_sequences = a->new_starts.sequences;
     c->query = am_view_of(a->arrays[QUERY]);
     for (int side = 0; side < 2; side++) {
         c->caches[side] = am_view_of(a->arrays[K_CACHE + side]),
@@ -438,6 +440,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [CACHE_SEQLENS] = {"cache_seqlens", to_given, NULL},
         [BLOCK_TABLE] = {"block_table", am_to_readable_or_none, &a.arrays[BLOCK_TABLE]},
         [CU_SEQLENS_Q] = {"cu_seqlens_q", am_to_starts_or_none, &a.starts},
+        [CU_SEQLENS_K_NEW] = {"cu_seqlens_k_new", am_to_starts_or_none, &a.new_starts},
         [K_SCALE] = {"k_scale", am_to_readable_or_none, &a.arrays[K_SCALE]},
         [V_SCALE] = {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
         [SOFTMAX_SCALE] = {"softmax_scale", to_given, NULL},
@@ -466,6 +469,7 @@ fail:
     Py_XDECREF(a.terms);
     for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a.term_arrays[i]);
     am_free_starts(&a.starts);
+    am_free_starts(&a.new_starts);
     am_cached_free(&a.cached);
     Py_XDECREF(a.masks);
     Py_XDECREF(a.table);

@@ -1,8 +1,9 @@
 /* cache.c – attention over a cache of keys and values, called by XLA.
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
- * the limits of distances; cache_seqlens, block_table, and cu_seqlens_q if PACKED; if MASKED or BIASED the
- * number of keys that mask and bias have; the terms of the logits; and if MASKED the mask.
+ * the limits of distances; cache_seqlens, block_table, cu_seqlens_q if PACKED, and cu_seqlens_k_new if
+ * NEW_PACKED; if MASKED or BIASED the number of keys that mask and bias have; the terms of the logits; and if
+ * MASKED the mask.
  *
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
  * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
@@ -13,7 +14,16 @@
 #include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
-enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32, BIASED = 64 }; /* flags */
+enum { /* flags */
+       LSE = 1,
+       APPEND = 2,
+       PACKED = 4,
+       MASKED = 8,
+       K_SCALE = 16,
+       V_SCALE = 32,
+       BIASED = 64,
+       NEW_PACKED = 128, /* with starts of their own */
+};
 
 typedef struct {
     am_xla_call *c;
@@ -34,10 +44,10 @@ static bool look_at_next(problem *p, am_view *v)
 }
 
 /* The same of tokens, which have a batch axis even if they are packed. */
-static bool look_at_tokens(problem *p, am_view *v)
+static bool look_at_tokens(problem *p, am_view *v, bool packed)
 {
     if (!look_at_next(p, v)) return false;
-    if (!has(p, PACKED)) return true;
+    if (!packed) return true;
     if (v->axes != 4 || v->shape[0] != 1) return am_xla_fail(p->c, "packed tokens must be one batch row");
     for (int i = 0; i < 3; i++) v->shape[i] = v->shape[i + 1], v->stride[i] = v->stride[i + 1];
     v->axes = 3, v->shape[3] = 1, v->stride[3] = 0;
@@ -47,12 +57,12 @@ static bool look_at_tokens(problem *p, am_view *v)
 static bool look_at_arguments(problem *p)
 {
     am_cached *cached = &p->cached;
-    if (!look_at_tokens(p, &cached->query)) return false;
+    if (!look_at_tokens(p, &cached->query, has(p, PACKED))) return false;
     for (int side = 0; side < 2; side++) {
         if (!look_at_next(p, &cached->caches[side])) return false;
     }
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
-        if (!look_at_tokens(p, &cached->rows[side])) return false;
+        if (!look_at_tokens(p, &cached->rows[side], has(p, PACKED) || has(p, NEW_PACKED))) return false;
     }
     for (int side = 0; side < 2; side++) {
         if (has(p, side ? V_SCALE : K_SCALE) && !look_at_next(p, &cached->scale_arrays[side])) return false;
@@ -60,24 +70,34 @@ static bool look_at_arguments(problem *p)
     return true;
 }
 
+/* Where packed tokens of sequences begin. */
+static bool read_starts(problem *p, const char *name, const am_view *tokens, const ptrdiff_t **starts,
+                        ptrdiff_t *sequences)
+{
+    am_operand operand;
+    *sequences = -1;
+    if (!am_xla_next_operand(p->c, false, AM_INT64, &operand)) return false;
+    *starts = am_read_starts_of(&p->c->request, name, &operand, tokens->shape[0], sequences);
+    return *starts;
+}
+
 static bool read_arguments(problem *p)
 {
     am_xla_call *c = p->c;
     am_cached *cached = &p->cached;
     am_request *r = &c->request;
-    am_operand low, high, lengths, table, starts;
+    am_operand low, high, lengths, table;
     if (!look_at_arguments(p) || !am_xla_next_operand(c, false, AM_INT64, &low) ||
         !am_xla_next_operand(c, false, AM_INT64, &high) ||
         !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
         !am_xla_next_operand(c, false, AM_INT64, &table))
         return false;
-    cached->packed = has(p, PACKED), cached->sequences = -1;
-    if (cached->packed) {
-        if (!am_xla_next_operand(c, false, AM_INT64, &starts)) return false;
-        cached->q_starts =
-            am_read_starts_of(r, "cu_seqlens_q", &starts, cached->query.shape[0], &cached->sequences);
-        if (!cached->q_starts) return false;
-    }
+    if (has(p, PACKED) &&
+        !read_starts(p, "cu_seqlens_q", &cached->query, &cached->q_starts, &cached->sequences))
+        return false;
+    if (has(p, NEW_PACKED) &&
+        !read_starts(p, "cu_seqlens_k_new", &cached->rows[0], &cached->new_starts, &cached->new_sequences))
+        return false;
     cached->table = table.view;
     cached->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number};
     return am_cached_check(r, cached) && am_cached_read_lengths(r, cached, &lengths) &&

@@ -30,11 +30,12 @@ void am_kv_cache_free(am_kv_cache *c)
 
 ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity)
 {
-    const ptrdiff_t *starts = c->q_starts;
+    const ptrdiff_t *starts = c->q_starts, *added = c->new_starts;
     c->longest = 0;
     for (ptrdiff_t s = 0; s < c->sequences; s++) {
         const ptrdiff_t queries = starts ? starts[s + 1] - starts[s] : c->queries,
-                        length = c->before[s] + (starts && more ? queries : more), offset = length - queries;
+                        length = c->before[s] + (added ? added[s + 1] - added[s] : more),
+                        offset = length - queries;
         if (length > capacity) return s;
         c->lengths[s] = length, c->offsets[s] = offset;
         c->moved[s] = offset;

@@ -8,10 +8,11 @@
 /* The queries are the last tokens of their sequences, which are batch rows, or packed in one row. */
 typedef struct {
     ptrdiff_t sequences;
-    const ptrdiff_t *q_starts; /* where the queries of each begin if they are packed; NULL: batch rows */
-    ptrdiff_t queries;         /* of a batch row */
-    ptrdiff_t keys;            /* of the mask: those of the longest sequence, or of all that are packed */
-    ptrdiff_t longest;         /* tokens of a sequence */
+    const ptrdiff_t *q_starts;   /* where the queries of each begin if they are packed; NULL: batch rows */
+    const ptrdiff_t *new_starts; /* likewise of new tokens */
+    ptrdiff_t queries;           /* of a batch row */
+    ptrdiff_t keys;              /* of the mask: those of the longest sequence, or of all that are packed */
+    ptrdiff_t longest;           /* tokens of a sequence */
     /* For each sequence: */
     ptrdiff_t *before;     /* the tokens that it had; to be filled in after am_kv_cache_make */
     ptrdiff_t *lengths;    /* and with the new ones */
@@ -36,9 +37,8 @@ typedef struct {
 am_status am_kv_cache_make(am_kv_cache *cache, ptrdiff_t sequences);
 void am_kv_cache_free(am_kv_cache *cache);
 
-/* Computes all but `used`, `low` and `high` from `before`, when `more` tokens are appended to each batch row,
- * or as many as there are queries to packed sequences if `more` is not 0. Returns the first sequence that
- * would have more than `capacity` tokens, or -1. */
+/* Computes all but `used`, `low` and `high` from `before`, when new tokens are appended: packed ones, or
+ * `more` to each sequence. Returns the first sequence that would have more than `capacity` tokens, or -1. */
 ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity);
 
 /* Computes these from the others. */
