@@ -65,10 +65,10 @@ THINNED = {
     "test_the_gradient_of_a_bias_alters_no_other",
 }
 
-# Folders with attention, but for files whose tests other files make at amx, too; and files with int8 caches.
+# Folders with attention, but for files whose tests other files make at amx, too; and files with caches of integers.
 OF_ATTENTION = ("attention", "cache")
 NOT_AT_AMX = ("test_merge.py", "test_numbers.py", "test_relative.py", "test_schedule.py")
-OF_INT8 = ("quantized", "latent", "plain")
+OF_INTEGERS = ("quantized", "int4", "latent", "plain")
 
 # `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -108,13 +108,13 @@ def parameters(item) -> dict:
 
 
 def may_differ_from_lower_level(item) -> bool:
-    """Whether the level of a test may differ from the one below it: avx512vnni only alters int8, avx512bf16 and amx
-    only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level but amx and
-    avx512vnni, whose kernels are those of avx512bf16.
+    """Whether the level of a test may differ from the one below it: avx512vnni only alters int8 and int4, avx512bf16
+    and amx only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level but amx
+    and avx512vnni, whose kernels are those of avx512bf16.
     """
     params = parameters(item)
     if params.get("isa") == "avx512vnni":
-        return any(word in item.path.name for word in OF_INT8)
+        return any(word in item.path.name for word in OF_INTEGERS)
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
     if params.get("isa") == "avx512bf16":
         return dtype in ("None", "bfloat16") or "slot" in params

@@ -221,11 +221,13 @@ typedef struct {
     ptrdiff_t value_bytes; /* of a row of values */
     bool finite;           /* no packed value is NaN or Inf */
     /* Of rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the arithmetic
-     * type by which they are multiplied, or NULL. */
+     * type by which they are multiplied, or NULL. For step_unpacked of formats that have scales of groups:
+     * the same of the scales of each group, then of its offsets. */
     const void *k_scales, *v_scales;
-    const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
-    const uint64_t *kept; /* the same for dropout; NULL: no dropout */
-    const void *bias;     /* rows of AM_FLASH_TILE numbers, bias_step apart; NULL: none */
+    ptrdiff_t k_group, v_group; /* channels of a group */
+    const uint64_t *live;       /* a word a row, not all 0; NULL: all pairs are live */
+    const uint64_t *kept;       /* the same for dropout; NULL: no dropout */
+    const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_step apart; NULL: none */
     ptrdiff_t bias_step;
     const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
     /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
@@ -275,6 +277,7 @@ static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t head_dim) { return (head
 typedef enum {
     AM_KV_OTHER,   /* it does not take them; the last arithmetic does, widened by their format */
     AM_KV_WIDENED, /* rows become numbers that it multiplies (`widen`), which its kernels read */
+    AM_KV_ROWS,    /* the same, but step_unpacked reads rows as they are if it takes the queries packed */
     AM_KV_READ,    /* its kernels read them */
 } am_kv_reading;
 
@@ -379,7 +382,7 @@ typedef struct {
     am_flash_step *step;
     am_flash_merge *merge;
     am_kv_kernels kv[AM_OTHER];    /* by am_dtype */
-    am_widen_row *widen[AM_OTHER]; /* what is AM_KV_WIDENED */
+    am_widen_row *widen[AM_OTHER]; /* what is AM_KV_WIDENED or AM_KV_ROWS */
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;

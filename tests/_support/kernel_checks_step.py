@@ -401,13 +401,16 @@ def run_unpacked(
     problems: list,
     states: list,
     run: int,
-    scales: tuple,
+    scales: list,
     float_weights: bool,
+    **groups: int,
 ) -> list[State]:
-    """Runs one step of several heads, whose keys and values lie in runs of so many rows, unless that is 0."""
+    """Runs one step of several heads, whose keys and values lie in runs of so many rows, unless that is 0. `scales`: of
+    the keys and values of each head.
+    """
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
     kept, packer = [], query_packer(kernel)
-    for p, state in zip(problems, states, strict=True):
+    for p, state, its_scales in zip(problems, states, scales, strict=True):
         q_packed, (rows, depth) = None, p.q.shape
         if packer.address:
             q_packed = memory.written(np.full((rows, packed_query_lanes(depth)), np.nan, np.float32))
@@ -419,14 +422,15 @@ def run_unpacked(
         if run and tiles:  # only the addresses of the first tile are its own
             for addresses in (k_runs, v_runs):
                 addresses[addresses != 0] += np.uintp(4096)
-        kept += [k_runs, v_runs, *scales]
+        kept += [k_runs, v_runs, *its_scales]
         tile = structure(
             "am_flash_tile",
             layout=CONSTANTS["AM_ROWS"],
             k=k,
             v=v,
-            k_scales=scales[0],
-            v_scales=scales[1],
+            k_scales=its_scales[0],
+            v_scales=its_scales[1],
+            **groups,
             **bias_in(memory, rng, p.terms),
             next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
             value_bytes=p.v.shape[1] * p.v.itemsize,
@@ -469,7 +473,7 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
             p.v[:, :1] = pick(rng, [1, p.v[:, :1]])
         run = pick(rng, [0, 0, 2, 4, 16, 64])
         scales = draw_scales(rng, arithmetic) if width == 1 else (None, None)
-        options = run, scales, float_weights
+        options = run, [scales] * heads, float_weights
         new = run_unpacked(kernel, rng, arithmetic, problems, old, *options)
         clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, *options)
         by_i16 = source == np.int8 and query_packer(kernel).address

@@ -208,9 +208,11 @@ def forward(
     exp2_error: float | None,
     to_bf16: bool,
     scales=None,
+    offsets: Bounded | None = None,
 ) -> State:
     """The expected accumulators after the step, given the `ref_max` that the kernel has chosen. P is rounded to
-    bfloat16 if `to_bf16`; or times `scales`, those of values, to sixteen-bit integers.
+    bfloat16 if `to_bf16`; or times `scales`, those of values, to sixteen-bit integers, but not as it is multiplied by
+    `offsets` that are added to values.
     """
     size, unit = s.size, s.constant(terms.unit)
     exact = Bounded.exact(ref_max, size)
@@ -230,6 +232,8 @@ def forward(
     total = Bounded.exact(old.sum, size) * factor + p.sum()
     if terms.kept is not None:
         p = p.where(terms.kept)
+    if offsets is not None:
+        rescaled = p.dot(offsets, terms.live, rescaled)
     if scales is not None:
         p = p.to_i16(MOST_I16, scales)
     out = p.dot(v, terms.live, rescaled)

@@ -63,6 +63,7 @@ STRATEGIES = [
     ({"queries": 13, "k_type": "float8_e5m2", "head_dim": 32}, "private"),
     ({"queries": 16, "k_type": "uint8"}, "unpacked"),
     ({"queries": 64, "k_type": "uint8"}, "private"),
+    ({"queries": 64, "k_type": "uint8", "packs_rounded": True}, "unpacked"),
     # float8: short rows are widened at once; as bf16x2 they take longer.
     ({"k_type": "float8_e4m3fn", "head_dim": 1024}, "unpacked"),
     ({"k_type": "float8_e4m3fn", "head_dim": 1025}, "private"),
@@ -178,6 +179,8 @@ FLAGS = [
     ({"queries": 5, **BF16}, "float_weights", False),
     ({"queries": 12, **BF16, "packed_alone": True}, "float_weights", True),
     ({"queries": 12, **BF16, "k_type": "int8"}, "float_weights", True),
+    ({"queries": 12, **BF16, "k_type": "uint8", "packs_rounded": True}, "float_weights", True),
+    ({"queries": 12, **BF16, "k_type": "uint8"}, "float_weights", False),
     ({"queries": 4, **BF16, "k_type": "float8_e4m3fn"}, "float_weights", False),
     ({"queries": 4}, "float_weights", False),
 ]

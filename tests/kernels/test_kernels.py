@@ -1,5 +1,6 @@
 """Compares each kernel of the table with plain NumPy, level by level, by the checks of `kernel_checks*`."""
 
+import kernel_checks_i4
 import numpy as np
 import pytest
 from kernel_checks import CHECKS as PLAIN_CHECKS
@@ -21,11 +22,17 @@ CHECKS = {
     "am_flash_step_unpacked": check_step_unpacked,
 }
 LEVELS_WITH_I16X2 = ("avx512vnni", "avx512bf16", "amx")
+FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_I16X2, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
     f"flash_f32.kv[{CONSTANTS['AM_BFLOAT16']}].pack_queries": ("avx512", *LEVELS_WITH_I16X2),
     f"flash_bf16x2.kv[{CONSTANTS['AM_INT8']}].pack_queries": ("avx512bf16",),
     f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8_E4M3']}].pack_queries": ("avx512bf16",),
+}
+FOUR_BITS = {f"{family}.kv[{CONSTANTS['AM_INT4']}]": levels for family, levels in FOUR_BITS_AT.items()}
+CHECKS_OF_FOUR_BITS = {
+    "am_flash_pack_queries": kernel_checks_i4.check_pack_queries,
+    "am_flash_step_unpacked": kernel_checks_i4.check_step_unpacked,
 }
 EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
 # Where bfloat16 is multiplied; builds for tests emulate bf16x2 at other levels.
@@ -36,16 +43,16 @@ UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
 FORMATS = {
     "cumsum.rows": (*UP_TO_FLOAT32, "AM_FLOAT64"),
     "cumsum.scan": (*UP_TO_FLOAT32, "AM_FLOAT64"),
-    "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8_E4M3"),
+    "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8_E4M3", "AM_INT4"),
     "flash_f32.widen": ("AM_INT4",),
     "flash_f32.numbers": UP_TO_FLOAT32,
     "flash_f64.kv": ("AM_FLOAT64",),
     "flash_f64.widen": (),
     "flash_f64.numbers": ("AM_FLOAT64",),
-    "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8_E4M3"),
+    "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8_E4M3", "AM_INT4"),
     "flash_bf16x2.widen": ("AM_INT4",),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
-    "flash_amx.kv": ("AM_BFLOAT16",),
+    "flash_amx.kv": ("AM_BFLOAT16", "AM_INT4"),
     "flash_amx.widen": ("AM_INT4",),
     "flash_amx.numbers": UP_TO_FLOAT32,
     "conv_f32.forward": UP_TO_FLOAT32,
@@ -64,15 +71,21 @@ def test_kernel(isa, slot):
         assert isa not in levels
         assert not kernel.address
         pytest.skip(f"{isa} does not multiply bfloat16")
+    checks = CHECKS
+    if slot.startswith(tuple(FOUR_BITS)):
+        checks = CHECKS_OF_FOUR_BITS if isa in FOUR_BITS[slot.rpartition(".")[0]] else {}
+        if SLOTS[slot] not in checks:
+            assert not kernel.address
+            pytest.skip("their rows are widened")
+    elif slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
+        assert not kernel.address
+        pytest.skip("queries are read as they are")
     if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
         assert not kernel.address
         pytest.skip(f"{isa} has no quick products of bfloat16, or none at all")
     if slot.startswith("flash_bf16x2.widen") and isa not in levels:
         assert not kernel.address
         pytest.skip(f"{isa} only emulates products of bfloat16")
-    if slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
-        assert not kernel.address
-        pytest.skip("queries are read as they are")
     assert kernel.address, "the level has no such kernel"
     below = (
         Kernel(slot.replace("flash_amx", "flash_bf16x2"), table_of("avx512bf16")) if isa == "amx" else None
@@ -80,17 +93,19 @@ def test_kernel(isa, slot):
     if below and kernel.address == below.address:
         pytest.skip("amx takes this kernel from the level below")
     with np.errstate(all="ignore"):
-        CHECKS[SLOTS[slot]](kernel, rng_of(kernel))
+        checks[SLOTS[slot]](kernel, rng_of(kernel))
 
 
 @pytest.mark.parametrize("arithmetic", ["flash_f32", "flash_f64", "flash_bf16x2", "flash_amx"])
 def test_what_an_arithmetic_reads_has_kernels(isa, arithmetic):
     table = table_of(isa)
     for i, kv in enumerate(getattr(table, arithmetic).kv):
-        reads, widens = (kv.reading == CONSTANTS[name] for name in ("AM_KV_READ", "AM_KV_WIDENED"))
+        reads, reads_rows = (kv.reading == CONSTANTS[name] for name in ("AM_KV_READ", "AM_KV_ROWS"))
+        widens = reads_rows or kv.reading == CONSTANTS["AM_KV_WIDENED"]
         packs = kv.queries != CONSTANTS["AM_QUERY_ROWS"]
         for name in ("pack_keys", "pack_values", "step_unpacked"):
-            assert bool(Kernel(f"{arithmetic}.kv[{i}].{name}", table).address) == reads, (i, name)
+            has = reads or (reads_rows and name == "step_unpacked")
+            assert bool(Kernel(f"{arithmetic}.kv[{i}].{name}", table).address) == has, (i, name)
         assert bool(Kernel(f"{arithmetic}.kv[{i}].pack_queries", table).address) == packs, i
         assert bool(Kernel(f"{arithmetic}.widen[{i}]", table).address) == widens, i
 

@@ -42,17 +42,22 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
     const am_kernels *k = context->kernels;
     const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
     const am_dtype type = attn->k.type;
-    const am_kv_reading reading = arithmetic->kv[type].reading;
-    const am_kv_kernels *kv = &arithmetic->kv[reading == AM_KV_READ ? type : arithmetic->factors];
+    const am_kv_kernels *own = &arithmetic->kv[type], *widened = &arithmetic->kv[arithmetic->factors];
+    const am_kv_reading reading = own->reading;
+    const bool widens = reading != AM_KV_READ,
+               widens_rows = widens && !(reading == AM_KV_ROWS && packs_queries(own, attn));
+    const am_kv_kernels *kv_rows = widens_rows ? widened : own;
     const am_terms_found terms = am_find_terms(attn);
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
         .arithmetic = arithmetic,
-        .kv = kv,
-        .widens = reading != AM_KV_READ,
-        .widen = reading == AM_KV_WIDENED ? arithmetic->widen[type] : am_kv_format_of(type)->widen,
-        .packs_queries = packs_queries(kv, attn),
+        .kv = widens ? widened : own,
+        .kv_rows = kv_rows,
+        .widens = widens,
+        .widens_rows = widens_rows,
+        .widen = arithmetic->widen[type] ? arithmetic->widen[type] : am_kv_format_of(type)->widen,
+        .packs_queries = packs_queries(kv_rows, attn),
         .type = arithmetic->type,
         .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,

@@ -26,8 +26,10 @@ typedef struct {
     const am_attn *attn;
     const am_kernels *all_kernels;
     const am_arithmetic *arithmetic;
-    const am_kv_kernels *kv; /* of keys and values as they lie in memory, or as they are widened */
+    const am_kv_kernels *kv;      /* of keys and values as they lie in memory, or as they are widened */
+    const am_kv_kernels *kv_rows; /* the same of unpacked rows */
     bool widens;         /* keys and values become what the arithmetic multiplies before kernels read them, */
+    bool widens_rows;    /* and so do unpacked rows, */
     am_widen_row *widen; /* by this */
     bool packs_queries;  /* for unpacked keys */
     am_dtype type;       /* of sums */
@@ -88,7 +90,7 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
 /* The type of unpacked keys and values as kernels read them. */
 static inline am_dtype am_kv_row_type(const am_attn_base *base)
 {
-    return base->widens ? base->arithmetic->factors : base->attn->k.type;
+    return base->widens_rows ? base->arithmetic->factors : base->attn->k.type;
 }
 
 /* The numbers of a lane of these: those of eight bits become lanes of two as they are packed. */

@@ -183,7 +183,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t head_dim = base->attn->head_dim, row_bytes = query_lanes(f, g) * base->size;
     const bool packs = packs_queries(f, g), in_lanes = am_scales_products(base) && !packs,
-               scaled = g->shape.scales_keys || (packs && base->kv->scales_products);
+               scaled = g->shape.scales_keys || (packs && base->kv_rows->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
@@ -202,7 +202,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
                           head_dim);
     if (packs) {
-        base->kv->pack_queries(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
+        base->kv_rows->pack_queries(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
     } else if (it->q_packed) {
         const am_rows rows = {.data = it->rows.q, .step = it->rows.q_step * base->size};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
@@ -347,7 +347,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
             }
             if (live == 0) continue;
             if (unpacked)
-                base->kv->step_unpacked(rows, some, live);
+                base->kv_rows->step_unpacked(rows, some, live);
             else
                 base->arithmetic->step(rows[0], some);
             const am_status status = am_checkpoint(team);

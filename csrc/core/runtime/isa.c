@@ -140,6 +140,7 @@ static void join_levels(void)
     to = begin_level(AVX512BF16, "avx512bf16");
     share_float32(to);
     to->flash_bf16x2.kv[AM_INT8] = to->flash_f32.kv[AM_INT8]; /* but for those that pack */
+    to->flash_bf16x2.kv[AM_INT4] = to->flash_f32.kv[AM_INT4];
     ADD(flash_bf16x2, avx512bf16)
     ADD(kv_bf16x2, avx512bf16)
     ADD(linear_bf16x2, avx512bf16)

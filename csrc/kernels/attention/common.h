@@ -70,6 +70,35 @@ static inline const void *row_at(const am_rows *rows, ptrdiff_t i)
                           (uintptr_t)rows->runs[0] + (uintptr_t)row);
 }
 
+/* The end of the run of row i, or `end`. */
+static inline ptrdiff_t end_of_run(const am_rows *rows, ptrdiff_t i, ptrdiff_t end)
+{
+    const ptrdiff_t next = rows->run ? (i | (rows->run - 1)) + 1 : end;
+    return next < end ? next : end;
+}
+
+/* Lines of values of all heads, which lie side by side if there are several. */
+static inline prefetch_lines lines_of_values(const am_flash_tile *tiles, ptrdiff_t heads, prefetch_runs *runs)
+{
+    const am_rows *v = &tiles->v;
+    const ptrdiff_t length =
+        (const char *)tiles[heads - 1].v.data - (const char *)v->data + tiles->value_bytes;
+    if (v->run == 0) return prefetch_lines_of((uintptr_t)v->data, v->step, length, 0, EARLY_KEYS);
+    const ptrdiff_t count = AM_FLASH_TILE / v->run;
+    return prefetch_runs_of(runs, v->runs, count + (v->runs[count] != NULL), v->run, v->step, length,
+                            EARLY_KEYS);
+}
+
+static inline prefetch_lines lines_of_next_keys(const am_flash_tile *tile, prefetch_runs *runs)
+{
+    const am_prefetch_rows *next = &tile->next_keys;
+    if (next->rows <= 0) return prefetch_nothing(tile->k.data);
+    if (!tile->next_runs)
+        return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
+                            EARLY_KEYS);
+}
+
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {

@@ -81,7 +81,7 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .width = am_width(base),
         .packed_alone = base->arithmetic->packed_alone,
         .products_alone = !(base->terms.dropout || base->terms.cap || am_adds_to_products(&base->terms)),
-        .packs_rounded = base->packs_queries && base->kv->queries == AM_QUERY_ROUNDED,
+        .packs_rounded = base->packs_queries && base->kv_rows->queries == AM_QUERY_ROUNDED,
         .queries_readable = can_read_queries(base),
         .values_readable = can_read_values(base),
     };

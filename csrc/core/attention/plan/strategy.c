@@ -96,7 +96,7 @@ static bool can_leave_values(const am_work *w, const am_shape *h)
 static bool has_float_weights(const am_work *w, const am_shape *h)
 {
     if (w->width == 1 || h->strategy != AM_UNPACKED) return false;
-    return w->k_type == AM_INT8 ||
+    return w->packs_rounded || w->k_type == AM_INT8 ||
            (w->k_type == AM_BFLOAT16 && (h->rows <= FLOAT_WEIGHTS || w->packed_alone));
 }
 

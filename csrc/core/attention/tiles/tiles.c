@@ -104,46 +104,86 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
  * the next keys. */
 typedef enum { OF_K, OF_V, OF_NEXT_K } side;
 
-/* The scales of a tile's tokens for some heads: AM_FLASH_TILE of keys and of values for each. */
-typedef float (*tile_scales)[2][AM_FLASH_TILE];
-
-/* Copies the scales of a run of tokens for some heads. Heads that lie side by side are transposed at the
- * baseline at any level: its vectors have four lanes, and longer ones would often be too long. */
-static void copy_scales(tile_scales to, side which, ptrdiff_t token, const am_tokens *t, const char *from,
-                        ptrdiff_t tokens, ptrdiff_t heads)
+/* Copies columns of some rows of float32, as rows of a tile. Those that lie side by side are transposed at
+ * the baseline at any level: its vectors have four lanes, and longer ones would often be too long. */
+static void copy_columns(float *to, const char *from, ptrdiff_t row, ptrdiff_t column, ptrdiff_t rows,
+                         ptrdiff_t columns)
 {
-    const ptrdiff_t size = sizeof(float), fours = t->head == size && t->token % size == 0 ? heads / 4 * 4 : 0;
+    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0;
     if (fours > 0)
-        AM_TOPIC(arrays, baseline)
-            .copy.transpose_32(&to[0][which][token], 2 * AM_FLASH_TILE, from, t->token / size, tokens, fours);
-    for (ptrdiff_t h = fours; h < heads; h++)
-        gather(&to[h][which][token], from + h * t->head, t->token, tokens);
+        AM_TOPIC(arrays, baseline).copy.transpose_32(to, AM_FLASH_TILE, from, row / size, rows, fours);
+    for (ptrdiff_t i = fours; i < columns; i++) gather(to + i * AM_FLASH_TILE, from + i * column, row, rows);
 }
 
-/* Copies the scales of a tile's tokens for `heads` heads from that of a place on, and prefetches those of the
- * next tile. What is not to be read has 0. */
-static void read_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at, am_range keys,
-                        ptrdiff_t heads, tile_scales to, side which)
+/* Copies the scales and offsets of the groups of some tokens of a head. */
+static void copy_groups(const am_attn_base *base, const am_kv_scales *s, float *to, const char *from,
+                        ptrdiff_t tokens, ptrdiff_t columns)
 {
+    enum { MOST = 32 };
+    float part[AM_FLASH_TILE * MOST];
+    const ptrdiff_t size = sizeof(uint16_t);
+    const bool halves = s->type == AM_FLOAT16 && s->offset == size && s->element == 2 * size;
+    for (ptrdiff_t i = 0, count; i < columns; i += count, to += count * AM_FLASH_TILE) {
+        count = am_min(columns - i, MOST);
+        const char *row = from + i / 2 * s->element;
+        for (ptrdiff_t r = 0; r < tokens; r++, row += s->token) {
+            if (halves)
+                base->all_kernels->copy.widen_f16(part + r * MOST, (const uint16_t *)row, count);
+            else
+                am_kv_read_groups(s, part + r * MOST, row, count / 2);
+        }
+        copy_columns(to, (const char *)part, sizeof(float) * MOST, sizeof(float), tokens, count);
+    }
+}
+
+/* Copies the scales of a run of tokens for some heads, each of so many columns. */
+static void copy_scales(const am_attn_base *base, const am_kv_scales *s, float *to, const char *from,
+                        ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t columns)
+{
+    const ptrdiff_t size = sizeof(float);
+    const bool plain = s->type == AM_FLOAT32 && s->offset == size && s->element == 2 * size;
+    if (!s->group) {
+        copy_columns(to, from, s->token, s->head, tokens, heads);
+    } else if (plain && s->head == columns * size) {
+        copy_columns(to, from, s->token, size, tokens, heads * columns);
+    } else {
+        for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
+            if (plain)
+                copy_columns(to, from, s->token, size, tokens, columns);
+            else
+                copy_groups(base, s, to, from, tokens, columns);
+        }
+    }
+}
+
+/* Copies the scales of a tile's tokens for `heads` heads from that of a place on, each of so many columns of
+ * AM_FLASH_TILE numbers, and prefetches those of the next tile. What is not to be read has 0. */
+static void read_scales(const am_attn_base *base, const am_kv_scales *scales, const am_attn_place *at,
+                        am_range keys, ptrdiff_t heads, ptrdiff_t columns, float *to)
+{
+    const am_attn *f = base->attn;
     const am_tokens t = am_kv_scale_tokens(scales);
     am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
     const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
-        count = am_length(keys);
-    for (ptrdiff_t h = 0; h < heads && count < AM_FLASH_TILE; h++)
-        memset(&to[h][which][count], 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
+        count = am_length(keys), all = heads * columns,
+                    bytes = scales->group && t.head < t.token ? heads * t.head : 1;
+    for (ptrdiff_t i = 0; i < all && count < AM_FLASH_TILE; i++)
+        memset(to + i * AM_FLASH_TILE + count, 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
     key_run run;
     for (ptrdiff_t i = 0; i < count; i += run.count) {
         run = run_of(f, &t, at, (am_range){keys.begin + i, keys.end});
         if (run.data) {
-            copy_scales(to, which, i, &t, run.data, run.count, heads);
+            copy_scales(base, scales, to + i, run.data, run.count, heads, columns);
             continue;
         }
-        for (ptrdiff_t h = 0; h < heads; h++) memset(&to[h][which][i], 0, (size_t)run.count * sizeof(float));
+        for (ptrdiff_t j = 0; j < all; j++)
+            memset(to + j * AM_FLASH_TILE + i, 0, (size_t)run.count * sizeof(float));
     }
     for (; next.begin < next.end; next.begin += run.count) {
         run = run_of(f, &t, at, next);
-        for (ptrdiff_t r = 0; run.data && r < run.count; r += some)
-            __builtin_prefetch(run.data + r * t.token);
+        for (ptrdiff_t r = 0; run.data && r < run.count; r += some) {
+            for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(run.data + r * t.token + i);
+        }
     }
 }
 
@@ -184,12 +224,26 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
 
 /* --- The keys and values of a tile --- */
 
+static const am_kv_scales *scales_of(const am_attn *f, side which)
+{
+    return which == OF_V ? &f->v_scales : &f->k_scales;
+}
+
+/* The columns of scales of each head that a tile has: one of tokens, or two of each of their groups. Rows
+ * that are widened are multiplied by those of groups. */
+static ptrdiff_t scale_columns(const am_attn_base *base, side which)
+{
+    const am_attn *f = base->attn;
+    const ptrdiff_t group = scales_of(f, which)->group, count = which == OF_V ? f->value_dim : f->head_dim;
+    return group == 0 ? 1 : base->widens_rows ? 0 : 2 * count / group;
+}
+
 void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *memory, ptrdiff_t *used,
                           am_kv_workspace *w)
 {
     const am_attn *f = base->attn;
     const ptrdiff_t counts[] = {f->head_dim, f->value_dim}, packed[] = {s->k_bytes, s->v_bytes},
-                    size = (ptrdiff_t)am_size_of(am_kv_row_type(base)),
+                    size = (ptrdiff_t)am_size_of(base->widens ? base->arithmetic->factors : f->k.type),
                     heads = f->pages.table ? am_max(1, s->step_items) : 1,
                     scaled = f->k_scales.data ? am_max(1, s->step_items) : 0;
     w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
@@ -199,7 +253,9 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     }
     w->copies = am_take(memory, used, heads * (w->copy_bytes[OF_K] + w->copy_bytes[OF_V]));
     w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, f->pages.table ? 3 * sizeof *w->runs : 0);
-    w->scales = (tile_scales)am_take(memory, used, scaled * (ptrdiff_t)sizeof *w->scales);
+    for (side i = OF_K; i <= OF_V; i++) /* kernels load up to a line behind them */
+        w->scales[i] = (float *)am_take(
+            memory, used, scaled * scale_columns(base, i) * TILE * (ptrdiff_t)sizeof(float) + AM_LINE);
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
@@ -211,12 +267,19 @@ static const am_tokens *array_of(const am_kv_workspace *w, side which, ptrdiff_t
     return which == OF_V ? &f->v : &f->k;
 }
 
+/* Whether keys and values of the section are widened before kernels read them. */
+static bool are_widened(const am_kv_workspace *w)
+{
+    const am_attn_base *base = w->kv->base;
+    return w->section->shape.strategy == AM_UNPACKED ? base->widens_rows : base->widens;
+}
+
 /* Whether kernels can read rows of keys or values where they lie, in lanes of `width` numbers. */
 static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
 {
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
-    return !w->kv->base->widens && am_is_plain(t, count, width);
+    return !are_widened(w) && am_is_plain(t, count, width);
 }
 
 /* Goes from run to run of keys or values and of the scales of their groups, if there are any. */
@@ -248,9 +311,10 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     const am_attn *f = base->attn;
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
-    const am_kv_scales *s = which == OF_V ? &f->v_scales : &f->k_scales;
+    const am_kv_scales *s = scales_of(f, which);
     const am_tokens groups = am_kv_scale_tokens(s);
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(am_kv_row_type(base)), bytes = am_row_bytes(t->type, count);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(base->arithmetic->factors),
+                    bytes = am_row_bytes(t->type, count);
     const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
     const am_rows rows = {.data = to, .step = count * size};
     run_walk now = {f, t, s->group ? &groups : NULL, at, w->keys, NULL, NULL}, ahead = now;
@@ -281,9 +345,11 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
                          bool direct, bool in_pages, char *copy)
 {
     const am_attn *f = w->kv->base->attn;
-    if (w->kv->base->widens) return widen_rows(w, at, which, copy);
+    if (are_widened(w)) return widen_rows(w, at, which, copy);
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    count = am_row_bytes(t->type, count) / size; /* of elements */
     am_range keys = w->keys;
     key_run run = run_of(f, t, at, keys);
     if (direct && run.data && run.count == am_length(keys))
@@ -294,8 +360,7 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
         rows.data = *w->runs[which], rows.runs = w->runs[which];
         return rows;
     }
-    rows =
-        (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * (ptrdiff_t)am_size_of(t->type)};
+    rows = (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * size};
     for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.step) {
         run = run_of(f, t, at, keys);
         if (run.data)
@@ -337,18 +402,18 @@ static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, 
                      .runs = w->runs[which]};
 }
 
-/* The scales of keys or values if each token has one, else NULL. */
+/* The scales of keys or values if tiles have them: of tokens, or of their groups if kernels read these. */
 static const am_kv_scales *token_scales(const am_kv_workspace *w, side which)
 {
-    const am_attn *f = w->kv->base->attn;
-    const am_kv_scales *scales = which == OF_V ? &f->v_scales : &f->k_scales;
-    return scales->data && !scales->by_channel && !scales->group ? scales : NULL;
+    const am_kv_scales *scales = scales_of(w->kv->base->attn, which);
+    return scales->data && !scales->by_channel && !(scales->group && are_widened(w)) ? scales : NULL;
 }
 
 static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t heads)
 {
+    const am_attn_base *base = w->kv->base;
     const am_kv_scales *scales = token_scales(w, which);
-    if (scales) read_scales(w->kv->base->attn, scales, at, w->keys, heads, w->scales, which);
+    if (scales) read_scales(base, scales, at, w->keys, heads, scale_columns(base, which), w->scales[which]);
 }
 
 /* Packs keys times a factor, or values, and copies their scales behind them if steps multiply by these.
@@ -360,7 +425,7 @@ static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, 
     const ptrdiff_t width = which == OF_V ? 1 : am_width(base), rows = am_length(w->keys);
     const am_rows from = read_rows(w, at, which, width, is_plain(w, which, width), true, w->row);
     read_token_scales(w, at, which, 1);
-    const void *scales = token_scales(w, which) ? w->scales[0][which] : NULL;
+    const void *scales = token_scales(w, which) ? w->scales[which] : NULL;
     if (s->scale_bytes && scales) {
         char *end = to + (which == OF_V ? s->v_bytes : s->k_bytes);
         memcpy(end - s->scale_bytes, scales, (size_t)s->scale_bytes);
@@ -404,22 +469,25 @@ static bool find_shared(const am_kv_workspace *w, const am_attn_place *at, am_fl
 
 static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
 {
-    const ptrdiff_t width = am_kv_width(w->kv->base);
+    const am_attn_base *base = w->kv->base;
+    const ptrdiff_t width = am_kv_width(base);
     const void *scales[2];
     am_rows rows[2];
     for (side i = OF_K; i <= OF_V; i++) {
         rows[i] = w->run > 0 ? rows_in_pages(w, at, i)
                              : read_rows(w, at, i, width, is_plain(w, i, width), false, copy_of(w, at, i));
-        scales[i] = token_scales(w, i) ? w->scales[at->kv_head - w->head][i] : NULL;
+        const float *its = w->scales[i] + (at->kv_head - w->head) * scale_columns(base, i) * TILE;
+        scales[i] = token_scales(w, i) ? its : NULL;
     }
-    const ptrdiff_t lanes = am_ceil_div(w->kv->base->attn->value_dim, width),
-                    size = (ptrdiff_t)am_size_of(am_kv_row_type(w->kv->base));
+    const ptrdiff_t lanes = am_ceil_div(base->attn->value_dim, width);
     *tile = (am_flash_tile){.layout = AM_ROWS,
                             .k = rows[OF_K],
                             .v = rows[OF_V],
-                            .value_bytes = lanes * width * size,
+                            .value_bytes = am_row_bytes(am_kv_row_type(base), lanes * width),
                             .k_scales = scales[OF_K],
-                            .v_scales = scales[OF_V]};
+                            .v_scales = scales[OF_V],
+                            .k_group = base->attn->k_scales.group,
+                            .v_group = base->attn->v_scales.group};
 }
 
 /* Keys of a transposed tile, of the arithmetic type; `direct`: kernels can read them where they lie. */
@@ -559,7 +627,7 @@ void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t 
                          am_flash_tile *tile)
 {
     const am_attn *f = w->kv->base->attn;
-    if (w->kv->base->widens) return; /* prefetches them itself */
+    if (are_widened(w)) return; /* prefetches them itself */
     const am_range keys = am_range_at(&w->kv->sections->tiles, index);
     ptrdiff_t run;
     if (!f->pages.table || !find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {

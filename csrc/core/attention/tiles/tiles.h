@@ -48,7 +48,7 @@ typedef struct {
     ptrdiff_t run;                     /* the rows of each page, 0 if they are not read there */
     const void *(*runs)[AM_MOST_RUNS]; /* where keys and values begin in each page for that head, and the keys
                                         * of the tile after it */
-    float (*scales)[2][AM_FLASH_TILE]; /* of keys and values, for that head and those after it */
+    float *scales[2];                  /* of keys and of values, for that head and those after it */
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;

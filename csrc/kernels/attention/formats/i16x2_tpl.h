@@ -65,6 +65,22 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     if (!its.live || *its.live) SHARED(add_tile_i8)(&one, &its, &none);
 }
 
+/* Rounds some vectors of weights to i16x2; returns their unit, or NaN if they have none. */
+static inline __attribute__((always_inline)) float narrow_weights_i16x2(const vf *x, const int count,
+                                                                        float *to)
+{
+    vf most = vf_set1(0);
+    UNROLL(4)
+    for (int j = 0; j < count; j++) most = vf_greater(x[j], most);
+    const float greatest = vf_greatest(most);
+    if (!has_unit(greatest)) return NAN;
+    const vf factor = vf_set1(greatest > 0 ? MOST_I16 / greatest : 0);
+    UNROLL(4)
+    for (int j = 0; j < count; j += 2)
+        vf_store(to + j / 2 * VF_LANES, vf_narrow_i16x2(vf_mul(x[j], factor), vf_mul(x[j + 1], factor)));
+    return greatest / MOST_I16;
+}
+
 /* Turns P of some vectors of a row, times the scales of their values, into i16x2. The last lane of the row
  * gets its unit. To a row that has none values are added here, as numbers of float32. */
 static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flash_rows *block,
@@ -73,28 +89,21 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 {
     float *p = (float *)block->logits + row * AM_FLASH_TILE, *unit = p + AM_FLASH_TILE - 1;
     const float *scales = tile->v_scales;
-    vf x[AM_FLASH_TILE / VF_LANES], most = vf_set1(0);
+    vf x[AM_FLASH_TILE / VF_LANES];
     p += begin;
     UNROLL(4)
     for (int j = 0; j < count; j++) {
         x[j] = vf_load(p + j * VF_LANES);
         if (scales) x[j] = scale_p_f32(x[j], vf_load(scales + begin + j * VF_LANES));
-        most = vf_greater(x[j], most);
     }
-    const float greatest = vf_greatest(most);
-    const bool usual = has_unit(greatest);
-    if (!usual) {
-        UNROLL(4)
-        for (int j = 0; j < count; j++) vf_store(p + j * VF_LANES, x[j]);
-        add_row_apart(block, tile, row);
-    }
-    const vf factor = vf_set1(usual && greatest > 0 ? MOST_I16 / greatest : 0);
+    *unit = narrow_weights_i16x2(x, count, p - begin / 2);
+    if (!isnan(*unit)) return;
     UNROLL(4)
-    for (int j = 0; j < count; j += 2) {
-        const vf pairs = vf_narrow_i16x2(vf_mul(x[j], factor), vf_mul(x[j + 1], factor));
-        vf_store(p - begin / 2 + j / 2 * VF_LANES, usual ? pairs : vf_set1(0));
-    }
-    *unit = usual ? greatest / MOST_I16 : 0;
+    for (int j = 0; j < count; j++) vf_store(p + j * VF_LANES, x[j]);
+    add_row_apart(block, tile, row);
+    UNROLL(4)
+    for (int j = 0; j < count; j += 2) vf_store(p - begin / 2 + j / 2 * VF_LANES, vf_set1(0));
+    *unit = 0;
 }
 
 #define S int8_t

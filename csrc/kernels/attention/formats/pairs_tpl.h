@@ -9,7 +9,6 @@
  * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
  * pairs, if it is not so yet, and calls add_pairs. */
 
-static inline ptrdiff_t FROM(end_of_run)(const am_rows *rows, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
 /* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
@@ -28,7 +27,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     UNROLL(32)
     for (int i = 0; i < rows * panels; i++) sums[i][0] = sums[i][1] = vf_set1(0);
     for (ptrdiff_t next; begin < end; begin = next) {
-        next = at_once ? end : FROM(end_of_run)(&tile->v, begin, end);
+        next = at_once ? end : end_of_run(&tile->v, begin, end);
         const S *v = (const S *)row_at(&tile->v, begin) + column,
                 *last = (const S *)row_at(&tile->v, next - 1) + column;
         ptrdiff_t step = tile->v.step;

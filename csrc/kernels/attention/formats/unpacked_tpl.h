@@ -241,13 +241,6 @@ static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
     return (const S *)((uintptr_t)row_at(&tile->v, i) - (uintptr_t)(i * tile->v.step));
 }
 
-/* The end of the run of row i, or `end`. */
-static inline ptrdiff_t FROM(end_of_run)(const am_rows *rows, ptrdiff_t i, ptrdiff_t end)
-{
-    const ptrdiff_t next = rows->run ? (i | (rows->run - 1)) + 1 : end;
-    return next < end ? next : end;
-}
-
 /* Logits of keys begin … end - 1 of a tile. */
 static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                               ptrdiff_t end, prefetch_lines *prefetch)
@@ -269,7 +262,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 #endif
     for (ptrdiff_t next; begin < end; begin = next) {
         const S *k = row_at(&tile->k, begin);
-        ptrdiff_t first = FROM(end_of_run)(&tile->k, begin, end) - begin;
+        ptrdiff_t first = end_of_run(&tile->k, begin, end) - begin;
 #ifdef WIDEN
         if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
@@ -309,29 +302,6 @@ static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_f
     }
 }
 
-/* Lines of values of all heads, which lie side by side if there are several. */
-static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads,
-                                                   prefetch_runs *runs)
-{
-    const am_rows *v = &tiles->v;
-    const ptrdiff_t length =
-        (const char *)tiles[heads - 1].v.data - (const char *)v->data + tiles->value_bytes;
-    if (v->run == 0) return prefetch_lines_of((uintptr_t)v->data, v->step, length, 0, EARLY_KEYS);
-    const ptrdiff_t count = AM_FLASH_TILE / v->run;
-    return prefetch_runs_of(runs, v->runs, count + (v->runs[count] != NULL), v->run, v->step, length,
-                            EARLY_KEYS);
-}
-
-static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile, prefetch_runs *runs)
-{
-    const am_prefetch_rows *next = &tile->next_keys;
-    if (next->rows <= 0) return prefetch_nothing(tile->k.data);
-    if (!tile->next_runs)
-        return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
-    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
-                            EARLY_KEYS);
-}
-
 #if NUMBERS == 1
 /* O + P V of all runs of a tile, at once or one after the other. */
 static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile,
@@ -341,7 +311,7 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
     find_live(block, tile, &begin, &end);
     const bool at_once = !tile->live && AT_ONCE(block, tile);
     for (ptrdiff_t next; begin < end; begin = next) {
-        next = at_once ? end : FROM(end_of_run)(&tile->v, begin, end);
+        next = at_once ? end : end_of_run(&tile->v, begin, end);
         FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
     }
 }
@@ -354,7 +324,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
                                 ptrdiff_t heads)
 {
     prefetch_runs runs;
-    prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
+    prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
     const ptrdiff_t row = heads * blocks[0]->head_dim * (ptrdiff_t)sizeof(S);
     ptrdiff_t slice = AM_FLASH_TILE;
     while (slice > SOME_KEYS && slice * row > SLICE_BYTES) slice /= 2;
@@ -375,7 +345,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
 #endif
         }
     }
-    prefetch = FROM(lines_of_next_keys)(tiles, &runs);
+    prefetch = lines_of_next_keys(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
 }
 
