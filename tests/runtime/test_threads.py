@@ -471,6 +471,22 @@ print(most <= 4 + 2 + 4 + 2)
     assert told(COUNT + code) == ["True"]
 
 
+ALONE = """
+import os, numpy, attnmask
+before = len(os.listdir("/proc/self/task"))
+for steps in (256, 2048, 65536):
+    attnmask.chunk_global_cumsum(numpy.ones((8, steps, 16), numpy.float32))
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(("threads", "others"), [("2", ["0", "1", "1"]), ("48", ["0", "0", "47"])])
+def test_threads_that_gain_less_than_waking_them_takes_sleep(threads, others):
+    """Sums of 0.25, 2 and 64 MB; of 2 MB two threads gain."""
+    assert told(ALONE, ATTNMASK_NUM_THREADS=threads, OMP_NUM_THREADS=threads) == others
+
+
 @on_linux
 def test_threads_may_run_where_they_could_before():
     """The affinity mask of a thread that moves away from the caller's processor is restored."""

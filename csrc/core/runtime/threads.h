@@ -37,6 +37,11 @@ typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
  * AM_OK ends the loop and is returned. */
 am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
+/* The same for tasks that do little beside reading and writing so many bytes each: by one thread, unless
+ * there is so much to do that the other threads gain more time than it takes to wake them. */
+am_status am_parallel_bytes(const am_context *context, ptrdiff_t count, ptrdiff_t bytes, am_task task,
+                            void *job);
+
 /* The same for rows of tasks, which are numbered row by row. The tasks of a row begin in order, and one
  * thread takes all tasks of a row as long as there are enough rows. */
 am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task,

@@ -400,16 +400,18 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
     am_status status = divide_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
-    if (!p.scan && tasks < MANY_TASKS * context->threads && tasks % context->threads != 0) {
+    const bool many = outer * p.lanes * c.steps >= MANY_TASKS * TASK * (ptrdiff_t)context->threads;
+    if (!p.scan && many && tasks < MANY_TASKS * context->threads && tasks % context->threads != 0) {
         ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * context->threads);
         p.band = am_min(p.band, am_max(share / LINE_LANES, 1) * LINE_LANES);
         p.bands = am_ceil_div(p.lanes, p.band);
     }
-    ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
+    const ptrdiff_t bytes =
+        p.band * (c.steps / p.span_count) * (ptrdiff_t)(am_size_of(c.src_type) + am_size_of(c.dst_type));
     tasks = outer * p.bands * p.span_count;
     if (!(p.src_direct && p.dst_direct))
         status = am_workspaces_make(&p.workspaces, context->threads, sizeof(tile_buffers));
-    if (status == AM_OK) status = am_parallel(context, tasks, grain, sum_task, &p);
+    if (status == AM_OK) status = am_parallel_bytes(context, tasks, bytes, sum_task, &p);
     am_workspaces_free(&p.workspaces);
     free(p.spans);
     return status;

@@ -178,6 +178,8 @@ static void read_columns(const am_mask_rows *plane, const side *s, uint64_t *wor
 typedef struct {
     am_mask_rows plane;
     side sides[2]; /* rows, columns */
+    const am_axis *axes[2];
+    int32_t *ids[2];
 } plane_job;
 
 static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_team *team)
@@ -255,6 +257,14 @@ static am_status number_lines(const am_kernels *kernels, side *s, const am_axis 
     return AM_OK;
 }
 
+static am_status ids_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    plane_job *job = arg;
+    const am_status status =
+        number_lines(job->plane.kernels, &job->sides[index], job->axes[index], job->ids[index]);
+    return status == AM_OK ? am_checkpoint(team) : status;
+}
+
 static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, const am_axis *other)
 {
     ptrdiff_t step = is_columns ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
@@ -276,16 +286,15 @@ static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, con
 static am_status group_plane(const am_context *context, const am_mask_rows *mask_rows, const char *data,
                              int32_t *q_ids, int32_t *k_ids)
 {
-    plane_job job = {.plane = *mask_rows};
+    const am_axis *rows = &mask_rows->rows, *columns = &mask_rows->columns;
+    plane_job job = {.plane = *mask_rows, .axes = {rows, columns}, .ids = {q_ids, k_ids}};
     job.plane.data = data;
-    const am_axis *axes[2] = {&mask_rows->rows, &mask_rows->columns};
-    int32_t *ids[2] = {mask_rows->transposed ? k_ids : q_ids, mask_rows->transposed ? q_ids : k_ids};
-    am_status status = prepare_side(&job.sides[0], false, axes[0], axes[1]);
-    if (status == AM_OK) status = prepare_side(&job.sides[1], true, axes[1], axes[0]);
+    if (mask_rows->transposed) job.ids[0] = k_ids, job.ids[1] = q_ids;
+    am_status status = prepare_side(&job.sides[0], false, rows, columns);
+    if (status == AM_OK) status = prepare_side(&job.sides[1], true, columns, rows);
     if (status == AM_OK)
         status = am_parallel(context, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
-    for (int i = 0; i < 2 && status == AM_OK; i++)
-        status = number_lines(context->kernels, &job.sides[i], axes[i], ids[i]);
+    if (status == AM_OK) status = am_parallel(context, 2, 1, ids_task, &job);
     free(job.sides[0].leader);
     free(job.sides[1].leader);
     return status;

@@ -193,11 +193,11 @@ static ptrdiff_t task_rows_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
     return am_max(TASK_BYTES / bytes / heads, 1);
 }
 
-/* The number of tasks that a thread takes at once: more than one if the mask is small. */
-static ptrdiff_t grain_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
+/* The bytes that a task reads. */
+static ptrdiff_t task_bytes_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
 {
-    ptrdiff_t rows = am_min(task_rows_of(mask_rows, heads), mask_rows->rows.count);
-    return am_max(TASK_BYTES / (rows * heads * mask_rows->columns.count * mask_rows->size), 1);
+    const ptrdiff_t rows = am_min(task_rows_of(mask_rows, heads), mask_rows->rows.count);
+    return rows * heads * mask_rows->columns.count * mask_rows->size;
 }
 
 am_status am_find_extents(const am_context *context, const am_dense *mask, am_head_rule rule,
@@ -225,8 +225,8 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
         atomic_init(&job.bounds[b].column_begin, job.mask_rows.columns.count);
         atomic_init(&job.bounds[b].column_end, 0);
     }
-    am_status status =
-        am_parallel(context, batch * job.tasks, grain_of(&job.mask_rows, job.heads), extent_task, &job);
+    am_status status = am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows, job.heads),
+                                         extent_task, &job);
     for (ptrdiff_t b = 0; b < mask->batch; b++)
         extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
     free(job.bounds);
@@ -320,8 +320,8 @@ am_status am_mark_padding(const am_context *context, const am_dense *mask, int32
     job.words = am_ceil_div(job.mask_rows.columns.count, WORD);
     job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
     if (!job.columns) return AM_NO_MEMORY;
-    am_status status =
-        am_parallel(context, batch * job.tasks, grain_of(&job.mask_rows, job.heads), padding_task, &job);
+    am_status status = am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows, job.heads),
+                                         padding_task, &job);
     for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
         ids_to_array_order(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
         write_column_ids(&job, b, column_ids + b * job.mask_rows.columns.length);
