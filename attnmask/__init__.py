@@ -23,6 +23,7 @@ from attnmask._cache import attend
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache
 from attnmask._cache.quantize import quantize_kv
+from attnmask._cache.write_kvcache import write_kvcache
 from attnmask._common import arguments
 from attnmask._common.debug import get_debug_mode, set_debug_mode
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
@@ -161,6 +162,7 @@ __all__ = [
     "t5_relative_bias_vjp",
     "unpack",
     "unshard_sequence",
+    "write_kvcache",
 ]
 
 for _name in __all__:  # so that messages, pictures of types and pickles name what users import

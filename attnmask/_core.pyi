@@ -68,6 +68,16 @@ def flash_usual_vjp(names: tuple[str, ...], args: tuple[Any, ...], given: dict[s
 def flash_kvcache(
     names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any], /
 ) -> Any: ...
+def write_kvcache(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+    slot_mapping: NDArray[Any],
+    /,
+) -> None: ...
 def check_kvcache(
     names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any], /
 ) -> None: ...

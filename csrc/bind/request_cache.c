@@ -2,6 +2,7 @@
 #include "bind/request_cache.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/cache/append.h"
@@ -20,32 +21,35 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
 
 ptrdiff_t am_cached_channels(const am_view *cache) { return am_kv_numbers(cache->type, cache->shape[3]); }
 
-/* Where tokens of each sequence begin; NULL: they are batch rows. */
+/* What says that tokens are packed, and how many it ends at; NULL: they are batch rows. */
 typedef struct {
-    const char *name;
-    const ptrdiff_t *starts;
-} token_starts;
+    const char *by;
+    ptrdiff_t end; /* -1: at any number */
+} packing;
 
-static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, const char *name,
-                         const char *axes, token_starts packed)
+static packing packing_of(const char *name, const ptrdiff_t *starts, ptrdiff_t sequences)
+{
+    return starts ? (packing){name, starts[sequences]} : (packing){0};
+}
+
+static bool check_tokens(am_request *r, const am_view *v, const char *name, const char *axes, packing packed)
 {
     if (!am_is_floating(v->type))
         return am_refuse(r, AM_WRONG_TYPE, v, "%s must be of float16, bfloat16, float32 or float64", name);
-    if (packed.starts && v->axes != 3)
-        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be [total, %s] with %s", name, axes, packed.name);
-    if (!packed.starts && v->axes != 4)
+    if (packed.by && v->axes != 3)
+        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be [total, %s] with %s", name, axes, packed.by);
+    if (!packed.by && v->axes != 4)
         return am_refuse(r, AM_WRONG_VALUE, v, "%s must be [B, T, %s]", name, axes);
     if (!am_check_axes(r, v, name)) return false;
-    const ptrdiff_t end = packed.starts ? packed.starts[c->sequences] : 0;
-    return !packed.starts || end == v->shape[0] ||
-           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must end at %td tokens of %s, got %td", packed.name,
-                     v->shape[0], name, end);
+    return !packed.by || packed.end < 0 || packed.end == v->shape[0] ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must end at %td tokens of %s, got %td", packed.by,
+                     v->shape[0], name, packed.end);
 }
 
 static bool check_caches(am_request *r, const am_cached *c)
 {
-    const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1], *query = &c->query;
-    const ptrdiff_t *q = am_cached_tokens(query), *k = k_cache->shape;
+    const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1];
+    const ptrdiff_t *k = k_cache->shape;
     for (int i = 0; i < 2; i++) {
         const am_view *v = &c->caches[i];
         if (!am_kv_format_of(v->type)) {
@@ -58,14 +62,21 @@ static bool check_caches(am_request *r, const am_cached *c)
                              "%s must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]", cache_names[i]);
         if (!am_check_axes(r, v, cache_names[i])) return false;
     }
-    const char *type = am_dtype_name(k_cache->type);
     if (v_cache->type != k_cache->type)
-        return am_refuse(r, AM_WRONG_TYPE, v_cache, "v_cache must be %s as k_cache", type);
+        return am_refuse(r, AM_WRONG_TYPE, v_cache, "v_cache must be %s as k_cache",
+                         am_dtype_name(k_cache->type));
+    return same_shape(k, v_cache->shape, 3) ||
+           am_refuse(r, AM_WRONG_VALUE, v_cache, "v_cache must be of shape (%td, %td, %td) and Dv as k_cache",
+                     k[0], k[1], k[2]);
+}
+
+static bool check_query(am_request *r, const am_cached *c)
+{
+    const am_view *k_cache = &c->caches[0], *query = &c->query;
+    const ptrdiff_t *q = am_cached_tokens(query), *k = k_cache->shape;
     if ((k_cache->type == AM_FLOAT64) != (query->type == AM_FLOAT64))
-        return am_refuse(r, AM_WRONG_TYPE, query, "query must be %s as k_cache if either is float64", type);
-    if (!same_shape(k, v_cache->shape, 3))
-        return am_refuse(r, AM_WRONG_VALUE, v_cache,
-                         "v_cache must be of shape (%td, %td, %td) and Dv as k_cache", k[0], k[1], k[2]);
+        return am_refuse(r, AM_WRONG_TYPE, query, "query must be %s as k_cache if either is float64",
+                         am_dtype_name(k_cache->type));
     if (am_cached_channels(k_cache) != q[2])
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
                          am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels a byte and D" : "D", q[2]);
@@ -86,19 +97,23 @@ static bool is_latent(const am_view *k, const am_view *v)
     return offset / step >= 0 && offset / step <= k->shape[3] - v->shape[3];
 }
 
-static bool check_rows(am_request *r, am_cached *c)
+/* Lets packed new tokens begin where queries do, unless they have starts of their own. */
+static bool check_new_starts(am_request *r, am_cached *c)
 {
-    static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
-    const token_starts packed = {c->new_starts ? "cu_seqlens_k_new" : "cu_seqlens_q",
-                                 c->new_starts ? c->new_starts : c->q_starts};
     if (c->new_starts && !c->rows[0].data)
         return am_refuse(r, AM_WRONG_VALUE, NULL, "key must be given with cu_seqlens_k_new, got None");
     if (c->new_starts && c->new_sequences != c->sequences)
         return am_refuse(r, AM_WRONG_VALUE, NULL,
                          "cu_seqlens_k_new must have %td entries for %td sequences of queries, got %td",
                          c->sequences + 1, c->sequences, c->new_sequences + 1);
+    if (c->rows[0].data && !c->new_starts) c->new_starts = c->q_starts;
+    return true;
+}
+
+static bool check_rows(am_request *r, const am_cached *c, packing packed)
+{
+    static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
     if (!c->rows[0].data && !c->rows[1].data) return true;
-    c->new_starts = packed.starts;
     if (c->latent && c->rows[0].data && c->rows[1].data)
         return am_refuse(r, AM_WRONG_VALUE, &c->rows[1],
                          "value must be None where v_cache is channels of k_cache, which key has");
@@ -110,8 +125,8 @@ static bool check_rows(am_request *r, am_cached *c)
     for (int side = 0; side < 2 && c->rows[side].data; side++) {
         const am_view *v = &c->rows[side];
         const ptrdiff_t *cache = c->caches[side].shape;
-        if (!check_tokens(r, c, v, row_names[side], axes[side], packed)) return false;
-        if (!packed.starts && v->shape[0] != c->sequences)
+        if (!check_tokens(r, v, row_names[side], axes[side], packed)) return false;
+        if (!packed.by && v->shape[0] != c->sequences)
             return am_refuse(r, AM_WRONG_VALUE, v, "%s must have batch size %td as query", row_names[side],
                              c->sequences);
         const ptrdiff_t wanted[] = {cache[2], am_cached_channels(&c->caches[side])};
@@ -243,18 +258,93 @@ static bool check_table(am_request *r, const am_cached *c)
     return false;
 }
 
-bool am_cached_check(am_request *r, am_cached *c)
+static bool read_caches(am_request *r, am_cached *c)
 {
     for (int side = 0; side < 2; side++) c->caches[side].type = am_kv_type_of(c->caches[side].type);
-    const token_starts packed = {"cu_seqlens_q", c->q_starts};
-    if (!check_tokens(r, c, &c->query, "query", "H, D", packed) || !check_caches(r, c)) return false;
+    if (!check_caches(r, c)) return false;
     c->latent = is_latent(&c->caches[0], &c->caches[1]);
-    if (!read_all_scales(r, c)) return false;
+    return true;
+}
+
+bool am_cached_check(am_request *r, am_cached *c)
+{
+    const packing packed = packing_of("cu_seqlens_q", c->q_starts, c->sequences),
+                  added = packing_of("cu_seqlens_k_new", c->new_starts, c->new_sequences);
+    if (!check_tokens(r, &c->query, "query", "H, D", packed) || !read_caches(r, c) || !check_query(r, c) ||
+        !read_all_scales(r, c))
+        return false;
     if (!c->q_starts) c->sequences = c->query.shape[0];
     const ptrdiff_t *q = am_cached_tokens(&c->query);
     r->mask.batch = c->q_starts ? 1 : c->sequences, r->mask.heads = q[1], r->mask.queries = q[0];
-    return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_rows(r, c) &&
-           check_table(r, c);
+    return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_new_starts(r, c) &&
+           check_rows(r, c, added.by ? added : packed) && check_table(r, c);
+}
+
+/* --- Slots --- */
+
+/* A slot, and the token that goes there. */
+typedef struct {
+    ptrdiff_t slot, token;
+} placed;
+
+static int compare_slots(const void *a, const void *b)
+{
+    const placed *x = a, *y = b;
+    return x->slot != y->slot ? (x->slot > y->slot) - (x->slot < y->slot)
+                              : (x->token > y->token) - (x->token < y->token);
+}
+
+static bool refuse_slot(am_request *r, const placed *first, const placed *second)
+{
+    return am_refuse(r, AM_WRONG_VALUE, NULL,
+                     "slot_mapping must give each token a slot of its own, got %td at index %td and %td",
+                     first->slot, first->token, second->token);
+}
+
+/* Checks that no two tokens go to one slot. */
+static bool check_slots_differ(am_request *r, const ptrdiff_t *slots, ptrdiff_t count)
+{
+    bool ascending = true;
+    for (ptrdiff_t i = 1; i < count; i++) ascending &= slots[i] > slots[i - 1];
+    if (ascending) return true;
+    placed *sorted = am_keep(r, count, sizeof *sorted);
+    if (!sorted) return false;
+    for (ptrdiff_t i = 0; i < count; i++) sorted[i] = (placed){slots[i], i};
+    qsort(sorted, (size_t)count, sizeof *sorted, compare_slots);
+    for (ptrdiff_t i = 1; i < count; i++) {
+        if (sorted[i].slot >= 0 && sorted[i].slot == sorted[i - 1].slot)
+            return refuse_slot(r, &sorted[i - 1], &sorted[i]);
+    }
+    return true;
+}
+
+/* The slots are copied as they are checked. */
+static bool read_slots(am_request *r, am_cached *c, const am_view *v)
+{
+    const ptrdiff_t *cache = c->caches[0].shape, end = am_product(cache[0], cache[1], 1),
+                    count = *am_cached_tokens(&c->rows[0]);
+    if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "slot_mapping must be integers");
+    if (v->axes != 1 || v->shape[0] != count)
+        return am_refuse(r, AM_WRONG_VALUE, v, "slot_mapping must be of shape (%td,), a slot for each token",
+                         count);
+    ptrdiff_t *slots = am_keep(r, count, sizeof *slots);
+    if (!slots) return false;
+    am_widen(v, slots);
+    for (ptrdiff_t i = 0; i < count; i++) {
+        if (slots[i] < -1 || slots[i] >= end)
+            return am_refuse(r, AM_WRONG_INDEX, NULL,
+                             "slot_mapping must be from -1 to %td, got %td at index %td", end - 1, slots[i],
+                             i);
+    }
+    c->slots = slots;
+    c->pages.size = am_max(1, cache[1]);
+    return check_slots_differ(r, slots, count);
+}
+
+bool am_cached_check_slots(am_request *r, am_cached *c, const am_view *slots)
+{
+    return read_caches(r, c) && read_all_scales(r, c) && check_rows(r, c, (packing){"slot_mapping", -1}) &&
+           read_slots(r, c, slots);
 }
 
 /* --- Lengths and pages --- */
@@ -376,6 +466,8 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
             .pages = c->pages,
             .begins = c->layout.before,
             .starts = c->new_starts,
+            .slots = c->slots,
+            .count = *am_cached_tokens(&c->rows[side]),
             .scales = c->scales[side],
         };
         status = am_kv_append_rows(context, &rows);

@@ -19,6 +19,8 @@ typedef struct {
 
     bool latent; /* values are channels of the keys, with their scales; new tokens have rows[0] alone */
 
+    const ptrdiff_t *slots; /* of new tokens, where am_cached_check_slots was called */
+
     ptrdiff_t capacity; /* of a sequence */
     am_kv_cache layout;
     am_pages pages;
@@ -30,6 +32,8 @@ void am_cached_free(am_cached *c);
 /* Checks types and shapes, and sets the shape of the mask but its keys. The type of a cache becomes that of
  * its format. */
 bool am_cached_check(am_request *r, am_cached *c);
+/* The same of caches, scales and packed new tokens alone, and reads the slots that these go to. */
+bool am_cached_check_slots(am_request *r, am_cached *c, const am_view *slots);
 /* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);
 /* Finds how many tokens each sequence has, and sets the keys of the mask. */

@@ -37,6 +37,13 @@ def t5_both_ways(bias_and_vjp, x):
     return bias, vjp(x(bias))
 
 
+def written(x):
+    """Caches with tokens at some of their slots."""
+    caches = np.zeros((2, 1, 8, 2, 8), np.float32)
+    attnmask.write_kvcache(*caches, x(KEY[0]), x(VALUE[0]), x(np.array([4, -1, 0, 7, 2])))
+    return caches
+
+
 # Functions that take arrays, by name
 CALLS = {
     "cdiv": lambda x: attnmask.cdiv(x(STARTS), x(STARTS + 1)),
@@ -108,6 +115,7 @@ CALLS = {
     "flash_attention_with_kvcache": lambda x: attnmask.flash_attention_with_kvcache(
         x(QUERY[:, :2]), x(KEY), x(VALUE), cache_seqlens=x(STARTS[1:2]), block_table=x(STARTS[None, :1])
     ),
+    "write_kvcache": written,
     "quantize_kv": lambda x: attnmask.quantize_kv(x(KEY), "int8", -1),
     "merge_attention_states": lambda x: attnmask.merge_attention_states(*map(x, PARTS)),
     "merge_attention_states_vjp": lambda x: both_ways(

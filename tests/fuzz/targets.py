@@ -696,6 +696,25 @@ target(
 )
 
 
+def slots_arguments(rng: Rng) -> Arguments:
+    dtype = pick(rng, FLOATS)
+    return {
+        "k_cache": floats(rng, 6, 4, HKV, D, dtype=dtype),
+        "v_cache": floats(rng, 6, 4, HKV, DV, dtype=dtype),
+        "key": floats(rng, 5, HKV, D),
+        "value": floats(rng, 5, HKV, DV),
+        "slot_mapping": rng.permutation(np.arange(-1, 24))[:5].astype(pick(rng, [np.int32, np.int64])),
+    }
+
+
+target(
+    "write_kvcache",
+    slots_arguments,
+    attnmask.write_kvcache,
+    written=frozenset({"k_cache", "v_cache"}),
+)
+
+
 def halves_arguments(rng: Rng) -> Arguments:
     arguments: Arguments = {
         "query": floats(rng, 2, 3, H, 64, dtype=pick(rng, [np.float32, ml_dtypes.bfloat16]))

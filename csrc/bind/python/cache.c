@@ -230,7 +230,7 @@ static int check_apart_from_terms(const arguments *a, PyArrayObject *written, co
     return 0;
 }
 
-/* Checks all that is written to when new tokens are appended. */
+/* Checks the memory that is written to when there are new tokens. */
 static int check_written(arguments *a)
 {
     /* Scales of channels are only read, and yet may not lie where tokens or other scales are. */
@@ -248,7 +248,7 @@ static int check_written(arguments *a)
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
             return -1;
     }
-    return am_raise_refused(&a->mask.request, am_cached_check_pages(&a->mask.request, &a->cached));
+    return 0;
 }
 
 /* Checks `out`, which comes in the shape of the queries. */
@@ -271,6 +271,17 @@ static int to_given(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
+static void look_at_caches(arguments *a)
+{
+    am_cached *c = &a->cached;
+    c->query = am_view_of(a->arrays[QUERY]);
+    for (int side = 0; side < 2; side++) {
+        c->caches[side] = am_view_of(a->arrays[K_CACHE + side]),
+        c->rows[side] = am_view_of(a->arrays[KEY + side]);
+        c->scale_arrays[side] = am_view_of(a->arrays[K_SCALE + side]);
+    }
+}
+
 /* Checks all but what depends on pages and the mask; and if `only_check`, on lengths. */
 static int check_all(arguments *a, bool only_check)
 {
@@ -278,12 +289,7 @@ static int check_all(arguments *a, bool only_check)
     am_request *r = &a->mask.request;
     c->q_starts = a->starts.starts, c->sequences = a->starts.sequences;
     c->new_starts = a->new_starts.starts, c->new_sequences = a->new_starts.sequences;
-    c->query = am_view_of(a->arrays[QUERY]);
-    for (int side = 0; side < 2; side++) {
-        c->caches[side] = am_view_of(a->arrays[K_CACHE + side]),
-        c->rows[side] = am_view_of(a->arrays[KEY + side]);
-        c->scale_arrays[side] = am_view_of(a->arrays[K_SCALE + side]);
-    }
+    look_at_caches(a);
     if (read_table(a) < 0 || am_raise_refused(r, am_cached_check(r, c)) < 0) return -1;
     if (read_lengths(a) < 0 || (!only_check && am_raise_refused(r, am_cached_place(r, c)) < 0)) return -1;
     return read_options(a);
@@ -426,6 +432,20 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
     return am_parse("flash_kvcache", a->given, a->count, params, a->count);
 }
 
+static void release(arguments *a)
+{
+    am_free_mask(&a->mask);
+    Py_XDECREF(a->terms);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
+    am_free_starts(&a->starts);
+    am_free_starts(&a->new_starts);
+    am_cached_free(&a->cached);
+    Py_XDECREF(a->masks);
+    Py_XDECREF(a->table);
+    Py_XDECREF(a->out.array);
+    for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a->arrays[i]);
+}
+
 /* Computes, or checks only what check_all does. */
 static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
@@ -462,19 +482,13 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_whole_mask(&a) < 0) goto fail;
     am_cached_describe(r, &a.cached);
     if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) goto fail;
-    if (check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0)) goto fail;
+    if (check_result(&a, shape) < 0) goto fail;
+    if (a.arrays[KEY] &&
+        (check_written(&a) < 0 || am_raise_refused(r, am_cached_check_pages(r, &a.cached)) < 0))
+        goto fail;
     result = compute(module, &a, shape);
 fail:
-    am_free_mask(&a.mask);
-    Py_XDECREF(a.terms);
-    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a.term_arrays[i]);
-    am_free_starts(&a.starts);
-    am_free_starts(&a.new_starts);
-    am_cached_free(&a.cached);
-    Py_XDECREF(a.masks);
-    Py_XDECREF(a.table);
-    Py_XDECREF(a.out.array);
-    for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a.arrays[i]);
+    release(&a);
     return result;
 }
 
@@ -488,11 +502,44 @@ static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize
     return call(module, args, nargs, true);
 }
 
+static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
+    enum { SLOTS = sizeof which / sizeof *which, COUNT };
+    arguments a = {0};
+    am_request *r = &a.mask.request;
+    am_status status = AM_OK;
+    PyArrayObject *slots = NULL;
+    const am_param params[COUNT] = {
+        {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
+        {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
+        {"key", am_to_readable, &a.arrays[KEY]},
+        {"value", am_to_readable_or_none, &a.arrays[VALUE]},
+        {"k_scale", am_to_readable_or_none, &a.arrays[K_SCALE]},
+        {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
+        {"slot_mapping", am_to_readable, &slots},
+    };
+    bool done = am_parse("write_kvcache", args, nargs, params, COUNT) == 0;
+    for (int i = 0; done && i < SLOTS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
+    if (done) {
+        const am_view view = am_view_of(slots);
+        look_at_caches(&a);
+        done = am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) == 0 && check_written(&a) == 0;
+    }
+    if (done) status = attend(module, &a, NULL, true);
+    if (status != AM_OK) am_raise(status, NULL);
+    release(&a);
+    Py_XDECREF(slots);
+    return done && status == AM_OK ? Py_NewRef(Py_None) : NULL;
+}
+
 PyMethodDef am_kvcache_methods[] = {
     {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,
      "flash_kvcache($module, names, defaults, args, given, /)\n--\n\n"},
     {"check_kvcache", (PyCFunction)(void *)check_kvcache, METH_FASTCALL,
      "check_kvcache($module, names, defaults, args, given, /)\n--\n\n"
      "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
+    {"write_kvcache", (PyCFunction)(void *)write_kvcache, METH_FASTCALL,
+     "write_kvcache($module, k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping, /)\n--\n\n"},
     {.ml_name = NULL},
 };

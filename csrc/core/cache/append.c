@@ -1,4 +1,4 @@
-/* append.c – writes new keys or values behind those that a cache holds. */
+/* append.c – writes new keys or values behind those that a cache holds, or to given places. */
 #include "core/cache/append.h"
 
 #include <math.h>
@@ -14,7 +14,7 @@ enum {
     GRAIN = 16,                   /* rows of a task */
 };
 
-/* Where a new row comes from, and the page or row and the token in it that it goes to. */
+/* Where a new row comes from, and the page or row and the token in it that it goes to; page -1: nowhere. */
 typedef struct {
     const char *from;
     ptrdiff_t page, token;
@@ -23,6 +23,11 @@ typedef struct {
 static row_move move_of(const am_kv_append *a, ptrdiff_t index)
 {
     const am_pages *p = &a->pages;
+    if (a->slots) {
+        const ptrdiff_t slot = a->slots[index];
+        return (row_move){a->rows.data + index * a->rows.token, slot < 0 ? -1 : slot / p->size,
+                          slot % p->size};
+    }
     const ptrdiff_t count = a->starts ? 1 : p->lengths[0] - a->begins[0],
                     s = a->starts ? am_sequence_of(a->starts, p->sequences, index) : index / count,
                     row = index - (a->starts ? a->starts[s] : s * count), token = a->begins[s] + row;
@@ -181,7 +186,7 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
     const row_move move = move_of(a, index);
     const am_kv_format *format = am_kv_format_of(a->cache.type);
     (void)team; /* what is begun is finished */
-    for (ptrdiff_t h = 0; h < a->kv_heads; h++) {
+    for (ptrdiff_t h = 0; move.page >= 0 && h < a->kv_heads; h++) {
         const char *from = move.from + h * a->rows.head;
         char *to =
             a->cache.data + move.page * a->cache.batch + move.token * a->cache.token + h * a->cache.head;
@@ -197,7 +202,8 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
 
 am_status am_kv_append_rows(const am_context *context, const am_kv_append *a)
 {
-    const ptrdiff_t n = a->pages.sequences, rows = n == 0      ? 0
+    const ptrdiff_t n = a->pages.sequences, rows = a->slots    ? a->count
+                                                   : n == 0    ? 0
                                                    : a->starts ? a->starts[n]
                                                                : n * (a->pages.lengths[0] - a->begins[0]);
     append_job job = {context, a};

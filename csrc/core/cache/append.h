@@ -1,4 +1,4 @@
-/* append.h – writes new keys or values behind those that a cache holds. */
+/* append.h – writes new keys or values behind those that a cache holds, or to given places. */
 #ifndef AM_CORE_CACHE_APPEND_H
 #define AM_CORE_CACHE_APPEND_H
 
@@ -11,7 +11,11 @@ typedef struct {
     am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
     const ptrdiff_t *begins; /* the lengths before it */
     const ptrdiff_t *starts; /* where the rows of each sequence begin if they are packed; NULL: batch rows */
-    am_kv_scales scales;     /* of a quantized cache; those of tokens are found and written, too */
+    const ptrdiff_t *slots; /* where each of `count` packed rows goes, whatever is said of sequences: the slot
+                             * of a token is its page times the size of pages, plus its place there; -1:
+                             * nowhere; NULL: behind those of its sequence */
+    ptrdiff_t count;
+    am_kv_scales scales; /* of a quantized cache; those of tokens are found and written, too */
 } am_kv_append;
 
 /* Converts the rows to the type of the cache. Rows of different sequences go to different places. */

@@ -1,0 +1,277 @@
+"""write_kvcache: what is written to slots of every format, what is not, errors."""
+
+import contextlib
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_kvcache as twin
+from flash_cases import BF16, F16, F32, F64, laid_out
+from kvcache_cases import bits_of_memory, cache_layout, memory
+
+import attnmask
+
+PAGES, SIZE, HKV, D, DV = 5, 4, 2, 64, 32
+FORMATS = (
+    F32,
+    F16,
+    BF16,
+    F64,
+    *map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)),
+    "int4",
+)
+NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def cache_of(rng, kind, by_channel=False, layout="contiguous", depths=(D, DV)) -> dict:
+    """A cache full of numbers, with scales if it has any."""
+    shape = PAGES, SIZE, HKV
+    if kind == "int4":
+        caches = [rng.integers(0, 256, (*shape, depth // 2), np.uint8) for depth in depths]
+        scales = [rng.random((*shape, depth // 32, 2)).astype(F16) for depth in depths]
+    else:
+        caches = [(3 * rng.standard_normal((*shape, depth))).astype(kind) for depth in depths]
+        axes = [(1, 1, HKV, depth) if by_channel else (*shape, 1) for depth in depths]
+        scales = [rng.random(each, F32) + F32.type(0.5) for each in axes]
+    with np.errstate(invalid="ignore"):  # NaN as integers
+        made = dict(zip(NAMES, cache_layout(*caches, layout), strict=False))
+    if kind == "int4" or kind.name in twin.LARGEST:
+        made |= dict(zip(NAMES[2:], scales, strict=True))
+    return made
+
+
+def tokens_of(rng, count, dtype=F32, depths=(D, DV)) -> dict:
+    return {
+        name: rng.standard_normal((count, HKV, depth)).astype(dtype)
+        for name, depth in zip(("key", "value"), depths, strict=True)
+    }
+
+
+def copied(arguments: dict) -> dict:
+    return {name: x.copy() if name in NAMES else x for name, x in arguments.items()}
+
+
+def write_by_twin(key, value, slot_mapping, k_cache, v_cache, k_scale=None, v_scale=None) -> None:
+    """Appends each token to what lies before its slot in a page, one after the other."""
+    for cache, scale, tokens in ((k_cache, k_scale, key), (v_cache, v_scale, value)):
+        for token, slot in zip(tokens, slot_mapping, strict=True):
+            if slot >= 0:
+                twin.append(cache, scale, None, slot // SIZE, slot % SIZE, token[None])
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "heads first", "keys beside values", "reversed", "tokens apart"]
+)
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_slots_of_every_format(isa, set_threads, kind, layout, by_channel):
+    rng = np.random.default_rng(0)
+    for count, threads, token_layout in (
+        (1, 1, "contiguous"),
+        (7, 2, "strided"),
+        (20, 3, "reversed"),
+        (0, 1, "sliced"),
+    ):
+        set_threads(threads)
+        cache = cache_of(rng, kind, by_channel, layout)
+        new = {
+            name: laid_out(x, token_layout)
+            for name, x in tokens_of(rng, count, F64 if kind == F64 else F32).items()
+        }
+        slots = rng.permutation(PAGES * SIZE)[:count]
+        slots[rng.random(count) < 0.3] = -1
+        expected = copied(cache)
+        write_by_twin(**new, slot_mapping=slots, **expected)
+        whole = {name: memory(x).copy() for name, x in cache.items()}
+        assert attnmask.write_kvcache(**cache, **new, slot_mapping=slots) is None
+        for name in cache:
+            np.testing.assert_array_equal(cache[name].astype(F64), expected[name].astype(F64))
+        if (slots < 0).all():
+            assert all(memory(x).tobytes() == whole[name].tobytes() for name, x in cache.items())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64", "uint64", ">i8", "list"])
+def test_slots_of_any_integers(dtype):
+    rng = np.random.default_rng(1)
+    cache, new, slots = cache_of(rng, F32), tokens_of(rng, 3), [19, 0, 7]
+    given = slots if dtype == "list" else laid_out(np.array(slots, dtype), "strided")
+    other = copied(cache)
+    attnmask.write_kvcache(**cache, **new, slot_mapping=given)
+    write_by_twin(**new, slot_mapping=slots, **other)
+    for name in cache:
+        assert cache[name].tobytes() == other[name].tobytes()
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_attention_to_what_was_written(isa, kind, rotate):
+    """The bits of a call that appends the same tokens."""
+    rng = np.random.default_rng(2)
+    dtype = F64 if kind == F64 else F32
+    cache, new = cache_of(rng, kind), tokens_of(rng, 5, dtype)
+    table, before, starts = np.array([[3, 1], [0, 4]], np.int32), np.array([2, 0]), np.array([0, 2, 5])
+    query = rng.standard_normal((5, 4, D)).astype(dtype)
+    options = {"block_table": table, "cu_seqlens_q": starts, "rotate": rotate}
+    other = copied(cache)
+    right = attnmask.flash_attention_with_kvcache(query, **other, **new, cache_seqlens=before, **options)
+    slots = [3 * SIZE + 2, 3 * SIZE + 3, 0, 1, 2]
+    attnmask.write_kvcache(**cache, **new, slot_mapping=slots, rotate=rotate)
+    out = attnmask.flash_attention_with_kvcache(query, **cache, cache_seqlens=[4, 3], **options)
+    assert out.tobytes() == right.tobytes()
+    for name in cache:
+        assert cache[name].tobytes() == other[name].tobytes(), name
+
+
+def test_latent_and_contiguous_caches():
+    rng = np.random.default_rng(3)
+    latent, key = np.zeros((2, 6, 1, 24), F32), rng.standard_normal((3, 1, 24)).astype(F32)
+    attnmask.write_kvcache(latent, latent[..., :16], key, None, [7, 0, 11])
+    assert [tuple(at) for at in np.argwhere(latent.any(axis=(2, 3)))] == [(0, 0), (1, 1), (1, 5)]
+    assert latent[1, 1].tobytes() == key[0].tobytes()
+    with pytest.raises(ValueError, match="value must be None where v_cache is channels of k_cache"):
+        attnmask.write_kvcache(latent, latent[..., :16], key, key[..., :16], [7, 0, 11])
+    with pytest.raises(ValueError, match="value must be given with key and rotate=True, got None"):
+        attnmask.write_kvcache(latent, latent[..., :16], key, None, [7, 0, 11], rotate=True)
+
+
+def test_many_tokens_in_any_order(set_threads):
+    set_threads(3)
+    rng = np.random.default_rng(4)
+    caches = [np.zeros((500, 16, 2, 8), F16) for _ in "kv"]
+    key, value = rng.standard_normal((2, 6000, 2, 8)).astype(F16)
+    slots = rng.permutation(8000)[:6000]
+    attnmask.write_kvcache(*caches, key, value, slots)
+    for cache, tokens in zip(caches, (key, value), strict=True):
+        wanted = np.zeros((8000, 2, 8), F16)
+        wanted[slots] = tokens
+        assert cache.tobytes() == wanted.tobytes()
+
+
+def test_tensors(torch):
+    """They are written to in place."""
+    caches = [torch.zeros(3, 4, 1, 8) for _ in "kv"]
+    attnmask.write_kvcache(*caches, torch.ones(2, 1, 8), torch.ones(2, 1, 8), torch.tensor([5, -1]))
+    assert caches[0].flatten(0, 1).any(-1).flatten().nonzero().tolist() == [[5]]
+    with pytest.raises(ValueError, match="k_cache must be writeable"):
+        attnmask.write_kvcache(torch._neg_view(caches[0]), caches[1], *torch.ones(2, 1, 1, 8), [5])
+
+
+def good() -> dict:
+    return {
+        **{
+            name: np.full((PAGES, SIZE, HKV, depth), 7, F32)
+            for name, depth in (("k_cache", 8), ("v_cache", 4))
+        },
+        "key": np.zeros((3, HKV, 8), F32),
+        "value": np.zeros((3, HKV, 4), F32),
+        "slot_mapping": np.array([19, -1, 0]),
+    }
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+BAD = [
+    ({"slot_mapping": [19, -1, 20]}, IndexError, "slot_mapping must be from -1 to 19, got 20 at index 2"),
+    ({"slot_mapping": [-2, -1, 0]}, IndexError, "slot_mapping must be from -1 to 19, got -2 at index 0"),
+    ({"slot_mapping": np.array([1, 2**64 - 1, 0], np.uint64)}, IndexError, "slot_mapping .* at index 1"),
+    ({"slot_mapping": [2**62, 1, 0]}, IndexError, "slot_mapping must be from -1 to 19, got 4611686018427387904 at"),
+    ({"slot_mapping": [3, 5, 3]}, ValueError,
+     "slot_mapping must give each token a slot of its own, got 3 at index 0 and 2"),
+    ({"slot_mapping": [0, 0, -1]}, ValueError, "slot_mapping must give each token .*, got 0 at index 0 and 1"),
+    ({"slot_mapping": [1.0, 2.0, 3.0]}, TypeError, "slot_mapping must be integers, got float64 array"),
+    ({"slot_mapping": [True, False, True]}, TypeError, "slot_mapping must be integers, got bool array"),
+    ({"slot_mapping": None}, TypeError, "slot_mapping must be integers, got"),
+    ({"slot_mapping": 3}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token, got"),
+    ({"slot_mapping": [1, 2]}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token, got int64"),
+    ({"slot_mapping": [[1, 2, 3]]}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token"),
+    ({"slot_mapping": []}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token"),
+    ({"cache_seqlens": [4, 8]}, TypeError, "unexpected keyword argument 'cache_seqlens'"),
+    ({"block_table": [[4], [8]]}, TypeError, "unexpected keyword argument 'block_table'"),
+    ({"key": np.zeros((1, 3, HKV, 8), F32)}, ValueError, r"key must be \[total, Hkv, D\] with slot_mapping, got"),
+    ({"key": None}, TypeError, "key must be of float16, .* got None"),
+    ({"key": np.zeros((3, HKV, 8), int)}, TypeError, "key must be of float16"),
+    ({"key": np.zeros((3, HKV, 9), F32)}, ValueError, "key must have 2 heads of 8 channels as its cache"),
+    ({"value": None}, ValueError, "value must be given with key, got None"),
+    ({"value": np.zeros((2, HKV, 4), F32)}, ValueError, "value must have 3 tokens as key"),
+    ({"v_cache": np.zeros((PAGES, SIZE, 1, 4), F32)}, ValueError, r"v_cache must be of shape \(5, 4, 2\) and Dv"),
+    ({"v_cache": np.zeros((PAGES, SIZE, HKV, 4), F16)}, TypeError, "v_cache must be float32 as k_cache"),
+    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8), int)}, TypeError, "k_cache must be of float16"),
+    ({"k_cache": read_only(np.zeros((PAGES, SIZE, HKV, 8), F32))}, ValueError, "k_cache must be writeable to take"),
+    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8), ">f4")}, ValueError, "k_cache must be .* native byte order"),
+    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8)).tolist()}, TypeError, "v_cache must be float64 as k_cache"),
+    ({"k_scale": np.ones((PAGES, SIZE, HKV, 1), F32)}, ValueError, "k_scale must be None for a cache of float32"),
+    ({"rotate": 1}, TypeError, "rotate must be True or False, got 1"),
+    ({"rotate": True, "key": np.zeros((3, HKV, 6), F32)}, ValueError,
+     "the channels of key must be a power of two to be rotated, got 6"),
+]  # fmt: skip
+
+
+def refused(arguments, error, message) -> None:
+    before = bits_of_memory(arguments)
+    with pytest.raises(error, match=message):
+        attnmask.write_kvcache(**arguments)
+    assert bits_of_memory(arguments) == before
+
+
+def test_the_good_arguments_are_good():
+    arguments = good()
+    attnmask.write_kvcache(**arguments)
+    assert (arguments["k_cache"] == 0).any()
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD)
+def test_bad_input(wrong, error, message):
+    refused(good() | wrong, error, message)
+
+
+def test_memory_that_arguments_share():
+    arguments = good()
+    arguments["key"] = arguments["k_cache"][0, :3]
+    refused(arguments, ValueError, "k_cache must share no memory with key")
+    arguments = good() | {"value": np.zeros((3, HKV, 8), F32)}
+    arguments["v_cache"] = arguments["k_cache"][::-1]
+    refused(arguments, ValueError, "k_cache must share no memory with v_cache")
+    one = np.lib.stride_tricks.as_strided(np.full(64, 7, F32), (PAGES, SIZE, HKV, 8), (0, 64, 32, 4))
+    refused(good() | {"k_cache": one}, ValueError, "k_cache must not overlap itself")
+
+
+def test_the_other_function_names_this_one():
+    cache = good()
+    query = np.zeros((1, 3, 4, 8), F32)
+    with pytest.raises(TypeError, match=r"'slot_mapping'; .*attnmask\.write_kvcache"):
+        attnmask.flash_attention_with_kvcache(
+            query, cache["k_cache"], cache["v_cache"], slot_mapping=[0, 1, 2]
+        )
+
+
+def test_slots_are_those_that_were_looked_at():
+    """Another thread writes slots that are nowhere while calls read them: an error, or the old slots."""
+    arguments, slots, end = good(), np.array([1, 2, 3]), threading.Event()
+    wanted = good()
+    attnmask.write_kvcache(**wanted | {"slot_mapping": slots.copy()})
+
+    def rewrite():
+        while not end.is_set():
+            slots[:] = 10**12
+            slots[:] = 1, 2, 3
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    try:
+        until, done = time.monotonic() + 3, 0
+        while time.monotonic() < until and done < 50:
+            with contextlib.suppress(IndexError):
+                attnmask.write_kvcache(**arguments | {"slot_mapping": slots})
+                done += 1
+            assert memory(arguments["k_cache"]).tobytes() in (
+                wanted["k_cache"].tobytes(),
+                good()["k_cache"].tobytes(),
+            )
+    finally:
+        end.set()
+        thread.join()
