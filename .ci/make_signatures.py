@@ -7,22 +7,24 @@ from attnmask._attention import arguments as table
 
 PACKAGE = Path(__file__).parents[1] / "attnmask"
 ATTENTION = """
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Literal, SupportsIndex, overload
 
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
 CACHE = """
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
 STUBS = {  # path: imports, functions
@@ -35,7 +37,7 @@ STUBS = {  # path: imports, functions
     ),
     PACKAGE / "_cache" / "flash_attention_with_kvcache.pyi": (CACHE, table.FLASH_ATTENTION_WITH_KVCACHE),
 }
-RESULT = "NDArray[Any]"
+RESULT = "Array"
 
 
 def declared(function: table.Function, lse: bool | None) -> str:

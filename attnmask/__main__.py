@@ -11,13 +11,13 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import attnmask
 from attnmask import MaskInfo
+from attnmask._common.types import Array
 from attnmask._masks import render
 
 TEXTS = ("the cat sat on it", "it ran", "we all saw")
@@ -79,20 +79,18 @@ def table(*rows: Sequence[str]) -> None:
 # Measures
 
 
-def numpy_attention(
-    query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], live: NDArray[np.bool_] | bool
-) -> NDArray[Any]:
+def numpy_attention(query: Array, key: Array, value: Array, live: NDArray[np.bool_] | bool) -> Array:
     """Softmax attention with all logits at once, worked on in place."""
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))  # [B, H, T, D]
     logits = query / math.sqrt(query.shape[-1]) @ key.swapaxes(2, 3)
     np.copyto(logits, -np.inf, where=np.logical_not(live))
     logits -= logits.max(axis=-1, keepdims=True)
     weights = np.exp(logits, out=logits)
-    result: NDArray[Any] = weights @ value / weights.sum(axis=-1, keepdims=True)
+    result: Array = weights @ value / weights.sum(axis=-1, keepdims=True)
     return result.swapaxes(1, 2)
 
 
-def best_ms(call: Callable[[], Any]) -> float:
+def best_ms(call: Callable[[], object]) -> float:
     return 1e3 * min(timeit.repeat(call, number=1, repeat=3))
 
 
@@ -142,7 +140,7 @@ def attention() -> None:
     info = MaskInfo.from_cu_seqlens([0, 1500, 1600, tokens], packed=True).apply_causal()
     info = info.apply_sliding_window((255, 0))
     live = info.attention_mask
-    calls: dict[str, Callable[[], NDArray[Any]]] = {
+    calls: dict[str, Callable[[], Array]] = {
         "attnmask": lambda: attnmask.flash_attention(query, key, value, info),
         "NumPy": lambda: numpy_attention(query, key, value, live),
     }
@@ -243,7 +241,7 @@ def long_context() -> None:
     )
 
 
-def by_sequence(cells: NDArray[Any]) -> str:
+def by_sequence(cells: Array) -> str:
     """One cell a token, and a bar where a sequence begins."""
     shown = [str(cell) for cell in cells.ravel().astype(int)]
     return " │ ".join(" ".join(shown[begin:end]) for begin, end in pairwise(CU_SEQLENS))
@@ -271,7 +269,7 @@ def running_sums() -> None:
         [[0], np.sort(np.random.default_rng(0).integers(0, 1_000_000, 9_999)), [1_000_000]]
     )
     g = np.random.default_rng(0).random((8, 8192, 32), np.float32)
-    races: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    races: dict[str, tuple[Callable[[], Array], Callable[[], Array]]] = {
         "positions of 1M tokens in 10k sequences": (
             lambda: attnmask.prepare_position_ids(starts),
             lambda: np.arange(1_000_000) - np.repeat(starts[:-1], np.diff(starts)),

@@ -11,21 +11,22 @@ from enum import Enum
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
 
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._common.arguments import Offsets
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import reject_unknown
+from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._masks.info import MaskInfo
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=AnyFunction)
 
 
 class HasArray(Protocol):
     """An array or tensor. `ArrayLike` would also accept any string, and only ``"bottom-right"`` is an offset."""
 
-    def __array__(self) -> NDArray[Any]: ...
+    def __array__(self) -> Array: ...
 
 
 Diagonal: TypeAlias = Offsets | HasArray | Literal["bottom-right"]
@@ -57,7 +58,7 @@ class StepOptions(CacheOptions, total=False):
     """Options of `KVCacheStep.attend`."""
 
     attention_mask: ArrayLike | MaskInfo | None
-    out: NDArray[Any] | None
+    out: Array | None
 
 
 class RingOptions(_CommonOptions, total=False):
@@ -174,14 +175,14 @@ CACHE_DEFAULTS = {name: DEFAULTS[name] for name in CacheOptions.__annotations__}
 CACHE_DEFAULTS["causal"] = True
 STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None}
 RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
-_RESULTS = "tuple[NDArray[Any], NDArray[Any]]"
+_RESULTS = "tuple[Array, Array]"
 
 
 class Function:
     """The signature of a function of NumPy arrays: its argument names, positional ones first, and their defaults."""
 
     def __init__(
-        self, name: str, result: str, rows: Mapping[str, tuple[str, Any]], last_by_place: str
+        self, name: str, result: str, rows: Mapping[str, tuple[str, object]], last_by_place: str
     ) -> None:
         """`rows` maps each argument to its type and default."""
         self.name = name
@@ -208,7 +209,7 @@ class Function:
         left_to_python(function, f"call attnmask.torch.{self.in_torch}, which goes into graphs")
         return function
 
-    def bind(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], given: Arguments) -> Arguments:
         """Return all arguments of a call by name. Raise what Python would raise for a call that does not fit."""
         passed = dict(zip(self.names, args, strict=False)) | given
         whole = self.defaults | passed
@@ -221,7 +222,7 @@ class Function:
             self._refuse(args, given)
         return whole
 
-    def _refuse(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> NoReturn:
+    def _refuse(self, args: tuple[object, ...], given: Given) -> NoReturn:
         unknown = [key for key in given if key not in self.names]
         if unknown:
             reject_unknown(self.name, unknown, self.names)
@@ -236,10 +237,10 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
-_TYPES = {row.name: row.type for row in ARGUMENTS} | {"out": "NDArray[Any] | None"}
+_TYPES = {row.name: row.type for row in ARGUMENTS} | {"out": "Array | None"}
 
 
-def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]:
+def spelled_out(defaults: Given) -> Callable[[_Function], _Function]:
     """Show the arguments in ``**more`` of a function in its signature."""
 
     def show(function: _Function) -> _Function:
@@ -256,7 +257,7 @@ def spelled_out(defaults: Mapping[str, Any]) -> Callable[[_Function], _Function]
     return show
 
 
-def check_options(function: Callable[..., Any], more: Collection[str]) -> None:
+def check_options(function: AnyFunction, more: Collection[str]) -> None:
     """Raise a TypeError for options that are not in the signature of `function`."""
     shown = signature(function).parameters
     unknown = [name for name in more if name not in shown]
@@ -266,12 +267,12 @@ def check_options(function: Callable[..., Any], more: Collection[str]) -> None:
 
 _FLAG = ("bool", False)
 _OPTIONAL = ("ArrayLike | None", None)
-_OUT = ("NDArray[Any] | None", None)
+_OUT = ("Array | None", None)
 _ARRAY = ("ArrayLike", Parameter.empty)
 _INPUTS = dict.fromkeys(LEARNED[:3], _ARRAY)
 _GRADS = {f"grad_{name}": _FLAG for name in LEARNED[3:]}
 _ATTENTION = {row.name: (row.type, row.default) for row in ARGUMENTS}
-_EITHER = f"NDArray[Any] | {_RESULTS}"
+_EITHER = f"Array | {_RESULTS}"
 
 FLASH_ATTENTION = Function(
     "flash_attention", _EITHER, _ATTENTION | {"return_lse": _FLAG, "out": _OUT}, "logits_dtype"
@@ -295,8 +296,8 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     _EITHER,
     {
         "query": _ARRAY,
-        "k_cache": ("NDArray[Any]", Parameter.empty),
-        "v_cache": ("NDArray[Any]", Parameter.empty),
+        "k_cache": ("Array", Parameter.empty),
+        "v_cache": ("Array", Parameter.empty),
         "key": _OPTIONAL,
         "value": _OPTIONAL,
         "cache_seqlens": _OPTIONAL,

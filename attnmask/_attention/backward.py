@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array, DType, Given
 
 
 class Vjp(Protocol):
@@ -21,19 +21,19 @@ class Vjp(Protocol):
 class _Extras(NamedTuple):
     """The bias, sinks and relative bias as given, if their gradients are requested."""
 
-    bias: NDArray[Any] | None
-    softmax_aux: NDArray[Any] | None
-    relative_bias: NDArray[Any] | None
+    bias: Array | None
+    softmax_aux: Array | None
+    relative_bias: Array | None
 
 
 _WANTED = {name: f"grad_{name}" for name in _Extras._fields}
 
 
-def _extras(given: Mapping[str, Any]) -> _Extras:
+def _extras(given: Given) -> _Extras:
     return _Extras(*[_wanted(given, name, key) for name, key in _WANTED.items()])
 
 
-def _wanted(given: Mapping[str, Any], name: str, key: str) -> NDArray[Any] | None:
+def _wanted(given: Given, name: str, key: str) -> Array | None:
     if not flag(given[key], key):
         return None
     if given[name] is None:
@@ -43,7 +43,7 @@ def _wanted(given: Mapping[str, Any], name: str, key: str) -> NDArray[Any] | Non
 
 def _of_result(
     array: ArrayLike, name: str, problem: Problem, batched: bool, may_be_wide: bool = False
-) -> NDArray[Any]:
+) -> Array:
     """Return an array like the result, with a batch axis."""
     shape, dtype = (*problem.query.shape[:3], problem.value.shape[3]), problem.query.dtype
     array = as_array(array, name)
@@ -52,9 +52,7 @@ def _of_result(
     return _of_rows(array, name, shape, dtype, batched)
 
 
-def _of_rows(
-    array: ArrayLike, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], batched: bool
-) -> NDArray[Any]:
+def _of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batched: bool) -> Array:
     """Return an array that goes with the result, with a batch axis."""
     given = as_array(array, name)
     if given.dtype != dtype:
@@ -69,7 +67,7 @@ def _backward(
     problem: Problem,
     batched: bool,
     dout: ArrayLike,
-    out: NDArray[Any],
+    out: Array,
     lse: ArrayLike,
     dlse: ArrayLike | None,
     extras: _Extras,
@@ -99,7 +97,7 @@ def _backward(
     )
 
 
-def like_argument(gradient: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
+def like_argument(gradient: Array | None, array: Array) -> Array:
     """Return a term's gradient in the shape and dtype of its argument `array`: summed over heads if these share it,
     float64 for integers, and 0 if `gradient` is None, because the term had no effect.
     """
@@ -114,7 +112,7 @@ def like_argument(gradient: NDArray[Any] | None, array: NDArray[Any]) -> NDArray
         return gradient.reshape(array.shape).astype(dtype)
 
 
-def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
+def _schedule(threads: int, /, **arguments: object) -> Arguments:
     """Return as plain data how the gradients of a call of `flash_attention` are divided among threads:
 
     sections
@@ -129,7 +127,7 @@ def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
     return _core.backward_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
-def attend_backward(args: tuple[Any, ...], given: dict[str, Any]) -> FlashAttentionGrads:
+def attend_backward(args: tuple[object, ...], given: Arguments) -> FlashAttentionGrads:
     """Return what `flash_attention_bwd` returns."""
     given = FLASH_ATTENTION_BWD.bind(args, given)
     extras = _extras(given)
@@ -138,7 +136,7 @@ def attend_backward(args: tuple[Any, ...], given: dict[str, Any]) -> FlashAttent
     return _backward(problem, batched, given["dout"], out, given["lse"], given["dlse"], extras)
 
 
-def attend_with_vjp(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Vjp]:
+def attend_with_vjp(args: tuple[object, ...], given: Arguments) -> tuple[Array | tuple[Array, Array], Vjp]:
     """Return what `flash_attention_vjp` returns."""
     given = FLASH_ATTENTION_VJP.bind(args, given)
     extras = _extras(given)

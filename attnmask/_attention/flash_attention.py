@@ -2,9 +2,9 @@
 ``.ci/make_signatures.py`` makes from the table of arguments.
 """
 
-from typing import Any, SupportsIndex  # noqa: F401 (of annotations, as the next ones)
+from typing import SupportsIndex  # noqa: F401 (of annotations, as the next ones)
 
-from numpy.typing import ArrayLike, DTypeLike, NDArray  # noqa: F401
+from numpy.typing import ArrayLike, DTypeLike  # noqa: F401
 
 from attnmask._attention.arguments import (
     FLASH_ATTENTION,
@@ -18,6 +18,7 @@ from attnmask._attention.forward import attend
 from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
 from attnmask._attention.problem import FlashAttentionGrads  # noqa: F401
 from attnmask._common.loading import _core
+from attnmask._common.types import Array  # noqa: F401
 from attnmask._masks.info import MaskInfo  # noqa: F401
 
 _NAMES, _NAMES_FWD = FLASH_ATTENTION.names, FLASH_ATTENTION_FWD.names

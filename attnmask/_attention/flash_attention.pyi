@@ -1,13 +1,14 @@
 """Written by .ci/make_signatures.py."""
 
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Literal, SupportsIndex, overload
 
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 
 @overload
@@ -39,8 +40,8 @@ def flash_attention(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     return_lse: Literal[False] = False,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]: ...
+    out: Array | None = None,
+) -> Array: ...
 @overload
 def flash_attention(
     query: ArrayLike,
@@ -70,8 +71,8 @@ def flash_attention(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     return_lse: Literal[True],
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = None,
+) -> tuple[Array, Array]: ...
 @overload
 def flash_attention(
     query: ArrayLike,
@@ -101,8 +102,8 @@ def flash_attention(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     return_lse: bool = False,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]: ...
 def flash_attention_fwd(
     query: ArrayLike,
     key: ArrayLike,
@@ -130,8 +131,8 @@ def flash_attention_fwd(
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = None,
+) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_vjp(
     query: ArrayLike,
@@ -164,7 +165,7 @@ def flash_attention_vjp(
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
     grad_relative_bias: bool = False,
-) -> tuple[NDArray[Any], Vjp]: ...
+) -> tuple[Array, Vjp]: ...
 @overload
 def flash_attention_vjp(
     query: ArrayLike,
@@ -197,7 +198,7 @@ def flash_attention_vjp(
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
     grad_relative_bias: bool = False,
-) -> tuple[tuple[NDArray[Any], NDArray[Any]], Vjp]: ...
+) -> tuple[tuple[Array, Array], Vjp]: ...
 @overload
 def flash_attention_vjp(
     query: ArrayLike,
@@ -230,7 +231,7 @@ def flash_attention_vjp(
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
     grad_relative_bias: bool = False,
-) -> tuple[NDArray[Any] | tuple[NDArray[Any], NDArray[Any]], Vjp]: ...
+) -> tuple[Array | tuple[Array, Array], Vjp]: ...
 def flash_attention_bwd(
     dout: ArrayLike,
     query: ArrayLike,

@@ -6,7 +6,8 @@ have fewer heads than queries, which then share them: query head ``h`` reads hea
 
 from __future__ import annotations
 
-from typing import Any, Protocol, SupportsIndex
+from collections.abc import Sequence
+from typing import Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,18 +17,19 @@ from attnmask._attention.problem import Problem, check_apart, read_problem
 from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array
 
 
-def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
+def _without_batch(out: ArrayLike, problem: Problem) -> Array:
     """Return the `out` of packed sequences with the batch axis it lacks."""
     shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
-    target: NDArray[Any] = np.asarray(out)
+    target: Array = np.asarray(out)
     if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
         raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(target)}")
     return target[None]
 
 
-def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def attend(given: Arguments, return_lse: bool) -> tuple[Array, Array | None]:
     """Return attention and, if `return_lse`, the logsumexp. ``given["out"]`` takes the result unless it is None."""
     problem, batched = read_problem(given)
     return_lse = flag(return_lse, "return_lse")
@@ -42,19 +44,22 @@ def attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArr
     return result[0] if out is None else out, None if lse is None else lse[0]
 
 
-def attend_for_gradients(given: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+Results: TypeAlias = tuple[Array, Array, Array]
+
+
+def attend_for_gradients(given: Arguments) -> Results:
     """Return the results of `flash_attention_fwd`, and the result as gradients should take it: for 16-bit inputs a
     float32 copy that was not rounded, otherwise the same array.
     """
-    usual = _core.flash_usual_vjp(FOR_GRADIENTS.names, (), given)
+    usual: Results = _core.flash_usual_vjp(FOR_GRADIENTS.names, (), given)
     if usual is not NotImplemented:
-        return usual  # type: ignore[no-any-return]
+        return usual
     problem, batched = read_problem(FOR_GRADIENTS.bind((), given))
     results = _core.flash_forward_vjp(problem)
     return results if batched else (results[0][0], results[1][0], results[2][0])
 
 
-def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
+def _schedule(threads: int, /, **arguments: object) -> Arguments:
     """Return as plain data how a call of `flash_attention` is divided among threads:
 
     groups
@@ -113,7 +118,11 @@ def dropout_keep_mask(
     return _core.dropout_keep_mask(number, chance, (b, h, q, k), out)
 
 
-def _parts(arrays: Any, name: str) -> Any:
+Parts: TypeAlias = Sequence[ArrayLike] | Array  # one a part, or a stack of them
+Stacked: TypeAlias = tuple[Array, ...] | Array
+
+
+def _parts(arrays: Parts, name: str) -> tuple[ArrayLike, ...] | Array:
     """Return a sequence of arrays as a tuple, or a stack of them as it is."""
     if isinstance(arrays, (tuple, list)):
         return tuple(arrays)
@@ -123,7 +132,7 @@ def _parts(arrays: Any, name: str) -> Any:
     return stack
 
 
-def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def merge_attention_states(outs: Parts, lses: Parts) -> tuple[Array, Array]:
     """Merge attention over parts of the keys into attention over all of them.
 
     ::
@@ -160,10 +169,10 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[
 
 
 class _MergeVjp(Protocol):
-    def __call__(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Any, Any]: ...
+    def __call__(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Stacked, Stacked]: ...
 
 
-def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any], NDArray[Any]], _MergeVjp]:
+def merge_attention_states_vjp(outs: Parts, lses: Parts) -> tuple[tuple[Array, Array], _MergeVjp]:
     """Return `merge_attention_states` and its gradient function.
 
     With each part's share, w_i = exp(lse_i - lse)::
@@ -199,7 +208,7 @@ def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any]
     parts, weights = _parts(outs, "outs"), _parts(lses, "lses")
     merged = _core.merge_attention_states(parts, weights)
 
-    def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Any, Any]:
+    def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Stacked, Stacked]:
         douts, dlses = _core.merge_backward(parts, weights, dout, dlse)
         return (
             tuple(douts) if isinstance(outs, (tuple, list)) else douts,

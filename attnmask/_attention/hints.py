@@ -1,12 +1,12 @@
 """Arguments of attention that change no result: how it is cut into blocks, and what is accepted without effect."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from attnmask._common.arguments import describe, floating_dtype, integer
+from attnmask._common.types import Given
 
 
 class _HasName(Protocol):
@@ -67,7 +67,7 @@ class BwdParams(_Blocks):
     __slots__ = ()
 
 
-def check_hints(given: Mapping[str, Any]) -> None:
+def check_hints(given: Given) -> None:
     """Check arguments that change no result."""
     if given["fwd_params"] is not None:
         _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
@@ -80,7 +80,7 @@ def check_hints(given: Mapping[str, Any]) -> None:
         floating_dtype(dtype, "logits_dtype")
 
 
-def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
+def _check_blocks(hint: object, name: str, kind: type[_Blocks]) -> None:
     if not isinstance(hint, kind):
         raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
 

@@ -4,7 +4,7 @@ Nothing here loops over tokens. Arguments are checked before a batch axis is add
 that were given. The core checks `out`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ from attnmask._common.arguments import (
     window,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import Array, Given
 from attnmask._common.warnings import warn_once
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import AXES, Program, Shape, arrays
@@ -44,9 +45,9 @@ _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 class Problem(NamedTuple):
     """A call in the form of the core. `to_problem` in csrc/bind/python/attention.c reads the fields in this order."""
 
-    query: NDArray[Any]
-    key: NDArray[Any]
-    value: NDArray[Any]
+    query: Array
+    key: Array
+    value: Array
     nodes: Program
     terms: tuple[Term, ...]
     scale: float
@@ -89,18 +90,18 @@ class FlashAttentionGrads(NamedTuple):
     True
     """
 
-    query: NDArray[Any]
-    key: NDArray[Any]
-    value: NDArray[Any]
-    bias: NDArray[Any] | None = None
-    softmax_aux: NDArray[Any] | None = None
-    relative_bias: NDArray[Any] | None = None
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None = None
+    softmax_aux: Array | None = None
+    relative_bias: Array | None = None
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
 
 
-def scale_of(softmax_scale: Any, channels: int, numbers: Range) -> float:
+def scale_of(softmax_scale: object, channels: int, numbers: Range) -> float:
     if softmax_scale is None:
         return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
     scale = real(softmax_scale, "softmax_scale")
@@ -133,7 +134,7 @@ def _shape_hint(given: Shape, shape: Shape) -> str:
     return f"; its {AXES[axis]} must be {expected}, got {given[axis]}"
 
 
-def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
+def mask_nodes(attention_mask: object, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
@@ -151,7 +152,7 @@ def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
     return (attention_mask._state.prepared(shape, program),)
 
 
-def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
+def _ids_of(value: object, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
     """Return segment ids as int32, in place if they are."""
     array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
     expected = shape[1:] if packed and array.ndim == 1 else shape
@@ -160,7 +161,7 @@ def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -
     return _core.segment_ids(array.reshape(shape), name, None)
 
 
-def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: bool) -> Node:
+def _segments(q_segment_ids: object, kv_segment_ids: object, shape: Shape, packed: bool) -> Node:
     batch, _, queries, keys = shape
     if (q_segment_ids is None or kv_segment_ids is None) and queries != keys:
         missing = "kv_segment_ids" if kv_segment_ids is None else "q_segment_ids"
@@ -177,7 +178,7 @@ def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: boo
     return equal(q_ids, kv_ids)
 
 
-def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
+def starts_of(value: object, name: str, tokens: int) -> NDArray[np.int64]:
     """Return where sequences start, and where the last one ends, which is the number of tokens."""
     try:
         starts = _core.checked_starts(as_array(value, name), name)
@@ -194,7 +195,7 @@ def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     return starts
 
 
-def both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts:
+def both_starts(cum_seqlens_q: object, cum_seqlens_k: object, shape: Shape) -> Starts:
     batch, _, queries, keys = shape
     if batch != 1:
         name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
@@ -228,14 +229,14 @@ def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
     return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
 
 
-def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def distances(given: Given) -> tuple[int | None, int | None]:
     """Return how far a key may be from the diagonal, to the left and to the right."""
     causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     return None if left is None else -left, 0 if causal else right
 
 
-def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> PerRow:
+def _offset(given: Given, starts: Starts | None, shape: Shape) -> PerRow:
     """Return `causal_offset`, one for all batch rows or sequences, or one for each."""
     causal_offset = given["causal_offset"]
     if causal_offset is TOP_LEFT:
@@ -249,7 +250,7 @@ def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> Pe
     return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
 
 
-def _allowed(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
+def _allowed(given: Given, starts: Starts | None, offset: PerRow) -> Node | None:
     """Return what sequences, the diagonal and the window allow; None for everything."""
     low, high = distances(given)
     if starts is None:
@@ -263,7 +264,7 @@ def _allowed(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) ->
     return sequences(*starts, *limits)
 
 
-def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
+def _program(given: Given, shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
     """Return all conditions as one program. Only the first, which may be a MaskInfo, may need many waiting operands."""
     nodes: list[Node] = (
         [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], shape)]
@@ -279,14 +280,14 @@ def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offs
     return tuple(nodes) or (("all",),)
 
 
-def _layout_hint(array: NDArray[Any]) -> str:
+def _layout_hint(array: Array) -> str:
     axes, swap = (
         ("tokens, heads, head_dim", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, head_dim", (1, 2))
     )
     return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
 
 
-def _check_fit(query: Any, key: Any, value: Any) -> None:
+def _check_fit(query: Array, key: Array, value: Array) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             hint = f"; write {name}.astype(query.dtype)"
@@ -305,7 +306,7 @@ def _check_fit(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"value must have {expected}, got {describe(value)}{hint}")
 
 
-def _rank_hint(array: NDArray[Any], name: str) -> str:
+def _rank_hint(array: Array, name: str) -> str:
     """Return how to add the axes that a query, key or value lacks."""
     tokens = "Tq" if name == "query" else "Tk"
     return {
@@ -315,7 +316,7 @@ def _rank_hint(array: NDArray[Any], name: str) -> str:
     }.get(array.ndim, "")
 
 
-def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any], bool]) -> int:
+def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[..., bool]) -> int:
     """Check the number of axes of query, key and value, as NumPy arrays or others, which have their own types."""
     rank = 3 if packed and arrays[0].ndim == 3 else 4
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
@@ -331,9 +332,7 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any
     return rank
 
 
-def _batched(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
-) -> tuple[list[NDArray[Any]], bool]:
+def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -> tuple[list[Array], bool]:
     """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = check_layout(arrays, packed, is_floating)
@@ -343,7 +342,7 @@ def _batched(
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 
-def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+def read_problem(given: Given) -> tuple[Problem, bool]:
     """Return the problem of a call, given the arguments of `attnmask.flash_attention` by name, and whether its arrays
     have a batch axis.
     """
@@ -360,7 +359,7 @@ def _places(starts: Starts | None, offset: PerRow) -> Places:
     return Places(starts[1][:-1] - starts[0][:-1] + offset, starts[0])
 
 
-def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+def _read_problem(given: Given) -> tuple[Problem, bool]:
     check_hints(given)
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
@@ -386,7 +385,7 @@ def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     return problem, batched
 
 
-def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
+def _arrays(value: object, name: str) -> Iterator[Array]:
     if isinstance(value, MaskInfo):
         yield from arrays(value._state.program)
     elif not isinstance(value, str):
@@ -396,7 +395,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
             yield as_array(value, name)
 
 
-def check_apart(out: Any, given: Mapping[str, Any], names: Iterable[str] = ARRAYS) -> None:
+def check_apart(out: object, given: Given, names: Iterable[str] = ARRAYS) -> None:
     """Check that the output is none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         hint = "; it takes only the result; the logsumexp is returned as a new array"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._common.arguments import FARTHEST, allocate, as_array, describe, flag, integer, is_floating
+from attnmask._common.types import Array
 
 __all__ = ["t5_relative_bias", "t5_relative_bias_vjp"]
 
 
-def _bucket(distances: NDArray[Any], count: int, bidirectional: bool, max_distance: int) -> NDArray[np.intp]:
+def _bucket(distances: Array, count: int, bidirectional: bool, max_distance: int) -> NDArray[np.intp]:
     """The bucket of each distance from a query to a key: near ones have their own, farther ones share, and all from
     `max_distance` on have the last. With `bidirectional` keys behind the query have the second half of the buckets;
     else they have the bucket of the query's own token.
@@ -34,7 +34,7 @@ def _bucket(distances: NDArray[Any], count: int, bidirectional: bool, max_distan
 
 def _buckets_and_low(
     table: ArrayLike, q_len: int, kv_len: int, bidirectional: bool, max_distance: int
-) -> tuple[NDArray[Any], NDArray[np.intp], int]:
+) -> tuple[Array, NDArray[np.intp], int]:
     array = as_array(table, "table")
     if not is_floating(array.dtype) or array.ndim != 2:
         raise TypeError(f"table must be floating-point numbers of shape [buckets, H], got {describe(array)}")
@@ -52,7 +52,7 @@ def _buckets_and_low(
 
 def t5_relative_bias(
     table: ArrayLike, q_len: int, kv_len: int, *, bidirectional: bool = True, max_distance: int = 128
-) -> tuple[NDArray[Any], int]:
+) -> tuple[Array, int]:
     """Return T5's bias as `relative_bias` and `relative_low` for `flash_attention`.
 
     T5 learns one number per head and bucket. A bucket covers one distance between query and key, or several: the
@@ -95,7 +95,7 @@ def t5_relative_bias(
 
 def t5_relative_bias_vjp(
     table: ArrayLike, q_len: int, kv_len: int, *, bidirectional: bool = True, max_distance: int = 128
-) -> tuple[tuple[NDArray[Any], int], Callable[[ArrayLike], NDArray[Any]]]:
+) -> tuple[tuple[Array, int], Callable[[ArrayLike], Array]]:
     """Return `t5_relative_bias` and its gradient function.
 
     Parameters
@@ -120,7 +120,7 @@ def t5_relative_bias_vjp(
     array, buckets, low = _buckets_and_low(table, q_len, kv_len, bidirectional, max_distance)
     result = np.ascontiguousarray(array[buckets].T), low
 
-    def vjp(dbias: ArrayLike) -> NDArray[Any]:
+    def vjp(dbias: ArrayLike) -> Array:
         given = as_array(dbias, "dbias")
         if given.shape != result[0].shape:
             raise ValueError(f"dbias must be of shape {result[0].shape}, got {describe(given)}")

@@ -3,9 +3,9 @@
 Each has a row in `TERMS`; what the core does with a term is in its row of ``csrc/core/attention/terms/kinds.h``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +21,7 @@ from attnmask._common.arguments import (
     is_number,
     real,
 )
+from attnmask._common.types import Array, DType, Given
 from attnmask._common.warnings import warn_once
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
@@ -52,7 +53,7 @@ _FLOAT32, _FLOAT64 = (
 )
 
 
-def numbers_of(dtype: np.dtype[Any]) -> Range:
+def numbers_of(dtype: DType) -> Range:
     """Return the range of logits for queries of this type."""
     return _FLOAT64 if dtype == np.float64 else _FLOAT32
 
@@ -61,7 +62,7 @@ class Term(NamedTuple):
     """One term, as the core takes it."""
 
     name: str  # of its argument
-    array: NDArray[Any] | None = None  # [B or sequences, H, Tq, Tk]; 1 along axes that are shared
+    array: Array | None = None  # [B or sequences, H, Tq, Tk]; 1 along axes that are shared
     number: float = 0.0
     integer: int = 0
 
@@ -86,7 +87,7 @@ def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
     return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
 
 
-def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
+def _axes_hint(array: Array, name: str, shape: Shape) -> str:
     """Return how to arrange the axes of a mask or bias that does not broadcast."""
     batch, _, queries, keys = shape
     added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
@@ -99,7 +100,7 @@ def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
     return ""
 
 
-def four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
+def four_axes(array: Array, name: str, shape: Shape) -> Array:
     """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
     if array.ndim > 4 or not _broadcasts(array.shape, shape):
         hint = _axes_hint(array, name, shape)
@@ -107,7 +108,7 @@ def four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
     return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
 
-def _bias(bias: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
+def _bias(bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
     given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
     if isinstance(given, MaskInfo) or not is_floating(given.dtype):
         hint = ""
@@ -117,7 +118,7 @@ def _bias(bias: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
     return Term("bias", four_axes(given, "bias", sizes.shape))
 
 
-def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
+def dropout_of(prob: object, seed: object, names: tuple[str, str]) -> tuple[float, int]:
     """Return the probability that a weight is dropped, and the seed as 64 bits."""
     chance = real(prob, names[0])
     if not 0 <= chance < 1:
@@ -126,13 +127,13 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
     return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
 
 
-def _dropout(dropout_prob: Any, _: Sizes, given: Mapping[str, Any]) -> Term | None:
+def _dropout(dropout_prob: object, _: Sizes, given: Given) -> Term | None:
     names = ("dropout_prob", "dropout_seed")
     chance, seed = dropout_of(dropout_prob, given["dropout_seed"], names)
     return Term(names[0], number=chance, integer=seed) if chance else None
 
 
-def _soft_cap(logits_soft_cap: Any, sizes: Sizes, _: Mapping[str, Any]) -> Term | None:
+def _soft_cap(logits_soft_cap: object, sizes: Sizes, _: Given) -> Term | None:
     cap = real(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
@@ -141,7 +142,7 @@ def _soft_cap(logits_soft_cap: Any, sizes: Sizes, _: Mapping[str, Any]) -> Term 
     return Term("logits_soft_cap", number=max(cap, sizes.numbers.least))
 
 
-def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term | None:
+def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Given) -> Term | None:
     heads = sizes.shape[1]
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
@@ -165,7 +166,7 @@ def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term |
     return Term("softmax_aux", sinks.reshape(1, -1, 1, array.shape[-1]))
 
 
-def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Mapping[str, Any]) -> Term:
+def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Given) -> Term:
     return by_head(alibi_slopes, "alibi_slopes", sizes)
 
 
@@ -180,7 +181,7 @@ def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
     return Term(name, np.array(array, np.float64, ndmin=2, order="C")[:, :, None, None])
 
 
-def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, Any]) -> Term:
+def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Given) -> Term:
     heads = sizes.shape[1]
     low = integer(given["relative_low"], "relative_low")
     if abs(low) > FARTHEST:
@@ -193,14 +194,14 @@ def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Mapping[str, A
     return Term("relative_bias", np.array(array, np.float64, order="C")[None, :, None], integer=low)
 
 
-def _relative_low(relative_low: Any, _: Sizes, given: Mapping[str, Any]) -> None:
+def _relative_low(relative_low: object, _: Sizes, given: Given) -> None:
     if given["relative_bias"] is None and integer(relative_low, "relative_low") != 0:
         raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(relative_low)}")
 
 
 BY_DISTANCE = ("alibi_slopes", "relative_bias")  # of the terms, whose numbers follow from k - q
 # Functions that check one argument, given all of them, and return its term, or None if it has no effect.
-TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
+TERMS: dict[str, Callable[..., Term | None]] = {
     "bias": _bias,
     "logits_soft_cap": _soft_cap,
     "softmax_aux": _sinks,
@@ -214,7 +215,7 @@ TERMS: dict[str, Callable[[Any, Sizes, Mapping[str, Any]], Term | None]] = {
 _ROWS = [(name, make, DEFAULTS[name]) for name, make in TERMS.items()]
 
 
-def terms_of(given: Mapping[str, Any], sizes: Sizes) -> tuple[Term, ...]:
+def terms_of(given: Given, sizes: Sizes) -> tuple[Term, ...]:
     """Return the terms of a call that has some of these arguments."""
     terms: list[Term] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
     for name, make, default in _ROWS:

@@ -14,12 +14,13 @@ from attnmask._attention.problem import (
 )
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import as_array, flag, integer_array, per_row
+from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
 from attnmask._masks.terms import dense
 
 
-def table_of(block_table: NDArray[Any], given: Any) -> NDArray[Any]:
+def table_of(block_table: Array, given: object) -> Array:
     """Return the table as int32 or int64. Entries after the pages of a sequence are ignored."""
     if block_table.size or isinstance(given, np.ndarray):
         block_table = integer_array(block_table, "block_table")
@@ -35,9 +36,7 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
     return np.full(batch, given, np.int64) if isinstance(given, int) else given
 
 
-def options(
-    query: NDArray[Any], shape: Shape, sequences: int, channels: int, given: dict[str, Any]
-) -> tuple[Any, ...]:
+def options(query: Array, shape: Shape, sequences: int, channels: int, given: Arguments) -> tuple[Any, ...]:
     """Return the scale, the terms of the logits, limits of distances, and whether the logsumexp is wanted.
 
     `shape` is that of the mask and the bias, which may have more keys.
@@ -53,13 +52,13 @@ def options(
     )
 
 
-def mask_program(attention_mask: Any, batch: int, heads: int, queries: int, keys: int) -> Program:
+def mask_program(attention_mask: object, batch: int, heads: int, queries: int, keys: int) -> Program:
     """Return the mask's program for the first `keys` keys; the mask may have more."""
     return mask_nodes(cut(attention_mask, "attention_mask", keys), (batch, heads, queries, keys))
 
 
 def mask_programs(
-    attention_mask: Any, sequences: list[tuple[int, int, int]], heads: int, queries: int, longest: int
+    attention_mask: object, sequences: list[tuple[int, int, int]], heads: int, queries: int, longest: int
 ) -> tuple[Program, list[Program]]:
     """Return the mask of all packed queries, and that of each sequence (first query, end, number of keys).
 
@@ -80,7 +79,7 @@ def mask_programs(
     return whole, programs
 
 
-def cut(mask: ArrayLike | MaskInfo, name: str, keys: int) -> ArrayLike | MaskInfo:
+def cut(mask: object, name: str, keys: int) -> ArrayLike | MaskInfo:
     """Return the mask or bias of the first `keys` keys; it may have more."""
     if isinstance(mask, MaskInfo):
         return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask

@@ -1,14 +1,13 @@
 """Attention to a cache. Type checkers read its signature in the file beside this one, as for `flash_attention`."""
 
-from typing import Any  # noqa: F401 (of annotations, as the next ones)
-
-import numpy as np  # noqa: F401
+import numpy as np  # noqa: F401 (of annotations, as the next ones)
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
 
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, KVCACHE_DEFAULTS, KVCACHE_NAMES
 from attnmask._cache.quantize import check_tokens_rotate, rotated
 from attnmask._common.arguments import as_array, flag, suit_hint
 from attnmask._common.loading import _core
+from attnmask._common.types import Array  # noqa: F401
 from attnmask._masks.info import MaskInfo  # noqa: F401
 
 

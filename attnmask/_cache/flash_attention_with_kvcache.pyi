@@ -1,17 +1,18 @@
 """Written by .ci/make_signatures.py."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 
 @overload
 def flash_attention_with_kvcache(
     query: ArrayLike,
-    k_cache: NDArray[Any],
-    v_cache: NDArray[Any],
+    k_cache: Array,
+    v_cache: Array,
     key: ArrayLike | None = None,
     value: ArrayLike | None = None,
     *,
@@ -23,7 +24,7 @@ def flash_attention_with_kvcache(
     v_scale: NDArray[np.float32] | None = None,
     attention_mask: ArrayLike | MaskInfo | None = None,
     return_lse: Literal[False] = False,
-    out: NDArray[Any] | None = None,
+    out: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -34,12 +35,12 @@ def flash_attention_with_kvcache(
     relative_low: int = 0,
     bias: ArrayLike | None = None,
     rotate: bool = False,
-) -> NDArray[Any]: ...
+) -> Array: ...
 @overload
 def flash_attention_with_kvcache(
     query: ArrayLike,
-    k_cache: NDArray[Any],
-    v_cache: NDArray[Any],
+    k_cache: Array,
+    v_cache: Array,
     key: ArrayLike | None = None,
     value: ArrayLike | None = None,
     *,
@@ -51,7 +52,7 @@ def flash_attention_with_kvcache(
     v_scale: NDArray[np.float32] | None = None,
     attention_mask: ArrayLike | MaskInfo | None = None,
     return_lse: Literal[True],
-    out: NDArray[Any] | None = None,
+    out: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -62,12 +63,12 @@ def flash_attention_with_kvcache(
     relative_low: int = 0,
     bias: ArrayLike | None = None,
     rotate: bool = False,
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_with_kvcache(
     query: ArrayLike,
-    k_cache: NDArray[Any],
-    v_cache: NDArray[Any],
+    k_cache: Array,
+    v_cache: Array,
     key: ArrayLike | None = None,
     value: ArrayLike | None = None,
     *,
@@ -79,7 +80,7 @@ def flash_attention_with_kvcache(
     v_scale: NDArray[np.float32] | None = None,
     attention_mask: ArrayLike | MaskInfo | None = None,
     return_lse: bool = False,
-    out: NDArray[Any] | None = None,
+    out: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -90,4 +91,4 @@ def flash_attention_with_kvcache(
     relative_low: int = 0,
     bias: ArrayLike | None = None,
     rotate: bool = False,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+) -> Array | tuple[Array, Array]: ...

@@ -35,6 +35,7 @@ from attnmask._common.arguments import (
     per_row,
     place,
 )
+from attnmask._common.types import Arguments, Array
 
 __all__ = ["KVCache", "KVCacheStep"]
 
@@ -42,7 +43,7 @@ _MOST_TOKENS = 2**31 - 1  # lengths are int32
 _CACHE_LINE = 64  # bytes
 
 
-def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """As `np.zeros`. The array begins at a line of the processor's cache, so that rows lie in few lines."""
     numbers = np.dtype(dtype)
     size = math.prod(shape) * numbers.itemsize
@@ -181,7 +182,7 @@ class KVCache:
             raise ValueError(f"pages * page_size must be at most {_MOST_TOKENS}, got {describe(tokens)}")
         form = format_of(dtype, group, floating=True)
 
-        def zeros(axes: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        def zeros(axes: tuple[int, ...], dtype: DTypeLike) -> Array:
             return allocate((*shape, *axes), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
 
         self.page_size, self.latent = shape[2], flag(latent, "latent")
@@ -215,7 +216,7 @@ class KVCache:
     def __repr__(self) -> str:
         layers, pages, page_size, kv_heads, _ = self.k_pages.shape
         form = self._format
-        sizes: dict[str, Any] = {"kv_heads": kv_heads, "depth": form.channels(self.k_pages)}
+        sizes: Arguments = {"kv_heads": kv_heads, "depth": form.channels(self.k_pages)}
         if self.v_pages.shape[-1] != self.k_pages.shape[-1]:
             sizes["value_depth"] = form.channels(self.v_pages)
         sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": form.name}
@@ -250,13 +251,13 @@ class KVCache:
             "cache.fork(id) shares the pages of a sequence"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._check_no_step()
         sequences = {number: tuple(sequence) for number, sequence in self._sequences.items()}
         views = {"v_pages": self.v_pages.shape[-1], "v_scales": None} if self.latent else {}
         return vars(self) | views | {"version": _FORM, "_sequences": sequences}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the KVCache")
         self.latent, self.group, self.rotate = False, None, False  # as before there were others
         vars(self).update((name, value) for name, value in state.items() if name != "version")
@@ -270,7 +271,7 @@ class KVCache:
         if self.latent:
             self.v_pages, self.v_scales = self.k_pages[..., : state["v_pages"]], self.k_scales
 
-    def _held(self) -> list[NDArray[Any]]:
+    def _held(self) -> list[Array]:
         """The arrays that hold memory of their own."""
         return [held for name in _HELD[:: 2 if self.latent else 1] if (held := vars(self)[name]) is not None]
 
@@ -473,7 +474,7 @@ class KVCache:
             raise KeyError(f"id must be the id of an existing sequence, got {describe(number)}")
         return sequence
 
-    def _outside_step(self, id: Any) -> int:
+    def _outside_step(self, id: object) -> int:
         number = integer(id, "id")
         if self._step is not None and number in self._step._ids:
             raise RuntimeError(
@@ -608,7 +609,7 @@ class KVCacheStep:
 
         self._rows = [_Sequence(*row) for row in zip(lists, ends, strict=True)]
         self._replaced = [rows[i].pages[-1] for i in copying]
-        self._batched: dict[str, Any] = {
+        self._batched: Arguments = {
             "cache_seqlens": frozen(np.array([row.length for row in rows], np.int32)),
             "block_table": frozen(_table(lists)),
         }
@@ -648,7 +649,7 @@ class KVCacheStep:
         *,
         return_lse: Literal[False] = False,
         **more: Unpack[StepOptions],
-    ) -> NDArray[Any]: ...
+    ) -> Array: ...
     @overload
     def attend(
         self,
@@ -659,7 +660,7 @@ class KVCacheStep:
         *,
         return_lse: Literal[True],
         **more: Unpack[StepOptions],
-    ) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    ) -> tuple[Array, Array]: ...
     @spelled_out(STEP_DEFAULTS)
     def attend(
         self,
@@ -670,7 +671,7 @@ class KVCacheStep:
         *,
         return_lse: bool = False,
         **more: Any,
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
 
         Parameters
@@ -729,7 +730,7 @@ class KVCacheStep:
         self._attended.add(index)
         return result
 
-    def _tokens(self, value: ArrayLike, name: str) -> NDArray[Any]:
+    def _tokens(self, value: ArrayLike, name: str) -> Array:
         given = as_array(value, name)
         if given.shape[:-2] not in self._layouts:
             expected = " or ".join(

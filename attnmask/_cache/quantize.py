@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -18,6 +18,7 @@ from attnmask._common.arguments import (
     is_floating,
     of_ml_dtypes,
 )
+from attnmask._common.types import Array, DType, JaxArray
 
 __all__ = ["quantize_kv"]
 
@@ -32,7 +33,7 @@ class Format(NamedTuple):
     """How a cache holds numbers."""
 
     name: str
-    dtype: np.dtype[Any]  # of its arrays
+    dtype: DType  # of its arrays
     per_element: int = 1  # channels in an element of these
     group: int = 0  # channels that share a scale and an offset; 0: there are no groups
 
@@ -44,7 +45,7 @@ class Format(NamedTuple):
         """Return the length of the last axis of pages."""
         return channels // self.per_element
 
-    def channels(self, pages: NDArray[Any]) -> int:
+    def channels(self, pages: Array) -> int:
         elements: int = pages.shape[-1]
         return elements * self.per_element
 
@@ -57,7 +58,7 @@ class Format(NamedTuple):
             raise ValueError(f"{name} must be a multiple of group={self.group}, got {describe(channels)}")
 
 
-def format_of(value: DTypeLike, group: Any, floating: bool) -> Format:
+def format_of(value: DTypeLike, group: object, floating: bool) -> Format:
     """Return the format of a dtype: quantized ones and, if `floating`, floating-point ones."""
     if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
@@ -79,22 +80,22 @@ def format_of(value: DTypeLike, group: Any, floating: bool) -> Format:
     return Format(dtype.name, dtype if dtype.isnative else dtype.newbyteorder("="))
 
 
-def dequantized(numbers: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[Any]:
+def dequantized(numbers: Array, scale: Array | None) -> Array:
     """Return the numbers that arrays of a cache stand for."""
     if scale is None:
         return numbers
     if numbers.dtype != np.uint8:
-        product: NDArray[Any] = numbers.astype(np.float32) * scale
+        product: Array = numbers.astype(np.float32) * scale
         return product
     wide = np.stack([numbers & 15, numbers >> 4], axis=-1).astype(np.float32)
     groups = wide.reshape(*scale.shape[:-1], -1)
-    whole: NDArray[Any] = groups * scale[..., :1].astype(np.float32) + scale[..., 1:].astype(np.float32)
+    whole: Array = groups * scale[..., :1].astype(np.float32) + scale[..., 1:].astype(np.float32)
     return whole.reshape(*numbers.shape[:-1], -1)
 
 
 def quantize_kv(
     x: ArrayLike, dtype: DTypeLike, axis: int | tuple[int, ...] | None = None, *, group: int | None = None
-) -> tuple[NDArray[Any], NDArray[np.float32]]:
+) -> tuple[Array, NDArray[np.float32]]:
     """Quantize to 8 or 4 bits: return values and scales with ``x ≈ values * scale``, or ``values * scale + offset``.
 
     ::
@@ -167,13 +168,13 @@ def quantize_kv(
     return values.astype(target.dtype), scale
 
 
-def _check_finite(given: NDArray[Any], wide: NDArray[Any], largest: NDArray[Any]) -> None:
+def _check_finite(given: Array, wide: Array, largest: Array) -> None:
     if not np.isfinite(largest).all():
         index = tuple(np.argwhere(~np.isfinite(wide))[0].tolist())
         raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
 
 
-def _grouped(given: NDArray[Any], axis: Any, target: Format) -> tuple[NDArray[Any], NDArray[np.float32]]:
+def _grouped(given: Array, axis: object, target: Format) -> tuple[Array, NDArray[np.float32]]:
     """Return pairs of numbers of four bits, and scales and offsets."""
     if axis is not None and integer(axis, "axis") not in (-1, given.ndim - 1):
         raise ValueError(f"axis must be -1 or None for int4, got {describe(axis)}")
@@ -201,7 +202,7 @@ def check_rotates(channels: int, name: str) -> None:
         raise ValueError(f"{name} must be a power of two to be rotated, got {describe(channels)}")
 
 
-def check_tokens_rotate(query: Any, v_cache: Any) -> None:
+def check_tokens_rotate(query: Array | JaxArray, v_cache: Array | JaxArray) -> None:
     """Check the channels of arrays, also of JAX's."""
     halves = 1 + (v_cache.dtype == np.uint8)
     for x, name, numbers in ((query, "query", 1), (v_cache, "v_cache", halves)):
@@ -209,7 +210,7 @@ def check_tokens_rotate(query: Any, v_cache: Any) -> None:
             check_rotates(x.shape[-1] * numbers, f"the channels of {name}")
 
 
-def rotated(x: NDArray[Any]) -> NDArray[Any]:
+def rotated(x: Array) -> Array:
     """Multiply the last axis by Sylvester's Hadamard matrix, divided by the root of its length: its own inverse.
 
     Sums are taken in pairs, so that a row has the same bits whatever else is in the array. Arrays that
@@ -219,7 +220,7 @@ def rotated(x: NDArray[Any]) -> NDArray[Any]:
         return x
     channels, half = x.shape[-1], 1
     wide = np.float64 if x.dtype == np.float64 else np.float32
-    sums: NDArray[Any] = np.array(x.reshape(-1, channels).T, wide, order="C")  # channels first: long vectors
+    sums: Array = np.array(x.reshape(-1, channels).T, wide, order="C")  # channels first: long vectors
     other, rows = np.empty_like(sums), sums.shape[1]
     while half < channels:
         pairs, both = (each.reshape(-1, 2, half * rows) for each in (sums, other))

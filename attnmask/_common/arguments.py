@@ -3,19 +3,20 @@
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from attnmask._common.loading import _core
+from attnmask._common.types import Array, DType, Given
 
 AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 
 # An offset, or one for each batch row. ArrayLike would take any text beside the one that an offset may be.
-Offsets: TypeAlias = int | np.integer[Any] | Sequence[int] | NDArray[np.integer[Any]]
+Offsets: TypeAlias = int | np.integer | Sequence[int] | NDArray[np.integer]
 Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
 
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
@@ -39,7 +40,7 @@ def describe(value: Any) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def check_form(state: Any, known: int, what: str) -> None:
+def check_form(state: object, known: int, what: str) -> None:
     """Refuse what a later version has pickled: the formats of pickles are numbered."""
     form = state.get("version") if isinstance(state, dict) else None
     if type(form) is not int:
@@ -51,7 +52,7 @@ def check_form(state: Any, known: int, what: str) -> None:
         )
 
 
-def briefly(value: Any) -> str:
+def briefly(value: object) -> str:
     """Describe an array or tensor by type and shape, several likewise, and anything else by its `repr`, cut off."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -66,7 +67,7 @@ def fields_in_a_line(named: Any) -> str:
     return f"{type(named).__name__}({', '.join(fields)})"
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -82,7 +83,7 @@ _IN_TORCH = {  # what hints say of arrays, and what that is of tensors
 }
 
 
-def suit_hint(error: Exception, given: Mapping[str, Any]) -> None:
+def suit_hint(error: Exception, given: Given) -> None:
     """Make the hint at the end of a message speak of tensors if the argument it begins with is one."""
     text, semicolon, hint = str(error).rpartition("; ")
     if _is_tensor(given.get(text.partition(" ")[0])):
@@ -91,12 +92,12 @@ def suit_hint(error: Exception, given: Mapping[str, Any]) -> None:
         error.args = (text + semicolon + hint,)
 
 
-def _is_symbol(value: Any) -> bool:
+def _is_symbol(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.SymInt)
 
 
-def frozen(array: NDArray[Any]) -> NDArray[Any]:
+def frozen(array: Array) -> Array:
     """Make `array`, which nobody else holds, read-only for good: a view cannot become writeable against its owner."""
     owner = array if array.base is None else array.base
     if isinstance(owner, np.ndarray):
@@ -105,7 +106,7 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array.view()
 
 
-def read_only(array: NDArray[Any]) -> NDArray[Any]:
+def read_only(array: Array) -> Array:
     """Return a read-only view of an array."""
     view = array.view()
     view.setflags(write=False)
@@ -125,7 +126,7 @@ def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -
     return number
 
 
-def real(value: Any, name: str) -> float:
+def real(value: object, name: str) -> float:
     """Return any real number except a bool or NaN as a Python float."""
     if type(value) is float and value == value:
         return value
@@ -144,7 +145,7 @@ def real(value: Any, name: str) -> float:
     return number
 
 
-def place(value: Any, name: str, count: int) -> int:
+def place(value: object, name: str, count: int) -> int:
     """Return the index of one of `count` planes."""
     number = integer(value, name)
     if not 0 <= number < count:
@@ -154,18 +155,18 @@ def place(value: Any, name: str, count: int) -> int:
     return number
 
 
-def flag(value: Any, name: str, hint: str = "") -> bool:
+def flag(value: object, name: str, hint: str = "") -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {describe(value)}{hint}")
     return bool(value)
 
 
-def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
+def one_of(value: object, name: str, choices: Sequence[str | None]) -> None:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {describe(value)}")
 
 
-def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
+def as_array(value: object, name: str) -> Array:
     """Return an array of any type, in place if it is one, and readable as it is."""
     try:
         if type(value) is np.ndarray:
@@ -181,7 +182,7 @@ def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
     return array if array.flags.aligned else array.copy()
 
 
-def _of_a_library(value: Any, name: str) -> NDArray[Any]:
+def _of_a_library(value: Any, name: str) -> Array:
     """Return the memory of an array or tensor as a NumPy array."""
     if _is_tensor(value):
         return _of_torch(value, name)
@@ -208,7 +209,7 @@ def check_kind_of_tensor(tensor: Any, name: str) -> None:
         raise TypeError(f"{name} must be a tensor of one shape, got a nested tensor{hint}")
 
 
-def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
+def _of_torch(tensor: Any, name: str) -> Array:
     if not tensor.is_cpu:
         check_kind_of_tensor(tensor, name)
     if tensor.requires_grad:
@@ -218,11 +219,13 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
     torch = sys.modules["torch"]
     try:
         if tensor.dtype is torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
+            halves: Array = tensor.view(torch.int16).numpy()
+            return halves.view(bfloat16(name))
         kind = str(tensor.dtype).removeprefix("torch.")
         if kind in FLOAT8:
-            return tensor.view(torch.uint8).numpy().view(of_ml_dtypes(kind, name))  # type: ignore[no-any-return]
-        array: NDArray[Any] = tensor.numpy()
+            octets: Array = tensor.view(torch.uint8).numpy()
+            return octets.view(of_ml_dtypes(kind, name))
+        array: Array = tensor.numpy()
         return array
     except (RuntimeError, TypeError) as error:
         check_kind_of_tensor(tensor, name)
@@ -235,11 +238,11 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
         raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}{hint}") from error
 
 
-def bfloat16(name: str) -> np.dtype[Any]:
+def bfloat16(name: str) -> DType:
     return of_ml_dtypes("bfloat16", name)
 
 
-def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
+def of_ml_dtypes(dtype: str, name: str) -> DType:
     """Return a type that NumPy knows only through an optional package."""
     try:
         import ml_dtypes
@@ -247,16 +250,16 @@ def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
         raise ImportError(
             f"{name} is of {dtype}, for which NumPy needs ml_dtypes: pip install ml_dtypes"
         ) from error
-    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+    known: DType = np.dtype(getattr(ml_dtypes, dtype))
     return known
 
 
-def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:
+def _check_rank(array: Array, name: str, layouts: Sequence[str]) -> None:
     if array.ndim not in [layout.count(",") + 1 for layout in layouts]:
         raise ValueError(f"{name} must be {' or '.join(layouts)}, got {describe(array)}")
 
 
-def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
+def integer_array(value: object, name: str, hint: str = "") -> Array:
     """Return an array of any integer type, in place if it is one."""
     array = as_array(value, name)
     if array.dtype.kind in "iu":
@@ -266,14 +269,14 @@ def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
     return array.astype(np.int32)  # NumPy makes an array of floats from an empty list
 
 
-def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
+def integers(value: object, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
     """Return a read-only int32 copy of an integer array of one of the layouts (such as ``"[B, Q]"``)."""
     array = integer_array(value, name, hint)
     _check_rank(array, name, layouts)
     return frozen(_core.int32_copy(array, name) if array.size else allocate(array.shape, np.int32, name))
 
 
-def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:
+def shared_integers(value: object, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:
     """Return the same without a copy if nobody writes to the array."""
     array = as_array(value, name)
     if array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable:
@@ -283,7 +286,7 @@ def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDAr
 
 
 def per_row(
-    value: ArrayLike,
+    value: object,
     name: str,
     rows: int,
     minimum: int = -FARTHEST,
@@ -314,7 +317,7 @@ def per_row(
     return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
 
 
-def is_bottom_right(offset: Any, name: str) -> bool:
+def is_bottom_right(offset: object, name: str) -> bool:
     """Return whether an offset is the one text that it can be."""
     if not isinstance(offset, str):
         return False
@@ -330,7 +333,7 @@ def is_bottom_right(offset: Any, name: str) -> bool:
 _NO_LIMIT = "; write None for no limit"
 
 
-def window(sliding_window: Any) -> tuple[int | None, int | None]:
+def window(sliding_window: object) -> tuple[int | None, int | None]:
     """Return how far a window reaches to the left and to the right; None means no limit."""
     if isinstance(sliding_window, np.ndarray) and sliding_window.ndim:
         hint = "; MaskInfo.apply_sliding_window takes a window per head"
@@ -339,7 +342,7 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
+def windows(sliding_window: object, heads: int) -> tuple[Limit, Limit]:
     """Return the same, where each may be an array with one number per head (any number of heads if `heads` is 1)."""
     left, right = (
         _side(side, name) if side is None or as_array(side, name).ndim == 0 else _by_head(side, name, heads)
@@ -348,7 +351,7 @@ def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
     return left, right
 
 
-def _sides(sliding_window: Any) -> list[tuple[Any, str]]:
+def _sides(sliding_window: object) -> list[tuple[object, str]]:
     if not isinstance(sliding_window, (tuple, list)):
         return [(sliding_window, "sliding_window")] * 2
     if len(sliding_window) != 2:
@@ -356,14 +359,14 @@ def _sides(sliding_window: Any) -> list[tuple[Any, str]]:
     return [(side, f"sliding_window[{i}]") for i, side in enumerate(sliding_window)]
 
 
-def _side(side: Any, name: str) -> int | None:
+def _side(side: object, name: str) -> int | None:
     if side is None and name != "sliding_window":
         return None
     length = integer(side, name, 0, _NO_LIMIT)
     return None if length > FARTHEST else length
 
 
-def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
+def _by_head(side: object, name: str, heads: int) -> int | NDArray[np.int64]:
     lengths = integer_array(side, name)
     if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
         expected = "[H]" if heads == 1 else f"of shape ({heads},), one per head"
@@ -378,7 +381,7 @@ def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
     return int(clipped[0]) if len(clipped) == 1 else frozen(clipped)
 
 
-def axis_name(value: Any, name: str) -> AxisName:
+def axis_name(value: object, name: str) -> AxisName:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)) and all(isinstance(part, str) for part in value):
@@ -386,22 +389,22 @@ def axis_name(value: Any, name: str) -> AxisName:
     raise TypeError(f"{name} must be a name, a tuple of names or None, got {describe(value)}")
 
 
-def is_number(dtype: np.dtype[Any]) -> bool:
+def is_number(dtype: DType) -> bool:
     """Return whether the core knows this bool, integer or floating-point type."""
     return dtype.kind in "biu" or is_floating(dtype)
 
 
-def is_floating(dtype: np.dtype[Any]) -> bool:
+def is_floating(dtype: DType) -> bool:
     """Return whether the core knows this floating-point type."""
     return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `dtype.name` takes a microsecond
 
 
-def check_mask_type(array: NDArray[Any], name: str) -> None:
+def check_mask_type(array: Array, name: str) -> None:
     if array.dtype.kind != "f" and not is_number(array.dtype):
         raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")
 
 
-def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
+def mask_array(value: object, name: str, layouts: Sequence[str] | None = None) -> Array:
     """Return an array of bool or numbers as it is; nonzero means yes. What looks like a bias is refused."""
     array = as_array(value, name)
     check_mask_type(array, name)
@@ -420,9 +423,7 @@ def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None
     return read_only(array)
 
 
-def dtype_of(
-    value: DTypeLike, name: str, expected: str, fits: Callable[[np.dtype[Any]], bool]
-) -> np.dtype[Any]:
+def dtype_of(value: DTypeLike, name: str, expected: str, fits: Callable[[DType], bool]) -> DType:
     """Return a dtype in native byte order that `fits`."""
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
@@ -433,7 +434,7 @@ def dtype_of(
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
-def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def share_memory(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
@@ -442,12 +443,12 @@ def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
         return True
 
 
-def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+def number_dtype(value: DTypeLike, name: str = "dtype") -> DType:
     """Return a dtype that a mask can have."""
     return dtype_of(value, name, "bool, an integer or a floating-point type", is_number)
 
 
-def floating_dtype(value: DTypeLike, name: str) -> np.dtype[Any]:
+def floating_dtype(value: DTypeLike, name: str) -> DType:
     """Return a floating-point dtype that the core knows, for an argument that may be None."""
     expected = "None, float16, bfloat16, float32 or float64"
     dtype = dtype_of(value, name, expected, lambda _: True)
@@ -456,12 +457,12 @@ def floating_dtype(value: DTypeLike, name: str) -> np.dtype[Any]:
     return dtype
 
 
-def wide_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def wide_dtype(dtype: DTypeLike) -> DType:
     """Return the type of a logsumexp, and of what is summed, for queries of this type."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def block_sizes(block_size: Any) -> tuple[int, int]:
+def block_sizes(block_size: object) -> tuple[int, int]:
     """Return how many queries and keys a block has."""
     sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2:
@@ -470,8 +471,8 @@ def block_sizes(block_size: Any) -> tuple[int, int]:
 
 
 def allocate(
-    shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
-) -> NDArray[Any]:
+    shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., Array] = np.empty
+) -> Array:
     """Allocate an array, empty or filled by `make`; its sizes come from the arguments `names`."""
     try:
         return make(shape, dtype)

@@ -10,17 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._common.arguments import allocate, as_array
+from attnmask._common.types import Array
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: object) -> bool:
     return _is_of(x, "torch", "Tensor")
 
 
-def is_jax(x: Any) -> bool:
+def is_jax(x: object) -> bool:
     return _is_of(x, "jax", "Array")
 
 
-def _is_of(x: Any, package: str, name: str) -> bool:
+def _is_of(x: object, package: str, name: str) -> bool:
     module = sys.modules.get(package)
     return module is not None and isinstance(x, getattr(module, name, ()))
 
@@ -30,7 +31,7 @@ def any_array(x: Any, name: str) -> Any:
     return x if is_tensor(x) or is_jax(x) else as_array(x, name)
 
 
-def like(x: Any, array: NDArray[Any]) -> Any:
+def like(x: Any, array: Array) -> Any:
     """Return `array` as the same kind as `x`; not traced, even if JAX traces `x`."""
     if is_tensor(x):
         return sys.modules["torch"].from_numpy(array).to(x.device)
@@ -60,13 +61,13 @@ def put(x: Any, places: NDArray[np.int64], length: int, fill: Any) -> Any:
             return sys.modules["jax"].numpy.full(shape, fill, x.dtype).at[_small(places, length)].set(x)
     except (RuntimeError, OverflowError, TypeError) as error:  # whatever they say of too large an array
         raise MemoryError(f"an array of shape {shape} does not fit in memory: {error}") from None
-    rows: NDArray[Any] = allocate(shape, x.dtype, "max_len")
+    rows: Array = allocate(shape, x.dtype, "max_len")
     rows[...] = fill
     rows[places] = x
     return rows
 
 
-def _small(places: NDArray[np.int64], length: int) -> NDArray[Any]:
+def _small(places: NDArray[np.int64], length: int) -> Array:
     """Use int32 where it suffices: JAX has no 64-bit integers by default."""
     return places.astype(np.int32) if length < 2**31 else places
 

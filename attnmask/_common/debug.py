@@ -2,13 +2,13 @@
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from attnmask._common.arguments import describe, flag
+from attnmask._common.types import AnyFunction, Arguments
 
 _Member = TypeVar(
-    "_Member", bound="Callable[..., Any] | property | classmethod[Any, Any, Any] | staticmethod[Any, Any]"
+    "_Member", bound="AnyFunction | property | classmethod[Any, Any, Any] | staticmethod[Any, Any]"
 )
 
 _enabled = os.environ.get("ATTNMASK_DEBUG", "0") not in ("", "0")
@@ -61,7 +61,7 @@ def get_debug_mode() -> bool:
     return _enabled
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Show an argument as in a call if that is short."""
     if isinstance(value, (list, tuple)):
         if len(value) > 8:
@@ -71,7 +71,7 @@ def _short(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else describe(value)
 
 
-def _log(what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _log(what: str, name: str, args: tuple[object, ...], kwargs: Arguments) -> None:
     import logging  # the import takes milliseconds, and most programs do not need it
 
     logger = logging.getLogger("attnmask")
@@ -81,11 +81,11 @@ def _log(what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     logger.debug("%s %s%s", what, name, "" if what == "read" else f"({', '.join(shown)})", stacklevel=3)
 
 
-def _traced(function: Callable[..., Any], what: str, bound: bool) -> Callable[..., Any]:
+def _traced(function: AnyFunction, what: str, bound: bool) -> AnyFunction:
     name = function.__qualname__
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if _enabled:
             _log(what, name, args[bound:], kwargs)
         return function(*args, **kwargs)
@@ -95,7 +95,7 @@ def _traced(function: Callable[..., Any], what: str, bound: bool) -> Callable[..
 
 def traced(member: _Member) -> _Member:
     """Log a function, method or property in debug mode; otherwise this costs 0.1 µs per call."""
-    result: Any
+    result: object
     if isinstance(member, property):
         getter = _traced(member.fget, "read", bound=True) if member.fget else None
         result = property(getter, member.fset, member.fdel, member.__doc__)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Collection
 from inspect import signature
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from attnmask._common.types import AnyFunction
+
+_Function = TypeVar("_Function", bound=AnyFunction)
 
 _LEAVE_OUT = {
     "enable_gqa": "key and value may have fewer heads than query",

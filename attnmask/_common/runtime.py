@@ -1,10 +1,9 @@
 """Threads, and what this build and this machine offer."""
 
-from typing import Any
-
 from attnmask._common.arguments import one_of
 from attnmask._common.loading import _core
 from attnmask._common.processors import describe
+from attnmask._common.types import Arguments
 
 __version__: str = _core.config()["version"]
 
@@ -58,7 +57,7 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
-def show_config(mode: str = "stdout") -> dict[str, Any] | None:
+def show_config(mode: str = "stdout") -> Arguments | None:
     """Print or return how the library was built and what it runs on.
 
     Parameters
@@ -83,7 +82,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     'baseline'
     """
     one_of(mode, "mode", ("stdout", "dict"))
-    config: dict[str, Any] = {}
+    config: Arguments = {}
     for key, value in _core.config().items():
         config[key] = value
         if key == "threads":

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, flag
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_Array: TypeAlias = NDArray[Any]
+_Function = TypeVar("_Function", bound=AnyFunction)
+_Array: TypeAlias = Array
 
 _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]

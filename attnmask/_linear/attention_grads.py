@@ -1,8 +1,8 @@
 """What gradients of linear attention come as. Annotations are types here, which programs can read."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numpy.typing import NDArray
+from attnmask._common.types import Array
 
 
 class LinearAttentionGrads(NamedTuple):
@@ -15,9 +15,9 @@ class LinearAttentionGrads(NamedTuple):
     ('query', 'key', 'value', 'decay', 'beta', 'initial_state')
     """
 
-    query: NDArray[Any]
-    key: NDArray[Any]
-    value: NDArray[Any]
-    decay: NDArray[Any] | None
-    beta: NDArray[Any] | None
-    initial_state: NDArray[Any] | None
+    query: Array
+    key: Array
+    value: Array
+    decay: Array | None
+    beta: Array | None
+    initial_state: Array | None

@@ -10,13 +10,14 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypeAlias, overload
+from typing import Literal, Protocol, TypeAlias, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, flag, one_of
 from attnmask._common.loading import _core
+from attnmask._common.types import Array
 from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = [
@@ -37,7 +38,7 @@ class _VjpWithState(Protocol):
     def __call__(self, dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads: ...
 
 
-def _is_silu(activation: Any) -> bool:
+def _is_silu(activation: object) -> bool:
     one_of(activation, "activation", (None, "silu"))
     return activation is not None
 
@@ -52,8 +53,8 @@ def short_convolution(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]: ...
+    out: Array | None = None,
+) -> Array: ...
 @overload
 def short_convolution(
     x: ArrayLike,
@@ -64,8 +65,8 @@ def short_convolution(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[True],
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = None,
+) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
     x: ArrayLike,
@@ -76,8 +77,8 @@ def short_convolution(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
@@ -87,8 +88,8 @@ def short_convolution(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
     """Convolve each channel with the last W tokens of its sequence.
 
     Parameters
@@ -159,8 +160,8 @@ def short_convolution_vjp(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], _Vjp]: ...
+    out: Array | None = None,
+) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
     x: ArrayLike,
@@ -171,8 +172,8 @@ def short_convolution_vjp(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[True],
-    out: NDArray[Any] | None = None,
-) -> tuple[tuple[NDArray[Any], NDArray[Any]], _VjpWithState]: ...
+    out: Array | None = None,
+) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
     x: ArrayLike,
@@ -183,8 +184,8 @@ def short_convolution_vjp(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any] | tuple[NDArray[Any], NDArray[Any]], _Vjp | _VjpWithState]: ...
+    out: Array | None = None,
+) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
@@ -194,8 +195,8 @@ def short_convolution_vjp(
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any] | tuple[NDArray[Any], NDArray[Any]], _Vjp | _VjpWithState]:
+    out: Array | None = None,
+) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]:
     """`short_convolution` and its gradients.
 
     Parameters
@@ -247,13 +248,13 @@ def short_convolution_vjp(
 def short_convolution_step(
     x: ArrayLike,
     weight: ArrayLike,
-    state: NDArray[Any],
+    state: Array,
     bias: ArrayLike | None = None,
     *,
     activation: _Activation = None,
     state_indices: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Convolve one token of each sequence, and update the states in place.
 
     Parameters

@@ -1,8 +1,8 @@
 """The gradients of short convolutions, whose types a program can read as they stand here."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numpy.typing import NDArray
+from attnmask._common.types import Array
 
 
 class ShortConvolutionGrads(NamedTuple):
@@ -24,7 +24,7 @@ class ShortConvolutionGrads(NamedTuple):
     (array([[2., 3.]], dtype=float32), None)
     """
 
-    x: NDArray[Any]
-    weight: NDArray[Any]
-    bias: NDArray[Any] | None = None
-    initial_state: NDArray[Any] | None = None
+    x: Array
+    weight: Array
+    bias: Array | None = None
+    initial_state: Array | None = None

@@ -29,13 +29,14 @@ packed row.
 
 from __future__ import annotations
 
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._common.debug import traced
 from attnmask._common.loading import _core
+from attnmask._common.types import Array
 
 
 @traced
@@ -94,8 +95,8 @@ def _equal_pairs(
     kv_ids: NDArray[np.int32],
     names: tuple[str, str],
     dtype: DTypeLike,
-    out: NDArray[Any] | None,
-) -> NDArray[Any]:
+    out: Array | None,
+) -> Array:
     """Return the mask of ids that were checked one by one."""
     batch, other_batch = len(q_ids), len(kv_ids)
     heads = {ids.shape[1] for ids in (q_ids, kv_ids) if ids.ndim == 3}
@@ -112,30 +113,30 @@ def segment_ids_to_mask(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     dtype: DTypeLike = ...,
     return_separate_masks: Literal[False] = ...,
-    out: NDArray[Any] | None = ...,
-) -> NDArray[Any]: ...
+    out: Array | None = ...,
+) -> Array: ...
 @overload
 def segment_ids_to_mask(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     dtype: DTypeLike = ...,
     *,
     return_separate_masks: Literal[True],
-    out: NDArray[Any] | None = ...,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = ...,
+) -> tuple[Array, Array, Array]: ...
 @overload
 def segment_ids_to_mask(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     dtype: DTypeLike,
     return_separate_masks: Literal[True],
-    out: NDArray[Any] | None = ...,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
+    out: Array | None = ...,
+) -> tuple[Array, Array, Array]: ...
 @traced
 def segment_ids_to_mask(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     dtype: DTypeLike = np.bool_,
     return_separate_masks: bool = False,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    out: Array | None = None,
+) -> Array | tuple[Array, Array, Array]:
     """Return the mask in which tokens attend to tokens with the same segment id.
 
     Parameters
@@ -197,8 +198,8 @@ def segment_ids_to_qkv_masks(
     q_segment_ids: ArrayLike,
     kv_segment_ids: ArrayLike | None = None,
     dtype: DTypeLike = np.bool_,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    out: Array | None = None,
+) -> tuple[Array, Array, Array]:
     """Return which queries and which keys are not padding, and the mask between them.
 
     Parameters
@@ -366,8 +367,8 @@ def cu_seqlens_to_mask(
     cu_seqlens: ArrayLike,
     max_len: SupportsIndex,
     dtype: DTypeLike = np.bool_,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Return the token mask of ranges in pair form.
 
     Parameters
@@ -408,7 +409,7 @@ def qkv_cu_seqlens_to_qkv_masks(
     cu_seqlens_kv: ArrayLike | None = None,
     max_kv_len: SupportsIndex | None = None,
     dtype: DTypeLike = np.bool_,
-) -> tuple[NDArray[Any], NDArray[Any]]:
+) -> tuple[Array, Array]:
     """Return the token masks of queries and keys, from ranges in pair form.
 
     Parameters
@@ -451,8 +452,8 @@ def qkv_cu_seqlens_to_attention_mask(
     cu_seqlens_kv: ArrayLike | None = None,
     max_kv_len: SupportsIndex | None = None,
     dtype: DTypeLike = np.bool_,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Return the mask in which each row's queries attend to its keys, from ranges in pair form.
 
     Parameters

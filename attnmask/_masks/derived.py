@@ -1,12 +1,11 @@
 """Derive arrays, segment ids, lengths and positions from a mask, on request."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._common.arguments import frozen, integer, is_floating, number_dtype, place
 from attnmask._common.loading import _core
+from attnmask._common.types import Array, DType
 from attnmask._masks import convert as masks
 from attnmask._masks.program import Shape, fill, join, same
 from attnmask._masks.state import Ids, Labels, MaybeIds, State, base_ids, fitted, padding_of
@@ -23,26 +22,24 @@ _LABELLED_PAIRS = 2**24  # a picture shows no ids for an array with more: findin
 # The mask as an array
 
 
-def _filled(
-    state: State, dtype: np.dtype[Any], live: float, dead: float, out: NDArray[Any] | None
-) -> NDArray[Any]:
+def _filled(state: State, dtype: DType, live: float, dead: float, out: Array | None) -> Array:
     array = fill(*state.described("write out the mask"), dtype, live, dead, out)
     return frozen(array) if out is None else array
 
 
-def mask_array(state: State) -> NDArray[Any]:
+def mask_array(state: State) -> Array:
     array = state.array
     if array is not None:
         return array
     return state.once("attention_mask", lambda: _filled(state, state.dtype, 1, 0, None))
 
 
-def mask_of_dtype(state: State, dtype: DTypeLike, out: NDArray[Any] | None = None) -> NDArray[Any]:
+def mask_of_dtype(state: State, dtype: DTypeLike, out: Array | None = None) -> Array:
     wanted = number_dtype(dtype)
     return mask_array(state) if out is None and wanted == state.dtype else _filled(state, wanted, 1, 0, out)
 
 
-def array_protocol(state: State, dtype: DTypeLike | None, copy: bool | None) -> NDArray[Any]:
+def array_protocol(state: State, dtype: DTypeLike | None, copy: bool | None) -> Array:
     """Return what ``__array__`` returns: the mask itself unless another type or a copy is requested."""
     array = mask_array(state)
     wanted = array.dtype if dtype is None else np.dtype(dtype)
@@ -51,7 +48,7 @@ def array_protocol(state: State, dtype: DTypeLike | None, copy: bool | None) -> 
     return array.astype(wanted, copy=bool(copy))
 
 
-def bias(state: State, dtype: DTypeLike, out: NDArray[Any] | None) -> NDArray[Any]:
+def bias(state: State, dtype: DTypeLike, out: Array | None) -> Array:
     try:
         wanted = number_dtype(dtype)
     except TypeError:
@@ -126,9 +123,7 @@ def lens(state: State, side: int) -> NDArray[np.int32] | None:
     return frozen(ids.shape[-1] - padding)
 
 
-def cu_seqlens(
-    state: State, out_dtype: DTypeLike, max_segments: int | None
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def cu_seqlens(state: State, out_dtype: DTypeLike, max_segments: int | None) -> tuple[Array, Array]:
     dtype = number_dtype(out_dtype, "out_dtype")
     if dtype.kind not in "iu":
         raise TypeError(f"out_dtype must be an integer type, got {dtype}")
@@ -148,11 +143,11 @@ def cu_seqlens(
     return frozen(q_cu), frozen(kv_cu)
 
 
-def cu_seqlens_of_int32(state: State) -> tuple[NDArray[Any], NDArray[Any]]:
+def cu_seqlens_of_int32(state: State) -> tuple[Array, Array]:
     return state.once("cu_seqlens", lambda: cu_seqlens(state, np.int32, None))
 
 
-def _converted(cu: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _converted(cu: Array, dtype: DType) -> Array:
     limits = np.iinfo(dtype)
     if cu.size and not limits.min <= cu.min() <= cu.max() <= limits.max:
         raise OverflowError(f"cu_seqlens do not fit {dtype}: they are up to {cu.max()}")
@@ -173,7 +168,7 @@ def positions(state: State) -> tuple[MaybeIds, MaybeIds]:
     return q_positions, kv_positions
 
 
-def qkv_masks(state: State, dtype: DTypeLike) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def qkv_masks(state: State, dtype: DTypeLike) -> tuple[Array, Array, Array]:
     wanted = number_dtype(dtype)
     q_ids, kv_ids = segment_ids(state)
     program = (equal(q_ids, kv_ids),)
@@ -242,7 +237,7 @@ def are_equal(one: State, other: State) -> bool:
     return not _core.mask_count((b, other_h if h == 1 else h, q, k), (base, *terms.nodes)).any()
 
 
-def _same_leaves(mine: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+def _same_leaves(mine: tuple[ArrayLike, ...], others: tuple[ArrayLike, ...]) -> bool:
     return all(
         a is b or (a is not None and b is not None and np.array_equal(a, b))
         for a, b in zip(mine, others, strict=True)

@@ -28,6 +28,7 @@ from attnmask._common.arguments import AxisName, Offsets, describe, flag
 from attnmask._common.debug import traced
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import hides
+from attnmask._common.types import AnyFunction, Array, Axes, BlockMask
 from attnmask._masks import derived, sources, transforms
 from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
@@ -464,9 +465,7 @@ class MaskInfo(OtherWays):
         return cls._of(sources.of_blocks(blocks, block_size, q_len, kv_len))
 
     @classmethod
-    def from_function(
-        cls, f: Callable[..., Any], q_len: int, kv_len: int, batch: int = 1, heads: int = 1
-    ) -> Self:
+    def from_function(cls, f: AnyFunction, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> Self:
         """Make a mask from a function of index arrays, like a mask_mod of FlexAttention.
 
         It is called part by part, so no array is as large as the mask, and never again. One number is kept per tile of
@@ -508,7 +507,7 @@ class MaskInfo(OtherWays):
         return cls._of(sources.of_function(f, q_len, kv_len, batch, heads))
 
     @classmethod
-    def from_block_mask(cls, block_mask: Any) -> MaskInfo:
+    def from_block_mask(cls, block_mask: object) -> MaskInfo:
         """Make a mask from a BlockMask of FlexAttention on the CPU.
 
         Its ``mask_mod`` is evaluated once for every pair, as in `from_function`.
@@ -885,7 +884,7 @@ class MaskInfo(OtherWays):
 
     __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
 
-    def _joined(self, other: Any, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
+    def _joined(self, other: object, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
         if not isinstance(other, MaskInfo):
             if not hasattr(other, "__array__"):
                 return NotImplemented  # type: ignore[no-any-return]
@@ -895,7 +894,7 @@ class MaskInfo(OtherWays):
             )
         return self._of(transforms.joined(self._state, other._state, operator, baked))
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: object) -> Self:
         """Return a part of the mask, ``mask[rows, heads, queries, keys]``, still as a description.
 
         Each index is a slice, clipped as in NumPy, or an integer, which keeps its axis. ``...`` stands for all missing
@@ -921,7 +920,7 @@ class MaskInfo(OtherWays):
         kv_segment_ids: ArrayLike | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cu_seqlens_kv: ArrayLike | None = None,
-        **others: Any,
+        **others: object,
     ) -> Self:
         """Return a MaskInfo with some parts replaced.
 
@@ -1382,7 +1381,7 @@ class MaskInfo(OtherWays):
         print(drawing)
         return None
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the first plane of the mask with matplotlib: the more of a cell is allowed, the stronger its colour.
 
         If segments are known, cells take the colour of their segment.
@@ -1424,7 +1423,7 @@ class MaskInfo(OtherWays):
     # Converting
 
     @property
-    def attention_mask(self) -> NDArray[Any]:
+    def attention_mask(self) -> Array:
         """The mask as an array ``[B, H, Q, K]``, with one head if all share it.
 
         bool, or the type of the array that it was made from or converted to by `to_dtype` or
@@ -1438,7 +1437,7 @@ class MaskInfo(OtherWays):
         """
         return derived.mask_array(self._state)
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         """Return `attention_mask` in any dtype, for NumPy functions.
 
         Examples
@@ -1471,7 +1470,7 @@ class MaskInfo(OtherWays):
         """
         return self._made(transforms.to_dtype(self._state, dtype))
 
-    def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> Any:
+    def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> BlockMask:
         """Return the mask as a BlockMask of FlexAttention. PyTorch must be installed.
 
         Parameters
@@ -1508,7 +1507,7 @@ class MaskInfo(OtherWays):
         """
         return MaskSharding(*[None] * len(MaskSharding._fields))
 
-    def get_shardings(self, sequence_parallel: bool = False, *, mesh: Any) -> MaskSharding:
+    def get_shardings(self, sequence_parallel: bool = False, *, mesh: object) -> MaskSharding:
         """Return how to divide the held arrays among the devices of a mesh, by axis names.
 
         Parameters

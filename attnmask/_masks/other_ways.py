@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._common.arguments import AxisName, describe, flag, frozen
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array, Tree
 from attnmask._masks import derived, sources, transforms, tree
 from attnmask._masks.state import State, with_details
 
@@ -21,7 +22,7 @@ class Held:
     __slots__ = ("__weakref__", "_held", "_leaves")
 
     _held: State | None  # None until the leaves are read
-    _leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+    _leaves: Tree | None
 
     @classmethod
     def _of(cls, state: State) -> Self:
@@ -49,7 +50,7 @@ class Held:
     # The mask as PyTorch tensors, which torch.compile makes inputs of a graph; None if it holds no mask.
     _tensors = property(_core.built_in(_as_tensors))
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def tree_flatten(self) -> Tree:
         """Take the mask apart for JAX: arrays, and the rest.
 
         Returns
@@ -98,11 +99,11 @@ class Held:
         info._held, info._leaves = None, tree.parts(aux_data, children)
         return info
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         children, aux_data = self.tree_flatten()
         return tree.pickled(aux_data, children)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Arguments) -> None:
         self._held, self._leaves = None, tree.unpickled(state)
 
 
@@ -178,8 +179,8 @@ class OtherWays(Held):
         offset: int = 0,
         dtype: DTypeLike = np.bool_,
         *,
-        out: NDArray[Any] | None = None,
-    ) -> NDArray[Any]:
+        out: Array | None = None,
+    ) -> Array:
         """Return chunks as an array; write ``np.asarray(MaskInfo.full(q_len, kv_len).apply_chunked(size))[0, 0]``.
 
         Examples
@@ -194,8 +195,8 @@ class OtherWays(Held):
         return transforms.chunked_array(chunk_size, q_len, kv_len, offset, dtype, out)
 
     def get_or_compute_attention_mask(
-        self, dtype: DTypeLike = np.bool_, *, out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+        self, dtype: DTypeLike = np.bool_, *, out: Array | None = None
+    ) -> Array:
         """Return the mask as an array, into `out` if given; write ``np.asarray(mask, dtype)``.
 
         Examples
@@ -233,7 +234,7 @@ class OtherWays(Held):
         """
         return derived.bias(self._state, np.float32, None)
 
-    def create_bias(self, dtype: DTypeLike = np.float32, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def create_bias(self, dtype: DTypeLike = np.float32, *, out: Array | None = None) -> Array:
         """Return 0 for allowed pairs, the lowest of `dtype` for others; pass ``attention_mask=mask`` instead.
 
         Examples
@@ -282,7 +283,7 @@ class OtherWays(Held):
         """
         return frozen((derived.side_ids(self._state, 0) >= 0).astype(np.int32))
 
-    def get_qkv_masks(self, dtype: DTypeLike = np.bool_) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    def get_qkv_masks(self, dtype: DTypeLike = np.bool_) -> tuple[Array, Array, Array]:
         """Return what is not padding, and pairs of the same id; write ``ids >= 0`` and `segment_ids_to_mask`.
 
         Examples
@@ -296,7 +297,7 @@ class OtherWays(Held):
 
     def get_or_compute_qkv_cu_seqlens(
         self, *, out_dtype: DTypeLike = np.int32, max_segments: int | None = None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    ) -> tuple[Array, Array]:
         """Return where segments start, or pairs ``[start, end]`` of an array; write ``mask.cu_seqlens_q``.
 
         Examples

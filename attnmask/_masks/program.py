@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnmask._common.arguments import describe, frozen, integer
 from attnmask._common.loading import _core
+from attnmask._common.types import Array, DType
 from attnmask._masks.terms import KINDS, Crop, Extent, Node, dense, operands
 
 Program: TypeAlias = tuple[Node, ...]
@@ -27,7 +27,7 @@ _SYMBOLS = {"and": "&", "or": "|", "xor": "^"}
 _REPR_TERMS = 12
 
 
-def axis_length(value: Any, name: str) -> int:
+def axis_length(value: object, name: str) -> int:
     """Return the length of a mask axis."""
     length = integer(value, name, 0)
     if length > LONGEST:
@@ -43,7 +43,7 @@ def extents(program: Program) -> Iterable[tuple[str, Extent]]:
                 yield field.words, field.extent(operand)
 
 
-def arrays(program: Program) -> list[NDArray[Any]]:
+def arrays(program: Program) -> list[Array]:
     return [operand for node in program for _, operand in operands(node) if isinstance(operand, np.ndarray)]
 
 
@@ -138,11 +138,11 @@ def join(
 def fill(
     shape: Shape,
     program: Program,
-    dtype: np.dtype[Any],
+    dtype: DType,
     live: float,
     dead: float,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     return _core.mask_fill(shape, program, dtype, live, dead, out)
 
 
@@ -159,10 +159,10 @@ class Leaf(NamedTuple):
     place: int
 
 
-def hollow(program: Program, leaves: list[Any]) -> Program:
+def hollow(program: Program, leaves: list[Array | None]) -> Program:
     """Return `program` with its arrays moved to `leaves`, unless they are there already."""
 
-    def moved(operand: Any) -> Any:
+    def moved(operand: object) -> object:
         if not isinstance(operand, np.ndarray):
             return operand
         for index, leaf in enumerate(leaves):
@@ -174,10 +174,10 @@ def hollow(program: Program, leaves: list[Any]) -> Program:
     return tuple(node if isinstance(node, str) else tuple(map(moved, node)) for node in program)
 
 
-def refill(program: Program, leaves: tuple[Any, ...], checked: dict[int, Any]) -> Program:
+def refill(program: Program, leaves: tuple[object, ...], checked: dict[int, object]) -> Program:
     """Undo `hollow` with the current `leaves`, which are `checked` like arguments, each by its index."""
 
-    def filled(field: Any, operand: Any) -> Any:
+    def filled(field: Any, operand: object) -> object:
         if not isinstance(operand, Leaf):
             plain = field is None or operand is None or isinstance(operand, int)
             return operand if plain else field.check(operand)

@@ -18,12 +18,13 @@ import shutil
 import sys
 import textwrap
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._common.arguments import block_sizes, describe, flag, integer, one_of, place
+from attnmask._common.types import Axes
 
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -65,7 +66,7 @@ class Drawable(Protocol):
 # Arguments
 
 
-def places(info: Drawable, batch: Any, head: Any) -> tuple[int, int]:
+def places(info: Drawable, batch: object, head: object) -> tuple[int, int]:
     return place(batch, "batch", info.shape[0]), place(head, "head", info.heads)
 
 
@@ -228,7 +229,7 @@ def _column_label(label: int) -> str:
     return {PAD: "  ", MIX: "??"}.get(label, f"{label % 100:02d}")
 
 
-def takes_colours(stream: Any) -> bool:
+def takes_colours(stream: object) -> bool:
     """Return whether the stream is a terminal with colours, and colours are not disabled (see no-color.org)."""
     terminal = getattr(stream, "isatty", bool)()
     return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -387,7 +388,7 @@ def text(info: Drawable, words: str) -> str:
 _PIXELS = 512  # of each side, at most
 
 
-def plot(info: Drawable, ax: Any = None, batch: int = 0, head: int = 0) -> Any:
+def plot(info: Drawable, ax: Axes | None = None, batch: int = 0, head: int = 0) -> Axes:
     """Draw one plane of a mask with matplotlib, which must be installed.
 
     Parameters

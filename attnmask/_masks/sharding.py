@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attnmask._common.arguments import AxisName, describe, flag, integer
+from attnmask._common.types import PartitionSpec
 from attnmask._masks.state import AXES, State
 
 
@@ -21,16 +22,16 @@ class MaskSharding(NamedTuple):
     True
     """
 
-    attention_mask: Any
-    q_segment_ids: Any
-    kv_segment_ids: Any
-    cu_seqlens_q: Any
-    cu_seqlens_kv: Any
-    q_positions: Any
-    kv_positions: Any
+    attention_mask: PartitionSpec | None
+    q_segment_ids: PartitionSpec | None
+    kv_segment_ids: PartitionSpec | None
+    cu_seqlens_q: PartitionSpec | None
+    cu_seqlens_kv: PartitionSpec | None
+    q_positions: PartitionSpec | None
+    kv_positions: PartitionSpec | None
 
 
-def mesh_sizes(mesh: Any) -> dict[str, int]:
+def mesh_sizes(mesh: object) -> dict[str, int]:
     """Return the size of each axis of a JAX mesh, or of a mapping."""
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(sizes, Mapping):
@@ -50,7 +51,9 @@ def check_axes(axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> None:
                 raise ValueError(f"{argument} must name axes of the mesh, {sorted(sizes)}, got {name!r}")
 
 
-def partition(shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> Any:
+def partition(
+    shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mapping[str, int]
+) -> PartitionSpec:
     """Return the spec of an array of `shape` whose first dimensions go to `axes`, given by argument.
 
     What does not divide evenly is dropped. What is left may name no axis twice: JAX refuses it.
@@ -69,23 +72,23 @@ def partition(shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mappi
     return spec_of(() if spec.count(None) == len(spec) else tuple(spec))
 
 
-def spec_of(names: tuple[AxisName, ...]) -> Any:
+def spec_of(names: tuple[AxisName, ...]) -> PartitionSpec:
     """Return the names as a JAX spec if JAX is installed, otherwise as they are."""
     try:
-        from jax.sharding import PartitionSpec  # type: ignore[import-not-found, unused-ignore]
+        from jax.sharding import PartitionSpec
     except ImportError:
-        return names
+        return names  # type: ignore[return-value, unused-ignore]
     return PartitionSpec(*names)
 
 
-def shardings(state: State, sequence_parallel: bool, mesh: Any) -> MaskSharding:
+def shardings(state: State, sequence_parallel: bool, mesh: object) -> MaskSharding:
     sizes = mesh_sizes(mesh)
     batch, heads, _, tokens = zip(AXES, state.axes, strict=True)
     if not flag(sequence_parallel, "sequence_parallel"):
         tokens = (tokens[0], None)
     check_axes(dict((heads, batch, tokens)), sizes)
 
-    def spec(name: str, shape: tuple[int, ...] | None) -> Any:
+    def spec(name: str, shape: tuple[int, ...] | None) -> PartitionSpec | None:
         if shape is None or name.startswith("cu_seqlens"):
             return None
         if name == "attention_mask":  # the array may broadcast to this shape

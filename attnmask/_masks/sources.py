@@ -22,6 +22,7 @@ from attnmask._common.arguments import (
     mask_array,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array
 from attnmask._common.warnings import warn_once
 from attnmask._masks import convert as masks
 from attnmask._masks.program import LONGEST, Shape, Terms, axis_length, fill
@@ -212,7 +213,7 @@ def of_cu_seqlens(
     return replace(state, cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
 
 
-def _seed(value: Any) -> Any:
+def _seed(value: object) -> Any:
     """Return a seed that is safe for NumPy, which calls into array subclasses and follows nested lists forever."""
     if isinstance(value, np.ndarray):
         return np.asarray(value)
@@ -224,7 +225,7 @@ def _seed(value: Any) -> Any:
     return value
 
 
-def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: Any) -> State:
+def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: object) -> State:
     batch_size, q_len = integer(batch_size, "batch_size", 0), integer(q_len, "q_len", 0)
     kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", 0)
     if not isinstance(sparsity, (int, float, np.integer, np.floating)) or isinstance(
@@ -256,7 +257,7 @@ def of_tokens(array: ArrayLike, name: str, layout: str) -> State:
     return _of_ids(ids, ids)
 
 
-def of_blocks(blocks: ArrayLike, block_size: Any, q_len: int | None, kv_len: int | None) -> State:
+def of_blocks(blocks: ArrayLike, block_size: object, q_len: int | None, kv_len: int | None) -> State:
     live = mask_array(blocks, "blocks", ("[B, H, Q blocks, K blocks]",))
     q_size, k_size = block_sizes(block_size)
     queries = _covered(q_len, "q_len", live.shape[2], q_size)
@@ -284,7 +285,7 @@ def _of_tiles(base: Node, shape: Shape) -> State:
     return State(base=base, extent=shape, labels=padding_of(shape, (base,)))
 
 
-def of_function(f: Any, q_len: int, kv_len: int, batch: int, heads: int) -> State:
+def of_function(f: AnyFunction, q_len: int, kv_len: int, batch: int, heads: int) -> State:
     if not callable(f):
         raise TypeError(f"f must be a function of b, h, q and k, got {describe(f)}")
     queries, keys = integer(q_len, "q_len", 0), integer(kv_len, "kv_len", 0)
@@ -325,11 +326,11 @@ _Index: TypeAlias = tuple[NDArray[np.int64], ...]
 _WITHOUT_TENSORS = (TypeError, AttributeError, RuntimeError, Warning)
 
 
-def _asker(f: Callable[..., Any]) -> Callable[[_Index], Any]:
+def _asker(f: AnyFunction) -> Callable[[_Index], object]:
     """Return `f` on index arrays, or on tensors once it has failed without them."""
     takes_tensors = False
 
-    def ask(index: _Index) -> Any:
+    def ask(index: _Index) -> object:
         nonlocal takes_tensors
         if takes_tensors:
             return f(*_tensors(index))
@@ -346,11 +347,11 @@ def _asker(f: Callable[..., Any]) -> Callable[[_Index], Any]:
     return ask
 
 
-def _tensors(index: _Index) -> list[Any]:
+def _tensors(index: _Index) -> list[object]:
     return [sys.modules["torch"].from_numpy(part.copy()) for part in index]
 
 
-def _failure(f: Callable[..., Any], error: Exception) -> Exception:
+def _failure(f: AnyFunction, error: Exception) -> Exception:
     """Return an error of the same kind that says what `f` was given."""
     name = getattr(f, "__name__", type(f).__name__)
     message = f"{name} failed: {error}; f(b, h, q, k) gets index arrays; write & and |, np.abs"
@@ -360,7 +361,7 @@ def _failure(f: Callable[..., Any], error: Exception) -> Exception:
         return RuntimeError(message)
 
 
-def _asked(ask: Callable[[_Index], Any], index: _Index, slab: Shape) -> NDArray[Any]:
+def _asked(ask: Callable[[_Index], object], index: _Index, slab: Shape) -> Array:
     """Return what a function says about a slab, with four axes; axes along which it is constant may have length 1."""
     live = as_array(ask(index), "the result of f")
     if live.dtype.kind not in "biu":
@@ -373,7 +374,7 @@ def _asked(ask: Callable[[_Index], Any], index: _Index, slab: Shape) -> NDArray[
     return live.reshape((1,) * (4 - live.ndim) + live.shape)
 
 
-def _tiles_of(live: NDArray[Any], shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
+def _tiles_of(live: Array, shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
     """Return the places of the tiles of one plane; new bits are added to `known`."""
     plane = (1, 1, *shape)
     pairs = _core.mask_grid(plane, (("all",),), 0, 0, TILE, TILE)

@@ -1,11 +1,11 @@
 """The state of a `MaskInfo`: its program, and the arrays that go with it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from attnmask._common.arguments import (
     AxisName,
@@ -18,6 +18,7 @@ from attnmask._common.arguments import (
     mask_array,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array, DType, Given
 from attnmask._masks.program import Program, Shape, Terms, agree, arrays, extents, words
 from attnmask._masks.terms import Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
 
@@ -102,7 +103,7 @@ class Labels:
         return Labels(*(None if ids is None else repeated(ids) for ids in self.get()))
 
 
-def ids_of_tokens(valid: Any) -> Ids:
+def ids_of_tokens(valid: ArrayLike) -> Ids:
     """Return 0 for tokens and -1 for padding."""
     ids: Ids = np.subtract(valid, 1, out=allocate(np.shape(valid), np.int32, "padding"), casting="unsafe")
     return frozen(ids)
@@ -118,7 +119,7 @@ def padding_of(shape: Shape, program: Program) -> Labels:
     return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
 
 
-def _shape_of(array: NDArray[Any] | None) -> tuple[int, ...] | None:
+def _shape_of(array: Array | None) -> tuple[int, ...] | None:
     return None if array is None else array.shape
 
 
@@ -133,18 +134,18 @@ class State:
     terms: Terms = _NO_TERMS
     extent: Extent = (None, None, None, None)  # has no None if there is a base
     segment_based: bool = False  # whether the base tells segments: see `base_ids`
-    dtype: np.dtype[Any] = BOOL  # of the mask as an array
+    dtype: DType = BOOL  # of the mask as an array
     labels: Labels = _NO_LABELS
-    cu_seqlens_q: NDArray[Any] | None = None
-    cu_seqlens_kv: NDArray[Any] | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_kv: Array | None = None
     q_positions: MaybeIds = None
     kv_positions: MaybeIds = None
     baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
     axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
-    cache: dict[str, Any] = field(default_factory=dict, init=False)
-    kept: tuple[Shape, Any] | None = field(default=None, init=False)
+    cache: Arguments = field(default_factory=dict, init=False)
+    kept: tuple[Shape, Node] | None = field(default=None, init=False)
 
-    def prepared(self, shape: Shape, program: Program) -> Any:
+    def prepared(self, shape: Shape, program: Program) -> Node:
         """`program`, which is the mask's own for so many batch rows and heads, as a term that the core has read and
         looked at. Of the last shape it is kept.
         """
@@ -178,7 +179,7 @@ class State:
         return () if self.base is None else (self.base, *self.terms.nodes)
 
     @property
-    def base_array(self) -> NDArray[Any] | None:
+    def base_array(self) -> Array | None:
         """Return the dense array that the mask begins with."""
         return self.base[1] if isinstance(self.base, tuple) and self.base[0] == "dense" else None
 
@@ -196,7 +197,7 @@ class State:
         }
 
     @property
-    def array(self) -> NDArray[Any] | None:
+    def array(self) -> Array | None:
         """Return the mask if it is already an array of the right type and shape."""
         array = self.base_array
         if array is None or self.terms or array.dtype != self.dtype:
@@ -261,18 +262,18 @@ def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
     return replace(state, extent=(batch, None, queries, keys))
 
 
-def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
+def four_dimensions(mask: Array) -> Array:
     return mask if mask.ndim == 4 else mask[:, None]
 
 
-def with_details(state: State, given: Mapping[str, Any]) -> State:
+def with_details(state: State, given: Given) -> State:
     """Return `state` with the positions and axis names among the arguments `given`."""
     return changed(state, {name: value for name, value in given.items() if name in DETAILS})
 
 
-def changed(state: State, given: Mapping[str, Any]) -> State:
+def changed(state: State, given: Given) -> State:
     """Return `state` with the arguments `given` replaced. None counts only for details."""
-    changes: dict[str, Any] = {
+    changes: Arguments = {
         name: None if given[name] is None else integers(given[name], name, layouts)
         for name, layouts in POSITIONS.items()
         if name in given
@@ -337,5 +338,5 @@ def _first_tokens(shape: tuple[int, int], counts: PerRow) -> Ids:
     return frozen(ids)
 
 
-def _first(new: MaybeIds, old: Any) -> MaybeIds:
+def _first(new: MaybeIds, old: MaybeIds) -> MaybeIds:
     return old if new is None else new

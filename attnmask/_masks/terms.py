@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from attnmask._common.arguments import (
     Limit,
@@ -48,6 +48,7 @@ from attnmask._common.arguments import (
     shared_integers,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array
 
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]
@@ -102,7 +103,7 @@ def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: boo
     return ("equal", q_ids, kv_ids, exclude_zero)
 
 
-def dense(array: NDArray[Any]) -> Node:
+def dense(array: Array) -> Node:
     """Return the term of a 4-D `array`."""
     return ("dense", array, 0, 0)
 
@@ -146,8 +147,8 @@ class Field(NamedTuple):
     """An operand that may be an array."""
 
     words: str  # name the array in errors
-    extent: Callable[[NDArray[Any]], Extent]  # gives the lengths of the mask that follow from the array
-    check: Callable[[Any], Any]  # checks what comes out of a tree, which may be any object
+    extent: Callable[[Array], Extent]  # gives the lengths of the mask that follow from the array
+    check: AnyFunction  # checks what comes out of a tree, which may be any object
 
 
 def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
@@ -157,37 +158,37 @@ def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
     return (rows, planes, length, None) if side == 2 else (rows, planes, None, length)
 
 
-def _dense_extent(array: NDArray[Any]) -> Extent:
+def _dense_extent(array: Array) -> Extent:
     """Return the shape in use: the array may be larger."""
     batch, heads = (None if size == 1 else size for size in array.shape[:2])
     return batch, heads, None, None
 
 
-def _checked_rows(value: Any) -> PerRow:
+def _checked_rows(value: ArrayLike) -> PerRow:
     return per_row(value, ROWS.words, np.size(value))
 
 
-def _checked_ids(value: Any) -> NDArray[np.int32]:
+def _checked_ids(value: object) -> NDArray[np.int32]:
     return shared_integers(value, "segment ids", ("[B, T]", "[B, H, T]"))
 
 
-def _checked_diagonals(value: Any) -> NDArray[np.int32]:
+def _checked_diagonals(value: object) -> NDArray[np.int32]:
     return shared_integers(value, DIAGONALS.words, ("[B, Q]", "[B, H, Q]"))
 
 
-def _checked_mask(value: Any) -> NDArray[Any]:
+def _checked_mask(value: object) -> Array:
     return mask_array(value, "attention_mask", ("[B, H, Q, K]",))
 
 
-def _checked_starts(value: Any) -> NDArray[np.int64]:
+def _checked_starts(value: object) -> NDArray[np.int64]:
     return frozen(_core.checked_starts(as_array(value, "cu_seqlens"), "cu_seqlens"))
 
 
-def _checked_heads(value: Any) -> PerRow:
+def _checked_heads(value: ArrayLike) -> PerRow:
     return per_row(value, HEADS.words, np.size(value), row="head")
 
 
-def _checked_places(value: Any) -> NDArray[np.int32]:
+def _checked_places(value: object) -> NDArray[np.int32]:
     array = integer_array(value, PLACES.words)
     if array.ndim != 4:
         raise ValueError(f"{PLACES.words} must be [B, H, Q, K], got {describe(array)}")
@@ -195,7 +196,7 @@ def _checked_places(value: Any) -> NDArray[np.int32]:
     return shared_integers(planes, PLACES.words, ("[B * H, Q, K]",)).reshape(array.shape)
 
 
-def _checked_bits(value: Any) -> NDArray[np.uint8]:
+def _checked_bits(value: object) -> NDArray[np.uint8]:
     bits = as_array(value, BITS.words)
     if bits.dtype != np.uint8 or bits.shape[1:] != _NO_BITS.shape[1:]:
         raise ValueError(f"{BITS.words} must be uint8 of shape [n, 64, 8], got {describe(bits)}")
@@ -234,22 +235,22 @@ class Crop:
         self.q_start, self.q_len, self.k_start, self.kv_len = q_start, q_len, k_start, kv_len
         self.rows, self.heads = rows, heads
         # An array that several terms share is cropped once. It is kept, because its id() is unique only while it lives.
-        self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._taken: dict[tuple[str, int], tuple[Array, Array]] = {}
 
-    def queries(self, array: NDArray[Any]) -> NDArray[Any]:
+    def queries(self, array: Array) -> Array:
         """Crop ids or positions of the queries."""
         return self._take("queries", array, self.q_start, self.q_len)
 
-    def keys(self, array: NDArray[Any]) -> NDArray[Any]:
+    def keys(self, array: Array) -> Array:
         return self._take("keys", array, self.k_start, self.kv_len)
 
-    def _take(self, side: str, array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
+    def _take(self, side: str, array: Array, start: PerRow, length: int) -> Array:
         key = (side, id(array))
         if key not in self._taken:
             self._taken[key] = array, _tokens(self.planes(array, array.ndim - 1), start, length)
         return self._taken[key][1]
 
-    def planes(self, array: NDArray[Any], axes: int = 2) -> NDArray[Any]:
+    def planes(self, array: Array, axes: int = 2) -> Array:
         """Crop rows, and with two axes the heads."""
         parts = zip((self.rows, self.heads)[:axes], array.shape, strict=False)
         return array[tuple(_within(part, size) for part, size in parts)]
@@ -284,7 +285,7 @@ def _part(value: PerRow, part: slice | None) -> PerRow:
     return int(values[0]) if len(values) == 1 else frozen(values.copy())
 
 
-def _tokens(array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
+def _tokens(array: Array, start: PerRow, length: int) -> Array:
     """Return `length` tokens of the last axis from `start`, which may differ between the rows of the first."""
     if isinstance(start, int):
         return array if length == array.shape[-1] else frozen(array[..., start : start + length].copy())
@@ -306,7 +307,7 @@ def _crop_band(crop: Crop, low: Limit, high: Limit, offset: PerRow) -> Node:
     return band(crop.of_heads(low), crop.of_heads(high), offset)
 
 
-def _crop_diagonal(crop: Crop, low: Limit, high: Limit, offset: PerRow, at: NDArray[Any]) -> Node:
+def _crop_diagonal(crop: Crop, low: Limit, high: Limit, offset: PerRow, at: Array) -> Node:
     offset = _difference(crop.of_rows(offset), crop.k_start)
     return diagonal(crop.of_heads(low), crop.of_heads(high), offset, crop.queries(at))
 
@@ -321,11 +322,11 @@ def _crop_keys(crop: Crop, begin: PerRow, end: PerRow) -> Node:
     return ("keys", _difference(begin, crop.k_start), _difference(end, crop.k_start))
 
 
-def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_zero: bool) -> Node:
+def _crop_equal(crop: Crop, q_ids: Array, k_ids: Array, exclude_zero: bool) -> Node:
     return equal(crop.queries(q_ids), crop.keys(k_ids), exclude_zero)
 
 
-def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Node:
+def _crop_dense(crop: Crop, array: Array, q_shift: PerRow, k_shift: PerRow) -> Node:
     """Crop a dense array; an axis that all queries or keys share stays."""
     array = read_only(crop.planes(array))
     sides = (
@@ -344,10 +345,10 @@ def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRo
 
 def _crop_tiles(
     crop: Crop,
-    places: NDArray[Any],
+    places: Array,
     q_size: int,
     k_size: int,
-    bits: NDArray[Any],
+    bits: Array,
     q_shift: PerRow,
     k_shift: PerRow,
 ) -> Node:
@@ -356,7 +357,7 @@ def _crop_tiles(
     return tiles(places, (q_size, k_size), bits, q_shift, k_shift)
 
 
-def _crop_sequences(crop: Crop, q_starts: NDArray[Any], k_starts: NDArray[Any], *_: None) -> Node:
+def _crop_sequences(crop: Crop, q_starts: Array, k_starts: Array, *_: None) -> Node:
     """Crop sequences; rows may then begin in different ones, so ids of tokens replace them."""
     q_ids = _ids_within(q_starts, crop.q_start, crop.q_len)
     k_ids = _ids_within(k_starts, crop.k_start, crop.kv_len)
@@ -382,15 +383,15 @@ def _band_words(low: Limit, high: Limit, offset: PerRow) -> str:
     return f"window({', '.join([str(None if low is None else -low), str(high), *more])})"
 
 
-def _diagonal_words(low: Limit, high: Limit, offset: PerRow, at: NDArray[Any]) -> str:
+def _diagonal_words(low: Limit, high: Limit, offset: PerRow, at: Array) -> str:
     return f"{_band_words(low, high, offset)} within segments"
 
 
-def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
+def _dense_words(array: Array, *_: PerRow) -> str:
     return f"dense {array.dtype}{list(array.shape)}"
 
 
-def _tile_words(places: NDArray[Any], q_size: int, k_size: int, bits: NDArray[Any], *_: PerRow) -> str:
+def _tile_words(places: Array, q_size: int, k_size: int, bits: Array, *_: PerRow) -> str:
     return f"tiles({q_size} x {k_size}{f', {len(bits)} patterns' if len(bits) else ''})"
 
 

@@ -25,6 +25,7 @@ from attnmask._common.arguments import (
     per_row,
     windows,
 )
+from attnmask._common.types import Arguments, Array
 from attnmask._common.warnings import warn_once
 from attnmask._masks import convert as masks
 from attnmask._masks.derived import labels_of_tokens, mask_of_dtype, segment_ids
@@ -69,7 +70,7 @@ def _cropped(state: State, crop: Crop) -> State:
     )
 
 
-def sliced(state: State, index: Any) -> State:
+def sliced(state: State, index: object) -> State:
     """Return ``mask[rows, heads, queries, keys]``."""
     shape = state.shape("slice it")
     parts = [
@@ -94,7 +95,7 @@ _SLICED = ("rows", "heads", "queries", "keys")
 _INDEX = f"mask[{', '.join(_SLICED)}]"
 
 
-def _parts(index: Any, shape: Shape) -> list[slice]:
+def _parts(index: object, shape: Shape) -> list[slice]:
     """Return a slice per axis, with nonnegative start and stop."""
     entries = list(index) if isinstance(index, tuple) else [index]
     dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
@@ -111,7 +112,7 @@ def _parts(index: Any, shape: Shape) -> list[slice]:
     return [_slice(*of_axis) for of_axis in zip(entries, _SLICED, shape, strict=True)]
 
 
-def _slice(entry: Any, name: str, size: int) -> slice:
+def _slice(entry: object, name: str, size: int) -> slice:
     if isinstance(entry, slice):
         if entry.step is not None and integer(entry.step, f"the step of {name}") != 1:
             raise ValueError(f"the step of {name} must be 1, got {describe(entry.step)}")
@@ -232,7 +233,7 @@ def _held_segments(state: State) -> tuple[Ids, Ids]:
 
 
 def _near(
-    state: State, limits: tuple[Limit, Limit], offset: ArrayLike, within_segments: bool
+    state: State, limits: tuple[Limit, Limit], offset: object, within_segments: bool
 ) -> tuple[Node, ...]:
     """Return the terms for keys within `limits` of the diagonal, each with its operator."""
     batch, _, queries, keys = state.extent
@@ -314,7 +315,7 @@ def _extent_with(state: State, nodes: tuple[Node, ...]) -> Extent:
     return batch, 1 if heads is None else heads, queries, keys
 
 
-def causal(state: State, offset: Any, within_segments: bool) -> State:
+def causal(state: State, offset: object, within_segments: bool) -> State:
     state.shape("apply a causal term")
     near = _near(state, (None, 0), offset, within_segments)
     extent = state.extent if len(near) == 2 else _extent_with(state, near)
@@ -323,8 +324,8 @@ def causal(state: State, offset: Any, within_segments: bool) -> State:
 
 def sliding_window(
     state: State,
-    sliding_window: Any,
-    offset: Any,
+    sliding_window: object,
+    offset: object,
     mode: str | None,
     index: ArrayLike | None,
     within_segments: bool,
@@ -352,7 +353,7 @@ def sliding_window(
     return _cropped(state, Crop(query, 1, first, width))
 
 
-def reject_window(given: tuple[Any, ...]) -> NoReturn:
+def reject_window(given: tuple[object, ...]) -> NoReturn:
     """Refuse several positional arguments, the first two of which may be meant as a pair."""
     pair = all(side is None or type(side) is int for side in given[:2])
     sides = ", ".join(map(describe, given[:2]))
@@ -416,7 +417,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
     )
 
 
-def _by_row(value: PerRow, axes: int) -> Any:
+def _by_row(value: PerRow, axes: int) -> PerRow:
     """Return an array to add to one of so many axes, the first of which are batch rows."""
     return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
@@ -483,7 +484,11 @@ def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tu
 
 
 def token_type_ids(
-    state: State, token_type_ids: Any, combine: str, zero_policy: str, update_segment_ids: bool | None
+    state: State,
+    token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    combine: str,
+    zero_policy: str,
+    update_segment_ids: bool | None,
 ) -> State:
     if isinstance(token_type_ids, tuple):
         if len(token_type_ids) != 2:
@@ -500,7 +505,7 @@ def token_type_ids(
         if types.shape != (batch, length):
             raise ValueError(f"{name} must be of shape {(batch, length)} for this mask, got {types.shape}")
     term = equal(q_types, kv_types, zero_policy != "none")
-    changes: dict[str, Any] = {"flag": "token_type_ids"}
+    changes: Arguments = {"flag": "token_type_ids"}
     updates = update_segment_ids
     if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
         q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))
@@ -529,8 +534,8 @@ def kv_lengths(state: State, kv_lengths: ArrayLike, q_len: int | None, sliding_w
 
 
 def chunked_array(
-    chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike, out: NDArray[Any] | None
-) -> NDArray[Any]:
+    chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike, out: Array | None
+) -> Array:
     size, queries = integer(chunk_size, "chunk_size", 1), axis_length(q_len, "q_len")
     keys = queries if kv_len is None else axis_length(kv_len, "kv_len")
     shift = per_row(offset, "offset", 1)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from attnmask._common.arguments import check_form, describe, frozen, read_only, shared_integers
+from attnmask._common.types import Arguments, Array, Tree
 from attnmask._masks.program import Leaf, Terms, hollow, refill
 from attnmask._masks.state import AXES, FLAGS, POSITIONS, Labels, State, array_extents, fitted
 
@@ -19,8 +20,8 @@ _LEAVES = 1 + len(_HELD)
 _AUX = len(AXES) + len(FLAGS) + 6  # entries of the second result of `flatten`
 
 
-def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    leaves: list[Any] = [
+def flatten(state: State) -> Tree:
+    leaves: list[Array | None] = [
         state.base_array,
         *state.labels.get(),
         state.cu_seqlens_q,
@@ -39,7 +40,7 @@ def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 _FORM = 1  # of pickles
 
 
-def pickled(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> dict[str, Any]:
+def pickled(aux: tuple[Any, ...], leaves: tuple[object, ...]) -> Arguments:
     """Return what `flatten` gives, in objects without this package's types."""
     *details, program = aux
     nodes = tuple(
@@ -51,7 +52,7 @@ def pickled(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> dict[str, Any]:
     return {"version": _FORM, "aux_data": (*details, nodes), "children": leaves}
 
 
-def unpickled(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def unpickled(state: Arguments) -> Tree:
     check_form(state, _FORM, "the MaskInfo")
     *details, nodes = state["aux_data"]
     program = tuple(
@@ -63,7 +64,7 @@ def unpickled(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return parts((*details, program), state["children"])
 
 
-def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def parts(aux_data: tuple[Any, ...], children: tuple[Any, ...]) -> Tree:
     """Return what `restore` takes, not read yet; arrays must not change until then."""
     for name, given, least in (("aux_data", aux_data, _AUX), ("children", children, _LEAVES)):
         if not isinstance(given, (tuple, list)):
@@ -73,7 +74,7 @@ def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...
     return aux_data, tuple(map(_kept, children))
 
 
-def _kept(leaf: Any) -> Any:
+def _kept(leaf: object) -> object:
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
         return leaf
     return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # dense masks are large: no copy

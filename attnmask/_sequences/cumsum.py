@@ -15,15 +15,16 @@ Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import as_array, flag
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=AnyFunction)
 
 _PARAMETERS = """
     reverse : bool
@@ -70,8 +71,8 @@ def chunk_local_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Return running sums within chunks of `chunk_size` tokens.
 
     Parameters
@@ -115,8 +116,8 @@ def chunk_global_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Return running sums over whole sequences.
 
     The error of float32 sums stays below 1e-6 of the sum of absolute values, however long the sequence.
@@ -158,8 +159,8 @@ def chunk_local_cumsum_scalar(
     output_dtype: DTypeLike | None = None,
     *,
     cu_seqlens: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Apply `chunk_local_cumsum` to one number per head: `g` is ``[B, T, H]``.
 
     Examples
@@ -183,8 +184,8 @@ def chunk_local_cumsum_vector(
     output_dtype: DTypeLike | None = None,
     *,
     cu_seqlens: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Apply `chunk_local_cumsum` to one vector per head: `g` is ``[B, T, H, S]``.
 
     Examples
@@ -207,8 +208,8 @@ def chunk_global_cumsum_scalar(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Apply `chunk_global_cumsum` to one number per head: `s` is ``[B, T, H]``.
 
     Examples
@@ -229,8 +230,8 @@ def chunk_global_cumsum_vector(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
+    out: Array | None = None,
+) -> Array:
     """Apply `chunk_global_cumsum` to one vector per head: `s` is ``[B, T, H, S]``.
 
     Examples
@@ -243,7 +244,7 @@ def chunk_global_cumsum_vector(
     return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
 
 
-def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
+def _floating(array: ArrayLike, name: str) -> Array:
     """Return `array` as an array; its type must have gradients."""
     array = as_array(array, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
@@ -251,13 +252,11 @@ def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
     return array
 
 
-def _pullback(
-    sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str
-) -> Callable[[ArrayLike], NDArray[Any]]:
+def _pullback(sum_back: Callable[..., Array], primal: Array, name: str) -> Callable[[ArrayLike], Array]:
     """Return the gradient function of running sums: `sum_back` sums the incoming gradient in the other direction."""
     shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
 
-    def vjp(dout: ArrayLike) -> NDArray[Any]:
+    def vjp(dout: ArrayLike) -> Array:
         dout = _floating(dout, "dout")
         if dout.shape != shape:
             raise ValueError(f"dout must have the shape {shape} of {name}, got {dout.shape}")
@@ -275,8 +274,8 @@ def chunk_local_cumsum_vjp(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
+    out: Array | None = None,
+) -> tuple[Array, Callable[[ArrayLike], Array]]:
     """Return `chunk_local_cumsum` and its gradient function.
 
     Parameters
@@ -305,7 +304,7 @@ def chunk_local_cumsum_vjp(
         g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out=out
     )
 
-    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
+    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> Array:
         return chunk_local_cumsum(dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, dtype)
 
     return result, _pullback(sum_back, g, "g")
@@ -319,8 +318,8 @@ def chunk_global_cumsum_vjp(
     head_first: bool = False,
     output_dtype: DTypeLike | None = None,
     *,
-    out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
+    out: Array | None = None,
+) -> tuple[Array, Callable[[ArrayLike], Array]]:
     """Return `chunk_global_cumsum` and its gradient function.
 
     Parameters
@@ -347,7 +346,7 @@ def chunk_global_cumsum_vjp(
         cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()
     result = chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out=out)
 
-    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
+    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> Array:
         return chunk_global_cumsum(dout, not reverse, cu_seqlens, softmax_scale, head_first, dtype)
 
     return result, _pullback(sum_back, s, "s")

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask._common.arguments import as_array, describe
 from attnmask._common.loading import _core
+from attnmask._common.types import Array, DType
 
 _T = TypeVar("_T")
 
@@ -281,17 +282,17 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
 class _IdentityDtypeConvert(Generic[_T]):
     """What `identity_dtype_convert` returns."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
 
     def __call__(self, x: _T) -> _T:
         """Return `x` itself."""
         return x
 
-    def vjp(self, x: _T) -> tuple[_T, Callable[[ArrayLike], NDArray[Any]]]:
+    def vjp(self, x: _T) -> tuple[_T, Callable[[ArrayLike], Array]]:
         """Return `x` itself, and a function that casts a gradient to the chosen type."""
 
-        def pullback(gradient: ArrayLike) -> NDArray[Any]:
+        def pullback(gradient: ArrayLike) -> Array:
             given = as_array(gradient, "gradient")
             try:
                 return given.astype(self.dtype, copy=False)

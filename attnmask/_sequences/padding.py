@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._attention.problem import starts_of
 from attnmask._common.arguments import as_array, describe, integer, integer_array, is_floating, mask_array
 from attnmask._common.array_kinds import any_array, cast, like, put, taken
+from attnmask._common.types import Array
 from attnmask._sequences import packed as packing
 
 _Array = TypeVar("_Array")
@@ -74,7 +75,7 @@ def pack(x: Any, lengths: ArrayLike) -> Any:
     return taken(array.reshape(rows * tokens, *array.shape[2:]), places, 0), like(array, starts)
 
 
-def _of_mask(mask: NDArray[Any], shape: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _of_mask(mask: Array, shape: tuple[int, int]) -> tuple[Array, NDArray[np.int64]]:
     """Return the cu_seqlens, and the positions of the tokens over all rows."""
     if mask.shape != shape:
         raise ValueError(f"lengths must be a mask of shape {shape} as x, or [B], got {describe(mask)}")
@@ -82,7 +83,7 @@ def _of_mask(mask: NDArray[Any], shape: tuple[int, int]) -> tuple[NDArray[Any], 
     return packing.prepare_cu_seqlens_from_mask(live), np.flatnonzero(live)
 
 
-def _of_lengths(lengths: ArrayLike, shape: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _of_lengths(lengths: ArrayLike, shape: tuple[int, int]) -> tuple[Array, NDArray[np.int64]]:
     rows, tokens = shape
     given = integer_array(lengths, "lengths").copy()
     if given.shape != (rows,):
@@ -108,12 +109,10 @@ def _places(starts: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
 
 @overload
 def unpack(
-    packed: NDArray[_Scalar], cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
+    packed: NDArray[_Scalar], cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number = 0
 ) -> NDArray[_Scalar]: ...
 @overload
-def unpack(
-    packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
-) -> _Array: ...
+def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number = 0) -> _Array: ...
 def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> Any:
     """Return a padded batch with one row per packed sequence.
 

@@ -28,6 +28,7 @@ from attnmask._common.arguments import (
     place,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments
 
 LAYOUTS = ("zigzag", "contiguous")
 _FORM = 1  # of pickles
@@ -84,10 +85,10 @@ class ShardPlan:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"version": _FORM, "starts": self.starts, "owners": self.owners, "world": self.world}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the ShardPlan")
         for name in ("starts", "owners", "world"):
             object.__setattr__(self, name, state[name])
@@ -189,7 +190,7 @@ def _cut(length: Any, count: int) -> Any:
     return length // count * index + length % count * index // count  # a product with `length` might overflow
 
 
-def layout_plan(layout: Any, length: int, world: int, starts: NDArray[np.int64] | None) -> ShardPlan:
+def layout_plan(layout: object, length: int, world: int, starts: NDArray[np.int64] | None) -> ShardPlan:
     """Return the plan of a layout. `starts` are those of packed sequences."""
     if isinstance(layout, ShardPlan):
         if layout.world != world:

@@ -31,7 +31,7 @@ a switch this takes the same time for a full mask and no more code, and only wha
 mask with zigzag shards 25 % less, under a window only its edges, of whole documents nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ from attnmask._attention.problem import distances, starts_of
 from attnmask._attention.terms import BY_DISTANCE, TERMS, Sizes, numbers_of, terms_of
 from attnmask._common.arguments import describe
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan, joined_ranges, layout_plan
 
@@ -62,7 +63,7 @@ class Call(NamedTuple):
 
     queries: slice
     keys: slice
-    arguments: dict[str, Any]
+    arguments: Arguments
     rows: Any  # of each of its sequences the batch row, or the document; of one rectangle, an index
     place: tuple[int, int] | None  # of one rectangle, its first query and its first key in the sequence
 
@@ -236,7 +237,7 @@ class Ring:
             for chain in _chains(blocks)
         ]
 
-    def _band(self) -> dict[str, Any]:
+    def _band(self) -> Arguments:
         low, high = self.conditions.low, self.conditions.high
         if low is None and high in (None, 0):
             return {"causal": high == 0}
@@ -244,7 +245,7 @@ class Ring:
 
     def _slice(self, q_begin: int, offset: int, block: list[int], document: int) -> Call:
         k_begin, (q_count, k_count) = q_begin - offset, (block[1] - block[0], block[3] - block[2])
-        arguments: dict[str, Any] = {"causal_offset": offset}
+        arguments: Arguments = {"causal_offset": offset}
         if self.mask is None:
             arguments |= self._band()
         else:
@@ -354,7 +355,7 @@ def _chains(blocks: Table) -> list[Any]:
 
 
 _KEPT = 32  # rings that are kept, as each layer asks for the same
-_without_mask: dict[Any, Ring] = {}
+_without_mask: dict[object, Ring] = {}
 
 
 def ring_of(
@@ -366,7 +367,7 @@ def ring_of(
     conditions: Conditions,
 ) -> Ring:
     """Return the ring for these arguments. It is kept, with the mask if there is one."""
-    rings: dict[Any, Ring] = _without_mask if mask is None else mask._state.once("rings", dict)
+    rings: dict[object, Ring] = _without_mask if mask is None else mask._state.once("rings", dict)
     asked = layout, length, world, None if starts is None else starts.tobytes(), conditions
     ring = rings.get(asked)
     if ring is None:
@@ -388,7 +389,7 @@ OPTIONS = tuple(name for name in NUMBERS if name in RING_DEFAULTS and name != "c
 BY_HEAD = tuple(name for name in TERMS if name in RING_DEFAULTS and name in ARRAYS and name not in LEARNED)
 
 
-def check_whole(given: Mapping[str, Any], batch: int) -> None:
+def check_whole(given: Given, batch: int) -> None:
     """Refuse descriptions that fit no whole sequence."""
     mask = given["attention_mask"]
     if mask is not None and not isinstance(mask, MaskInfo):
@@ -403,7 +404,7 @@ def check_whole(given: Mapping[str, Any], batch: int) -> None:
             )
 
 
-def _whole_mask(given: Mapping[str, Any], batch: int, heads: int, length: int) -> MaskInfo | None:
+def _whole_mask(given: Given, batch: int, heads: int, length: int) -> MaskInfo | None:
     mask: MaskInfo | None = given["attention_mask"]
     ids = [given[name] for name in ("q_segment_ids", "kv_segment_ids") if given[name] is not None]
     if ids:
@@ -421,13 +422,11 @@ class Described(NamedTuple):
     """The part of a `ring_attention` call that is the same in all processes."""
 
     ring: Ring
-    options: dict[str, Any]  # more arguments of each call of attention
+    options: Arguments  # more arguments of each call of attention
     by_row: dict[str, NDArray[np.float64]]  # those that differ among batch rows or documents, [rows, H]
 
 
-def described(
-    given: Mapping[str, Any], shape: tuple[int, int, int], world: int, by_distance: bool
-) -> Described:
+def described(given: Given, shape: tuple[int, int, int], world: int, by_distance: bool) -> Described:
     """Describe a call on the whole [batch, heads, length]; `by_distance` if learned terms are."""
     batch, heads, length = shape
     starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)

@@ -102,7 +102,8 @@ def shard_sequence(
     length = array.shape[tokens]
     count, number = _process(world, rank)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
-    return taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)  # type: ignore[no-any-return]
+    shard: _Array = taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)
+    return shard
 
 
 def _process(world: int, rank: int) -> tuple[int, int]:
@@ -158,7 +159,8 @@ def unshard_sequence(
         if lengths[rank] != expected:
             raise ValueError(f"shards[{rank}] must have {expected} tokens, got {describe(parts[rank])}")
     order = np.concatenate([plan.tokens(rank) for rank in range(len(parts))])
-    return taken(concatenated(parts, tokens), np.argsort(order), tokens)  # type: ignore[no-any-return]
+    whole: _Array = taken(concatenated(parts, tokens), np.argsort(order), tokens)
+    return whole
 
 
 def _others(part: Any, axis: int) -> tuple[Any, ...]:

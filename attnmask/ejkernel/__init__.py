@@ -1,13 +1,13 @@
 """Run ejKernel's attention and linear attention on attnmask, on CPUs."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
 
 from attnmask import jax as attnmask_jax
 from attnmask._common.arguments import integer
+from attnmask._common.types import AnyFunction
 from attnmask.ejkernel._import import kernels
 
 __all__ = ["register"]
@@ -24,8 +24,12 @@ def _of_xla(algorithm: str) -> list[Any]:
 
 
 def _flash_attention(
-    *, fwd_params: Any = None, bwd_params: Any = None, block_tables: Any = None, **arguments: Any
-) -> Any:
+    *,
+    fwd_params: object = None,
+    bwd_params: object = None,
+    block_tables: jax.Array | None = None,
+    **arguments: Any,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attend as ejKernel calls its kernels. Block sizes are not needed; paged caches are left to ejKernel."""
     if block_tables is None:
         return attnmask_jax.flash_attention(**arguments)
@@ -33,7 +37,7 @@ def _flash_attention(
     return own(fwd_params=fwd_params, bwd_params=bwd_params, block_tables=block_tables, **arguments)
 
 
-def _own(algorithm: str) -> Any:
+def _own(algorithm: str) -> AnyFunction:
     return next(spec.implementation for spec in _of_xla(algorithm) if not _is_ours(spec))
 
 
@@ -41,25 +45,25 @@ def _own(algorithm: str) -> Any:
 # sizes, which are ignored, and segment ids: calls with these go to ejKernel's own kernel.
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: jax.Array | None) -> Any:
     return x if x is None or x.dtype == jax.numpy.float64 else x.astype(jax.numpy.float32)
 
 
 def _gla(
-    query: Any,
-    key: Any,
-    value: Any,
-    g: Any = None,
-    g_gamma: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
     softmax_scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: Any = None,
-    block_k: Any = None,
-    block_v: Any = None,
-    num_warps: Any = None,
-    num_stages: Any = None,
-) -> Any:
+    cu_seqlens: jax.Array | None = None,
+    block_k: object = None,
+    block_v: object = None,
+    num_warps: object = None,
+    num_stages: object = None,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Gated linear attention. Decays of channels, `g`, and of heads, `g_gamma`, are added."""
     query, key, value, g, initial_state = map(_wide, (query, key, value, g, initial_state))
     shared = query.shape[2] // max(key.shape[2], 1)
@@ -92,20 +96,20 @@ def _gla(
 
 
 def _lightning_attn(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     layer_idx: int,
     num_layers: int,
     softmax_scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: jax.Array | None = None,
     reverse: bool = False,
-    cu_seqlens: Any = None,
-    block_k: Any = None,
-    block_v: Any = None,
-    num_warps: Any = None,
-    num_stages: Any = None,
-) -> Any:
+    cu_seqlens: jax.Array | None = None,
+    block_k: object = None,
+    block_v: object = None,
+    num_warps: object = None,
+    num_stages: object = None,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Linear attention with one decay per head, weaker in later layers."""
     heads = query.shape[2]
     slope = -(8 / heads * (1 - layer_idx / num_layers))
@@ -114,19 +118,19 @@ def _lightning_attn(
 
 
 def _gated_delta_rule(
-    query: Any,
-    key: Any,
-    value: Any,
-    beta: Any,
-    decay: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    decay: jax.Array | None = None,
     *,
     softmax_scale: float | None = None,
     chunk_size: int = 64,
-    initial_state: Any = None,
+    initial_state: jax.Array | None = None,
     use_qk_l2norm: bool = True,
     use_chunked: bool = True,
-    seg_ids: Any = None,
-) -> Any:
+    seg_ids: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
     """The delta rule with one decay per token. `chunk_size` and `use_chunked` are ignored."""
     if seg_ids is not None:
         given = {"chunk_size": chunk_size, "initial_state": initial_state, "seg_ids": seg_ids}
@@ -146,7 +150,7 @@ def _gated_delta_rule(
     )
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, AnyFunction] = {
     "flash_attention": _flash_attention,
     "gla": _gla,
     "lightning_attn": _lightning_attn,
@@ -156,7 +160,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _takes_what_they_do(function: Callable[..., Any], specs: list[Any]) -> bool:
+def _takes_what_they_do(function: AnyFunction, specs: list[Any]) -> bool:
     """Return whether `function` has all parameters of one of the implementations."""
     ours = inspect.signature(function).parameters
     more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())

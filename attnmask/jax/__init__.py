@@ -25,14 +25,14 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 try:
-    import jax  # type: ignore[import-not-found, unused-ignore]
-    from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
+    import jax
+    from jax.custom_derivatives import SymbolicZero
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
 if not hasattr(jax, "enable_x64"):
@@ -56,6 +56,7 @@ from attnmask._attention.flash_attention import flash_attention as attend_in_num
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
 from attnmask._common.arguments import as_array, describe, flag
 from attnmask._common.keywords import reject_unknown
+from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan
 from attnmask.jax import _cache as kvcache
@@ -71,6 +72,7 @@ from attnmask.jax._linear import (
     short_convolution,
     short_convolution_step,
 )
+from attnmask.jax._types import ByName
 
 __all__ = [
     "KVCacheResult",
@@ -87,7 +89,7 @@ __all__ = [
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
 
-def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
+def _check_kinds(arrays: Arguments, static: Arguments) -> None:
     """Check what has another message here than where attention is computed."""
     for name in LEARNED[:3]:
         if name in static:
@@ -100,7 +102,7 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
         check_known(x, name)
 
 
-def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
+def _four_axes(learned: ByName) -> ByName:
     """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
     arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
     if "bias" in learned:
@@ -149,7 +151,7 @@ def flash_attention(
     return_lse: bool = False,
     callback: bool = False,
     **more: Any,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Apply `attnmask.flash_attention` in JAX: under ``jit``, ``grad`` and ``vmap``.
 
     `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
@@ -203,8 +205,7 @@ def flash_attention(
     static = {name: x for name, x in given.items() if name not in arrays}
     _check_kinds(arrays, static)
     if not any(map(is_traced, arrays.values())):  # nothing to compile
-        results = attend_in_numpy(**in_python.on_host(arrays), **static, return_lse=with_lse)
-        return to_jax(results)
+        return to_jax(attend_in_numpy(**in_python.on_host(arrays), **static, return_lse=with_lse))
 
     learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
     known = DEFAULTS | static | learned | arrays
@@ -281,7 +282,7 @@ def flash_attention_with_kvcache(
     [0.0, 1.0, 2.0, 0.0]
     """
     check_options(flash_attention_with_kvcache, more)
-    given: dict[str, Any] = {
+    given: Arguments = {
         "query": query,
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -308,9 +309,9 @@ def flash_attention_with_kvcache(
     return kvcache.attend(given)
 
 
-def _eager(given: dict[str, Any]) -> KVCacheResult:
+def _eager(given: Arguments) -> KVCacheResult:
     """Compute with NumPy, on a copy of caches that are written to."""
-    arrays: dict[str, Any] = {
+    arrays: Arguments = {
         name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
     }
     caches = {name: given[name] for name in KVCacheResult._fields[2:]}
@@ -360,8 +361,8 @@ def ring_attention(
     cu_seqlens: "ArrayLike | None" = None,
     attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attend over a sequence that is divided along a mesh axis, inside `jax.shard_map`.
 
     Each device calls it with its shard, as made by `attnmask.shard_sequence`, all of one length. It gets its shard of
@@ -423,14 +424,17 @@ def ring_attention(
     return ring.attend(learned, given, with_lse)
 
 
-def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
+_Residuals: TypeAlias = tuple[dict[str, tuple[()]], ByName, Any, jax.Array, jax.Array]
+
+
+def _attention(engine: Any, spec: Any, with_lse: bool) -> AnyFunction:
     """Return attention as a function of learned and other arrays, with its gradients."""
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
-    def attend(learned: Any, others: Any) -> Any:
+    @jax.custom_vjp
+    def attend(learned: ByName, others: Any) -> tuple[jax.Array, ...]:
         return engine.forward(spec, learned, others, 1 + with_lse)
 
-    def forward(learned: Any, others: Any) -> Any:
+    def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
         wanted = {
             name: () for name, x in learned.items() if x.perturbed
         }  # its keys, which tracing leaves alone
@@ -439,13 +443,13 @@ def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
         results = engine.forward(spec, learned, others, 3 if narrow else 2)
         return results[: 1 + with_lse], (wanted, learned, others, results[-1 if narrow else 0], results[1])
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: _Residuals, cotangents: tuple[Any, ...]) -> tuple[Arguments, None]:
         wanted, learned, others, out, lse = residuals
         dout, *dlse = cotangents
         dout = jax.numpy.zeros(out.shape, learned["query"].dtype) if isinstance(dout, SymbolicZero) else dout
         dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
         found = engine.backward(spec, learned, others, tuple(wanted), (dout, out, lse, *dlse))
-        grads: dict[str, Any] = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))
+        grads: Arguments = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))
         return grads, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)

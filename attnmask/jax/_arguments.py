@@ -2,24 +2,26 @@
 known when a function is compiled and the arrays that are not.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._attention.terms import Term
 from attnmask._common.arguments import is_floating, is_number
+from attnmask._common.types import Array, Given, Tree
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program
 from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
+from attnmask.jax._types import AnyArray
 
 __all__ = [
     "Arrays",
     "Learned",
+    "Operand",
     "Spec",
     "Wide",
     "check",
@@ -46,6 +48,9 @@ class Learned(NamedTuple):
     shape: tuple[int, ...]  # in which the core takes it
 
 
+Operand: TypeAlias = Leaf | Wide | Learned | int | None  # as a `Spec` has it
+
+
 class Spec(NamedTuple):
     """A call, with a `Leaf`, a `Wide` or a `Learned` for each array. Terms of sequences have one operand more than in
     programs of masks: an offset that is added to both limits.
@@ -55,22 +60,22 @@ class Spec(NamedTuple):
     terms: tuple[Term, ...]
     scale: float
     normalize: bool
-    places: tuple[Any, Any] | None  # offsets and starts
+    places: tuple[Operand, Operand] | None  # offsets and starts
     part: tuple[int, int] | None = None  # as of `Problem`
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     if isinstance(value, MaskInfo):
         return value._held is None and any(isinstance(leaf, jax.core.Tracer) for leaf in _tree(value)[1])
     return isinstance(value, jax.core.Tracer)
 
 
-def check_known(value: Any, name: str) -> None:
+def check_known(value: object, name: str) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"{name} must be known at compile time, got a traced value")
 
 
-def _tree(info: MaskInfo) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _tree(info: MaskInfo) -> Tree:
     """Return the tree that JAX put `info` together from."""
     return info._leaves or ((), ())
 
@@ -78,7 +83,7 @@ def _tree(info: MaskInfo) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 # Checks
 
 
-def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+def check(given: Given) -> tuple[Problem, bool]:
     """What `read_problem` says of arguments of these types and shapes. What depends on the numbers of those that are
     traced is checked when they are there.
     """
@@ -104,12 +109,12 @@ def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     return read_problem(known)
 
 
-def like(value: Any) -> NDArray[Any]:
+def like(value: AnyArray) -> Array:
     """Return an array of this type and shape that needs no memory."""
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
-def starts_like(value: Any, tokens: int) -> NDArray[Any]:
+def starts_like(value: AnyArray, tokens: int) -> Array:
     """Return starts of so many sequences, of which the last has all tokens."""
     if value.dtype.kind not in "iu":
         return like(value)
@@ -141,8 +146,8 @@ class Arrays:
     """The arrays that a call takes besides its first arguments, each once."""
 
     def __init__(self) -> None:
-        self.given: list[Any] = []  # kept, so that an id is its own
-        self.taken: list[Any] = []
+        self.given: list[AnyArray] = []  # kept, so that an id is its own
+        self.taken: list[AnyArray] = []
 
     def place(self, value: Any) -> Any:
         """Return what stands for `value` in a `Spec`: itself if it is no array."""
@@ -155,17 +160,17 @@ class Arrays:
         return Wide(index) if _is_wide(value) else Leaf(index)
 
 
-def _is_wide(value: Any) -> bool:
+def _is_wide(value: AnyArray) -> bool:
     return value.dtype == np.uint64 or (isinstance(value, np.ndarray) and value.dtype.itemsize == 8)
 
 
-def _pairs(value: Any) -> Any:
+def _pairs(value: AnyArray) -> AnyArray:
     if not isinstance(value, np.ndarray):
         return jax.lax.bitcast_convert_type(value, np.int32)
     return np.ascontiguousarray(value).view(np.int32).reshape(*value.shape, 2)
 
 
-def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]]:
+def specify(given: Given, problem: Problem) -> tuple[Spec, list[AnyArray]]:
     """Return the spec of the arguments `given`, which `check` turned into `problem`."""
     arrays = Arrays()
     program = tuple(_nodes(given, problem))
@@ -184,7 +189,7 @@ def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]
 
 
 def term_operands(
-    given: Mapping[str, Any], terms: tuple[Term, ...], arrays: Arrays, learned: tuple[str, ...] = ()
+    given: Given, terms: tuple[Term, ...], arrays: Arrays, learned: tuple[str, ...] = ()
 ) -> tuple[Term, ...]:
     """Return the terms of the arguments `given` with placeholders for arrays, and for the seed."""
 
@@ -208,14 +213,14 @@ def term_operands(
     return tuple(map(operands, terms))
 
 
-def sinks_of(softmax_aux: Any) -> Any:
+def sinks_of(softmax_aux: jax.Array) -> jax.Array:
     """Return sinks as the core takes them: one row shared by all heads has one axis."""
     wide = is_floating(softmax_aux.dtype) and softmax_aux.dtype.itemsize >= 4
     sinks = softmax_aux if wide else softmax_aux.astype(np.float32)
     return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
 
 
-def _places(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, Any] | None:
+def _places(given: Given, problem: Problem, program: Program) -> tuple[AnyArray, AnyArray | None] | None:
     if problem.places is None:
         return None
     offsets, starts = problem.places
@@ -229,7 +234,7 @@ def _places(given: Mapping[str, Any], problem: Problem, program: Program) -> tup
     return offsets, q_starts
 
 
-def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
+def _nodes(given: Given, problem: Problem) -> Iterator[Node]:
     """Return the program of `problem` with traced arrays in place of their stand-ins."""
     mask = given["attention_mask"]
     for node in problem.nodes:
@@ -248,7 +253,7 @@ def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
             yield node
 
 
-def mask_terms(mask: Any, node: Node) -> Iterator[Node]:
+def mask_terms(mask: object, node: Node) -> Iterator[Node]:
     """Return the terms of `attention_mask`, which became `node` in a program."""
     if isinstance(mask, MaskInfo):
         yield from _terms_of(mask)
@@ -262,7 +267,7 @@ def _terms_of(info: MaskInfo) -> Iterator[Node]:
         if isinstance(node, str):
             yield node
             continue
-        terms: list[Any] = [node[0]]
+        terms: list[object] = [node[0]]
         for field, operand in operands(node):
             value = leaves[operand.place] if isinstance(operand, Leaf) else operand
             if field is PAIRS:
@@ -273,7 +278,7 @@ def _terms_of(info: MaskInfo) -> Iterator[Node]:
         yield (*terms, 0) if node[0] == "sequences" else tuple(terms)
 
 
-def _dense(mask: Any) -> Any:
+def _dense(mask: Any) -> AnyArray:
     """Return a 4-D mask of a type that both XLA and the core have."""
     if isinstance(mask, np.ndarray):
         mask = mask != 0 if mask.dtype.itemsize == 8 else mask
@@ -282,8 +287,8 @@ def _dense(mask: Any) -> Any:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
-def _equal(given: Mapping[str, Any], node: Node) -> Node:
-    def ids(name: str, other: str, known: Any) -> Any:
+def _equal(given: Given, node: Node) -> Node:
+    def ids(name: str, other: str, known: Any) -> AnyArray:
         value = given[other] if given[name] is None else given[name]
         return value.reshape(known.shape) if is_traced(value) else known
 
@@ -292,7 +297,7 @@ def _equal(given: Mapping[str, Any], node: Node) -> Node:
     return ("equal", q_ids, q_ids if same else ids("kv_segment_ids", "q_segment_ids", node[2]), node[3])
 
 
-def _sequences(given: Mapping[str, Any], node: Node) -> Node:
+def _sequences(given: Given, node: Node) -> Node:
     starts, offset = (given["cum_seqlens_q"], given["cum_seqlens_k"]), given["causal_offset"]
     if not any(map(is_traced, (*starts, offset))):
         return (*node, 0)

@@ -3,11 +3,11 @@
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from attnmask._attention.arguments import ARRAYS, KVCACHE_DEFAULTS, KVCACHE_NAMES
 from attnmask._attention.problem import mask_nodes
@@ -16,6 +16,7 @@ from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate
 from attnmask._common.arguments import as_array, fields_in_a_line, flag, wide_dtype
 from attnmask._common.loading import _core
+from attnmask._common.types import Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
 from attnmask._masks.terms import Node
@@ -29,6 +30,7 @@ from attnmask.jax._arguments import (
     starts_like,
     term_operands,
 )
+from attnmask.jax._types import AnyArray, Shaped
 
 __all__ = ["TRACED", "KVCacheResult", "attend"]
 
@@ -74,18 +76,18 @@ class KVCacheResult(NamedTuple):
     ([0.0, 0.0, 1.0, 0.0], None)
     """
 
-    out: Any
-    lse: Any
-    k_cache: Any
-    v_cache: Any
-    k_scale: Any
-    v_scale: Any
+    out: jax.Array
+    lse: jax.Array | None
+    k_cache: jax.Array
+    v_cache: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
 
 
-def attend(given: Mapping[str, Any]) -> KVCacheResult:
+def attend(given: Given) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
     rotate = flag(given.pop("rotate"), "rotate")
@@ -110,7 +112,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
 
     batch, queries, heads, _ = query.shape
     value_dim = first["v_cache"].shape[3] * (2 if k_cache.dtype == np.uint8 else 1)
-    shapes: list[Any] = [((batch, queries, heads, value_dim), query.dtype)]
+    shapes: list[Shaped] = [((batch, queries, heads, value_dim), query.dtype)]
     if with_lse:
         shapes.append(((batch, heads, queries), wide_dtype(query.dtype)))
     by_token = (*k_cache.shape[:3], 1)
@@ -138,7 +140,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
     return KVCacheResult(_rotated(out) if rotate else out, lse[0] if with_lse else None, **caches)
 
 
-def _rotated(x: Any) -> Any:
+def _rotated(x: jax.Array) -> jax.Array:
     """Return what `quantize.rotated` does, with the same sums."""
     if not (x.size and x.ndim and jax.numpy.issubdtype(x.dtype, np.floating)) or x.shape[-1] & (
         x.shape[-1] - 1
@@ -156,8 +158,8 @@ def _rotated(x: Any) -> Any:
 
 
 def _words(
-    given: Mapping[str, Any], known: Mapping[str, Any], shape: tuple[int, int, int, int], arrays: Arrays
-) -> tuple[Any, bool]:
+    given: Given, known: Given, shape: tuple[int, int, int, int], arrays: Arrays
+) -> tuple[NDArray[np.int64], bool]:
     """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
     batch, queries, heads, channels = shape
     starts, new_starts = given["cu_seqlens_q"], given["cu_seqlens_k_new"]
@@ -200,7 +202,7 @@ def _words(
     return np.array(words, np.int64), with_lse
 
 
-def _keys(known: Mapping[str, Any], capacity: int) -> int:
+def _keys(known: Given, capacity: int) -> int:
     """Return how many keys mask and bias have, at most the cache's capacity."""
     mask, bias = known["attention_mask"], known["bias"]
     counts = [capacity]
@@ -214,7 +216,7 @@ def _keys(known: Mapping[str, Any], capacity: int) -> int:
     return min(counts)
 
 
-def _mask(mask: Any, known: Any, shape: Shape) -> list[Node]:
+def _mask(mask: MaskInfo | AnyArray, known: Any, shape: Shape) -> list[Node]:
     """Return the terms of the mask, which may have more keys."""
     keys = shape[3]
     if isinstance(mask, MaskInfo) and is_traced(mask) and (known.kv_len or 0) > keys:
@@ -228,7 +230,7 @@ def _mask(mask: Any, known: Any, shape: Shape) -> list[Node]:
     return [term for node in mask_nodes(known, shape) for term in mask_terms(mask, node)]
 
 
-def _known(name: str, value: Any, given: Mapping[str, Any]) -> Any:
+def _known(name: str, value: Any, given: Given) -> Any:
     """Return what stands for an argument when types and shapes are checked: itself unless it is traced."""
     if value is None or not is_traced(value):
         return as_array(value, name) if isinstance(value, jax.Array) else value

@@ -4,17 +4,20 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.terms import Term
 from attnmask._common.arguments import wide_dtype
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments
 from attnmask._masks.program import Leaf, Program
 from attnmask.jax._arguments import Learned, Spec, Wide
+from attnmask.jax._types import ByName, Shaped
 
 __all__ = [
     "TARGETS",
@@ -153,7 +156,7 @@ def mask_words(nodes: Program) -> list[int]:
     return words
 
 
-def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]) -> Any:
+def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]) -> NDArray[np.int64]:
     flags |= _NORMALIZE * spec.normalize | _PART * (spec.part is not None)
     words: list[int] = []
     if spec.places is not None:
@@ -165,18 +168,18 @@ def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]
     return np.array(words + term_words(spec.terms, learned, wanted) + mask_words(spec.nodes), np.int64)
 
 
-def _varying(array: Any) -> frozenset[Any]:
+def _varying(array: jax.Array) -> frozenset[str]:
     """Return the mesh axes along which an array varies inside `jax.shard_map`."""
     aval = jax.typeof(array)
     found = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if found is None else found.varying)
 
 
-def alike(arrays: Sequence[Any]) -> list[Any]:
+def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the arrays as varying along the same mesh axes, as the arrays of one call must."""
     axes = frozenset().union(*map(_varying, arrays))
 
-    def cast(array: Any) -> Any:
+    def cast(array: jax.Array) -> jax.Array:
         missing = tuple(axes - _varying(array))
         if not missing:
             return array
@@ -186,7 +189,7 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     return [cast(array) for array in arrays] if axes else list(arrays)
 
 
-def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
+def struct_like(shape: tuple[int, ...], dtype: DTypeLike, array: jax.Array) -> jax.ShapeDtypeStruct:
     """Return a result that varies along the axes along which `array` does."""
     aval = jax.typeof(array)
     if not _varying(array):
@@ -194,44 +197,45 @@ def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
     if not hasattr(aval, "manual_axis_type"):
         return aval.update(shape=shape, dtype=np.dtype(dtype), sharding=sharding, weak_type=False)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+    more: Arguments = {"manual_axis_type": aval.manual_axis_type}  # of later versions
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, **more)
 
 
 def call_handler(
     name: str,
-    words: Any,
-    arrays: Sequence[Any],
-    shapes: Sequence[Any],
+    words: NDArray[np.int64],
+    arrays: Sequence[jax.typing.ArrayLike],
+    shapes: Sequence[Shaped],
     no_gradients: str,
     vmap_method: str = "expand_dims",
     written: Mapping[int, int] | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, ...]:
     """Return the results of a handler. `written` maps arrays that it writes to, to the results they become."""
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
-    more = {"input_output_aliases": dict(written)} if written else {}
+    more: Arguments = {"input_output_aliases": dict(written)} if written else {}
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator, unused-ignore]
-    def call(*arrays: Any) -> tuple[Any, ...]:
+    @jax.custom_jvp
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.ffi.ffi_call(name, results, vmap_method=vmap_method, **more)(*arrays, words=words))
 
-    @call.defjvp  # type: ignore[untyped-decorator, unused-ignore]
-    def refuse(*_: Any) -> Any:
+    @call.defjvp
+    def refuse(*_: object) -> NoReturn:
         raise NotImplementedError(no_gradients)
 
-    found: tuple[Any, ...] = call(*arrays)
+    found: tuple[jax.Array, ...] = call(*arrays)
     return found
 
 
 def _call(
     name: str,
     spec: Spec,
-    learned: dict[str, Any],
-    more: Sequence[Any],
-    shapes: Sequence[Any],
+    learned: ByName,
+    more: Sequence[jax.typing.ArrayLike],
+    shapes: Sequence[Shaped],
     flags: int = 0,
     wanted: Sequence[str] = (),
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, ...]:
     no_gradients = "attnmask.jax.flash_attention has gradients, but no gradients of these"
     terms = _learned_terms(spec)
     words = _words(spec, flags, (*LEARNED[:3], *terms), wanted)
@@ -242,11 +246,13 @@ def _call(
 
 def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the terms whose arrays have gradients, and the shapes in which the core takes them."""
-    arrays: Iterator[Any] = (term.array for term in spec.terms)
+    arrays: Iterator[object] = (term.array for term in spec.terms)
     return dict(array for array in arrays if isinstance(array, Learned))
 
 
-def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results: int) -> tuple[Any, ...]:
+def forward(
+    spec: Spec, learned: ByName, others: Sequence[jax.typing.ArrayLike], results: int
+) -> tuple[jax.Array, ...]:
     """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
@@ -258,11 +264,11 @@ def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results:
 
 def backward(
     spec: Spec,
-    learned: dict[str, Any],
-    others: Sequence[Any],
+    learned: ByName,
+    others: Sequence[jax.typing.ArrayLike],
     wanted: Sequence[str],
-    of_result: Sequence[Any],
-) -> tuple[Any, ...]:
+    of_result: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
     """The gradients of those that are `wanted`, by the result, which may be that before rounding, its logsumexp and the
     gradients of both; that of the logsumexp may be missing.
     """

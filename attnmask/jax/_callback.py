@@ -1,23 +1,25 @@
 """Attention as a JAX callback into Python, if XLA does not accept the handlers of `_jax_call`."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
+from numpy.typing import ArrayLike
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.forward import attend_for_gradients
 from attnmask._common.arguments import as_array, wide_dtype
+from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask.jax._call import alike, struct_like
+from attnmask.jax._types import ByName, Shaped
 
 __all__ = ["backward", "forward", "on_host"]
 
 
-def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+def on_host(arguments: Arguments) -> Arguments:
     """Return JAX arguments as `attnmask.flash_attention` takes them."""
-    arrays: dict[str, Any] = {
+    arrays: Arguments = {
         name: x if isinstance(x, MaskInfo) else as_array(x, name) for name, x in arguments.items()
     }
     if "dropout_seed" in arrays:
@@ -25,7 +27,7 @@ def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *arguments: Any) -> tuple[Any, ...]:
+def _call(compute: AnyFunction, shapes: Iterable[Shaped], *arguments: object) -> tuple[jax.Array, ...]:
     leaves, structure = jax.tree.flatten(arguments)
     leaves = alike([jax.numpy.asarray(leaf) for leaf in leaves])
     results = tuple(struct_like(shape, dtype, leaves[0]) for shape, dtype in shapes)
@@ -33,12 +35,10 @@ def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *argument
     return tuple(jax.pure_callback(compute, results, *arguments, vmap_method="sequential"))
 
 
-def forward(
-    static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], results: int
-) -> tuple[Any, ...]:
+def forward(static: Arguments, learned: ByName, others: Arguments, results: int) -> tuple[jax.Array, ...]:
     """As in `_jax_call`, with arguments by name."""
 
-    def compute(learned: Any, others: Any) -> Any:
+    def compute(learned: Arguments, others: Arguments) -> tuple[Array, ...]:
         given = on_host(learned | others) | static
         return attend_for_gradients(given) if results == 3 else flash_attention_fwd(**given)[:results]
 
@@ -51,13 +51,13 @@ def forward(
 
 
 def backward(
-    static: dict[str, Any],
-    learned: dict[str, Any],
-    others: dict[str, Any],
+    static: Arguments,
+    learned: ByName,
+    others: Arguments,
     wanted: Sequence[str],
-    of_result: Sequence[Any],
-) -> tuple[Any, ...]:
-    def compute(learned: Any, others: Any, *of_result: Any) -> Any:
+    of_result: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    def compute(learned: Arguments, others: Arguments, *of_result: ArrayLike) -> tuple[Array, ...]:
         dout, out, lse, *dlse = (as_array(x, "out") for x in of_result)
         extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
         arguments = on_host(learned | others) | static | extras

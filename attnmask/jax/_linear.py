@@ -4,29 +4,35 @@ Compiled functions call C through XLA's foreign function interface; the counterp
 Eager calls go to the NumPy functions.
 """
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
 import numpy as np
-from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
+from numpy.typing import NDArray
 
 from attnmask._common.arguments import as_array, flag, one_of, real, wide_dtype
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array, Given
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, like, starts_like
+from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
 
 __all__ = ["linear_attention", "linear_attention_step", "short_convolution", "short_convolution_step"]
 
 # Untyped, because the core and the NumPy functions check their arguments.
 _check: Any = _core
-_attend: Any = attention.linear_attention
-_attend_step: Any = attention.linear_attention_step
-_convolve: Any = convolution.short_convolution
-_convolve_step: Any = convolution.short_convolution_step
+_attend: AnyFunction = attention.linear_attention
+_attend_step: AnyFunction = attention.linear_attention_step
+_convolve: AnyFunction = convolution.short_convolution
+_convolve_step: AnyFunction = convolution.short_convolution_step
 
 _VERSION = 1  # of the words
 _DECAY, _BETA, _STATE, _STARTS, _NORMALIZE, _KEEP, _GRAD_STATE, _BIAS, _SILU, _INDICES = (
@@ -40,10 +46,9 @@ _FLAGS = {
     "bias": _BIAS,
     "state_indices": _INDICES,
 }
-_Arrays = dict[str, Any]
 
 
-def _arrays(given: Mapping[str, Any]) -> _Arrays:
+def _arrays(given: Given) -> AnyByName:
     """Return the arguments that are not None, each as an array."""
     return {
         name: x if isinstance(x, jax.Array) else as_array(x, name)
@@ -52,7 +57,7 @@ def _arrays(given: Mapping[str, Any]) -> _Arrays:
     }
 
 
-def _stand_in(name: str, x: Any, tokens: int) -> Any:
+def _stand_in(name: str, x: AnyArray, tokens: int) -> Array:
     """Return a placeholder for checks of types and shapes. Known integers stay, since their values are checked."""
     if name == "cu_seqlens":
         return starts_like(x, tokens) if is_traced(x) else as_array(x, name)
@@ -61,35 +66,38 @@ def _stand_in(name: str, x: Any, tokens: int) -> Any:
     return np.zeros(x.shape, x.dtype) if name == "state" else like(x)
 
 
-def _integers(x: Any) -> Any:
+def _integers(x: AnyArray) -> AnyArray:
     return x if is_traced(x) else np.asarray(x, np.int32)
 
 
-def _words(flags: int, scale: float = 1.0, chunk_size: int = 64) -> Any:
+def _words(flags: int, scale: float = 1.0, chunk_size: int = 64) -> NDArray[np.int64]:
     return np.array([_VERSION, flags, *struct.unpack("q", struct.pack("d", scale)), chunk_size], np.int64)
 
 
-def _flags_of(arrays: Mapping[str, Any]) -> int:
+def _flags_of(arrays: Iterable[str]) -> int:
     return sum(_FLAGS.get(name, 0) for name in arrays)
 
 
-def _on_host(arrays: _Arrays) -> _Arrays:
+def _on_host(arrays: AnyByName) -> dict[str, Array]:
     return {name: as_array(x, name) for name, x in arrays.items()}
 
 
-def _scale_of(scale: Any, channels: int) -> float:
+def _scale_of(scale: float | None, channels: int) -> float:
     if scale is None:
         return channels**-0.5 if channels else 1.0
     return real(scale, "scale")
 
 
+_Residuals: TypeAlias = tuple[ByName, ByName, tuple[jax.Array, ...]]
+
+
 def _differentiable(
     targets: tuple[str, str],
-    words: Callable[[int], Any],
-    arrays: _Arrays,
-    results: Sequence[Any],
-    kept: Sequence[Any],
-) -> tuple[Any, Any]:
+    words: Callable[[int], NDArray[np.int64]],
+    arrays: AnyByName,
+    results: Sequence[Shaped],
+    kept: Sequence[Shaped],
+) -> tuple[jax.Array, jax.Array]:
     """Return the result and the state of handlers that take `arrays` in this order; `kept` is for gradients."""
     call.register()
     order = list(arrays)
@@ -97,22 +105,24 @@ def _differentiable(
     learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if name not in others}
     no_gradients = "linear attention and short convolutions have gradients, but no gradients of these"
 
-    def run(target: str, flags: int, given: _Arrays, more: Sequence[Any], shapes: Sequence[Any]) -> Any:
+    def run(
+        target: str, flags: int, given: ByName, more: Sequence[jax.Array], shapes: Sequence[Shaped]
+    ) -> tuple[jax.Array, ...]:
         first = [given[name] for name in order]
         return call.call_handler(
             target, words(flags | _flags_of(given)), [*first, *more], shapes, no_gradients
         )
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
-    def compute(learned: Any, others: Any) -> Any:
+    @jax.custom_vjp
+    def compute(learned: ByName, others: ByName) -> tuple[jax.Array, ...]:
         return run(targets[0], 0, learned | others, (), results)
 
-    def forward(learned: Any, others: Any) -> Any:
+    def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
         learned, others = jax.tree.map(lambda x: x.value, (learned, others))
         found = run(targets[0], _KEEP if kept else 0, learned | others, (), [*results, *kept])
         return tuple(found[:2]), (learned, others, found[2:])
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[ByName, None]:
         learned, others, held = residuals
         dout, dstate = cotangents
         if isinstance(dout, SymbolicZero):
@@ -130,12 +140,14 @@ def _differentiable(
     return out, state
 
 
-def _in_place(target: str, words: Callable[[int], Any], arrays: _Arrays, result: Any, name: str) -> Any:
+def _in_place(
+    target: str, words: Callable[[int], NDArray[np.int64]], arrays: AnyByName, result: Shaped, name: str
+) -> tuple[jax.Array, jax.Array]:
     """Return the result and the state of a handler that writes to the state."""
     call.register()
     order = {name: _integers(x) if name == "state_indices" else x for name, x in arrays.items()}
     state = order["state"]
-    return call.call_handler(
+    out, state = call.call_handler(
         target,
         words(_flags_of(arrays)),
         list(order.values()),
@@ -144,25 +156,26 @@ def _in_place(target: str, words: Callable[[int], Any], arrays: _Arrays, result:
         "sequential",  # each call of a mapped function writes to a state of its own
         {list(order).index("state"): 1},
     )
+    return out, state
 
 
 # Linear attention
 
 
 def linear_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     *,
-    decay: Any = None,
-    beta: Any = None,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
     scale: float | None = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.linear_attention` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
     `query`, `key`, `value`, `decay`, `beta` and `initial_state` have gradients; higher-order ones are not supported.
@@ -237,17 +250,17 @@ def linear_attention(
 
 
 def linear_attention_step(
-    query: Any,
-    key: Any,
-    value: Any,
-    state: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    state: ArrayLike,
     *,
-    decay: Any = None,
-    beta: Any = None,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
-    state_indices: Any = None,
-) -> tuple[Any, Any]:
+    state_indices: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Apply `attnmask.linear_attention_step` in JAX, and return the states with the token in them.
 
     Compiled functions write to their states in place if ``donate_argnums`` names them or a loop carries them. Otherwise
@@ -324,15 +337,15 @@ def linear_attention_step(
 
 
 def short_convolution(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
     activation: str | None = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
     `x`, `weight`, `bias` and `initial_state` have gradients; higher-order ones are not supported.
@@ -391,14 +404,14 @@ def short_convolution(
 
 
 def short_convolution_step(
-    x: Any,
-    weight: Any,
-    state: Any,
-    bias: Any = None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    state: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
     activation: str | None = None,
-    state_indices: Any = None,
-) -> tuple[Any, Any]:
+    state_indices: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution_step` in JAX, and return the states with the token in them.
 
     Compiled functions write to their states in place if ``donate_argnums`` names them or a loop carries them. Otherwise

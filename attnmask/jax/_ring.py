@@ -15,58 +15,64 @@ three to compile. In a round, every device sends as much as the one that sends m
 program.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import jax  # type: ignore[import-not-found, unused-ignore]
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe, wide_dtype
+from attnmask._common.types import AnyFunction, Arguments, Given
 from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
 from attnmask.jax import _call as engine
-from attnmask.jax._arguments import check, check_known, is_traced, sinks_of, specify
+from attnmask.jax._arguments import Spec, check, check_known, is_traced, sinks_of, specify
+from attnmask.jax._types import AnyArray, ByName
 
 __all__ = ["attend"]
 
 _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", *BY_HEAD)
 
 
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]  # a result and its logsumexp
+_Residuals: TypeAlias = tuple[ByName, list[jax.Array], _Pair]
+
+
 class _Task(NamedTuple):
     """One call of `ring_attention`. Unless rectangles go one by one, batch rows lie end to end in one row."""
 
     ring: Ring
-    axis_name: Any
+    axis_name: str | tuple[str, ...]
     batch: int
-    options: dict[str, Any]  # more arguments of each call of attention
+    options: Arguments  # more arguments of each call of attention
     by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
 
     @property
     def world(self) -> int:
         return self.ring.shards.world
 
-    def in_row(self, x: Any) -> Any:
+    def in_row(self, x: jax.Array) -> jax.Array:
         """Return [B, T, ...] as calls have it."""
         return x if self.ring.conditions.one_by_one else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def stats_in_row(self, x: Any) -> Any:
+    def stats_in_row(self, x: jax.Array) -> jax.Array:
         """Return [B, H, T] as calls have it."""
         batch, heads, tokens = x.shape
         if self.ring.conditions.one_by_one:
             return x
         return x.swapaxes(0, 1).reshape(1, heads, batch * tokens)
 
-    def stats(self, in_row: Any) -> Any:
+    def stats(self, in_row: jax.Array) -> jax.Array:
         """Return [B, H, T] again."""
         if self.ring.conditions.one_by_one:
             return in_row
         _, heads, tokens = in_row.shape
         return in_row.reshape(heads, self.batch, tokens // self.batch).swapaxes(0, 1)
 
-    def by_rank(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    def by_rank(self, branches: Sequence[AnyFunction], *operands: Any) -> Any:
         """Return what this device's branch makes of the operands."""
         return jax.lax.switch(jax.lax.axis_index(self.axis_name), branches, *operands)
 
@@ -74,7 +80,7 @@ class _Task(NamedTuple):
 # Arguments
 
 
-def attend(learned: dict[str, Any], given: Mapping[str, Any], with_lse: bool) -> Any:
+def attend(learned: ByName, given: Given, with_lse: bool) -> jax.Array | tuple[jax.Array, ...]:
     """Return `out`, and `lse` if wanted. `learned` are the arrays with gradients, `given` the other arguments."""
     task = _task(learned, given)
     wide = wide_dtype(learned["query"].dtype)
@@ -87,13 +93,13 @@ def attend(learned: dict[str, Any], given: Mapping[str, Any], with_lse: bool) ->
         learned["relative_bias"] = learned["relative_bias"].astype(wide)
     seed = [given["dropout_seed"]] if is_traced(given["dropout_seed"]) else []
     leaves, structure = jax.tree.flatten((learned, seed))
-    results: tuple[Any, ...] = _attention(task, with_lse)(
+    results: tuple[jax.Array, ...] = _attention(task, with_lse)(
         *jax.tree.unflatten(structure, engine.alike(leaves))
     )
     return results if with_lse else results[0]
 
 
-def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
+def _task(learned: ByName, given: Given) -> _Task:
     query, value = learned["query"], learned["value"]
     try:
         world = jax.lax.psum(1, given["axis_name"])
@@ -150,7 +156,7 @@ def _rounds(ring: Ring) -> list[_Round]:
     return rounds
 
 
-def _moved(task: _Task, round: _Round, x: Any, back: bool = False) -> Any:
+def _moved(task: _Task, round: _Round, x: jax.Array, back: bool = False) -> jax.Array:
     """Send from each device to the one that needs it, or back."""
     pairs = [
         (source, (source + round.distance) % task.world)
@@ -160,12 +166,12 @@ def _moved(task: _Task, round: _Round, x: Any, back: bool = False) -> Any:
     return jax.lax.ppermute(x, task.axis_name, [pair[::-1] for pair in pairs] if back else pairs)
 
 
-def _sent(task: _Task, round: _Round, x: Any, never: Any) -> Any:
+def _sent(task: _Task, round: _Round, x: jax.Array, never: jax.Array | bool) -> jax.Array:
     """Return the tokens this device needs in a round, followed by meaningless ones."""
     if round.distance == 0:
         return x
 
-    def take(ranges: NDArray[np.int64], x: Any) -> Any:
+    def take(ranges: NDArray[np.int64], x: jax.Array) -> jax.Array:
         parts = [x[:, begin:end] for begin, end in ranges.tolist()]
         missing = round.longest - int((ranges[:, 1] - ranges[:, 0]).sum())
         return jax.numpy.concatenate([*parts, jax.numpy.zeros_like(x[:, :missing])], axis=1)
@@ -177,7 +183,7 @@ def _sent(task: _Task, round: _Round, x: Any, never: Any) -> Any:
     return _moved(task, round, jax.numpy.where(never, 0, taken))
 
 
-def _added(round: _Round, rank: int, totals: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
+def _added(round: _Round, rank: int, totals: ByName, arrived: ByName) -> ByName:
     """Add to `totals`, of a device's tokens, what has come back for those it sent in a round."""
     if round.distance == 0:
         return {name: total + arrived[name] for name, total in totals.items()}
@@ -192,18 +198,18 @@ def _added(round: _Round, rank: int, totals: dict[str, Any], arrived: dict[str, 
 class _Travel:
     """Rounds with their keys and values. Only the next round travels meanwhile: more would take memory."""
 
-    def __init__(self, task: _Task, own: dict[str, Any]) -> None:
+    def __init__(self, task: _Task, own: ByName) -> None:
         self.task, self.own = task, own
-        self.never: Any = False  # which is known once a round is computed
+        self.never: jax.Array | bool = False  # which is known once a round is computed
 
-    def __iter__(self) -> Iterator[tuple[_Round, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[_Round, ByName]]:
         rounds = _rounds(self.task.ring)
         keys = [self._sent(round) for round in rounds[:1]]
         for round, coming in zip_longest(rounds, rounds[1:]):
             keys += [] if coming is None else [self._sent(coming)]
             yield round, keys.pop(0)
 
-    def _sent(self, round: _Round) -> dict[str, Any]:
+    def _sent(self, round: _Round) -> ByName:
         return {name: _sent(self.task, round, x, self.never) for name, x in self.own.items()}
 
     def after(self, results: Any) -> Any:
@@ -226,7 +232,9 @@ def _calls(task: _Task, rank: int, round: _Round) -> tuple[list[Call], int]:
     return calls, int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
-def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]) -> tuple[Any, Any, Any]:
+def _problem(
+    task: _Task, call: Call, arrays: ByName, seed: list[jax.Array]
+) -> tuple[Spec, ByName, list[AnyArray]]:
     """Return what `_jax_call` takes, for arrays whose batch rows lie as in the call."""
     learned = {
         name: x[:, call.queries if name == "query" else call.keys] if x.ndim == 4 else x
@@ -241,17 +249,17 @@ def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]
     return spec._replace(part=call.place or (0, 0)), learned, others
 
 
-def _merge(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+def _merge(one: _Pair, other: _Pair) -> _Pair:
     """Merge results and logsumexps of attention over different keys."""
     lse = jax.numpy.logaddexp(one[1], other[1])
-    out = sum(
+    out: Any = sum(
         x * jax.numpy.where(part == -np.inf, 0.0, jax.numpy.exp(part - lse)).swapaxes(1, 2)[..., None]
         for x, part in (one, other)
     )
     return out, lse
 
 
-def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any, Any]:
+def _forward(task: _Task, learned: ByName, seed: list[jax.Array]) -> _Pair:
     """Return [B, T, H, Dv] in the query's type, and [B, H, T]."""
     sinks, table = learned.get("softmax_aux"), learned.get("relative_bias")
     query, value = task.in_row(learned["query"]), learned["value"]
@@ -262,7 +270,15 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
         lse = jax.numpy.broadcast_to(jax.scipy.special.logsumexp(sinks, axis=1)[:, None], lse.shape)
     out = jax.numpy.zeros((rows, tokens, heads, value.shape[3]), wide)
 
-    def compute(rank: int, round: _Round, results: Any, query: Any, keys: Any, table: Any, seed: Any) -> Any:
+    def compute(
+        rank: int,
+        round: _Round,
+        results: _Pair,
+        query: jax.Array,
+        keys: ByName,
+        table: ByName,
+        seed: list[jax.Array],
+    ) -> _Pair:
         calls, count = _calls(task, rank, round)
         arrays = {"query": query} | {name: task.in_row(x[:, :count]) for name, x in keys.items()} | table
         for call in calls:
@@ -270,7 +286,7 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
             found = engine.forward(spec, part, others, 2)
             out, lse = results
             here = call.queries
-            merged = _merge((out[:, here], lse[:, :, here]), found)
+            merged = _merge((out[:, here], lse[:, :, here]), (found[0], found[1]))
             results = out.at[:, here].set(merged[0]), lse.at[:, :, here].set(merged[1])
         return results
 
@@ -287,8 +303,8 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
 
 
 def _backward(
-    task: _Task, learned: dict[str, Any], seed: list[Any], results: tuple[Any, Any], given: tuple[Any, ...]
-) -> dict[str, Any]:
+    task: _Task, learned: ByName, seed: list[jax.Array], results: _Pair, given: tuple[jax.Array, ...]
+) -> ByName:
     """Return the gradients of all learned arrays, from those of the results that are `given`."""
     table = learned.get("relative_bias")
     query = task.in_row(learned["query"])
@@ -300,9 +316,10 @@ def _backward(
     wanted = ("query", "key", "value", *tables)
 
     def compute(
-        rank: int, round: _Round, last: _Round | None, d_query: Any, d_own: Any, d_tables: Any, arrived: Any,
-        query: Any, keys: Any, tables: Any, seed: Any, of_rows: Any, stats: Any,
-    ) -> Any:  # fmt: skip
+        rank: int, round: _Round, last: _Round | None, d_query: jax.Array, d_own: ByName, d_tables: ByName,
+        arrived: ByName, query: jax.Array, keys: ByName, tables: ByName, seed: list[jax.Array],
+        of_rows: list[jax.Array], stats: list[jax.Array],
+    ) -> tuple[jax.Array, ByName, ByName, ByName]:  # fmt: skip
         # Here, as XLA would add them all up at the end.
         d_own = d_own if last is None else _added(last, rank, d_own, arrived)
         calls, count = _calls(task, rank, round)
@@ -326,7 +343,7 @@ def _backward(
     d_query, d_own, d_tables = jax.tree.map(lambda x: jax.numpy.zeros_like(x, wide), (query, own, tables))
     travel = _Travel(task, own)
     last: _Round | None = None
-    arrived: dict[str, Any] = {}
+    arrived: ByName = {}
     for round, keys in travel:
         branches = [partial(compute, rank, round, last) for rank in range(task.world)]
         operands = arrived, query, keys, tables, seed, of_rows, stats
@@ -344,7 +361,7 @@ def _backward(
     return {name: grad.astype(learned[name].dtype) for name, grad in grads.items()}
 
 
-def _d_sinks(sinks: Any, results: tuple[Any, Any], given: tuple[Any, ...]) -> Any:
+def _d_sinks(sinks: jax.Array, results: _Pair, given: tuple[jax.Array, ...]) -> jax.Array:
     """Return the sinks' gradient [H, S]: a sink's weight adds nothing to the result but reduces all other weights."""
     out, lse = results
     lost = -(given[0].astype(lse.dtype) * out).sum(axis=-1).swapaxes(1, 2)  # [B, H, T]
@@ -355,19 +372,19 @@ def _d_sinks(sinks: Any, results: tuple[Any, Any], given: tuple[Any, ...]) -> An
     return jax.numpy.where(live, lost[..., None] * weights, 0.0).sum(axis=(0, 2))
 
 
-def _attention(task: _Task, with_lse: bool) -> Any:
+def _attention(task: _Task, with_lse: bool) -> AnyFunction:
     """Return attention as a function of learned arrays and a traced seed, with its gradients."""
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
-    def attend(learned: Any, seed: Any) -> Any:
+    @jax.custom_vjp
+    def attend(learned: ByName, seed: list[jax.Array]) -> tuple[jax.Array, ...]:
         return forward(learned, seed)[0]
 
-    def forward(learned: Any, seed: Any) -> Any:
+    def forward(learned: ByName, seed: list[jax.Array]) -> tuple[tuple[jax.Array, ...], _Residuals]:
         out, lse = _forward(task, learned, seed)
         rounded = out.astype(learned["query"].dtype)
         return (rounded, lse)[: 1 + with_lse], (learned, seed, (out, lse))
 
-    def backward(residuals: Any, given: Any) -> Any:
+    def backward(residuals: _Residuals, given: tuple[jax.Array, ...]) -> tuple[ByName, list[None]]:
         learned, seed, results = residuals
         return _backward(task, learned, seed, results, given), [None] * len(seed)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -13,6 +11,7 @@ from attnmask._attention.forward import dropout_keep_mask
 from attnmask._attention.problem import Problem, read_problem
 from attnmask._common.arguments import allocate, as_array, is_floating, wide_dtype
 from attnmask._common.keywords import advice
+from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
@@ -33,8 +32,8 @@ class _Attention(OperationImpl):
         mask: ArrayLike | MaskInfo | None,
         bias: ArrayLike | None,
         causal: bool,
-        more: dict[str, Any],
-    ) -> dict[str, Any]:
+        more: Arguments,
+    ) -> Arguments:
         """Return all arguments of `flash_attention_fwd` except `out`."""
         for name in more:
             if name not in _MORE:
@@ -57,14 +56,14 @@ class _Attention(OperationImpl):
             **more,
         }
 
-    def _converted(self, array: NDArray[Any]) -> NDArray[Any]:
+    def _converted(self, array: Array) -> Array:
         dtype = self.metadata.runtime_dtype
         if dtype is None or not is_floating(array.dtype):
             return array
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype(dtype, copy=False)
 
-    def _fitted(self, value: ArrayLike | None, name: str, q_heads: int, kv_heads: int) -> NDArray[Any] | None:
+    def _fitted(self, value: ArrayLike | None, name: str, q_heads: int, kv_heads: int) -> Array | None:
         if value is None:
             return None
         array = as_array(value, name)
@@ -104,15 +103,15 @@ class FlashAttention(_Attention):
         mask: ArrayLike | MaskInfo | None = None,
         bias: ArrayLike | None = None,
         causal: bool = False,
-        **more: Any,
+        **more: object,
     ) -> OperationOutput:
         out, lse = flash_attention_fwd(**self._arguments(query, key, value, mask, bias, causal, more))
         return OperationOutput(out, lse=lse)
 
 
-def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np.bool_]) -> NDArray[Any]:
+def _weighted_sums(weights: Array, values: Array, live: NDArray[np.bool_]) -> Array:
     """Return ``weights @ values`` without masked pairs: their weight is 0, and 0 × NaN is NaN."""
-    sums: NDArray[Any]
+    sums: Array
     if np.isfinite(values).all():
         sums = weights @ values
         return sums
@@ -124,14 +123,14 @@ def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np
 
 
 def _attend(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
+    q: Array,
+    k: Array,
+    v: Array,
     live: NDArray[np.bool_],
-    bias: NDArray[Any] | None,
+    bias: Array | None,
     kept: NDArray[np.bool_] | None,
     problem: Problem,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+) -> tuple[Array, Array, Array]:
     """Return the results, weights and logsumexp of some queries of one batch row, heads first."""
     logits = q @ k.swapaxes(1, 2) * problem.scale
     if bias is not None:
@@ -190,7 +189,7 @@ class VanillaAttention(_Attention):
         mask: ArrayLike | MaskInfo | None = None,
         bias: ArrayLike | None = None,
         causal: bool = False,
-        **more: Any,
+        **more: object,
     ) -> OperationOutput:
         arguments = self._arguments(query, key, value, mask, bias, causal, more)
         problem, batched = read_problem(arguments)

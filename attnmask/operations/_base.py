@@ -27,6 +27,7 @@ from attnmask._common.arguments import (
     real,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array, DType, PartitionSpec
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import fill
 from attnmask._masks.sharding import check_axes, mesh_sizes, partition, spec_of
@@ -35,7 +36,7 @@ from attnmask._masks.terms import band, dense
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 
 
-def _floating(value: Any, name: str) -> np.dtype[Any]:
+def _floating(value: DTypeLike, name: str) -> DType:
     if isinstance(value, str) and value == "bfloat16":
         return bfloat16(name)
     return floating_dtype(value, name)
@@ -73,10 +74,10 @@ class OperationMetadata:
     softmax_scale: float | None = None
     dropout_prob: float = 0.0
     backend: str | None = None
-    mesh: Any = None
+    mesh: object = None
 
     def __post_init__(self) -> None:
-        settings: dict[str, Any] = {}
+        settings: Arguments = {}
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             if getattr(self, name) is not None:
                 settings[name] = _floating(getattr(self, name), name)
@@ -110,15 +111,15 @@ class OperationOutput(NamedTuple):
     True
     """
 
-    attention_outputs: NDArray[Any]
-    attention_weights: NDArray[Any] | None = None
-    lse: NDArray[Any] | None = None
+    attention_outputs: Array
+    attention_weights: Array | None = None
+    lse: Array | None = None
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
 
 
-def _shape(value: Any, name: str) -> tuple[int, ...]:
+def _shape(value: object, name: str) -> tuple[int, ...]:
     """Return the shape of an array of which nothing else may be known yet."""
     if isinstance(value, np.ndarray):
         value = np.asarray(value)  # a subclass may override any attribute
@@ -126,14 +127,14 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
     return shape if isinstance(shape, tuple) else as_array(value, name).shape
 
 
-def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
+def _four(value: ArrayLike, name: str, layout: str) -> Array:
     array = as_array(value, name)
     if array.ndim != 4:
         raise ValueError(f"{name} must be {layout}, got {describe(array)}")
     return array
 
 
-def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[Any]:
+def _repeated(array: Array, axis: int, times: int, name: str) -> Array:
     """Repeat the entries of an axis like np.repeat, which does not notice that the result is too large."""
     before, (count, *after) = array.shape[:axis], array.shape[axis:]
     result = allocate((*before, count * times, *after), array.dtype, name)
@@ -163,7 +164,7 @@ def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
 
 
 def _kept(
-    names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: Any
+    names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: object
 ) -> tuple[AxisName, ...]:
     """Return one entry per name: that of `source` where it is preserved, None elsewhere."""
     if isinstance(preserved_indices, np.ndarray):
@@ -246,7 +247,7 @@ class OperationImpl(ABC):
         mask: ArrayLike | MaskInfo | None = None,
         bias: ArrayLike | None = None,
         causal: bool = False,
-        **more: Any,
+        **more: object,
     ) -> OperationOutput:
         """Compute the result of a call, on any machine.
 
@@ -276,7 +277,7 @@ class OperationImpl(ABC):
         mask: ArrayLike | MaskInfo | None = None,
         bias: ArrayLike | None = None,
         causal: bool = False,
-        **more: Any,
+        **more: object,
     ) -> OperationOutput:
         """Compute the result on the CPU; calls `forward_native` unless a subclass overrides it.
 
@@ -307,7 +308,7 @@ class OperationImpl(ABC):
         mask: ArrayLike | MaskInfo | None = None,
         bias: ArrayLike | None = None,
         causal: bool = False,
-        **more: Any,
+        **more: object,
     ) -> OperationOutput:
         """Compute the result with the method for the metadata's backend.
 
@@ -338,7 +339,7 @@ class OperationImpl(ABC):
         result: OperationOutput = forward(query, key, value, mask, bias, causal, **more)
         return result
 
-    def get_mode(self, query: Any, BTHD: bool = True) -> Literal["decode", "train"]:
+    def get_mode(self, query: object, BTHD: bool = True) -> Literal["decode", "train"]:
         """Return "decode" for one query per batch row, otherwise "train".
 
         Parameters
@@ -464,7 +465,7 @@ class OperationImpl(ABC):
         return mask.reshape(tokens, tokens)
 
     @staticmethod
-    def repeat_kv_heads(k: ArrayLike, v: ArrayLike, num_reps: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def repeat_kv_heads(k: ArrayLike, v: ArrayLike, num_reps: int) -> tuple[Array, Array]:
         """Repeat key and value heads so that each query head has its own.
 
         Parameters
@@ -491,9 +492,7 @@ class OperationImpl(ABC):
         times = integer(num_reps, "num_reps", 0)
         return _repeated(keys, 2, times, "num_reps"), _repeated(values, 2, times, "num_reps")
 
-    def handle_kvhead(
-        self, array: ArrayLike | None, num_q_heads: int, num_kv_heads: int
-    ) -> NDArray[Any] | None:
+    def handle_kvhead(self, array: ArrayLike | None, num_q_heads: int, num_kv_heads: int) -> Array | None:
         """Repeat the heads of a bias or mask to match the queries.
 
         Parameters
@@ -531,12 +530,12 @@ class OperationImpl(ABC):
 
     def create_stable_sharding(
         self,
-        state_ps: Any = None,
+        state_ps: PartitionSpec | None = None,
         preserved_indices: Sequence[int] | None = None,
-        clone_ps: Any = None,
-        dep: Any = True,
-        tensor: Any = None,
-    ) -> Any:
+        clone_ps: PartitionSpec | None = None,
+        dep: object = True,
+        tensor: object = None,
+    ) -> PartitionSpec | None:
         """Return a sharding spec that keeps only some dimensions of another.
 
         Parameters

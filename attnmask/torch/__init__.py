@@ -10,6 +10,7 @@ from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, TOP_
 from attnmask._attention.hints import check_hints
 from attnmask._common.arguments import flag, is_bottom_right
 from attnmask._common.keywords import reject_unknown
+from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._cache import flash_attention_with_kvcache
@@ -33,6 +34,7 @@ from attnmask.torch._operators import (
 )
 from attnmask.torch._ring import ring_attention
 from attnmask.torch._states import MaskTensors, to_tensor
+from attnmask.torch._types import Context, MaybeTensor
 
 __all__ = [
     "MaskTensors",
@@ -51,13 +53,13 @@ __all__ = [
 ]
 
 
-class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+class _FlashAttention(torch.autograd.Function):
     """Call the operator without PyTorch's dispatcher, which takes longer than a short call. It takes the arguments that
     have gradients, and all others.
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Context, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *learned, more = inputs
         arguments = dict(zip(LEARNED, learned, strict=True)) | more
         given = {name: detached(x) for name, x in arguments.items()}
@@ -74,9 +76,9 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: "torch.Tensor | None", dlse: "torch.Tensor | None") -> tuple[Any, ...]:
+    def backward(ctx: Context, dout: MaybeTensor, dlse: MaybeTensor) -> tuple[MaybeTensor, ...]:
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
-            return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+            return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
         given = ctx.others | dict(zip(ctx.names, tensors[ctx.parts :], strict=True))
         if isinstance(given["attention_mask"], str):
@@ -95,7 +97,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         return *(to_tensor(grad) if needed else None for grad, needed in pairs), None
 
 
-def _operands(given: dict[str, Any]) -> tuple[Any, ...]:
+def _operands(given: Arguments) -> tuple[object, ...]:
     """Return the operator's operands for arguments of `attnmask.flash_attention`."""
     check_hints({name: given.get(name) for name in HINTS})
     offset = given.get("causal_offset", 0)
@@ -133,7 +135,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _PLAIN_OPTIONS = {"causal", "causal_offset", "softmax_scale"}
 
 
-def _is_plain(tensors: Sequence[Any], others: Sequence[Any], more: dict[str, Any]) -> bool:
+def _is_plain(tensors: Sequence[Any], others: Sequence[object], more: Arguments) -> bool:
     """Return whether ``attnmask::flash_attention_plain`` can answer a call; `others` must be None."""
     for x in tensors:
         if not (isinstance(x, _Tensor) and x.is_cpu):
@@ -191,8 +193,8 @@ def flash_attention(
     bias: "ArrayLike | None" = None,
     *,
     return_lse: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply `attnmask.flash_attention` to CPU tensors, without copying them.
 
     `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
@@ -239,7 +241,7 @@ def flash_attention(
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     with_lse = flag(return_lse, "return_lse")
-    given = {
+    given: Arguments = {
         "query": query,
         "key": key,
         "value": value,
@@ -249,7 +251,7 @@ def flash_attention(
     }
     if compiling and torch._C._are_functorch_transforms_active():
         # Operators have no gradients for torch.func.
-        return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
+        return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)
     if not compiling:
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):
@@ -275,6 +277,6 @@ def flash_attention(
     if learning:
         given |= {name: operators.kept(x, name) for name, x in given.items() if name in ARRAYS}
         inputs = [given.pop(name, None) for name in LEARNED]
-        both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
+        both = _FlashAttention.apply(*inputs, given)
         return both if with_lse else both[0]
     return operators.call(given, with_lse)

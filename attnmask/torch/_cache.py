@@ -5,7 +5,7 @@ The operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `
 to the caches and their scales, and returns both results.
 """
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -20,6 +20,7 @@ from attnmask._attention.arguments import (
 )
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
 from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
+from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
@@ -52,11 +53,13 @@ def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
     operators.check_no_gradient(tensors, "flash_attention_with_kvcache", "flash_attention")
 
 
-def _tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(given: Arguments) -> dict[str, torch.Tensor]:
     return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
-def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: bool) -> Any:
+def _attend(
+    given: Arguments, tensors: dict[str, torch.Tensor], with_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend on the CPU. Autograd must know what is written to, as for any in-place operator."""
     arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
     try:
@@ -85,7 +88,7 @@ def _check_out(out: torch.Tensor, query: torch.Tensor, v_cache: torch.Tensor) ->
 # The operator
 
 
-def _operands(given: dict[str, Any]) -> list[Any]:
+def _operands(given: Arguments) -> list[object]:
     length = given["cache_seqlens"]
     is_number = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool)
     operands = {
@@ -102,8 +105,8 @@ def _operands(given: dict[str, Any]) -> list[Any]:
     return [operands[name] for name in _NAMES]
 
 
-def _on_cpu(*arguments: Any) -> Any:
-    given = dict(zip(_NAMES, arguments, strict=True))
+def _on_cpu(*arguments: object) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    given: Arguments = dict(zip(_NAMES, arguments, strict=True))
     tensors, specification, length = (
         given.pop(name) for name in ("mask_tensors", "mask_specification", "cache_length")
     )
@@ -116,10 +119,10 @@ def _on_cpu(*arguments: Any) -> Any:
     return _attend(given, _tensors(given), True)
 
 
-def _fake(*arguments: Any) -> tuple[Any, ...]:
+def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
     """Return results for tensors without data."""
     operators.check_devices(_NAMES, arguments)
-    given = dict(zip(_NAMES, arguments, strict=True))
+    given: Arguments = dict(zip(_NAMES, arguments, strict=True))
     query, packed = given["query"], given["cu_seqlens_q"] is not None
     expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
     if query.ndim != (3 if packed else 4):
@@ -134,20 +137,20 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
     return operators.new_results(query, value)
 
 
-def _autograd(keyset: Any, *arguments: Any) -> Any:
+def _autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> tuple[torch.Tensor, ...]:
     check_no_gradient(_tensors(dict(zip(_NAMES, arguments, strict=True))))
     with torch._C._AutoDispatchBelowAutograd():
         operator = torch.ops.attnmask.flash_attention_with_kvcache.default
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
-def _autocast(*arguments: Any) -> Any:
-    given = dict(zip(_NAMES, arguments, strict=True))
+def _autocast(*arguments: object) -> tuple[torch.Tensor, ...]:
+    given: Arguments = dict(zip(_NAMES, arguments, strict=True))
     with operators.without_autocast():
         return torch.ops.attnmask.flash_attention_with_kvcache(*_cast(given).values())
 
 
-def _cast(given: dict[str, Any]) -> dict[str, Any]:
+def _cast(given: Arguments) -> Arguments:
     tokens = ((name, given[name]) for name in ("query", "key", "value"))
     return given | {name: x if x is None else operators.autocast(x) for name, x in tokens}
 
@@ -223,8 +226,8 @@ def flash_attention_with_kvcache(
     return_lse: bool = False,
     out: "torch.Tensor | None" = None,
     rotate: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
 
     It has no gradient: with grad mode on, tensors that require one are an error. ``torch.autocast`` casts `query`,

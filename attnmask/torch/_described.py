@@ -1,16 +1,22 @@
 """Tensors that are descriptions: they have a shape, and are written out only if something is computed with them."""
 
-from typing import Any
+from typing import Any, Self
 
+from attnmask._common.types import AnyFunction
 from attnmask.torch._import import torch
 
 __all__ = ["DescribedTensor"]
 
 
-class DescribedTensor(torch.Tensor):  # type: ignore[misc, unused-ignore]
+class DescribedTensor(torch.Tensor):
     """A tensor that is a description: anything that computes with it makes the tensor it describes first."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def without_memory(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        make: AnyFunction = torch.Tensor._make_wrapper_subclass
+        return make(cls, shape, dtype=dtype, device="cpu")
 
     def copied(self) -> "DescribedTensor":
         """Return another tensor with the same description."""
@@ -19,11 +25,13 @@ class DescribedTensor(torch.Tensor):  # type: ignore[misc, unused-ignore]
     def written_out(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def __setitem__(self, *_: Any) -> None:
+    def __setitem__(self, *_: object) -> None:
         raise TypeError(f"a {type(self).__name__} cannot be written to: clone it")
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
+        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             return args[0].copied()
         if function._schema.is_mutable and isinstance(args[0], cls):
@@ -32,5 +40,5 @@ class DescribedTensor(torch.Tensor):  # type: ignore[misc, unused-ignore]
         return function(*args, **kwargs)
 
 
-def _written_out(x: Any) -> Any:
+def _written_out(x: object) -> object:
     return x.written_out() if isinstance(x, DescribedTensor) else x

@@ -1,7 +1,7 @@
 """Import PyTorch, and check that its version handles operators in the known way."""
 
 try:
-    import torch  # type: ignore[import-not-found, unused-ignore]
+    import torch
 except ImportError as _missing:
     raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
 
@@ -9,11 +9,11 @@ _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not (2, 13) <= _version < (3, 0):
     raise ImportError(f"attnmask.torch needs PyTorch from 2.13 to below 3, got {torch.__version__}")
 
-from torch._library.autograd import (  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+from torch._library.autograd import (  # noqa: E402
     Info,
     make_autograd_impl,
 )
-from torch.utils._python_dispatch import (  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
     _disable_current_modes as without_modes,
 )
 

@@ -9,27 +9,30 @@ returns ``"attnmask"``.
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
+from torch.nn import attention
 
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.problem import both_starts
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
+from attnmask._common.types import AnyFunction, Arguments
 from attnmask.torch._import import torch
 from attnmask.torch._states import to_tensor
+from attnmask.torch._types import MaybeTensor
 
 _NAME = "attnmask"
+_Starts: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _swapped(x: Any) -> Any:
+def _swapped(x: torch.Tensor) -> torch.Tensor:
     """Swap PyTorch's order [B, H, T, D] with [B, T, H, D]."""
     return x.transpose(1, 2)
 
@@ -37,18 +40,23 @@ def _swapped(x: Any) -> Any:
 # scaled_dot_product_attention
 
 
-def _applies(tensors: tuple[Any, ...], dropout: float) -> bool:
+def _applies(tensors: Iterable[MaybeTensor], dropout: float) -> bool:
     """Return whether the core can read these in place; a mask among them is a bias."""
     return dropout == 0 and all(
         x is None or (x.dtype in _TYPES and x.layout is torch.strided and not x.is_neg()) for x in tensors
     )
 
 
-def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+def _or_own(name: str, kernel: AnyFunction, inputs: int) -> AnyFunction:
     """Return `kernel` with PyTorch's own as a fallback. The first `inputs` arguments are tensors."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def choose(keyset: Any, *arguments: Any, attn_mask: Any = None, scale: "float | None" = None) -> Any:
+    def choose(
+        keyset: torch._C.DispatchKeySet,
+        *arguments: Any,
+        attn_mask: MaybeTensor = None,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
         if not (_active and _applies((*tensors, attn_mask), dropout)):
             return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
@@ -62,17 +70,24 @@ def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[...,
     return choose
 
 
-def _sdpa(query: Any, key: Any, value: Any, **more: Any) -> tuple[Any, Any]:
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(query)
-    _, lse = flash_attention_fwd(
-        *map(_swapped, (query, key, value)), **more, out=as_array(_swapped(out), "out")
-    )
+    query, key, value, into = map(_swapped, (query, key, value, out))
+    _, lse = flash_attention_fwd(query, key, value, **more, out=as_array(into, "out"))
     return out, _swapped(_swapped(to_tensor(lse)).contiguous())  # in memory as PyTorch has it
 
 
 def _sdpa_backward(
-    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, **more: Any
-) -> tuple[Any, ...]:
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **more: Any,
+) -> tuple[torch.Tensor, ...]:
     query, key, value, out = map(_swapped, (query, key, value, out))
     grads = flash_attention_bwd(_swapped(dout), query, key, value, out, lse, **more)
     return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
@@ -88,8 +103,8 @@ def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int |
 
 
 def _places(
-    is_causal: bool, left: "int | None", right: "int | None", starts: tuple[Any, Any], scale: "float | None"
-) -> dict[str, Any]:
+    is_causal: bool, left: "int | None", right: "int | None", starts: _Starts, scale: "float | None"
+) -> Arguments:
     """Convert FlashAttention's arguments, which count from the bottom right."""
     return {
         "cum_seqlens_q": starts[0],
@@ -101,7 +116,7 @@ def _places(
     }
 
 
-def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
+def _used(seqused_k: torch.Tensor, room: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return how many of each sequence's keys are used."""
     used = integers(seqused_k, "seqused_k", ("[sequences]",))
     if used.shape != room.shape:
@@ -115,12 +130,14 @@ def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
     return used
 
 
-def _room(block_table: Any, q_starts: Any, key: Any) -> NDArray[np.int64]:
+def _room(block_table: torch.Tensor, q_starts: torch.Tensor, key: torch.Tensor) -> NDArray[np.int64]:
     """Return how many keys the pages of each sequence can hold."""
     return np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
 
 
-def _first_keys(seqused_k: Any, starts: tuple[Any, Any], query: Any, key: Any) -> dict[str, Any]:
+def _first_keys(
+    seqused_k: torch.Tensor, starts: _Starts, query: torch.Tensor, key: torch.Tensor
+) -> Arguments:
     """Use only the first keys of each sequence; the last of them is at the bottom right."""
     q_starts, k_starts = both_starts(*starts, (1, query.shape[1], len(query), len(key)))
     room = np.diff(k_starts)
@@ -139,11 +156,12 @@ def _check(dropout: float) -> None:
 
 
 def _varlen_into(
-    out: Any, query: Any, key: Any, value: Any, q_starts: Any, k_starts: Any, max_q: int, max_k: int,
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, q_starts: torch.Tensor,
+    k_starts: torch.Tensor, max_q: int, max_k: int,
     dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: "float | None" = None,
-    window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: Any = None,
-    alibi_slopes: Any = None, block_table: Any = None, num_splits: "int | None" = None,
-) -> Any:  # fmt: skip
+    window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: MaybeTensor = None,
+    alibi_slopes: MaybeTensor = None, block_table: MaybeTensor = None, num_splits: "int | None" = None,
+) -> torch.Tensor:  # fmt: skip
     """Write the result to `out` and return the logsumexp. `num_splits` has no effect: results are batch-invariant."""
     _check(dropout)
     if (
@@ -156,7 +174,8 @@ def _varlen_into(
     if block_table is not None:
         if seqused_k is None:
             raise ValueError("seqused_k must be given with block_table, got None")
-        _, lse = flash_attention_with_kvcache(
+        attend: AnyFunction = flash_attention_with_kvcache  # in place, whatever the kind of array
+        _, lse = attend(
             query,
             key,
             value,
@@ -178,7 +197,7 @@ def _varlen_into(
     return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
 
 
-def _varlen(query: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
+def _varlen(query: torch.Tensor, *more: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(query)
     lse = _varlen_into(out, query, *more, **options)
     state = torch.zeros(2, dtype=torch.uint64)  # of the random numbers, of which there are none
@@ -186,28 +205,31 @@ def _varlen(query: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def _varlen_backward(
-    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, q_starts: Any, k_starts: Any,
-    max_q: int, max_k: int, dropout: float, is_causal: bool, rng_state: Any, unused: Any, *,
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, dropout: float,
+    is_causal: bool, rng_state: object, unused: object, *,
     scale: "float | None" = None, window_size_left: "int | None" = None, window_size_right: "int | None" = None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     _check(dropout)
     places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
-    tensors = (x.detach() for x in (dout, query, key, value, out, lse.masked_fill(lse == inf, -inf)))
-    return tuple(map(to_tensor, flash_attention_bwd(*tensors, **places)[:3]))
+    lse = lse.masked_fill(lse == inf, -inf)
+    dout, query, key, value, out, lse = (x.detach() for x in (dout, query, key, value, out, lse))
+    grads = flash_attention_bwd(dout, query, key, value, out, lse, **places)
+    return tuple(map(to_tensor, grads[:3]))
 
 
 # Registration
 
 _lock = threading.RLock()
-_registered: Any = None  # the library of kernels, once it has been needed
+_registered: torch.library.Library | None = None  # the library of kernels, once it has been needed
 _active = False
 _contexts: set[object] = set()  # those of `installed` that are open, if the first of them has installed
 
 
-def _or_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _or_none(name: str, kernel: AnyFunction) -> AnyFunction:
     """Return `kernel` where PyTorch has none for the CPU."""
 
-    def run(*arguments: Any, **more: Any) -> Any:
+    def run(*arguments: object, **more: object) -> Any:
         if not _active:
             raise NotImplementedError(
                 f"aten::{name} is not supported on the CPU unless attnmask.torch.install() was called"

@@ -11,21 +11,26 @@ its size depends on the lengths of sequences, which a graph does not know. `want
 gradients whether they are to be returned. Plain calls go to C without an operator, and keep what gradients need.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol
+
+from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import describe, flag, integer, one_of, real, suit_hint
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand
 from attnmask.torch._states import to_tensor
+from attnmask.torch._types import Context, MaybeTensor, Shaped
 
-_Given: TypeAlias = dict[str, Any]
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
 
 
@@ -38,11 +43,11 @@ def _names(parameters: str) -> tuple[tuple[str, ...], dict[str, bool]]:
     return tuple(name for _, name in pairs), tensors
 
 
-def _tensors(given: _Given) -> dict[str, torch.Tensor]:
+def _tensors(given: Arguments) -> dict[str, torch.Tensor]:
     return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
-def _call(function: Callable[..., Any], given: _Given, **more: Any) -> Any:
+def _call(function: AnyFunction, given: Arguments, **more: object) -> Any:
     """Call a function of arrays with tensors, in place."""
     try:
         for name, x in given.items():
@@ -53,17 +58,17 @@ def _call(function: Callable[..., Any], given: _Given, **more: Any) -> Any:
         raise
 
 
-def _check_axes(given: _Given, **layouts: str) -> None:
+def _check_axes(given: Arguments, **layouts: str) -> None:
     for name, layout in layouts.items():
         if given[name].ndim != layout.count(",") + 1:
             raise ValueError(f"{name} must be {layout}, got {describe(given[name])}")
 
 
-def _operands(given: _Given) -> list[Any]:
+def _operands(given: Arguments) -> list[object]:
     return [operand(x) if name in _INTEGERS else x for name, x in given.items()]
 
 
-def _prepared(given: _Given, tensors: dict[str, bool], cast: Sequence[str]) -> _Given:
+def _prepared(given: Arguments, tensors: dict[str, bool], cast: Sequence[str]) -> Arguments:
     """Check that arguments are tensors, and cast them under autocast: `cast`, and what is of another type of 16 bits.
     What is float32 may stay so.
     """
@@ -91,10 +96,10 @@ class _Function:
         name: str,
         parameters: str,
         *,
-        function: Callable[..., Any],
-        remember: Callable[..., Any],
-        gradients: Callable[..., Any],
-        likes: Callable[[_Given], tuple[tuple[Any, Any], ...]],
+        function: AnyFunction,
+        remember: AnyFunction,
+        gradients: AnyFunction,
+        likes: Callable[[Arguments], tuple[Shaped, ...]],
         cast: Sequence[str],
     ) -> None:
         self.name, self.names, self.tensors = name, *_names(parameters)
@@ -131,15 +136,17 @@ class _Function:
         self.transformed = operators.transformed(rules)
         operators.register_rules(rules, self.on_cpu, self.backward_on_cpu)
 
-    def compute(self, given: _Given, with_state: bool) -> Any:
+    def compute(self, given: Arguments, with_state: bool) -> Any:
         result = _call(self.function, given, return_state=with_state)
         return tuple(map(to_tensor, result)) if with_state else to_tensor(result)
 
-    def on_cpu(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_cpu(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         check_no_tangents(self.names, arguments, self.name)
-        return self.compute(dict(zip(self.names, arguments, strict=True)), True)  # type: ignore[no-any-return]
+        return self.compute(dict(zip(self.names, arguments, strict=True)), True)
 
-    def differentiate(self, dout: Any, dstate: Any, arguments: Any, kept: Any = None) -> Any:
+    def differentiate(
+        self, dout: MaybeTensor, dstate: MaybeTensor, arguments: Sequence[object], kept: MaybeTensor = None
+    ) -> tuple[Array, ...]:
         check_no_tangents(("dout", "dstate", *self.names), (dout, dstate, *arguments), self.name)
         given = dict(zip(self.names, arguments, strict=True))
         if dout is None:
@@ -147,38 +154,40 @@ class _Function:
             dout = torch.zeros(shape, dtype=dtype)
         return _call(self.gradients, {"dout": dout, "dstate": dstate, "kept": kept, **given})
 
-    def backward_on_cpu(self, dout: Any, dstate: Any, *more: Any) -> list[torch.Tensor]:
+    def backward_on_cpu(self, dout: MaybeTensor, dstate: MaybeTensor, *more: Any) -> list[torch.Tensor]:
         *arguments, wanted = more
         grads = self.differentiate(dout, dstate, arguments)
         return list(map(to_tensor, itertools.compress(grads, wanted)))
 
-    def fake(self, *arguments: Any) -> tuple[Any, ...]:
+    def fake(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         check_no_tangents(self.names, arguments, self.name)
         operators.check_devices(self.names, arguments)
         likes = self.likes(dict(zip(self.names, arguments, strict=True)))
         return tuple(arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in likes)
 
-    def backward_fake(self, dout: Any, dstate: Any, *more: Any) -> list[Any]:
+    def backward_fake(self, dout: MaybeTensor, dstate: MaybeTensor, *more: Any) -> list[torch.Tensor]:
         *arguments, wanted = more
         operators.check_devices(("dout", "dstate", *self.names), (dout, dstate, *arguments))
         return [x.new_empty(x.shape) for x in itertools.compress(arguments, wanted)]
 
-    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def keep(self, ctx: Context, inputs: tuple[Any, ...], output: object) -> None:
         tensors = self.learned + 1
         ctx.save_for_backward(*inputs[:tensors])
         ctx.more = inputs[tensors:]
         ctx.set_materialize_grads(False)
 
-    def spread(self, operator: Any, ctx: Any, dout: Any, dstate: Any) -> tuple[Any, ...]:
+    def spread(
+        self, operator: AnyFunction, ctx: Context, dout: MaybeTensor, dstate: MaybeTensor
+    ) -> tuple[MaybeTensor, ...]:
         wanted = [bool(needed) for needed in ctx.needs_input_grad[: self.learned]]
         grads = operator(dout, dstate, *ctx.saved_tensors, *ctx.more, wanted)
         return *operators.spread(grads, wanted), *[None] * (len(self.names) - self.learned)
 
-    def __call__(self, given: _Given, return_state: Any) -> Any:
+    def __call__(self, given: Arguments, return_state: bool) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling and torch._C._are_functorch_transforms_active():
             # Operators have no gradients for torch.func.
-            return torch.compiler.disable(self.__call__)(given, return_state)  # type: ignore[no-untyped-call, unused-ignore]
+            return torch.compiler.disable(self.__call__)(given, return_state)
         with_state = flag(return_state, "return_state")
         given = _prepared(given, self.tensors, self.cast)
         if not compiling:
@@ -189,17 +198,21 @@ class _Function:
             operator = self.transformed.apply if operators.is_differentiated() else self.operator
             results = operator(*_operands(given))
         elif torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given).values()):
-            results = _Learning.apply(self, *_operands(given))  # type: ignore[no-untyped-call, unused-ignore]
+            results = _Learning.apply(self, *_operands(given))
         else:
             return self.compute(given, with_state)
         return results if with_state else results[0]
 
 
-class _Learning(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+class _Learned(Context, Protocol):
+    function: _Function
+
+
+class _Learning(torch.autograd.Function):
     """A function called without an operator, which keeps what the gradient needs."""
 
     @staticmethod
-    def forward(ctx: Any, function: _Function, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: _Learned, function: _Function, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = dict(zip(function.names, arguments, strict=True))
         out, state, *kept = map(to_tensor, _call(function.remember, given))
         count = function.learned + 1
@@ -209,9 +222,9 @@ class _Learning(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return out, state
 
     @staticmethod
-    def backward(ctx: Any, dout: "torch.Tensor | None", dstate: "torch.Tensor | None") -> tuple[Any, ...]:
+    def backward(ctx: _Learned, dout: MaybeTensor, dstate: MaybeTensor) -> tuple[MaybeTensor, ...]:
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
-            return torch.compiler.disable(_Learning.backward)(ctx, dout, dstate)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+            return torch.compiler.disable(_Learning.backward)(ctx, dout, dstate)
         function, tensors = ctx.function, ctx.saved_tensors
         count = function.learned + 1
         arguments = *tensors[:count], *ctx.more
@@ -224,7 +237,7 @@ class _Learning(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return None, *grads, *[None] * (len(function.names) - function.learned)
 
 
-def _in_one_call(given: _Given, dims: _Given, count: int) -> "tuple[list[Any], int] | None":
+def _in_one_call(given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
     """Fold mapped rows into the batch: what has an entry for each batch row has three axes and more."""
     tensors = _tensors(given)
     by_row = {name for name, x in tensors.items() if x.ndim - (dims[name] is not None) > 2}
@@ -250,8 +263,8 @@ class _Step:
         name: str,
         parameters: str,
         *,
-        function: Callable[..., Any],
-        like: Callable[[_Given], tuple[Any, Any]],
+        function: AnyFunction,
+        like: Callable[[Arguments], Shaped],
         cast: Sequence[str],
     ) -> None:
         self.name, self.names, self.tensors = name, *_names(parameters)
@@ -267,29 +280,31 @@ class _Step:
         )
         self.operator = getattr(torch.ops.attnmask, name).default
 
-    def check_no_gradient(self, given: _Given) -> None:
+    def check_no_gradient(self, given: Arguments) -> None:
         operators.check_no_gradient(_tensors(given), self.name, self.name.removesuffix("_step"))
 
-    def compute(self, given: _Given) -> torch.Tensor:
+    def compute(self, given: Arguments) -> torch.Tensor:
         out = _call(self.function, given)
         if not given["state"].is_inference():
             torch.autograd.graph.increment_version(given["state"])
         return to_tensor(out)
 
-    def on_cpu(self, *arguments: Any) -> torch.Tensor:
+    def on_cpu(self, *arguments: object) -> torch.Tensor:
         return self.compute(dict(zip(self.names, arguments, strict=True)))
 
-    def fake(self, *arguments: Any) -> Any:
+    def fake(self, *arguments: Any) -> torch.Tensor:
         operators.check_devices(self.names, arguments)
         shape, dtype = self.like(dict(zip(self.names, arguments, strict=True)))
         return arguments[0].new_empty(shape, dtype=dtype)
 
-    def autograd(self, keyset: Any, *arguments: Any) -> Any:
+    def autograd(self, keyset: torch._C.DispatchKeySet, *arguments: object) -> torch.Tensor:
         self.check_no_gradient(dict(zip(self.names, arguments, strict=True)))
         with torch._C._AutoDispatchBelowAutograd():
             return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    def mapped(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, int]:
+    def mapped(
+        self, info: operators.Mapped, in_dims: Sequence[object], *arguments: object
+    ) -> tuple[torch.Tensor, int]:
         if in_dims[self.names.index("state")] is None:
             raise RuntimeError(
                 f"state must be mapped in {self.name} under vmap: all calls would write to the same one"
@@ -298,7 +313,7 @@ class _Step:
         calls = [self.operator(*map(operators.chosen, arguments, in_dims, [i] * count)) for i in range(size)]
         return torch.stack(calls), 0
 
-    def __call__(self, given: _Given) -> Any:
+    def __call__(self, given: Arguments) -> torch.Tensor:
         given = _prepared(given, self.tensors, self.cast)
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
@@ -312,7 +327,7 @@ class _Step:
 # Short convolutions
 
 
-def _convolution_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
+def _convolution_likes(given: Arguments) -> tuple[Shaped, ...]:
     _check_axes(given, x="[B, T, C]", weight="[C, W]")
     x, weight, starts = given["x"], given["weight"], given["cu_seqlens"]
     count = x.shape[0] if starts is None else starts.numel() - 1
@@ -321,21 +336,21 @@ def _convolution_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
 
 def _convolution_gradients(
     *,
-    dout: Any,
-    dstate: Any,
+    dout: Array,
+    dstate: Array | None,
     kept: None,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    initial_state: Any,
-    cu_seqlens: Any,
-    activation: Any,
-) -> Any:
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    initial_state: Array | None,
+    cu_seqlens: ArrayLike | None,
+    activation: str | None,
+) -> tuple[Array | None, ...]:
     silu = activation is not None
     return _core.short_convolution_backward(x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate)
 
 
-def _step_like(given: _Given) -> tuple[Any, Any]:
+def _step_like(given: Arguments) -> Shaped:
     _check_axes(given, x="[B, C]", weight="[C, W]", state="[slots, C, W - 1]")
     return given["x"].shape, given["x"].dtype
 
@@ -361,11 +376,11 @@ _short_convolution_step = _Step(
 def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: "torch.Tensor | None" = None,
+    bias: torch.Tensor | None = None,
     *,
-    activation: "str | None" = None,
-    cu_seqlens: Any = None,
-    initial_state: "torch.Tensor | None" = None,
+    activation: str | None = None,
+    cu_seqlens: ArrayLike | torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
     return_state: bool = False,
 ) -> Any:
     """Apply `attnmask.short_convolution` to CPU tensors, with gradients of all of them and of the state.
@@ -415,11 +430,11 @@ def short_convolution_step(
     x: torch.Tensor,
     weight: torch.Tensor,
     state: torch.Tensor,
-    bias: "torch.Tensor | None" = None,
+    bias: torch.Tensor | None = None,
     *,
-    activation: "str | None" = None,
-    state_indices: Any = None,
-) -> Any:
+    activation: str | None = None,
+    state_indices: ArrayLike | torch.Tensor | None = None,
+) -> torch.Tensor:
     """Apply `attnmask.short_convolution_step` to CPU tensors: one token of each sequence, `state` updated in place.
 
     It has no gradient: with grad mode on, tensors that require one are an error. In graphs it is one operator, which
@@ -471,7 +486,7 @@ _PROBLEM = (  # the core's order
 )  # fmt: skip
 
 
-def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
+def _attention_likes(given: Arguments) -> tuple[Shaped, ...]:
     _check_axes(given, query="[B, T, Hk, K]", key="[B, T, Hk, K]", value="[B, T, H, V]")
     query, value, starts = given["query"], given["value"], given["cu_seqlens"]
     count = value.shape[0] if starts is None else starts.numel() - 1
@@ -479,19 +494,21 @@ def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
     return (value.shape, query.dtype), ((count, value.shape[2], query.shape[3], value.shape[3]), wide)
 
 
-def _attention_remember(**given: Any) -> Any:
-    core: Any = _core.linear_forward_vjp
+def _attention_remember(**given: object) -> tuple[Array, ...]:
+    core: AnyFunction = _core.linear_forward_vjp
     return core(*(given[name] for name in _PROBLEM), None)
 
 
-def _attention_gradients(*, dout: Any, dstate: Any, kept: Any, **given: Any) -> Any:
+def _attention_gradients(
+    *, dout: Array, dstate: Array | None, kept: Array | None, **given: object
+) -> tuple[Array | None, ...]:
     if kept is None:
         _, _, kept = _attention_remember(**given)
-    core: Any = _core.linear_backward
+    core: AnyFunction = _core.linear_backward
     return core(*(given[name] for name in _PROBLEM), kept, dout, dstate)
 
 
-def _attention_step_like(given: _Given) -> tuple[Any, Any]:
+def _attention_step_like(given: Arguments) -> Shaped:
     _check_axes(given, query="[B, Hk, K]", key="[B, Hk, K]", value="[B, H, V]", state="[slots, H, K, V]")
     return given["value"].shape, given["query"].dtype
 
@@ -521,11 +538,11 @@ def linear_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    decay: "torch.Tensor | None" = None,
-    beta: "torch.Tensor | None" = None,
-    scale: "float | None" = None,
-    initial_state: "torch.Tensor | None" = None,
-    cu_seqlens: Any = None,
+    decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: ArrayLike | torch.Tensor | None = None,
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
@@ -584,12 +601,12 @@ def linear_attention_step(
     value: torch.Tensor,
     state: torch.Tensor,
     *,
-    decay: "torch.Tensor | None" = None,
-    beta: "torch.Tensor | None" = None,
-    scale: "float | None" = None,
+    decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
     normalize_qk: bool = False,
-    state_indices: Any = None,
-) -> Any:
+    state_indices: ArrayLike | torch.Tensor | None = None,
+) -> torch.Tensor:
     """Apply `attnmask.linear_attention_step` to CPU tensors: one token of each sequence, `state` updated in place.
 
     It has no gradient: with grad mode on, tensors that require one are an error. In graphs it is one operator, which

@@ -38,7 +38,7 @@ def mask_tensors(mask: MaskInfo) -> MaskTensors:
     if not isinstance(mask, MaskInfo):
         raise TypeError(f"mask must be a MaskInfo, got {describe(mask)}")
     if torch.compiler.is_dynamo_compiling() and mask._tensors is not None:
-        return mask._tensors  # type: ignore[no-any-return]
+        return mask._tensors
     return tensors_of(mask._state)
 
 

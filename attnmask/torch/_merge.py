@@ -1,19 +1,20 @@
 """`merge_attention_states` for PyTorch, and the operators ``attnmask::merge_attention_states`` and ``…_backward``."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from attnmask._attention import forward as attention
 from attnmask._common.arguments import describe, suit_hint
 from attnmask._common.loading import _core
+from attnmask._common.types import Array
 from attnmask.torch._import import torch
 from attnmask.torch._operators import NO_SECOND, check_no_tangents, check_tensor, in_place, wide_dtype
 from attnmask.torch._states import to_tensor
+from attnmask.torch._types import Context
 
 _NAME = "merge_attention_states"
 
 
-def _arrays(tensors: Sequence[torch.Tensor], name: str) -> tuple[Any, ...]:
+def _arrays(tensors: Sequence[torch.Tensor], name: str) -> tuple[Array, ...]:
     return tuple(in_place(x.detach(), name) for x in tensors)
 
 
@@ -40,33 +41,33 @@ _backward = torch.library.custom_op(
 )
 
 
-@_operator.register_fake  # type: ignore[misc, untyped-decorator, unused-ignore]
+@_operator.register_fake
 def _(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(outs[0]), _like(lses[0], wide_dtype(outs[0].dtype))
 
 
-@_backward.register_fake  # type: ignore[misc, untyped-decorator, unused-ignore]
+@_backward.register_fake
 def _(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
     return [*map(_like, outs), *(_like(x, wide_dtype(outs[0].dtype)) for x in lses)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, Any], output: Any) -> None:
+def _keep(ctx: Context, inputs: tuple[list[torch.Tensor], list[torch.Tensor]], output: object) -> None:
     outs, lses = inputs
     ctx.parts, ctx.types = len(outs), [x.dtype for x in lses]
     ctx.save_for_backward(*outs, *lses)
 
 
 def _gradients(
-    ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
+    ctx: Context, dout: torch.Tensor, dlse: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     saved, n = list(ctx.saved_tensors), ctx.parts
     grads = _backward(saved[:n], saved[n:], dout, dlse)
     return grads[:n], [x.to(dtype) for x, dtype in zip(grads[n:], ctx.types, strict=True)]
 
 
-def _no_second(ctx: Any, *grads: Any) -> None:
+def _no_second(ctx: object, *grads: object) -> None:
     raise RuntimeError(f"{NO_SECOND.format(_NAME)}: create_graph must be False")
 
 
@@ -74,7 +75,7 @@ _operator.register_autograd(_gradients, setup_context=_keep)
 _backward.register_autograd(_no_second)
 
 
-def _list(tensors: Any, name: str) -> list[torch.Tensor]:
+def _list(tensors: object, name: str) -> list[torch.Tensor]:
     """Return the tensors of a sequence, or of a stack."""
     if not isinstance(tensors, (list, tuple, torch.Tensor)) or (
         isinstance(tensors, torch.Tensor) and not tensors.ndim
@@ -122,7 +123,7 @@ def merge_attention_states(
         raise ValueError("outs must have at least one part, got none")
     check_no_tangents(("outs", "lses"), (*given[0], *given[1]), _NAME)
     try:
-        return _operator(*given)  # type: ignore[no-any-return, unused-ignore]
+        return _operator(*given)
     except (TypeError, ValueError) as error:
         suit_hint(error, {"outs": given[0][0]})
         raise

@@ -16,11 +16,12 @@ ask for little go to ``attnmask::flash_attention_plain``, which is sooner called
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_fwd
@@ -38,10 +39,12 @@ from attnmask._common.arguments import (
     window,
 )
 from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._masks.info import MaskInfo
 from attnmask.torch._import import Info, make_autograd_impl, torch
 from attnmask.torch._masks import mask_tensors, restored
 from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
+from attnmask.torch._types import Context, MaybeTensor, Shaped
 
 _ROWS = {row.name: row for row in ARGUMENTS}
 _PARAMETERS = ", ".join(
@@ -75,7 +78,7 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def needs_operator(arguments: Iterable[Any]) -> bool:
+def needs_operator(arguments: Iterable[object]) -> bool:
     """Return whether PyTorch must see a call: it traces, transforms a function, or has other kinds of tensors."""
     return (
         torch._C._is_tracing()
@@ -86,18 +89,18 @@ def needs_operator(arguments: Iterable[Any]) -> bool:
     )
 
 
-def operand(x: Any) -> "torch.Tensor | None":
+def operand(x: Any) -> Any:
     """Return an operator's argument from any array."""
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
-def check_no_tangents(names: Iterable[str], tensors: Iterable[Any], function: str = _ATTENTION) -> None:
+def check_no_tangents(names: Iterable[str], tensors: Iterable[object], function: str = _ATTENTION) -> None:
     """Refuse tangents, which the core ignores: results would silently have none."""
     # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
     if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
     for name, x in zip(names, tensors, strict=False):
-        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
+        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(NO_FORWARD.format(function, name))
 
 
@@ -113,13 +116,13 @@ def check_no_gradient(tensors: dict[str, torch.Tensor], function: str, trained: 
             )
 
 
-def check_tensor(x: Any, name: str) -> None:
+def check_tensor(x: object, name: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {describe(x)}")
     check_kind_of_tensor(x, name)
 
 
-def check_tensors(given: dict[str, Any]) -> None:
+def check_tensors(given: Given) -> None:
     """Check tensors: if another device takes part in a call, PyTorch would compute no numbers at all."""
     for name, x in given.items():
         tensors = x.tensors if isinstance(x, MaskTensors) else (x,)
@@ -128,7 +131,7 @@ def check_tensors(given: dict[str, Any]) -> None:
                 check_kind_of_tensor(tensor, name)
 
 
-def _seed(value: Any, name: str) -> int:
+def _seed(value: object, name: str) -> int:
     """Return the same 64 bits as a signed integer."""
     seed = integer(value, name)
     return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
@@ -137,9 +140,9 @@ def _seed(value: Any, name: str) -> int:
 _CHECKS = {"bool": flag, "float": real, "SymInt": integer}
 
 
-def numbers(given: Mapping[str, Any], names: Iterable[str] = NUMBERS) -> dict[str, Any]:
+def numbers(given: Given, names: Iterable[str] = NUMBERS) -> Arguments:
     """Return the numbers among arguments as operators take them."""
-    found = {}
+    found: Arguments = {}
     for name in names:
         value = given.get(name, _ROWS[name].default)
         check = (
@@ -149,7 +152,7 @@ def numbers(given: Mapping[str, Any], names: Iterable[str] = NUMBERS) -> dict[st
     return found
 
 
-def mask_operands(mask: Any) -> dict[str, Any]:
+def mask_operands(mask: ArrayLike | torch.Tensor | MaskInfo | MaskTensors | None) -> Arguments:
     """Return what an operator takes for a mask."""
     mask = mask_tensors(mask) if isinstance(mask, MaskInfo) else mask
     specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
@@ -160,7 +163,7 @@ def mask_operands(mask: Any) -> dict[str, Any]:
     }
 
 
-def window_operands(sliding_window: Any) -> dict[str, int | None]:
+def window_operands(sliding_window: object) -> dict[str, int | None]:
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     return {"window_left": left, "window_right": right}
 
@@ -168,22 +171,22 @@ def window_operands(sliding_window: Any) -> dict[str, int | None]:
 # On the CPU
 
 
-def in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
+def in_place(x: torch.Tensor, name: str) -> Array:
     """Return `as_array`, faster for the common case."""
     try:
         if x.dtype in _OF_NUMPY:
-            return x.numpy()  # type: ignore[no-any-return, unused-ignore]
+            return x.numpy()
     except (RuntimeError, TypeError):  # as_array knows what to do, or to say
         pass
     return as_array(x if torch.is_grad_enabled() else detached(x), name)
 
 
-def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
+def in_arrays(given: Arguments) -> Arguments:
     """Return the same with query, key and value as NumPy arrays, which the core reads faster in plain calls."""
     return with_mask(given) | {name: in_place(given[name], name) for name in LEARNED[:3]}
 
 
-def with_mask(given: dict[str, Any]) -> dict[str, Any]:
+def with_mask(given: Arguments) -> Arguments:
     """Return the same with a `MaskInfo` in place of its tensors."""
     mask = given["attention_mask"]
     return given | {"attention_mask": restored(*mask)} if isinstance(mask, MaskTensors) else given
@@ -195,10 +198,10 @@ def kept(x: Any, name: str) -> Any:
     return x if fixed else as_array(x, name).copy()
 
 
-def _given(arguments: Sequence[Any]) -> dict[str, Any]:
+def _given(arguments: Sequence[object]) -> Arguments:
     """Return the arguments of `attnmask.flash_attention` for an operator's."""
     check_no_tangents(NAMES, arguments)
-    given = dict(zip(NAMES, arguments, strict=True))
+    given: Arguments = dict(zip(NAMES, arguments, strict=True))
     for name in ARRAYS:
         given[name] = detached(given[name])
     tensors, specification, offset = (
@@ -212,7 +215,7 @@ def _given(arguments: Sequence[Any]) -> dict[str, Any]:
     return given if window == (None, None) else given | {"sliding_window": window}
 
 
-def call(given: dict[str, Any], return_lse: bool) -> Any:
+def call(given: Arguments, return_lse: bool) -> Any:
     try:
         result = flash_attention(**in_arrays(given), return_lse=return_lse)
     except (TypeError, ValueError) as error:
@@ -221,11 +224,11 @@ def call(given: dict[str, Any], return_lse: bool) -> Any:
     return tuple(map(to_tensor, result)) if isinstance(result, tuple) else to_tensor(result)
 
 
-def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return call(given, True)  # type: ignore[no-any-return]
+def attend(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return call(given, True)
 
 
-def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_for_gradients(given: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the result, its logsumexp, and what `gradients` takes as the result."""
     try:
         out, lse, wide_out = attend_in_numpy(in_arrays(given))
@@ -233,15 +236,15 @@ def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Ten
         suit_hint(error, given)
         raise
     same = out.dtype == wide_out.dtype
-    out = to_tensor(out)
-    return out, to_tensor(lse), out if same else to_tensor(wide_out)
+    rounded = to_tensor(out)
+    return rounded, to_tensor(lse), rounded if same else to_tensor(wide_out)
 
 
-def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_cpu(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     return attend(_given(arguments))
 
 
-def _wide_on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _wide_on_cpu(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out, lse, wide_out = attend_for_gradients(_given(arguments))
     return out, lse, wide_out.clone() if wide_out is out else wide_out
 
@@ -254,7 +257,7 @@ def _plain_on_cpu(
     offset: int,
     scale: "float | None",
 ) -> torch.Tensor:
-    given = {"query": query, "key": key, "value": value, "attention_mask": None}
+    given: Arguments = {"query": query, "key": key, "value": value, "attention_mask": None}
     return call(given | {"causal": causal, "causal_offset": offset, "softmax_scale": scale}, False)
 
 
@@ -262,7 +265,7 @@ def _plain_on_cpu(
 plain = _core.tensor_attention(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _plain_on_cpu)
 
 
-def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _into(*arguments: object, out: torch.Tensor, lse: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
         raise RuntimeError("attnmask::flash_attention.out has no gradient: no argument may require one")
     _fake_into(*arguments, out=out, lse=lse)
@@ -275,7 +278,7 @@ def gradients(
     dlse: "torch.Tensor | None",
     out: torch.Tensor,
     lse: torch.Tensor,
-    given: dict[str, Any],
+    given: Arguments,
     wanted: Sequence[bool],
 ) -> FlashAttentionGrads:
     check_no_tangents(("dout", "dlse"), (dout, dlse))
@@ -291,7 +294,9 @@ def gradients(
     )
 
 
-def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[torch.Tensor]:
+def _backward_on_cpu(
+    dout: MaybeTensor, dlse: MaybeTensor, out: torch.Tensor, lse: torch.Tensor, *more: Any
+) -> list[torch.Tensor]:
     *arguments, wanted = more
     grads = gradients(dout, dlse, out, lse, _given(arguments), wanted)
     return [to_tensor(grad) for grad in itertools.compress(grads, wanted)]  # type: ignore[arg-type]
@@ -300,7 +305,7 @@ def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> li
 # Of tensors without numbers
 
 
-def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], ...]:
+def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[Shaped, ...]:
     """Return shape and type of the result, its logsumexp, and the wide result."""
     wide = wide_dtype(query.dtype)
     *batch, tokens, heads, _ = query.shape
@@ -308,9 +313,9 @@ def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], .
     return (row, query.dtype), ((*batch, heads, tokens), wide), (row, wide)
 
 
-def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
+def check_devices(names: Iterable[str], arguments: Iterable[object]) -> None:
     """Check that all tensors are on one device: PyTorch calls the fake implementation if any is a meta tensor."""
-    first: Any = None
+    first: tuple[str, torch.device] | None = None
     for name, x in zip(names, arguments, strict=True):
         for tensor in x if isinstance(x, (list, tuple)) else (x,):
             if not isinstance(tensor, torch.Tensor):
@@ -322,7 +327,7 @@ def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
                 )
 
 
-def _check_fakes(query: Any, key: Any, value: Any, packed: bool) -> None:
+def _check_fakes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: bool) -> None:
     try:
         check_layout((query, key, value), packed, _TYPES.__contains__)
     except (TypeError, ValueError) as error:
@@ -330,17 +335,17 @@ def _check_fakes(query: Any, key: Any, value: Any, packed: bool) -> None:
         raise
 
 
-def _fake_wide(*arguments: Any) -> tuple[Any, ...]:
+def _fake_wide(*arguments: object) -> tuple[torch.Tensor, ...]:
     check_no_tangents(NAMES, arguments)
     check_devices(NAMES, arguments)
-    given = dict(zip(NAMES, arguments, strict=True))
+    given: Arguments = dict(zip(NAMES, arguments, strict=True))
     query, key, value = (given[name] for name in LEARNED[:3])
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     _check_fakes(query, key, value, packed)
     return new_results(query, value, 3)
 
 
-def _fake(*arguments: Any) -> tuple[Any, ...]:
+def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
     return _fake_wide(*arguments)[:2]
 
 
@@ -348,7 +353,7 @@ def new_results(query: torch.Tensor, value: torch.Tensor, count: int = 2) -> tup
     return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value)[:count])
 
 
-def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
     check_devices(LEARNED[:3], (query, key, value))
     _check_fakes(query, key, value, False)
     return new_results(query, value)[0]
@@ -363,7 +368,9 @@ def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
             raise ValueError(f"{name} must be a {expected}, got {describe(x)}")
 
 
-def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[Any]:
+def _backward_fake(
+    dout: MaybeTensor, dlse: MaybeTensor, out: torch.Tensor, lse: torch.Tensor, *more: Any
+) -> list[torch.Tensor]:
     check_devices(BACKWARD_NAMES, (dout, dlse, out, lse, *more))
     *arguments, wanted = more
     return [
@@ -374,42 +381,44 @@ def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list
 # Gradients
 
 
-def spread(grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+def spread(grads: Iterable[torch.Tensor], wanted: Sequence[bool]) -> list[MaybeTensor]:
     """Return the wanted gradients, and None for the others."""
     rest = iter(grads)
     return [next(rest) if needed else None for needed in wanted]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     out, lse, *wide_out = output
     ctx.mark_non_differentiable(*wide_out)
     ctx.save_for_backward(*wide_out or (out,), lse, *inputs[:TENSORS], *inputs[TENSORS])
-    ctx.mask_tensors, ctx.more = len(inputs[TENSORS]), inputs[TENSORS + 1 :]
+    ctx.parts, ctx.more = len(inputs[TENSORS]), inputs[TENSORS + 1 :]
     ctx.set_materialize_grads(False)
 
 
-def _by(operator: Any, ctx: Any, dout: Any, dlse: Any, *_: Any) -> list[Any]:
+def _by(
+    operator: AnyFunction, ctx: Context, dout: MaybeTensor, dlse: MaybeTensor, *_: object
+) -> list[object]:
     out, lse, *tensors = ctx.saved_tensors
     wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(LEARNED)]]
     grads = operator(dout, dlse, out, lse, *tensors[:TENSORS], tensors[TENSORS:], *ctx.more, wanted)
-    return spread(grads, wanted) + [None] * (len(NAMES) - len(LEARNED))
+    return [*spread(grads, wanted), *[None] * (len(NAMES) - len(LEARNED))]
 
 
-def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Context, dout: MaybeTensor, dlse: MaybeTensor, *_: object) -> tuple[object, ...]:
     grads = _by(torch.ops.attnmask.flash_attention_backward, ctx, dout, dlse)
-    grads[TENSORS] = [None] * ctx.mask_tensors
+    grads[TENSORS] = [None] * ctx.parts
     return tuple(grads)
 
 
 def autograd_kernel(
-    operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any = None
-) -> Callable[..., Any]:
+    operator: Any, on_cpu: AnyFunction, rules: Info, wide: AnyFunction | None = None
+) -> AnyFunction:
     """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU. With
     gradients, `wide` is the operator for types of 16 bits.
     """
     kernel = make_autograd_impl(operator, rules)
 
-    def autograd(keyset: Any, *arguments: Any) -> Any:
+    def autograd(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         learning = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         if learning and wide and arguments[0].dtype.itemsize == 2:
             return wide(*arguments)[:2]
@@ -420,8 +429,8 @@ def autograd_kernel(
     return autograd
 
 
-def no_second(function: str) -> Callable[..., Any]:
-    def refuse(ctx: Any, *_: Any) -> Any:
+def no_second(function: str) -> AnyFunction:
+    def refuse(ctx: object, *_: object) -> NoReturn:
         raise RuntimeError(NO_SECOND.format(function))
 
     return refuse
@@ -449,7 +458,7 @@ def _folded(x: torch.Tensor, dim: "int | None", name: str, count: int, rows: int
     return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
 
 
-def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
+def _can_be_folded(given: Arguments, dims: Arguments) -> bool:
     """Return whether every batch row is the same as when called alone."""
     return (
         given["query"].ndim - (dims["query"] is not None) == 4
@@ -464,7 +473,7 @@ def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
     )
 
 
-def _in_one_call(given: dict[str, Any], dims: dict[str, Any], count: int) -> "tuple[list[Any], int] | None":
+def _in_one_call(given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
     if not _can_be_folded(given, dims):
         return None
     query, dim = given["query"], dims["query"]
@@ -475,24 +484,35 @@ def _in_one_call(given: dict[str, Any], dims: dict[str, Any], count: int) -> "tu
     ], rows
 
 
+_InOneCall: TypeAlias = Callable[[Arguments, Arguments, int], tuple[list[object], int] | None]
+
+
 def chosen(x: Any, dim: Any, index: int) -> Any:
     if isinstance(dim, (list, tuple)):
         return [chosen(*pair, index) for pair in zip(x, dim, strict=True)]
     return x if dim is None else x.select(dim, index)
 
 
+class Mapped(Protocol):
+    """What PyTorch says of a call under `vmap`."""
+
+    batch_size: int
+
+
 def mapped(
-    operator: Any,
+    operator: AnyFunction,
     names: Sequence[str],
     tuples: bool = True,
-    in_one_call: "Callable[..., tuple[list[Any], int] | None]" = _in_one_call,
-) -> Callable[..., Any]:
+    in_one_call: _InOneCall = _in_one_call,
+) -> AnyFunction:
     """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one.
 
     `in_one_call` returns the arguments of that call and the rows of each; or None.
     """
 
-    def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+    def rule(
+        info: Mapped, in_dims: Sequence[object], *arguments: object
+    ) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
         count = info.batch_size
         together = in_one_call(given, dims, count)
@@ -514,23 +534,23 @@ class Rules(NamedTuple):
     function: str
     names: Sequence[str]
     backward_names: Sequence[str]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    forward: Any  # both are operators, or call one
+    backward: Any
     keep: Callable[..., None]
-    spread: Callable[..., Any]  # calls the second operator, given as its first argument
-    in_one_call: "Callable[..., tuple[list[Any], int] | None]"
+    spread: Callable[..., Iterable[object]]  # calls the second operator, given as its first argument
+    in_one_call: _InOneCall
 
 
 def transformed(rules: Rules) -> Any:
     """Return the operator under `torch.func`, which ignores the gradients of operators."""
     function = rules.function
 
-    def no_tangents(ctx: Any, *tangents: Any) -> Any:
+    def no_tangents(ctx: object, *tangents: object) -> NoReturn:
         raise RuntimeError(NO_FORWARD.format(function, "an argument"))
 
-    class Backward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    class Backward(torch.autograd.Function):
         @staticmethod
-        def forward(*arguments: Any) -> Any:
+        def forward(*arguments: object) -> tuple[torch.Tensor, ...]:
             return tuple(rules.backward(*arguments))
 
         setup_context = staticmethod(_keep_none)
@@ -538,27 +558,27 @@ def transformed(rules: Rules) -> Any:
         jvp = staticmethod(no_tangents)
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        def vmap(info: Mapped, in_dims: Sequence[object], *arguments: object) -> object:
             rule = mapped(Backward.apply, rules.backward_names, True, rules.in_one_call)
             return rule(info, in_dims, *arguments)
 
-    class Forward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    class Forward(torch.autograd.Function):
         forward = staticmethod(rules.forward)
         setup_context = staticmethod(rules.keep)
         jvp = staticmethod(no_tangents)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        def backward(ctx: Context, *grads: MaybeTensor) -> tuple[object, ...]:
             return tuple(rules.spread(Backward.apply, ctx, *grads))
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        def vmap(info: Mapped, in_dims: Sequence[object], *arguments: object) -> object:
             return mapped(Forward.apply, rules.names, True, rules.in_one_call)(info, in_dims, *arguments)
 
     return Forward
 
 
-def _forward(*arguments: Any) -> Any:
+def _forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     operators = torch.ops.attnmask
     narrow = arguments[0].dtype.itemsize == 2
     return (operators.flash_attention_wide if narrow else operators.flash_attention)(*arguments)
@@ -585,11 +605,13 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def without_autocast() -> Any:
+def without_autocast() -> AbstractContextManager[object]:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
-def _cast(query: Any, key: Any, value: Any, *more: Any) -> Any:
+def _cast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: object
+) -> tuple[torch.Tensor, ...]:
     with without_autocast():
         return torch.ops.attnmask.flash_attention(*map(autocast, (query, key, value)), *more)
 
@@ -602,13 +624,13 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are 
 def register(
     name: str,
     parameters: str,
-    on_cpu: Callable[..., Any],
-    fake: Callable[..., Any],
+    on_cpu: AnyFunction,
+    fake: AnyFunction,
     *,
-    autograd: "Callable[..., Any] | None" = None,
+    autograd: AnyFunction | None = None,
     results: str = "(Tensor out, Tensor lse)",
-    autocast: "Callable[..., Any] | None" = None,
-    vmap: "Callable[..., Any] | None" = None,
+    autocast: AnyFunction | None = None,
+    vmap: AnyFunction | None = None,
 ) -> None:
     """Register an operator, with the rules for it."""
     _library.define(f"{name}({parameters}) -> {results}", tags=_TAGS)
@@ -622,23 +644,23 @@ def register(
         torch.library.register_vmap(f"attnmask::{name}", vmap, lib=_library)
 
 
-def register_rules(rules: Rules, on_cpu: Callable[..., Any], backward_on_cpu: Callable[..., Any]) -> None:
+def register_rules(rules: Rules, on_cpu: AnyFunction, backward_on_cpu: AnyFunction) -> None:
     """Register the gradient of an operator, and how `vmap` calls both."""
 
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, *grads: MaybeTensor) -> tuple[object, ...]:
         return tuple(rules.spread(rules.backward, ctx, *grads))
 
     for operator, names, compute, info in (
         (rules.forward, rules.names, on_cpu, Info(backward, rules.keep)),
         (rules.backward, rules.backward_names, backward_on_cpu, Info(no_second(rules.function), _keep_none)),
     ):
-        name = operator._opname  # type: ignore[attr-defined, unused-ignore]
+        name = operator._opname
         _library.impl(name, autograd_kernel(operator, compute, info), "Autograd", with_keyset=True)
         rule = mapped(operator, names, operator is rules.forward, rules.in_one_call)
         torch.library.register_vmap(f"attnmask::{name}", rule, lib=_library)
 
 
-def _keep_none(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_none(ctx: object, inputs: object, output: object) -> None:
     """Keep nothing for a second derivative, which there is not."""
 
 

@@ -8,14 +8,14 @@ process breaks later, gloo raises an error in the others, at the latest after th
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch.autograd.function import once_differentiable  # type: ignore[import-not-found, unused-ignore]
-from torch.distributed.device_mesh import DeviceMesh  # type: ignore[import-not-found, unused-ignore]
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnmask._attention.arguments import (
     DEFAULTS,
@@ -29,17 +29,22 @@ from attnmask._attention.problem import Problem, read_problem
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import as_array, describe, flag, is_floating, is_number
 from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan
 from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._states import to_tensor
+from attnmask.torch._types import Context, MaybeTensor
 
 if torch.distributed.is_available() and not torch.distributed.is_initialized():
     # Otherwise the first optimizer imports it. Its functions have the default group as a default argument: one that is
     # there already would be kept for ever. Its threads would go on while Python ends, and at times abort the process.
     import_module("torch.distributed.nn.functional")
+
+
+_Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
 
 class _Task(NamedTuple):
@@ -48,10 +53,10 @@ class _Task(NamedTuple):
     """
 
     ring: Ring
-    group: Any
+    group: _Group
     rank: int
     batch: int
-    options: dict[str, Any]  # more arguments of each call of attention
+    options: Arguments  # more arguments of each call of attention
     by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
 
     @property
@@ -88,9 +93,9 @@ class _Task(NamedTuple):
 _ARRAYS = ("cu_seqlens", "q_segment_ids", "kv_segment_ids", *BY_HEAD)
 
 
-def _digest(given: Mapping[str, Any]) -> int:
+def _digest(given: Given) -> int:
     """Return a number for the arguments that must agree in all processes, as far as they can be compared quickly."""
-    said: list[Any] = []
+    said: list[object] = []
     for name, value in sorted(given.items()):
         if isinstance(value, MaskInfo):
             said.append((name, value.shape, value.heads))
@@ -110,7 +115,7 @@ _NUMBERS = 8  # tokens, batch rows, heads, channels, heads of keys, channels of 
 _TYPES = {dtype: number for number, dtype in enumerate(operators._TYPES)}
 
 
-def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
+def _agreed(group: _Group, numbers: list[int] | None) -> list[int]:
     """Return how many tokens each process has if all have the same `numbers` except for the first, which is that; None
     if the arguments of this process are refused.
     """
@@ -135,7 +140,7 @@ def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
     return [row[1] for row in rows]
 
 
-def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _check(tensors: Arguments, given: Given) -> None:
     """Refuse what `attnmask.flash_attention` refuses, for arguments that do not depend on the whole sequence.
     Afterwards `tensors` holds tensors, in the types used for computing.
     """
@@ -157,7 +162,7 @@ def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
     check_whole(given, query.shape[0])
 
 
-def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
+def _task(tensors: Arguments, given: Given, group: _Group) -> _Task:
     """Return the call with these arguments, once all processes know each other's."""
     world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     try:
@@ -184,10 +189,10 @@ def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Tas
 class _Messages:
     """Messages in flight. Tensors that are sent must not change until they are `finished`."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: _Group) -> None:
         self.group = group
         self.incoming: list[Any] = []
-        self.outgoing: list[Any] = []
+        self.outgoing: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         work = torch.distributed.isend(tensor, group=self.group, group_dst=peer, tag=tag)
@@ -345,7 +350,9 @@ def _taken(tensor: torch.Tensor, ranges: NDArray[np.int64]) -> torch.Tensor:
 # One process
 
 
-def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any], table: Any) -> Problem:
+def _problem(
+    task: _Task, call: Call, heads: slice, query: torch.Tensor, keys: list[torch.Tensor], table: MaybeTensor
+) -> Problem:
     """Return a call for the core, with some query heads, and tensors whose batch rows lie as in the call."""
     key, value = (x[:, call.keys] for x in keys)
     arguments = (
@@ -431,8 +438,8 @@ def _forward(
         for call in task.calls(step, own[0].shape[2]):
             out, lse = _core.flash_forward(_problem(task, call, heads, row, keys, table), True, None)
             merged.add(call.queries, heads, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
-    total, lse = merged.total()
-    return total.view(*query.shape[:3], own[1].shape[3]), task.stats(lse)
+    total, sums = merged.total()
+    return total.view(*query.shape[:3], own[1].shape[3]), task.stats(sums)
 
 
 def _backward(
@@ -442,7 +449,7 @@ def _backward(
     results: tuple[torch.Tensor, torch.Tensor],
     gradients: "tuple[torch.Tensor, torch.Tensor | None]",
     table_wanted: bool,
-) -> tuple[list[torch.Tensor], Any]:
+) -> tuple[list[torch.Tensor], NDArray[np.float64] | None]:
     """Return the gradients of query, key and value, and this process's part of the table's if wanted."""
     query, *own = given
     row = task.in_row(query)
@@ -539,9 +546,13 @@ def _d_sinks(
 # The function
 
 
-class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+class _Kept(Context, Protocol):
+    task: _Task
+
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: _Kept, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *tensors, task = inputs
         query, key, value, softmax_aux, table = map(operators.detached, tensors)
         sinks = _sinks(softmax_aux, query)
@@ -553,24 +564,25 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-igno
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    @once_differentiable
+    def backward(ctx: _Kept, dout: MaybeTensor, dlse: MaybeTensor) -> tuple[MaybeTensor, ...]:
         *tensors, softmax_aux, table, out, lse = map(operators.detached, ctx.saved_tensors)
         wanted = ctx.needs_input_grad
         given = torch.zeros_like(out, dtype=tensors[0].dtype) if dout is None else dout, dlse
         grads, d_table = _backward(ctx.task, tensors, table, (out, lse), given, wanted[4])
-        d_sinks: Any = None
+        d_sinks: MaybeTensor = None
+        d_relative: MaybeTensor = None
         if wanted[3]:
             sinks = _sinks(softmax_aux, out)
             of_heads = None if sinks is None else _d_sinks(sinks, (out, lse), given)
             d_sinks = to_tensor(like_argument(of_heads, as_array(softmax_aux, "softmax_aux")))
         if wanted[4]:
-            d_table = to_tensor(like_argument(d_table, as_array(table, "relative_bias")))
+            d_relative = to_tensor(like_argument(d_table, as_array(table, "relative_bias")))
         typed = (grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
-        return *typed, d_sinks, d_table, None
+        return *typed, d_sinks, d_relative, None
 
 
-def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
+def _sinks(softmax_aux: ArrayLike | torch.Tensor | None, query: torch.Tensor) -> "torch.Tensor | None":
     wide = torch.empty(0, dtype=operators.wide_dtype(query.dtype))
     heads, numbers = query.shape[2], numbers_of(wide.numpy().dtype)
     for term in terms_of({"softmax_aux": softmax_aux}, Sizes((1, heads, 1, 1), 1, "B", numbers)):
@@ -616,8 +628,8 @@ def ring_attention(
     cu_seqlens: "ArrayLike | None" = None,
     attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend over a sequence that is divided among the processes of a group.
 
     All processes of the group call it together, each with its shard as made by `attnmask.shard_sequence`. Each gets its
@@ -671,13 +683,15 @@ def ring_attention(
     learned = {name: given.pop(name) for name in ("softmax_aux", "relative_bias")}
     tensors = {"query": query, "key": key, "value": value} | learned
     if torch.compiler.is_dynamo_compiling():  # messages do not go into a graph
-        results = torch.compiler.disable(_attend)(tensors, given, group)  # type: ignore[no-untyped-call, unused-ignore]
+        results = torch.compiler.disable(_attend)(tensors, given, group)
     else:
         results = _attend(tensors, given, group)
     return results if flag(return_lse, "return_lse") else results[0]
 
 
-def _attend(tensors: dict[str, Any], given: dict[str, Any], group: Any) -> Any:
+def _attend(
+    tensors: Arguments, given: Arguments, group: "_Group | DeviceMesh"
+) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if torch.distributed.get_rank(group) < 0:

@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnmask._common.arguments import as_array, describe, fields_in_a_line, read_only
+from attnmask._common.types import Array
 from attnmask._masks.program import Leaf, Program, Shape, Terms, hollow, refill
 from attnmask._masks.state import State, fitted
 from attnmask.torch._import import torch, without_modes
@@ -41,21 +41,21 @@ class MaskTensors(NamedTuple):
         return fields_in_a_line(self)
 
 
-def to_tensor(array: NDArray[Any]) -> torch.Tensor:
+def to_tensor(array: Array) -> torch.Tensor:
     """Return a tensor that shares the array's memory."""
     if array.dtype.type.__name__ == "bfloat16":  # `name` takes a microsecond
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-def _of_mask(array: NDArray[Any]) -> torch.Tensor:
+def _of_mask(array: Array) -> torch.Tensor:
     """Return a copy, because PyTorch has no read-only tensors."""
     return to_tensor(array.copy())
 
 
 def tensors_of(state: State) -> MaskTensors:
     shape, program = state.described("take it apart")
-    leaves: list[NDArray[Any]] = []
+    leaves: list[Any] = []
     nodes = [
         node if isinstance(node, str) else [[part.place] if isinstance(part, Leaf) else part for part in node]
         for node in hollow(program, leaves)

@@ -10,9 +10,9 @@ It also replaces the functions of linear attention that models take from other p
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnmask._common.arguments import describe
+from attnmask._common.types import Arguments, Array
 from attnmask.torch import flash_attention
 from attnmask.torch._import import torch
 from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
@@ -64,11 +64,11 @@ def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.T
     if isinstance(tokens, SymbolicMask):
         return tokens
     if is_traced() or torch.device(given.get("device") or "cpu").type != "cpu":
-        return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return, unused-ignore]
+        return masking_utils.sdpa_mask(**given)
     return symbolic_mask(batch_size, kv_length, given)
 
 
-def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "NDArray[Any] | None":
+def _sequences(position_ids: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> "Array | None":
     """Return the packed sequences of each row, if positions restart at 0 at each of them.
 
     Layers that are told no positions have those that the model was called with.
@@ -106,7 +106,7 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
     asked = bias._version, bias.requires_grad and torch.is_grad_enabled()
     kept: Any = getattr(bias, "_attnmask_by_distance", None)
     if kept is not None and kept[0] == asked:
-        return kept[1]  # type: ignore[no-any-return, unused-ignore]
+        return kept[1]
     numbers = None
     if torch.equal(bias[:, :, 1:, 1:], bias[:, :, :-1, :-1]):
         numbers = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], dim=-1)
@@ -114,11 +114,12 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
     return numbers
 
 
-@torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+@torch.compiler.disable
 def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
     """Return the pages that hold both, if a paged cache does."""
-    both = isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages
-    return key.pages if both else None
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages:
+        return key.pages
+    return None
 
 
 def attention(
@@ -138,7 +139,7 @@ def attention(
     position_ids: "torch.Tensor | None" = None,
     cu_seq_lens_q: "torch.Tensor | None" = None,
     cu_seq_lens_k: "torch.Tensor | None" = None,
-    **more: Any,
+    **more: object,
 ) -> "tuple[torch.Tensor, None]":
     """Attend as transformers models call it; `register` registers this function.
 
@@ -191,7 +192,7 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     bias, complete = position_bias, False
-    given: dict[str, Any] = {}
+    given: Arguments = {}
     if bias is not None and not packed and pages is None:
         by_distance = _by_distance(bias, query.shape[2], key.shape[2])
         if by_distance is not None:

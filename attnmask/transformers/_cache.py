@@ -7,18 +7,19 @@ they become all keys or values, copied end to end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
 from attnmask._cache.quantize import dequantized
 from attnmask._common.arguments import check_form, describe, frozen
+from attnmask._common.types import Arguments, Array
 from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
 from attnmask.torch._described import DescribedTensor
@@ -27,7 +28,7 @@ from attnmask.torch._operators import detached
 from attnmask.torch._states import to_tensor
 from attnmask.transformers._masks import CACHE, transformers
 
-from transformers.cache_utils import (  # type: ignore[import-not-found, unused-ignore] # isort: skip
+from transformers.cache_utils import (  # isort: skip
     Cache,
     CacheLayerMixin,
 )
@@ -43,33 +44,38 @@ class Pages:
 
     kv: KVCache
     layer: int
-    before: dict[str, Any]  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
-    after: dict[str, Any]
-    new: dict[str, Any]  # key and value; empty when they have been appended
+    before: Arguments  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
+    after: Arguments
+    new: Arguments  # key and value; empty when they have been appended
 
     @property
     def packed(self) -> bool:
         return "cu_seqlens_q" in self.after
 
-    def _held(self) -> dict[str, Any]:
+    def _held(self) -> Arguments:
         kv = self.kv
         held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
         return {name: None if x is None else x[self.layer] for name, x in held.items()}
 
-    def _attend(self, query: Any, **more: Any) -> NDArray[Any]:
+    def _attend(self, query: torch.Tensor, **more: Any) -> Array:
         places = self.before if self.new else self.after
         out = flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
         self.new = {}
-        return out  # type: ignore[no-any-return]
+        return out
 
     def append(self) -> None:
         """Append with queries of no heads, if nothing has attended."""
         if self.new:
             self._attend(self.new["key"][..., :0, :])
 
-    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    @torch.compiler.disable
     def attend(
-        self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
+        self,
+        query: torch.Tensor,
+        *,
+        causal: bool = False,
+        softmax_aux: torch.Tensor | None = None,
+        **more: object,
     ) -> torch.Tensor:
         """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
         check_no_gradient({"query": query})
@@ -81,7 +87,7 @@ class Pages:
         )
         return to_tensor(out[None] if self.packed else out)
 
-    def gathered(self, side: str) -> NDArray[Any]:
+    def gathered(self, side: str) -> Array:
         """Return keys or values, [B, T, Hkv, D]."""
         if self.packed:
             raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
@@ -89,9 +95,9 @@ class Pages:
         table = self.after["block_table"]
         length = int(self.after["cache_seqlens"].max(initial=0))
 
-        def of(pages: NDArray[Any]) -> NDArray[Any]:
+        def of(pages: Array) -> Array:
             rows = pages[table]
-            joined: NDArray[Any] = rows.reshape(len(table), -1, *rows.shape[3:])
+            joined: Array = rows.reshape(len(table), -1, *rows.shape[3:])
             return joined[:, :length]
 
         held = self._held()
@@ -109,11 +115,11 @@ class PagedTensor(DescribedTensor):
     side: str
 
     def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> PagedTensor:
-        tensor: PagedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        tensor = cls.without_memory(shape, dtype)
         tensor.pages, tensor.side = pages, side
         return tensor
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override, unused-ignore]
         return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copied(self) -> PagedTensor:
@@ -129,8 +135,8 @@ class _Step:
 
     step: KVCacheStep
     packed: bool
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: Arguments
+    after: Arguments
     layers: dict[int, Pages] = field(default_factory=dict)  # those that have got their keys and values
 
 
@@ -236,7 +242,7 @@ class _Store:
         return pages
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+class _PagedLayer(CacheLayerMixin):
     """One layer, as transformers wants it. All tokens are kept, also those before a window."""
 
     supports_early_init = False
@@ -247,11 +253,13 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         self.is_initialized = True
         self._store, self._index = store, index
 
-    def lazy_initialization(self, *_: Any) -> None:
+    def lazy_initialization(self, *_: object) -> None:
         pass
 
-    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
-    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._store.append(self._index, key_states, value_states)
         tokens = key_states.shape[2] if pages.packed else int(pages.after["cache_seqlens"].max(initial=0))
         k, v = (
@@ -260,12 +268,12 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         )
         return k, v
 
-    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    @torch.compiler.disable
     def get_seq_length(self) -> int:
         return self._store.length(self._index)
 
-    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    @torch.compiler.disable
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         # The first versions of transformers give the places of the queries.
         queries = query_length if isinstance(query_length, int) else len(query_length)
         return self.get_seq_length() + queries, 0
@@ -276,7 +284,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     get_max_cache_shape = get_max_length  # as the first versions call it
 
 
-class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
+class PagedCache(Cache):
     """A transformers cache on pages.
 
     ::
@@ -349,7 +357,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self._store = store
         super().__init__(layers=[_PagedLayer(store, index) for index in range(layers)])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Arguments:
         """Return the state for copies and pickles, which have all tokens and no step."""
         store = self._store
         store.check_complete()
@@ -357,7 +365,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         held = {"kv": store.kv, "writers": store.writers, "rows": store.rows, "layers": len(self.layers)}
         return {"version": _FORM, "more": more, **held}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the PagedCache")
         store = _Store(state["kv"], state["writers"])
         store.rows = list(state["rows"])
@@ -382,7 +390,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         return self._store.kv
 
     @contextmanager
-    def step(self, ids: ArrayLike, counts: ArrayLike) -> Iterator[dict[str, Any]]:
+    def step(self, ids: ArrayLike, counts: ArrayLike) -> Iterator[Arguments]:
         """Begin a step: the next tokens of some sequences of `kv`, in one row without padding.
 
         Call the model once inside the block. When the block ends, the sequences are longer; if it raises, they are
@@ -489,7 +497,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         for row in store.rows:
             store.kv.truncate(row, keep)
 
-    def reorder_cache(self, beam_idx: Any) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select rows as `batch_select_indices` does, for beam search.
 
         Parameters
@@ -532,7 +540,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         rows = range(len(self._store.rows))
         self.batch_select_indices([row for row in rows for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: Any) -> None:
+    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
         """Keep only the chosen batch rows; rows chosen more than once share pages.
 
         Parameters

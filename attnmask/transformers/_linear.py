@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NotImplementedType
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask.torch import (
     linear_attention,
     linear_attention_step,
@@ -45,10 +45,18 @@ def restarts(position_ids: torch.Tensor) -> NDArray[np.bool_] | None:
     return first
 
 
+Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
+
+
 class Documents:
     """Where documents start, from `cu_seq_lens_q`, document numbers (`seq_idx`) or positions that restart at 0."""
 
-    def __init__(self, starts: Any = None, numbers: Any = None, position_ids: Any = None) -> None:
+    def __init__(
+        self,
+        starts: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> None:
         self.starts, self.numbers, self.position_ids = starts, numbers, position_ids
 
     @functools.cached_property
@@ -60,8 +68,8 @@ class Documents:
             first[0, starts[:-1][np.diff(starts) > 0]] = True
             return first
         if self.numbers is not None:
-            numbers: NDArray[Any] = np.asarray(self.numbers)
-            return np.diff(numbers, axis=1, prepend=-1) != 0  # type: ignore[no-any-return]
+            numbers: Array = np.asarray(self.numbers)
+            return np.diff(numbers, axis=1, prepend=-1) != 0
         positions = self.position_ids
         if not isinstance(positions, torch.Tensor) or positions.device.type != "cpu":
             return None
@@ -112,10 +120,10 @@ def _carry(module: Any) -> None:
         return
 
     @functools.wraps(checkpoint)
-    def carrying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def carrying(function: AnyFunction, *args: object, **kwargs: object) -> Results:
         documents = _documents.get()
 
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def again(*args: object, **kwargs: object) -> Results:
             token = _documents.set(documents)
             try:
                 return function(*args, **kwargs)
@@ -128,7 +136,7 @@ def _carry(module: Any) -> None:
     module._gradient_checkpointing_func = carrying
 
 
-def _starts(x: torch.Tensor, more: dict[str, Any], before: int = 0) -> Any:
+def _starts(x: torch.Tensor, more: Arguments, before: int = 0) -> Array | torch.Tensor | None:
     """Return the starts of documents in the rows of `x` [B, T, …], laid end to end.
 
     Up to `before` tokens may come before those of the model: the end of a state.
@@ -189,7 +197,7 @@ def _attend(
     *,
     initial_state: torch.Tensor | None,
     output_final_state: bool,
-    starts: Any,
+    starts: Array | torch.Tensor | None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to packed documents in any number of rows. States belong to rows: to their first and last documents."""
@@ -207,7 +215,7 @@ def _attend(
     if initial_state is not None:
         there = initial_state
         initial_state = there.new_zeros(count, *there.shape[1:]).index_copy(0, torch.tensor(first), there)
-    flat: dict[str, Any] = {
+    flat: Arguments = {
         name: x.reshape(1, rows * tokens, *x.shape[2:]) if isinstance(x, torch.Tensor) else x
         for name, x in ({"query": query, "key": key, "value": value} | given).items()
     }
@@ -225,8 +233,8 @@ def _gated_delta_rule(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     if not _suits(query, key, value, g, beta, initial_state):
         return NotImplemented
     state = None if initial_state is None else _wide(initial_state)
@@ -270,8 +278,8 @@ def _recurrent_gated_delta_rule(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     return _gated_delta_rule(
         query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **more
     )
@@ -290,8 +298,8 @@ def _chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     """Mamba-2: queries are C, keys B, values ``dt * x``, decays ``dt * A``. States are [B, H, V, K]."""
     if more.get("z") is not None or not _suits(hidden_states, dt, A, B, C, D, dt_bias, initial_states):
         return NotImplemented
@@ -327,8 +335,8 @@ def _state_update(
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     z: torch.Tensor | None = None,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     """One token of Mamba-2: one decay per head, expanded with stride 0. Mamba, whose decays differ, is left alone."""
     tensors = hidden_states, dt, A, B, C, D, dt_bias, z
     if state.ndim != 4 or not _suits(state, *tensors) or _learns(*tensors):
@@ -371,8 +379,8 @@ def _selective_scan(
     return_last_state: bool = False,
     use_mambapy: bool = False,
     use_associative_scan: bool = False,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     """Mamba: arrays are [B, H, T] and [B, K, T], and each channel is a head with V = 1 and its own decays."""
     if not _suits(hidden_states, dt, A, B, C, D, z, delta_bias):
         return NotImplemented
@@ -399,7 +407,7 @@ def _selective_scan(
     return out if state is None else (out, state[..., 0])
 
 
-def _nothing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _nothing(x: torch.Tensor, *args: object, **kwargs: object) -> NotImplementedType | None:
     """Return None in place of a kernel for a whole layer, so that models call the functions above."""
     return None if _suits(x) else NotImplemented
 
@@ -417,8 +425,8 @@ def _conv1d(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     """Convolve [B, C, T]."""
     if not _suits(hidden_states, weight, bias):
         return NotImplemented
@@ -440,8 +448,8 @@ def _conv1d_update(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **more: Any,
-) -> Any:
+    **more: object,
+) -> Results:
     """Convolve one token [B, C, 1]. The state [B, C, W] holds one token more than is needed."""
     spare = conv_state.shape[-1] - weight.shape[-1] + 1
     if (
@@ -462,7 +470,7 @@ def _conv1d_update(
     return _with_activation(out[..., None], activation)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, AnyFunction] = {
     "chunk_gated_delta_rule": _gated_delta_rule,
     "fused_recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
     "chunk_kda": _gated_delta_rule,
@@ -480,9 +488,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 # Replacing
 
 
-def _adapted(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _adapted(original: AnyFunction, function: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
-    def adapted(*args: Any, **kwargs: Any) -> Any:
+    def adapted(*args: object, **kwargs: object) -> Results:
         out = function(*args, **kwargs)
         return original(*args, **kwargs) if out is NotImplemented else out
 
@@ -499,7 +507,7 @@ def _name_in_package(function: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _knows(function: Callable[..., Any], original: Callable[..., Any]) -> bool:
+def _knows(function: AnyFunction, original: AnyFunction) -> bool:
     """Return whether the parameters of `original` are the first ones of `function`, in their order."""
     ours, theirs = (
         [name for name, p in inspect.signature(f).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -527,7 +535,7 @@ def replace() -> None:
     if hasattr(base.__init__, "attnmask_replaces"):
         return
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         for kind in type(self).__mro__:
             if issubclass(kind, base) and kind.__module__ in sys.modules:
                 _replace_in(sys.modules[kind.__module__])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._common.arguments import frozen, read_only
+from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Terms
 from attnmask._masks.state import State
@@ -16,7 +17,7 @@ from attnmask.torch._described import DescribedTensor
 from attnmask.torch._import import torch
 
 try:
-    import transformers  # type: ignore[import-not-found, unused-ignore]
+    import transformers
 except ImportError as _missing:
     raise ImportError(
         "attnmask.transformers needs transformers, which is not installed: pip install transformers"
@@ -27,7 +28,7 @@ if transformers.__version__.split(".")[0] != "5":
         f"attnmask.transformers needs transformers from 5.0 to below 6, got {transformers.__version__}"
     )
 
-from transformers import masking_utils  # type: ignore[import-not-found, unused-ignore]
+from transformers import masking_utils
 
 __all__ = ["CACHE", "SymbolicMask", "is_traced", "masking_utils", "symbolic_mask", "transformers"]
 
@@ -59,12 +60,12 @@ class SymbolicMask(DescribedTensor):
 
     def __new__(cls, info: MaskInfo, complete: bool = False) -> "SymbolicMask":
         batch, queries, keys = info.shape
-        shape = (batch, info.heads, queries, keys)
-        mask: SymbolicMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device="cpu")
+        shape: tuple[Any, ...] = batch, info.heads, queries, keys
+        mask = cls.without_memory(shape, torch.bool)
         mask.info, mask.complete = info, complete
         return mask
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override, unused-ignore]
         return f"SymbolicMask({self.info!r})"
 
     def copied(self) -> "SymbolicMask":
@@ -81,11 +82,9 @@ class _Place(NamedTuple):
     keys: int
     q_offset: int
     k_offset: int
-    evaluate: Callable[[Any], torch.Tensor]  # a mask function, for all pairs
-    sequences: "NDArray[Any] | None" = None  # of packed tokens, [B, T]: pairs of one number only matter
-    positions: "NDArray[Any] | None" = (
-        None  # of packed tokens in their sequences, if a function is asked for those
-    )
+    evaluate: Callable[[AnyFunction], torch.Tensor]  # a mask function, for all pairs
+    sequences: "Array | None" = None  # of packed tokens, [B, T]: pairs of one number only matter
+    positions: "Array | None" = None  # of packed tokens in their sequences, if a function is asked for those
 
 
 _ALL: Program = (("all",),)
@@ -102,12 +101,12 @@ def _joined(programs: list[Program], operator: str) -> Program:
     return sum(((*program, operator) for program in rest[1:]), rest[0])
 
 
-def _int32(ids: Any) -> NDArray[np.int32]:
+def _int32(ids: Array | torch.Tensor) -> NDArray[np.int32]:
     return frozen(np.array(ids, np.int32, order="C"))
 
 
-def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().numpy()
+def _numpy(tensor: Any) -> Array:
+    array: Array = tensor.detach().numpy()
     return array
 
 
@@ -127,7 +126,7 @@ def _chunks(size: int, left_padding: torch.Tensor, place: _Place) -> Program:
     return (("chunk", size, *shifts),)
 
 
-def _same(ids: torch.Tensor, place: _Place) -> Program:
+def _same(ids: Array | torch.Tensor, place: _Place) -> Program:
     """Tokens attend to tokens with the same number; negative numbers attend to nothing."""
     array = _numpy(ids)
     q_ids = array[:, place.q_offset : place.q_offset + place.queries]
@@ -149,7 +148,7 @@ def _padding(tokens: torch.Tensor, place: _Place) -> Program:
     return (equal(_int32(np.zeros((1, place.queries))), _int32(np.where(live, 0, -1))),)
 
 
-def _remapped(function: Any, positions: torch.Tensor, place: _Place) -> Program:
+def _remapped(function: AnyFunction, positions: torch.Tensor, place: _Place) -> Program:
     """A mask function of positions in packed sequences. They grow by one, and so distances are those of places."""
     array, sequences = _numpy(positions), place.sequences
     if sequences is None or sequences.shape != array.shape:
@@ -159,7 +158,9 @@ def _remapped(function: Any, positions: torch.Tensor, place: _Place) -> Program:
     return _program(function, place._replace(positions=array))
 
 
-_MADE: "dict[str, tuple[Any, ...]]" = {  # functions of transformers' that make mask functions, and arguments for them
+_MADE: dict[
+    str, tuple[Any, ...]
+] = {  # functions of transformers' that make mask functions, and arguments for them
     "and_masks": (len,),
     "or_masks": (len,),
     "sliding_window_overlay": (1,),
@@ -179,7 +180,7 @@ _NAMES = {
 _EVERYTHING = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
-def _recognized(function: Any) -> "tuple[str | None, dict[str, Any]]":
+def _recognized(function: Any) -> "tuple[str | None, Arguments]":
     """Return the name of what made a mask function, and its arguments."""
     code = getattr(function, "__code__", None)
     if code is None or code not in _NAMES:
@@ -189,7 +190,7 @@ def _recognized(function: Any) -> "tuple[str | None, dict[str, Any]]":
     }
 
 
-def _known(function: Any, place: _Place) -> Program:
+def _known(function: AnyFunction, place: _Place) -> Program:
     if function is masking_utils.causal_mask_function:
         return _near(None, 0, place)
     if function is _EVERYTHING:
@@ -219,7 +220,7 @@ def _known(function: Any, place: _Place) -> Program:
     return _same(ids, place)
 
 
-def _program(function: Any, place: _Place) -> Program:
+def _program(function: AnyFunction, place: _Place) -> Program:
     """Return what a mask function says: symbolic if it is one of transformers' own, otherwise an array."""
     try:
         return _known(function, place)
@@ -229,14 +230,15 @@ def _program(function: Any, place: _Place) -> Program:
         return (dense(read_only(_numpy(place.evaluate(function)))),)
 
 
-def symbolic_mask(batch_size: int, kv_length: int, given: dict[str, Any]) -> SymbolicMask:
+def symbolic_mask(batch_size: int, kv_length: int, given: Arguments) -> SymbolicMask:
     """Return the mask that ``transformers.masking_utils.sdpa_mask`` would make from the same arguments, `given`."""
     tokens = given.get("attention_mask")
     plain = {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
-    def evaluate(function: Any) -> torch.Tensor:
+    def evaluate(function: AnyFunction) -> torch.Tensor:
         mask = masking_utils.sdpa_mask(**given | plain | {"mask_function": function})
-        return mask.expand(batch_size, -1, place.queries, place.keys)  # type: ignore[no-any-return, unused-ignore]
+        assert mask is not None
+        return mask.expand(batch_size, -1, place.queries, place.keys)
 
     if "cache_position" in given:  # of the first versions
         places = given["cache_position"]
