@@ -480,8 +480,9 @@ typedef struct {
     am_arithmetic flash_bf16x2, flash_amx;
     am_conv_kernels conv_f32, conv_f64;
     const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
-    /* Where the processor multiplies bfloat16: only chunks forward, with a decay per token. */
-    const am_linear_kernels *linear_bf16x2;
+    /* Where the processor multiplies bfloat16: chunks of it forward, with a decay per token; and chunks of
+     * float32 that round. */
+    const am_linear_kernels *linear_bf16x2, *linear_rounded;
 } am_kernels;
 
 /* The arithmetics of a level, of which the first that takes a call computes it. The level `plain` needs none:

@@ -136,7 +136,7 @@ static am_status take(void *arg, const am_linear_link *l, am_linear_chunk *chunk
     chunk->state = am_linear_kept_state(l->base, job->back->kept, l->at, l->index);
     chunk->next = am_linear_kept_state(l->base, job->back->kept, l->at, l->index + 1);
     g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
-    am_status status = take_chunk(job, l, chunk, &g, l->base->kernels->backward);
+    am_status status = take_chunk(job, l, chunk, &g, l->base->chunks->backward);
     if (status == AM_OK) store(job, l->b, l->at, am_linear_token(l->base, l->at, l->index), chunk->tokens);
     return status;
 }
@@ -156,7 +156,7 @@ static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk 
     am_linear_gradients g = gradients_of(l->b);
     g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
     am_linear_keep(base, am_linear_kept_state(base, job->d_states, l->at, l->index + 1), l->at, g.d_next);
-    am_status status = take_chunk(job, l, chunk, &g, base->kernels->backward_state);
+    am_status status = take_chunk(job, l, chunk, &g, base->chunks->backward_state);
     am_linear_write(base->all_kernels, base->type,
                     am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)), l->b->d_u,
                     base->shape.channel_step, chunk->tokens, l->at->channels);
@@ -174,7 +174,7 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     if (i == am_linear_chunks(base, &at)) return AM_OK; /* the state behind the last chunk */
     const am_linear_link link = {.base = base, .at = &at, .b = b, .from = b, .index = i};
     am_linear_chunk chunk = am_linear_load(base, b, &at, token);
-    base->kernels->find_pairs(&chunk, b->pairs);
+    base->chunks->find_pairs(&chunk, b->pairs);
     am_linear_load_values(base, b, &at, token, &chunk);
     am_linear_gradients g = gradients_of(b);
     chunk.state = am_linear_kept_state(base, job->back->kept, &at, i);
@@ -184,7 +184,7 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     g.known = true;
     am_linear_read(base->all_kernels, base->type, b->d_u, base->shape.channel_step,
                    am_linear_values_at(&job->d_u, &at, token), chunk.tokens, at.channels);
-    am_status status = take_chunk(job, &link, &chunk, &g, base->kernels->backward);
+    am_status status = take_chunk(job, &link, &chunk, &g, base->chunks->backward);
     if (status == AM_OK) store(job, b, &at, token, chunk.tokens);
     return status;
 }
@@ -292,7 +292,7 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
                                  const am_linear_back *back)
 {
     backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
-    am_status status = am_linear_begin(&job.base, context, linear, false);
+    am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_BACKWARD);
     const bool shared = linear->heads != linear->key_heads;
     const bool by_head = back->decay.data && back->decay_of_heads;
     const ptrdiff_t batch = linear->starts ? 1 : linear->sequences, tokens = tokens_of(linear);

@@ -41,12 +41,14 @@ static ptrdiff_t longest_of(const am_linear *linear)
     return longest;
 }
 
-/* Those of chunks forward, of this type. */
-static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_linear *linear)
+/* Kernels for bfloat16; NULL: those of the type of sums. */
+static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_linear *linear,
+                                          am_linear_way way)
 {
-    const bool rounded = linear->query.type == AM_BFLOAT16 && linear->key.type == AM_BFLOAT16 &&
-                         linear->value.type == AM_BFLOAT16 && !linear->by_channel;
-    return rounded ? kernels->linear_bf16x2 : NULL;
+    if (linear->query.type != AM_BFLOAT16 || linear->key.type != AM_BFLOAT16 ||
+        linear->value.type != AM_BFLOAT16 || way == AM_LINEAR_STEP)
+        return NULL;
+    return way == AM_LINEAR_FORWARD && !linear->by_channel ? kernels->linear_bf16x2 : kernels->linear_rounded;
 }
 
 /* What both kinds of kernels need. */
@@ -56,10 +58,11 @@ static void find_scratch(am_linear_base *base)
     base->scratch = base->kernels->scratch(&base->shape);
     base->scratch.pairs = chunks.pairs;
     base->scratch.forward = am_max(base->scratch.forward, chunks.forward);
+    base->scratch.backward = am_max(base->scratch.backward, chunks.backward);
 }
 
 am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
-                          bool forward)
+                          am_linear_way way)
 {
     const am_dtype type = am_linear_type(linear);
     *base = (am_linear_base){
@@ -69,11 +72,11 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .type = type,
         .size = (ptrdiff_t)am_size_of(type),
     };
-    const am_linear_kernels *chunks = forward ? chunks_of(context->kernels, linear) : NULL;
+    const am_linear_kernels *chunks = chunks_of(context->kernels, linear, way);
     base->chunks = chunks ? chunks : base->kernels;
     if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
     const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
-    const ptrdiff_t pad = chunks ? 2 * AM_LINEAR_PAD : AM_LINEAR_PAD;
+    const ptrdiff_t pad = base->chunks->rows == type ? AM_LINEAR_PAD : 2 * AM_LINEAR_PAD;
     base->shape = (am_linear_shape){
         .tokens = tokens,
         .rows = linear->rows,
@@ -167,7 +170,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->states[0], state, AM_LINEAR_TAKE},
         {&b->states[1], state, AM_LINEAR_TAKE},
         {&b->spare, values + state, AM_LINEAR_TAKE},
-        {&b->wide, 2 * keys + values + tokens, base->chunks != base->kernels ? AM_LINEAR_TAKE : 0},
+        {&b->wide, 2 * keys + values + tokens, base->chunks->rows != base->type ? AM_LINEAR_TAKE : 0},
         {&b->scratch, uses & AM_LINEAR_BACK ? base->scratch.backward : base->scratch.forward, AM_LINEAR_TAKE},
         {&b->state, state, AM_LINEAR_BACK},
         {&b->d_out, values, AM_LINEAR_BACK},

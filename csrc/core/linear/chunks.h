@@ -9,8 +9,7 @@ typedef struct {
     const am_linear *linear;
     const am_kernels *all_kernels;
     const am_linear_kernels *kernels;
-    const am_linear_kernels
-        *chunks; /* find pairs of chunks, and take them forward; the same or of bfloat16 */
+    const am_linear_kernels *chunks; /* take chunks; the same or for bfloat16 */
     am_linear_shape shape;
     am_linear_scratch scratch;
     am_dtype type;       /* of sums */
@@ -36,9 +35,12 @@ typedef struct {
     char *wide;  /* rows of the type of sums, where chunks are of bfloat16 */
 } am_linear_buffers;
 
-/* Fills in the base; release it also after a failure. `forward`: chunks are only taken forward. */
+/* What chunks are taken for. */
+typedef enum { AM_LINEAR_FORWARD, AM_LINEAR_BACKWARD, AM_LINEAR_STEP } am_linear_way;
+
+/* Fills in the base; release it also after a failure. */
 am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
-                          bool forward);
+                          am_linear_way way);
 /* Cuts channels into slices, as many as keep all threads busy. A result is the same bits however they are
  * cut, but what the pairs of tokens take is taken for each slice. */
 void am_linear_cut_channels(am_linear_base *base, const am_context *context);

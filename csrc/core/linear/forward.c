@@ -57,7 +57,7 @@ am_status am_linear_forward_all(const am_context *context, const am_linear *line
                                 const am_linear_results *results)
 {
     am_linear_base base;
-    am_status status = am_linear_begin(&base, context, linear, true);
+    am_status status = am_linear_begin(&base, context, linear, AM_LINEAR_FORWARD);
     const am_linear_chains chains = {.job = (void *)results, .begin = begin, .take = take, .end = end};
     if (status == AM_OK) status = am_linear_run_chains(context, &base, &chains);
     am_linear_end(&base);
@@ -127,7 +127,7 @@ am_status am_linear_step_all(const am_context *context, const am_linear *linear,
     enum { LONGEST_RUN = 16, TASKS_PER_THREAD = 4 };
     step_job job = {.step = step, .states = am_product(linear->sequences, linear->heads, 1)};
     job.run = am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), LONGEST_RUN);
-    am_status status = am_linear_begin(&job.base, context, linear, false);
+    am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_STEP);
     if (status == AM_OK)
         status = am_linear_workspaces(&job.workspaces, &job.base, context, AM_LINEAR_READ | AM_LINEAR_TAKE);
     if (status == AM_OK)

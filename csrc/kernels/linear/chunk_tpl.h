@@ -4,7 +4,24 @@
  *     W = V - (e K) S - M U          U = beta W, or V without beta
  *     out = (e Q) S + P U            next = e_last S + (t K)ᵀ U
  *
- * Gradients go the same way back, from those of out and of the next state to those of everything. */
+ * Gradients go the same way back, from those of out and of the next state to those of everything. Products
+ * with a state, and those of values by values, are large, and may round their factors. */
+
+#ifdef ROUNDED
+static ptrdiff_t FN(numbers_of_factors)(const am_linear_shape *s) { return rounded_numbers(s); }
+static void FN(multiply_large)(const FN(work) * w, const FN(product) * p) { multiply_rounded(p, w->rounded); }
+#else
+static ptrdiff_t FN(numbers_of_factors)(const am_linear_shape *s)
+{
+    (void)s;
+    return 0;
+}
+static void FN(multiply_large)(const FN(work) * w, const FN(product) * p)
+{
+    (void)w;
+    FN(multiply)(p);
+}
+#endif
 
 static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
@@ -29,8 +46,10 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
 static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
     const ptrdiff_t values = s->token_step * s->channel_step;
-    const FN(part)
-        parts[] = {{&w->x, 2 * values}, {&w->u, values}, {&w->coupled, s->token_step * s->token_step}};
+    const FN(part) parts[] = {{&w->x, 2 * values},
+                              {&w->u, values},
+                              {&w->coupled, s->token_step * s->token_step},
+                              {&w->rounded, FN(numbers_of_factors)(s)}};
     return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
 }
 
@@ -76,7 +95,8 @@ static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch
 }
 
 /* c = a b for rows of keys and a state. */
-static void FN(apply_state)(const am_linear_shape *s, T *to, const T *rows, const T *state, ptrdiff_t count)
+static void FN(apply_state)(const am_linear_shape *s, const FN(work) * w, T *to, const T *rows,
+                            const T *state, ptrdiff_t count)
 {
     const FN(product) product = {.c = to,
                                  .a = rows,
@@ -88,7 +108,7 @@ static void FN(apply_state)(const am_linear_shape *s, T *to, const T *rows, cons
                                  .m = count,
                                  .n = s->channel_step,
                                  .depth = s->rows};
-    FN(multiply)(&product);
+    FN(multiply_large)(w, &product);
 }
 
 /* to = whole from + aᵀ b of `count` rows of keys and of values. */
@@ -107,7 +127,7 @@ static void FN(move_state)(const am_linear_shape *s, const FN(work) * w, T *to, 
                                  .m = s->rows,
                                  .n = s->channel_step,
                                  .depth = count};
-    FN(multiply)(&product);
+    FN(multiply_large)(w, &product);
 }
 
 /* coupled_ij = -M_ij beta_i or -M_ij beta_j */
@@ -155,7 +175,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    FN(apply_state)(s, w.x, w.heads, c->state, s->delta ? 2 * n : n);
+    FN(apply_state)(s, &w, w.x, w.heads, c->state, s->delta ? 2 * n : n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * s->channel_step);
     const T *u = s->delta ? w.u : c->v;
     const FN(product) product = {.c = c->out,
@@ -181,7 +201,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    FN(apply_state)(s, g->d_u, w->tail, g->d_next, c->tokens);
+    FN(apply_state)(s, w, g->d_u, w->tail, g->d_next, c->tokens);
     const FN(product) product = {.c = g->d_u,
                                  .start = g->d_u,
                                  .a = w->p,
@@ -263,17 +283,17 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
         product.c = w->d_pairs + side * n * s->token_step, product.a = w->d_rows + side * n * step;
-        FN(multiply)(&product);
+        FN(multiply_large)(w, &product);
     }
     FN(turn)(w->turned, s->row_step, c->state, step, s->rows, s->channels);
     product.c = w->d_heads, product.a = w->d_rows;
     product.c_step = product.b_step = product.n = s->row_step;
     product.m = sides * n, product.triangle = ALL;
-    FN(multiply)(&product);
+    FN(multiply_large)(w, &product);
     FN(turn)(w->turned, s->row_step, g->d_next, step, s->rows, s->channels);
     product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->left : w->d_tail;
     product.a = u, product.m = n;
-    FN(multiply)(&product);
+    FN(multiply_large)(w, &product);
 }
 
 static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs, void *scratch)
@@ -282,7 +302,7 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
     if (s->delta) {
-        FN(apply_state)(s, w.x + values, w.heads + keys, c->state, n);
+        FN(apply_state)(s, &w, w.x + values, w.heads + keys, c->state, n);
         FN(solve_delta)(c, &w, w.x + values);
     }
     const T *u = s->delta ? w.u : c->v;

@@ -1,9 +1,12 @@
-/* linear_bf16x2.c – linear attention of bfloat16 forward, with a decay per token, by the processor's own dot
- * products. A lane of float32 holds two bfloat16 (bf16x2), sums are float32.
+/* linear_bf16x2.c – linear attention of bfloat16 by the processor's own dot products. A lane of float32 holds
+ * two bfloat16 (bf16x2), sums are float32.
  *
- * Queries and keys are multiplied as they are in memory, so P and M lose nothing: scale, norms and decays are
- * factors of rows, which results take. The state as it is read, P, U and what is added to the state are
- * rounded to bfloat16; the triangular system, and the state from chunk to chunk, are float32. */
+ * Forward, with a decay per token: queries and keys are multiplied as they are in memory, so P and M lose
+ * nothing: scale, norms and decays are factors of rows, which results take. The state as it is read, P, U and
+ * what is added to the state are rounded to bfloat16; the triangular system, and the state from chunk to
+ * chunk, are float32.
+ *
+ * With decays per channel, and gradients: the chunks of float32, whose large products round their factors. */
 #include "kernels/linear/linear_f32.h"
 
 #define S float
@@ -227,4 +230,50 @@ static const am_linear_kernels kernels = {
     .find_pairs = find_pairs_bf16x2,
     .forward = forward_bf16x2,
 };
-const am_kernels TABLE(linear_bf16x2) = {.linear_bf16x2 = &kernels};
+/* --- Large products of what is rounded --- */
+
+/* Room for the factors of a product. */
+static ptrdiff_t rounded_numbers(const am_linear_shape *s)
+{
+    ptrdiff_t widest = s->row_step > s->channel_step ? s->row_step : s->channel_step;
+    if (widest < s->token_step) widest = s->token_step;
+    return (2 * s->token_step + widest) * widest;
+}
+
+static void multiply_rounded(const product_f32 *p, float *memory)
+{
+    const ptrdiff_t depth = (p->depth + 1) / 2;
+    product_f32 rounded = *p;
+    float *a = memory, *b;
+    rounded.depth = depth, rounded.b_step = p->n;
+    if (p->a_depth == 1) { /* rows; what lies behind them in memory is 0 */
+        rounded.a_step = (depth + VF_LANES - 1) / VF_LANES * VF_LANES;
+        for (ptrdiff_t i = 0; i < p->m; i++) {
+            const float *row = p->a + i * p->a_step;
+            for (ptrdiff_t j = 0; j < p->depth; j += 2 * VF_LANES) {
+                const vf right = j + VF_LANES < p->depth ? vf_load(row + j + VF_LANES) : vf_set1(0);
+                vf_store(a + i * rounded.a_step + j / 2, vf_narrow_bf16x2(vf_load(row + j), right));
+            }
+        }
+        b = a + p->m * rounded.a_step;
+    } else { /* columns */
+        for (ptrdiff_t j = 0; j < depth; j++) {
+            const float *column = p->a + 2 * j * p->a_depth;
+            join_rows(a + j * p->a_depth, column, 2 * j + 1 < p->depth ? column + p->a_depth : NULL, p->m);
+        }
+        b = a + depth * p->a_depth;
+    }
+    for (ptrdiff_t j = 0; j < depth; j++) {
+        const float *row = p->b + 2 * j * p->b_step;
+        join_rows(b + j * p->n, row, 2 * j + 1 < p->depth ? row + p->b_step : NULL, p->n);
+    }
+    rounded.a = a, rounded.b = b;
+    multiply_bf16x2(&rounded);
+}
+
+#define ROUNDED
+#include "kernels/linear/tokens_tpl.h"
+#include "kernels/linear/pairs_tpl.h"
+#include "kernels/linear/chunk_tpl.h"
+
+const am_kernels TABLE(linear_bf16x2) = {.linear_bf16x2 = &kernels, .linear_rounded = &kernels_f32};

@@ -26,6 +26,7 @@ typedef struct {
     T *turned;  /* a transposed matrix */
     T *x, *u;   /* [2 tokens][channel_step]; [tokens][channel_step] */
     T *coupled; /* -M times beta, a triangular system */
+    T *rounded; /* of the factors of a product */
     T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
     /* Backwards: */
     T *d_rows;  /* gradients of out and, negated, of v */
