@@ -64,32 +64,6 @@ def test_inputs_are_read_in_place():
         tracemalloc.stop()
 
 
-def test_results_are_new_contiguous_arrays():
-    x = np.asfortranarray(np.random.default_rng(0).standard_normal((1, 6, 2, 8), np.float32))[:, ::-1]
-    ids = np.asfortranarray(np.array([[0, 0, 1, 1, 2, -1]]))
-    out, vjp = attnmask.flash_attention_vjp(x, x, x)
-    results = [
-        out,
-        *vjp(out)[:3],
-        *attnmask.flash_attention_fwd(x, x, x),
-        attnmask.chunk_local_cumsum(x, 2),
-        attnmask.chunk_global_cumsum(x),
-        *attnmask.merge_attention_states([x, x], [np.zeros((1, 2, 6), np.float32)] * 2),
-        *attnmask.quantize_kv(x, np.int8, -1),
-        attnmask.segment_ids_to_mask(ids),
-        attnmask.positions_from_segment_ids(ids),
-        attnmask.dropout_keep_mask(0, 0.5, (1, 2, 3, 4)),
-        MaskInfo.from_segments(ids).get_or_compute_attention_mask(),
-        MaskInfo.from_segments(ids).create_bias(),
-        MaskInfo.from_segments(ids).q_segment_ids,
-    ]
-    for index, result in enumerate(results):
-        assert type(result) is np.ndarray, index
-        assert result.flags.c_contiguous, index
-        assert not np.shares_memory(result, x), index
-        assert not np.shares_memory(result, ids), index
-
-
 def test_sixteen_callers_get_the_bits_of_one(set_threads):
     """For some seconds (ATTNMASK_TEST_SECONDS), in any order, with a mask that all of them share."""
     seconds = float(os.environ.get("ATTNMASK_TEST_SECONDS", 3))

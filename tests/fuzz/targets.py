@@ -649,7 +649,7 @@ def cache_arguments(rng: Rng) -> Arguments:
     if packed:
         arguments["cu_seqlens_q"] = np.array([0, 2, 6], np.int32)
         if "key" in arguments and coin(rng):
-            arguments["cu_seqlens_k_new"] = np.array([0, 5, 6], np.int32)
+            arguments["cu_seqlens_k_new"] = np.array([0, 3, 6], np.int32)
     arguments |= some(
         rng,
         {

@@ -18,6 +18,7 @@ import attnmask
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
 INTEGERS = tuple(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+SCOPES = ("local", "global")
 OUT_LAYOUTS = (None, "contiguous", "fortran", "reversed", "strided")
 SPECIAL = [math.nan, math.inf, -math.inf]
 STEPS = st.integers(0, 40) | st.integers(0, 700)
@@ -84,7 +85,7 @@ def cases(draw, dtypes=FLOATS, output_dtypes=FLOATS, steps=STEPS):
         cuts = draw(st.lists(st.integers(0, length), max_size=8))
         cu_seqlens = (0, *sorted(cuts), length) if length or draw(st.booleans()) else (0,)
     return Case(
-        scope=draw(st.sampled_from(["local", "global"])),
+        scope=draw(st.sampled_from(SCOPES)),
         shape=shape,
         dtype=draw(st.sampled_from(dtypes)),
         output_dtype=draw(st.sampled_from([None, *output_dtypes])),
@@ -405,17 +406,6 @@ def test_positional_arguments():
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("head_first", [False, True])
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_cu_seqlens_of_any_integer_dtype_and_layout(dtype, head_first):
-    values = np.arange(400.0).reshape(1, 20, 20)
-    ends = [0, 0, 3, 11, 11, 20, 20]
-    expected = ref.chunk_local_cumsum(values, 4, cu_seqlens=ends, head_first=head_first)
-    for cu_seqlens in (ends, tuple(ends), *(arrange(np.array(ends, dtype), layout) for layout in LAYOUTS)):
-        got = attnmask.chunk_local_cumsum(values, 4, cu_seqlens=cu_seqlens, head_first=head_first)
-        np.testing.assert_array_equal(got, expected, err_msg=repr(cu_seqlens))
-
-
 @pytest.mark.parametrize("chunk_size", [np.int8(4), np.uint64(4), 4])
 @pytest.mark.parametrize(
     "scale",
@@ -448,18 +438,6 @@ def test_a_chunk_longer_than_everything(bits, reverse):
     for cu_seqlens in (None, [0, 7, 20]):
         got = attnmask.chunk_local_cumsum(values, chunk_size, reverse, cu_seqlens=cu_seqlens)
         np.testing.assert_array_equal(got, attnmask.chunk_global_cumsum(values, reverse, cu_seqlens))
-
-
-def test_lists_and_subclasses():
-    class Subclass(np.ndarray):
-        pass
-
-    line = [[[1], [2], [3]]]
-    for values in (line, np.array(line).view(Subclass)):
-        got = attnmask.chunk_global_cumsum(values)
-        assert type(got) is np.ndarray
-        assert got.dtype == np.int64
-        assert got.tolist() == [[[1], [3], [6]]]
 
 
 # out=
@@ -513,19 +491,6 @@ def test_out_is_refused_just_when_it_shares_an_element(dtype, shape, start, step
         again = before.copy()
         again[48 + start :][: abs(step) * size][::step][:size] = 1
         assert buffer.tobytes() == again.tobytes(), case
-
-
-@pytest.mark.parametrize("layout", ["misaligned", "swapped"])
-def test_out_in_odd_memory_is_right_or_refused(layout):
-    values = np.arange(30, dtype=np.float32).reshape(1, 10, 3)
-    out = arrange(np.full(values.shape, 77, np.float32), layout)
-    try:
-        assert attnmask.chunk_global_cumsum(values, out=out) is out
-    except ValueError as error:
-        assert "out" in str(error)  # noqa: PT017
-        assert (out == 77).all()
-    else:
-        np.testing.assert_array_equal(out, np.cumsum(values, axis=1))
 
 
 # Gradients
@@ -697,3 +662,47 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case, rever
     for threads in (1, 2, 3, 4, 7):
         set_threads(threads)
         assert case.call(attnmask, values).tobytes() == alone.tobytes(), (isa, threads, case)
+
+
+# Bad input: what an argument must be beside the others
+
+
+@pytest.mark.parametrize("name", [f"chunk_{scope}_cumsum{vjp}" for scope in SCOPES for vjp in ("", "_vjp")])
+def test_bad_input(name):
+    first, more = ("g", {"chunk_size": 2}) if "local" in name else ("s", {})
+    right = {first: np.ones((1, 5, 2), np.float32)} | more
+    bad = [{"cu_seqlens": starts} for starts in ([0, 2, 4], [0, 2, 6], [0], [0, 10**12])]
+    bad += [{"out": np.zeros((1, 5, 2), dtype)} for dtype in (np.float64, np.int64)]
+    if more:
+        bad += [{"chunk_size": size} for size in (3, 6, 2**31 - 1, 2**63 + 1, 2**70 + 1)]
+    for shape, head_first in [((2, 5, 2), False), ((0, 5, 2), False), ((2, 3, 5), True)]:
+        bad.append({"cu_seqlens": [0, 2, 5], first: np.ones(shape, np.float32), "head_first": head_first})
+    for wrong in bad:
+        with pytest.raises(ValueError, match=rf"\b{next(iter(wrong))}\b"):
+            getattr(attnmask, name)(**right | wrong)
+    with pytest.raises(TypeError, match=rf"\b{first} must "):
+        getattr(attnmask, name)(**right | {first: np.ones((1, 5, 2), bool)})
+
+
+@pytest.mark.parametrize("name", ["chunk_local_cumsum_vjp", "chunk_global_cumsum_vjp"])
+def test_bad_gradients(name):
+    more = (2,) if "local" in name else ()
+    with pytest.raises(TypeError, match=r"\b(g|s) must "):
+        getattr(attnmask, name)(np.ones((1, 5, 2), int), *more)
+    _, vjp = getattr(attnmask, name)(np.ones((1, 5, 2)), *more)
+    for dtype in (int, bool):
+        with pytest.raises(TypeError, match=r"\bdout must "):
+            vjp(np.ones((1, 5, 2), dtype))
+    for dout in (1.0, np.ones(10), np.ones((1, 2, 5))):
+        with pytest.raises(ValueError, match=r"\bdout must "):
+            vjp(dout)
+
+
+def test_out_may_not_be_cu_seqlens():
+    buffer = np.zeros(10, np.int64)
+    out, ends = buffer.reshape(1, 5, 2), buffer[::5][:2]
+    ends[1] = 5
+    before = buffer.copy()
+    with pytest.raises(ValueError, match=r"\bout must "):
+        attnmask.chunk_global_cumsum(np.ones((1, 5, 2), np.int64), cu_seqlens=ends, out=out)
+    np.testing.assert_array_equal(buffer, before)

@@ -111,45 +111,6 @@ def test_one_bad_start_of_many(isa, name, dtype):
 
 
 @pytest.mark.parametrize("name", PREPARE)
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(list, id="list"),
-        pytest.param(tuple, id="tuple"),
-        pytest.param(lambda ends: WithArray(np.array(ends)), id="__array__"),
-        pytest.param(lambda ends: WithDlpack(np.array(ends)), id="__dlpack__"),
-        pytest.param(lambda ends: np.array(ends).view(Subclass), id="subclass"),
-    ],
-)
-def test_prepare_takes_any_array_like(name, make):
-    ends = [0, 3, 3, 8, 9]
-    assert_same(prepare(attnmask, name, make(ends)), prepare(ref, name, np.array(ends, np.int64)), name)
-
-
-class Subclass(np.ndarray):
-    pass
-
-
-class WithArray:
-    def __init__(self, array):
-        self.array = array
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array(self.array, dtype=dtype)
-
-
-class WithDlpack:
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **kwargs):
-        return self.array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
-@pytest.mark.parametrize("name", PREPARE)
 def test_prepare_only_empty_sequences(isa, name):
     for cu_seqlens in (np.zeros(1, np.int32), np.broadcast_to(np.int32(0), (301,)), np.zeros(301, np.uint8)):
         expected = prepare(ref, name, cu_seqlens)
@@ -430,6 +391,25 @@ def test_cdiv_by_one_bad_of_many(dtype, bad):
     for one in (b[700], int(b[700]), b[700:701].reshape(())):
         with pytest.raises(ValueError, match=f"b must be positive, got {b[700]}"):
             attnmask.cdiv(a, one)
+
+
+@pytest.mark.parametrize(
+    ("b", "index", "value"),
+    [
+        (0, "", "0"),
+        (np.array([3, 1, -7]), "2", "-7"),
+        (np.array([[1, 2], [3, 0]]), "1, 1", "0"),
+        ([-2, 0], "0", "-2"),
+    ],
+)
+def test_the_first_bad_entry_of_b_is_told(b, index, value):
+    with pytest.raises(ValueError, match=rf"b must be positive, got {value}\b.*{index}"):
+        attnmask.cdiv(5, b)
+
+
+def test_shapes_that_do_not_broadcast():
+    with pytest.raises(ValueError, match=r"\ba\b.*\bb\b"):
+        attnmask.cdiv(np.arange(3), np.arange(1, 3))
 
 
 # identity_dtype_convert

@@ -1,0 +1,372 @@
+"""What every public function does alike: made from the right arguments of each (tests/fuzz/targets.py)."""
+
+import copy
+import inspect
+import re
+import reprlib
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fuzzer import Before, arrays_in, same
+from hostile import INPUTS, LAYOUTS, subclass
+from targets import TARGETS, Arguments, Target
+
+import attnmask
+
+FUNCTIONS = [name for name in TARGETS if callable(getattr(attnmask, name, None))]
+
+
+def right(name: str, seeds: int = 30) -> Iterator[tuple[str, Arguments]]:
+    """Right arguments of a function, the first that were found with each of its arguments."""
+    seen = set(TARGETS[name].kept)
+    for seed in range(seeds):
+        arguments = TARGETS[name].arguments(np.random.default_rng(seed))
+        for argument in arguments.keys() - seen:
+            yield argument, TARGETS[name].arguments(np.random.default_rng(seed))
+        seen |= arguments.keys()
+
+
+# The same numbers in another form
+
+
+def of_framework(library: str):
+    def convert(rng, value: np.ndarray):
+        module = pytest.importorskip(library)
+        narrow = value.dtype == ml_dtypes.bfloat16
+        made = module.asarray(value.astype(np.float32) if narrow else np.ascontiguousarray(value))
+        if narrow:
+            made = made.bfloat16() if library == "torch" else made.astype("bfloat16")
+        return made if np.dtype(str(made.dtype).removeprefix("torch.")) == value.dtype else value
+
+    return convert
+
+
+FORMS = {
+    "axes reversed, strided, turned, mapped, subclass, guarded": LAYOUTS,
+    "swapped, read-only, misaligned, __array__, interface, DLPack, memoryview": INPUTS,
+    "torch": [of_framework("torch")],
+    "jax.numpy": [of_framework("jax.numpy")],
+}
+
+
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_arrays_of_any_form(name, forms):
+    """Each array in turn has another layout, another type of memory, or comes from another library."""
+    target, library = TARGETS[name], forms in ("torch", "jax.numpy")  # whose arrays are given back
+    for argument, arguments in right(name):
+        value = arguments[argument]
+        kept = argument in target.written or (library and argument in GIVEN_BACK.get(name, ()))
+        if not isinstance(value, np.ndarray) or not value.ndim or kept:
+            continue
+        expected = target.call(**right_again(arguments))
+        for number, form in enumerate(FORMS[forms]):
+            if form is subclass and not target.subclasses:
+                continue
+            made = form(np.random.default_rng(number), value)
+            before = Before(target, arguments)
+            result = target.call(**right_again(arguments) | {argument: made})
+            assert same(target, expected, result), (argument, number)
+            assert not before.changed(True, False), (argument, number)
+
+
+def right_again(arguments: Arguments) -> Arguments:
+    """With copies of the arrays and caches, since a call may write to some."""
+    written = (np.ndarray, attnmask.KVCache)
+    return {name: copy.deepcopy(x) if isinstance(x, written) else x for name, x in arguments.items()}
+
+
+# Wrong arguments
+
+NO_INTEGERS = [bool, np.float64, np.float16, ml_dtypes.bfloat16]
+MAY_BE_BOOL = {
+    "mask",
+    "attention_mask",
+    "q_mask",
+    "kv_mask",
+    "padding_mask",
+    "attn_mask",
+    "blocks",
+    "lengths",
+}
+STARTS = ("cu_seqlens", "cum_seqlens_q", "cu_seqlens_q")
+NO_FLAG = [1, 0, "yes", 1.0, np.int64(1), [True], np.array([True]), np.array(True)]
+NO_INTEGER = [True, np.True_, 2.0, np.float32(2), "2", b"2", 2j]
+NO_NUMBER = ["1", b"1", 1j, np.complex64(1), {}, object()]
+NO_DTYPE = ["nonsense", 3, object(), "\ud800"]
+NO_NUMBERS = [object, "S1", "U1", "M8[s]", "m8[s]", complex, "V2", [("x", "f4")]]
+
+
+# Of what these are, nothing is asked: they are given back, or only their shapes count.
+GIVEN_BACK = {
+    "identity_dtype_convert": ("x", "g"),
+    "pack": ("x",),
+    "unpack": ("packed", "fill"),
+    "shard_sequence": ("x",),
+    "MaskInfo.dynamic_init": ("input_ids", "inputs_embeds"),
+    "OperationImpl.get_mode": ("query",),
+    "OperationImpl.repeat_kv_heads": ("k", "v"),
+    "OperationImpl.handle_kvhead": ("array",),
+    "OperationImpl.create_stable_sharding": ("dep",),
+    **{f"MaskInfo.{name}": ("other",) for name in ("__and__", "__or__", "__eq__")},  # Python says that
+}
+ALSO_CALLED = {"d_relative_bias": "dbias", "mask": "attention_mask"}  # by pullbacks, by what is handed on
+
+
+def wrong(argument: str, value) -> list:
+    """What is of another kind than this argument."""
+    if isinstance(value, bool):
+        return NO_FLAG
+    if isinstance(value, int):
+        return NO_INTEGER
+    if isinstance(value, float):
+        return NO_NUMBER
+    if isinstance(value, type):
+        return NO_DTYPE
+    if isinstance(value, np.ndarray) and value.ndim:
+        kinds = [
+            *NO_NUMBERS,
+            *(NO_INTEGERS if value.dtype.kind in "iu" and not MAY_BE_BOOL & {argument} else ()),
+        ]
+        return ["x", {}, object(), *(np.zeros(value.shape, dtype) for dtype in kinds)]
+    return [object()]
+
+
+def refused(target: Target, arguments: Arguments, argument: str, value) -> str:
+    """What is wrong with how a call refuses a value; nothing is written."""
+    case = f"{argument}={reprlib.repr(value)}"
+    given = arguments | {argument: value}
+    before = Before(target, given)
+    try:
+        result = target.call(**given)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+        changed = before.changed(False, False)
+        named = re.search(rf"\b({argument}|{ALSO_CALLED.get(argument, argument)})\b", said)
+        return "" if named and "must" in said and not changed else f"{case}: {error!r}, changed {changed}"
+    return f"{case} gave {reprlib.repr(result)}"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_of_a_wrong_kind_is_refused_by_name(name):
+    target, problems = TARGETS[name], []
+    for argument, arguments in right(name):
+        if argument not in GIVEN_BACK.get(name, ()):
+            problems += [
+                refused(target, arguments, argument, x) for x in wrong(argument, arguments[argument])
+            ]
+    assert not any(problems), "\n".join(filter(None, problems))
+
+
+BAD_STARTS = [
+    np.zeros(0, int), [[0, 5]], np.zeros((1, 1), int), 0, [1, 5], [5], [0, 3, 2, 5], [0, -1, 5], [0, 2**63 - 1, 5],
+    np.array([0, 255, 5], np.uint8), np.array([0, 5, 2**63], np.uint64), [0.0, 5.0], [False, True], ["0", "5"],
+    [0, 2**70], "05", {}, np.array([0, 5], object),
+]  # fmt: skip
+BAD_SIZES = [0, -1, -4, np.int8(-128), -(2**63), -(2**70), [2], np.array([2, 4])]
+BAD_CHANCES = [-0.1, 1.0, 1, 1.5, np.nan, np.inf, "x", [0.5, 0.5], 1j, None]
+# Values that no function takes for an argument of this name.
+VALUES = {
+    **dict.fromkeys(STARTS, BAD_STARTS),
+    **dict.fromkeys(("chunk_size", "n", "max_distance"), BAD_SIZES),
+    **dict.fromkeys(("dropout_prob", "prob"), BAD_CHANCES),
+    **dict.fromkeys(("output_dtype", "out_dtype"), (bool, complex, object, "S4", "M8[s]")),
+    **dict.fromkeys(("fwd_params", "bwd_params"), ("x", 64, (64, 64))),
+    "softmax_scale": [10**400, [0.5, 0.5]],
+    "sliding_window": ["x", 1.5, ("a", 1), (1.5, 1), -1, (-1, 0), (0, -1), (1, 2, 3), (1,), ()],
+    "causal_offset": [1.5, None, [0.5, 1.5], object(), "top", [1, 2, 3], [], [[1, 2]], [[1], [1, 2]]],
+    "logits_soft_cap": [-1.0, np.nan, -np.inf],
+    "precision": ["nonsense", ""],
+    "dropout_seed": ["x", 1.5, 1j, object()],
+    "mode": ["nonsense", "", 3],
+    "reduce_heads": ["nonsense", "", "ALL", None, 0, b"any"],
+    "max_segments": [-1, -(2**70)],
+    "pad_value": [2**31, -(2**31) - 1, 2**70],
+    "seed": [1.5, "x"],
+    "shape": ["x", None, (1, 2, 3, 4.5), (1, 2, 3), (1, 1, 1, 1, 1), (1, -1, 2, 2), (2**70, 1, 1, 1)],
+}
+
+
+# `cu_seqlens` may hold pairs there, or is looked at when it is used.
+OF_PAIRS = ("cu_seqlens_to_mask", "qkv_", "unpack", "MaskInfo")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_values_that_no_function_takes(name):
+    problems = [
+        refused(TARGETS[name], arguments, argument, value)
+        for argument, arguments in right(name)
+        for value in (() if argument in STARTS and name.startswith(OF_PAIRS) else VALUES.get(argument, ()))
+    ]
+    assert not any(problems), "\n".join(filter(None, problems))
+
+
+# The other shapes that functions take for an argument: an axis less or more, or one more entry along an axis.
+TAKEN = {
+    "a": "less more 0", "alibi_slopes": "more", "attention_mask": "less more", "b": "less more", "bias": "less more",
+    "block_table": "1", "cache_seqlens": "less", "cu_seqlens": "0", "cu_seqlens_q": "0", "decay": "less",
+    "g": "less more 0 1 2 3", "kv_mask": "1", "kv_positions": "more", "kv_segment_ids": "1", "mask": "less 0 1 2 3",
+    "outs": "4", "packed": "1", "q_mask": "1", "q_positions": "more", "relative_bias": "1", "s": "more 0 1 2 3",
+    "segment_ids": "less more 0 1 2", "softmax_aux": "less 1", "state": "0", "table": "0 1", "value": "3",
+    "weight": "1", "x": "less more 0 1 2 3", "pack x": "1", "short_convolution x": "0 1",
+    "MaskInfo attention_mask": "less 0 1 2 3", "flash_attention_with_kvcache bias": "less 0 3",
+    "flash_attention_with_kvcache attention_mask": "less 0 3",
+    "attention_mask_to_padding_segment_ids attention_mask": "less 0 1 2 3",
+    "attention_mask_to_qkv_cu_seqlens attention_mask": "less 0 1 2 3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_other_shapes_are_refused(name):
+    """By the name of one of the arguments that do not fit each other."""
+    for argument, arguments in right(name):
+        x = arguments[argument]
+        if not isinstance(x, np.ndarray) or not x.ndim:
+            continue
+        forms = {"more": x[None]} | ({"less": x[0]} if len(x) else {})
+        forms |= {str(a): np.concatenate([x, x.take([-1], a)], a) for a in range(x.ndim) if x.shape[a]}
+        for form in forms.keys() - TAKEN.get(f"{name} {argument}", TAKEN.get(argument, "")).split():
+            given = right_again(arguments) | {argument: forms[form]}
+            with pytest.raises((TypeError, ValueError), match=" must ") as error:
+                TARGETS[name].call(**given)
+            said = set(re.findall(r"\w+", str(error.value)))
+            assert said & {*arguments, *ALSO_CALLED.values(), "shape"}, (argument, form, error.value)
+
+
+class Angry:
+    def __array__(self, dtype=None, copy=None):
+        raise ZeroDivisionError("not today")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_array_that_raises(name):
+    for argument, arguments in right(name):
+        value = arguments[argument]
+        asked = argument not in GIVEN_BACK.get(name, ()) and argument not in TARGETS[name].written
+        if isinstance(value, np.ndarray) and value.ndim and asked:
+            with pytest.raises(ZeroDivisionError, match="not today"):
+                TARGETS[name].call(**right_again(arguments) | {argument: Angry()})
+
+
+def public(name: str) -> list:
+    return list(inspect.signature(getattr(attnmask, name)).parameters.values())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_missing_unknown_and_surplus_arguments(name):
+    """And each argument that a function has is among those of the table."""
+    function, drawn = getattr(attnmask, name), list(right(name))
+    _, arguments = drawn[0] if drawn else ("", {})
+    own = {parameter.name for parameter in public(name)}
+    assert own >= {argument for argument, _ in drawn} - OF_PULLBACKS, name
+    given = {argument: x for argument, x in arguments.items() if argument in own}
+    with pytest.raises(TypeError, match="nonsense"):
+        function(**given, nonsense=1)
+    with pytest.raises(TypeError):
+        function(*given.values(), *range(60))
+    for parameter in public(name):
+        if parameter.default is parameter.empty and parameter.name in given:
+            with pytest.raises(TypeError, match=parameter.name):
+                function(**{argument: x for argument, x in given.items() if argument != parameter.name})
+
+
+OF_PULLBACKS = {"dout", "dlse", "d_relative_bias", "x", "g"}
+ENTRIES = [([3, 5], 0, 3), ([-7, 5], 0, -7), ([0, 4, 2, 5], 2, 2), ([0, 4, 2, 1], 2, 2), ([0, -3, -4], 1, -3)]
+ENTRIES += [([*range(70_001), 69_990, 80_000, 12], 70_001, 69_990)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_first_bad_entry_of_starts_is_told(name):
+    for argument, arguments in right(name):
+        if argument in STARTS and not name.startswith(OF_PAIRS):
+            for starts, index, value in ENTRIES:
+                for dtype in (np.int32, np.int64):
+                    with pytest.raises(ValueError, match=rf"\b{argument} must ") as error:
+                        TARGETS[name].call(**right_again(arguments) | {argument: np.array(starts, dtype)})
+                    numbers = re.findall(r"-?\d+", str(error.value).replace(",", ""))
+                    assert {str(index), str(value)} <= set(numbers), (error.value, index, value)
+
+
+# Results
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name[0].islower()])
+def test_results_are_new_arrays_in_one_piece(name):
+    """Also of arguments that are not: a result shares no memory with what it was made of, but for `out`."""
+    for _, arguments in right(name):
+        given = {
+            argument: np.asfortranarray(x) if isinstance(x, np.ndarray) and argument != "out" else x
+            for argument, x in right_again(arguments).items()
+        }
+        results = arrays_in(TARGETS[name].call(**given))
+        for result in results:
+            assert type(result) is np.ndarray
+            assert result is given.get("out") or result.flags.c_contiguous
+            inputs = [x for argument, x in given.items() if argument not in TARGETS[name].written]
+            assert not any(np.shares_memory(result, x) for x in arrays_in(inputs))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in TARGETS
+        if any(key == "out" for key, _ in right(name)) and "out" in TARGETS[name].written
+    ],
+)
+def test_out_is_filled_or_refused(name):
+    """It is filled and returned, whatever its strides; what it cannot be is refused, and nothing is written."""
+    target = TARGETS[name]
+    arguments = next(arguments for argument, arguments in right(name) if argument == "out")
+    out = arguments["out"]
+    expected = target.call(**right_again(arguments) | {"out": out})
+    assert any(result is out for result in arrays_in(expected))
+    expected = out.copy()
+    wide = np.ones([2 * size + 2 for size in out.shape], out.dtype)
+    places = tuple(slice(1, 1 + 2 * size, 2) for size in out.shape)
+    strided, around = wide[places], np.ones(wide.shape, bool)
+    around[places] = False
+    for form in (np.asfortranarray(out), out[..., ::-1], strided):
+        form[...] = 0
+        assert any(
+            result is form for result in arrays_in(target.call(**right_again(arguments) | {"out": form}))
+        )
+        assert same(target, [expected], [form])
+    assert (wide[around] == 1).all()
+    read_only = out.copy()
+    read_only.flags.writeable = False
+    other = np.float64 if out.dtype != np.float64 else np.float32
+    bad = [
+        *(out[None], out[..., :-1], out.astype(other)),
+        *([out.astype(out.dtype.newbyteorder("S"))] if out.itemsize > 1 else []),
+        *(read_only, np.lib.stride_tricks.as_strided(out, strides=(0,) * out.ndim)),
+        *([[1.0]], "x", 1.0, True, memoryview(b"abcd")),
+    ]
+    problems = [refused(target, arguments, "out", value) for value in bad]
+    for argument, x in arguments.items():
+        own = (
+            ("out", "dout", "cu_seqlens") if target.pullback else ("out",)
+        )  # pullbacks have copies of their own
+        if isinstance(x, np.ndarray) and x.nbytes and argument not in own:
+            problems.append(shared(target, arguments, argument, out))
+    assert not any(problems), "\n".join(filter(None, problems))
+
+
+def shared(target: Target, arguments: Arguments, argument: str, out: np.ndarray) -> str:
+    """`out` begins with the last number of an argument, in native byte order or not."""
+    for swapped in (False,) if target.pullback else (False, True):
+        x = arguments[argument]
+        x = x.astype(x.dtype.newbyteorder("S")) if swapped else x
+        start = x.nbytes - x.itemsize
+        memory = np.zeros(start + max(out.nbytes, x.itemsize) + out.itemsize, np.uint8)
+        mine = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
+        mine[...] = x
+        start += -start % out.itemsize
+        if start >= x.nbytes:
+            continue
+        given = {argument: mine, "out": memory[start : start + out.nbytes].view(out.dtype).reshape(out.shape)}
+        if problem := refused(target, arguments | given, "out", given["out"]):
+            return f"shared with {argument}: {problem}"
+    return ""
