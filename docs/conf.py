@@ -120,7 +120,7 @@ class Arguments(Directive):
     def run(self):
         faces = {"ring": arguments.RingOptions, "caches": arguments.CacheOptions}
         rows = [("argument", "default", "meaning", "gradient", "in JAX", *faces)]
-        for row in arguments.ARGUMENTS:
+        for row in (*arguments.ARGUMENTS, *arguments.OF_CACHES):
             required = row.default is inspect.Parameter.empty
             rows.append(
                 (

@@ -52,6 +52,7 @@ class CacheOptions(_CommonOptions, total=False):
     """Options of attention to a cache."""
 
     bias: ArrayLike | None
+    attention_chunk: int | None
 
 
 class StepOptions(CacheOptions, total=False):
@@ -119,7 +120,7 @@ class Argument(NamedTuple):
     @property
     def type(self) -> str:
         """Its annotation."""
-        known = Attention.__annotations__.get(self.name)
+        known = (Attention.__annotations__ | CacheOptions.__annotations__).get(self.name)
         return "ArrayLike" if known is None else known.__forward_arg__
 
     @property
@@ -163,6 +164,9 @@ ARGUMENTS = (  # in the order of signatures
     Argument("relative_bias", None, Kind.LEARNED, "added by distance; [H, L]"),
     Argument("relative_low", 0, Kind.NUMBER, "the distance that relative_bias begins with"),
 )
+OF_CACHES = (
+    Argument("attention_chunk", None, Kind.NUMBER, "the number of tokens in a chunk; queries see their own"),
+)
 LEARNED = tuple(row.name for row in ARGUMENTS if row.kind is Kind.LEARNED)
 ARRAYS = (*LEARNED, *(row.name for row in ARGUMENTS if row.kind is Kind.ARRAY))
 TRACED = (*ARRAYS, *(row.name for row in ARGUMENTS if row.kind is Kind.SEED))
@@ -171,7 +175,10 @@ NUMBERS = tuple(  # a window is two
 )
 HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
 DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
-CACHE_DEFAULTS = {name: DEFAULTS[name] for name in CacheOptions.__annotations__}
+CACHE_DEFAULTS = {
+    name: (DEFAULTS | {row.name: row.default for row in OF_CACHES})[name]
+    for name in CacheOptions.__annotations__
+}
 CACHE_DEFAULTS["causal"] = True
 STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None}
 RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
@@ -237,7 +244,7 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
-_TYPES = {row.name: row.type for row in ARGUMENTS} | {"out": "Array | None"}
+_TYPES = {row.name: row.type for row in (*ARGUMENTS, *OF_CACHES)} | {"out": "Array | None"}
 
 
 def spelled_out(defaults: Given) -> Callable[[_Function], _Function]:
@@ -309,7 +316,7 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
         "attention_mask": _ATTENTION["attention_mask"],
         "return_lse": _FLAG,
         "out": _OUT,
-        **{name: (_ATTENTION[name][0], default) for name, default in CACHE_DEFAULTS.items()},
+        **{name: (_TYPES[name], default) for name, default in CACHE_DEFAULTS.items()},
         "rotate": _FLAG,  # not the core's
     },
     "value",

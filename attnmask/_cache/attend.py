@@ -13,7 +13,7 @@ from attnmask._attention.problem import (
     scale_of,
 )
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
-from attnmask._common.arguments import as_array, flag, integer_array, per_row
+from attnmask._common.arguments import FARTHEST, as_array, flag, integer, integer_array, per_row
 from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
@@ -37,17 +37,19 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
 
 
 def options(query: Array, shape: Shape, sequences: int, channels: int, given: Arguments) -> tuple[Any, ...]:
-    """Return the scale, the terms of the logits, limits of distances, and whether the logsumexp is wanted.
+    """Return the scale, the terms of the logits, limits of distances, the tokens of a chunk or 0, and whether the
+    logsumexp is wanted.
 
     `shape` is that of the mask and the bias, which may have more keys.
     """
-    numbers, bias = numbers_of(query.dtype), given["bias"]
+    numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
     short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
     terms = terms_of(short, Sizes(shape, sequences, "B", numbers))
     return (
         scale_of(given["softmax_scale"], channels, numbers),
         terms if sequences else (),
         *distances(given),
+        0 if chunk is None else min(integer(chunk, "attention_chunk", 1), FARTHEST),
         flag(given["return_lse"], "return_lse"),
     )
 

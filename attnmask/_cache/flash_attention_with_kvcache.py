@@ -64,6 +64,9 @@ def flash_attention_with_kvcache(*args, **given):
     causal : bool
     sliding_window : int or tuple of two, optional
         The number of keys to the left and to the right of a token's own position, or to either side; None means all.
+    attention_chunk : int, optional
+        The number of tokens in a chunk, counted from the start of each sequence: queries see only keys of their own
+        chunk, as in Llama 4. Pages of earlier chunks are not read.
     logits_soft_cap, softmax_aux
         As in `flash_attention`.
     alibi_slopes : array_like, shape [H] or [B, H], optional

@@ -34,6 +34,7 @@ def flash_attention_with_kvcache(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     bias: ArrayLike | None = None,
+    attention_chunk: int | None = None,
     rotate: bool = False,
 ) -> Array: ...
 @overload
@@ -62,6 +63,7 @@ def flash_attention_with_kvcache(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     bias: ArrayLike | None = None,
+    attention_chunk: int | None = None,
     rotate: bool = False,
 ) -> tuple[Array, Array]: ...
 @overload
@@ -90,5 +92,6 @@ def flash_attention_with_kvcache(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     bias: ArrayLike | None = None,
+    attention_chunk: int | None = None,
     rotate: bool = False,
 ) -> Array | tuple[Array, Array]: ...

@@ -167,7 +167,7 @@ def _words(
     before, table = given["cache_seqlens"], given["block_table"]
     rows = known["k_cache"].shape[1]
     keys = _keys(known, rows if table is None else rows * table.shape[1])
-    scale, terms, low, high, with_lse = kvcache.options(
+    scale, terms, low, high, chunk, with_lse = kvcache.options(
         known["query"], (batch, heads, queries, keys), sequences, channels, dict(known)
     )
     flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
@@ -182,7 +182,7 @@ def _words(
         table = jax.numpy.clip(table, -1, min(np.iinfo(table.dtype).max, 2**31 - 1)).astype(np.int32)
     elif table is not None and not is_traced(table):
         table = kvcache.table_of(as_array(known["block_table"], "block_table"), given["block_table"])
-    operands = [low, high, before, table]
+    operands = [low, high, chunk or None, before, table]
     for name in ("cu_seqlens_q", "cu_seqlens_k_new"):
         value = given[name]
         if value is not None:

@@ -14,6 +14,7 @@ from attnmask._attention.arguments import (
     ARRAYS,
     CACHE_DEFAULTS,
     NUMBERS,
+    OF_CACHES,
     CacheOptions,
     check_options,
     spelled_out,
@@ -28,9 +29,9 @@ from attnmask.torch._masks import restored
 from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
 from attnmask.torch._states import MaskTensors, to_tensor
 
-_ROWS = {row.name: row for row in ARGUMENTS if row.name in CACHE_DEFAULTS}
+_ROWS = {row.name: row for row in (*ARGUMENTS, *OF_CACHES) if row.name in CACHE_DEFAULTS}
 _ARRAYS = tuple(name for name in _ROWS if name in ARRAYS)
-_NUMBERS = tuple(name for name in _ROWS if name in NUMBERS)
+_NUMBERS = tuple(name for name in _ROWS if name in (*NUMBERS, *(row.name for row in OF_CACHES)))
 _PARAMETERS = ", ".join(
     (
         "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "

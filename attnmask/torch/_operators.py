@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS
+from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS, OF_CACHES
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.forward import attend_for_gradients as attend_in_numpy
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
@@ -46,7 +46,7 @@ from attnmask.torch._masks import mask_tensors, restored
 from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
 from attnmask.torch._types import Context, MaybeTensor, Shaped
 
-_ROWS = {row.name: row for row in ARGUMENTS}
+_ROWS = {row.name: row for row in (*ARGUMENTS, *OF_CACHES)}
 _PARAMETERS = ", ".join(
     (
         *(_ROWS[name].of_operator for name in ARRAYS),

@@ -428,7 +428,7 @@ bool am_cached_check_pages(am_request *r, const am_cached *c)
 
 /* --- The call --- */
 
-int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2])
+int am_cached_terms(const am_cached *c, bool has_others, am_node terms[AM_KV_TERMS])
 {
     const int count = am_kv_cache_terms(&c->layout, &c->limits, terms);
     if (count || has_others) return count;

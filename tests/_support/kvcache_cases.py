@@ -47,6 +47,7 @@ FACTORS: dict[str, tuple] = {
     "token_layout": ("contiguous", "heads first", "strided", "reversed", "misaligned"),
     "causal": (True, False),
     "window": (None, 5, (20, 0), (0, 9), (70, None), (None, 3), (None, None)),
+    "chunk": (None, 1, 7, 64, 100, 2**62),
     "soft_cap": (None, 2.0, 30.0),
     "sinks": (None, "[S]", "[H, S]", "[S] with -inf"),
     "slopes": (None, "[H]", "[B, H]", "[1, H]"),
@@ -87,6 +88,7 @@ class Case:
     token_layout: str = "contiguous"
     causal: bool = True
     window: int | tuple[int | None, int | None] | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
     slopes: str | None = None
@@ -329,6 +331,8 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
     elif case.slopes:
         slopes = tokens_of(case, 0).slopes
         arguments["alibi_slopes"] = slopes[None] if case.slopes == "[1, H]" else slopes.astype(F32)
+    if case.chunk is not None:
+        arguments["attention_chunk"] = case.chunk
     if case.bias is not None:
         arguments["bias"] = bias_of(case, some)
     if case.relative is not None:

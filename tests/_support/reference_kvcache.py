@@ -39,6 +39,7 @@ def flash_attention_with_kvcache(
     bias=None,
     relative_bias=None,
     relative_low=0,
+    attention_chunk=None,
     attention_mask=None,
     return_lse=False,
     out=None,
@@ -59,7 +60,8 @@ def flash_attention_with_kvcache(
 def attention(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
-    bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, dtype=np.float64,
+    bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, attention_chunk=None,
+    dtype=np.float64,
 ) -> ref.Attention:  # fmt: skip
     """The same with the sizes of what was summed, to which rounding errors are proportional; computed in `dtype`."""
     starts, flat = packed(query, cu_seqlens_q)
@@ -79,7 +81,10 @@ def attention(
             query=flat[None, span],
             key=tokens(k_cache, k_scale, block_table, row, length)[None],
             value=tokens(v_cache, v_scale, block_table, row, length)[None],
-            attention_mask=mask_of(attention_mask, row, None if cu_seqlens_q is None else span, length),
+            attention_mask=both(
+                mask_of(attention_mask, row, None if cu_seqlens_q is None else span, length),
+                chunks(attention_chunk, span.stop - span.start, length),
+            ),
             bias=added(
                 mask_of(bias, row, None if cu_seqlens_q is None else span, length),
                 alibi(alibi_slopes, row, span.stop - span.start, length),
@@ -216,6 +221,20 @@ def mask_of(attention_mask, row, span, length):
     elif len(mask) > 1:
         mask = mask[row : row + 1]
     return mask[..., :length]
+
+
+def chunks(size, queries, keys):
+    """Which keys are in the chunk of each of the last queries of a sequence, [1, 1, Tq, K]."""
+    if size is None:
+        return None
+    places = np.arange(keys - queries, keys)
+    return (places[:, None] // size == np.arange(keys) // size)[None, None]
+
+
+def both(mask, other):
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return (mask != 0) & other
 
 
 def alibi(slopes, row, queries, keys):

@@ -150,6 +150,10 @@ STEADY = (
     Case((F32, F32), (4, 2), (16, 16), 3, (3, 0, 70, 200, 64), "packed", slopes="[B, H]"),
     Case((BF16, BF16), (8, 2), (64, 64), (1, 17, 0, 64, 3), (200, 64, 65, 0, 1), "packed", window=(70, 0)),
     Case((F64, F64), (4, 2), (16, 24), (2, 65, 1), (3, 300, 70), "packed", mask="[B, H, Tq, K] bool", seed=1),
+    # Chunks
+    Case((F32, F32), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many", chunk=100),
+    Case((F32, F32), (4, 2), (16, 16), (1, 17, 0, 64, 3), (200, 64, 65, 0, 1), "as many", chunk=64, slopes="[B, H]"),
+    Case((BF16, BF16), (8, 2), (64, 64), 70, (300, 1500, 65), "as many", chunk=70, causal=False),
     # What is added to logits
     Case((F32, F32), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many", relative=(60, -50)),
     Case((F32, F32), (4, 2), (16, 16), 3, (3, 300, 70), "as many", bias="[B, H, Tq, K]", slopes="[B, H]", seed=1),
@@ -168,7 +172,7 @@ def alone(case: Case, s: int):
     cache."""
     case = replace(case, page_size=None, layout="contiguous", order=0)
     arguments = arguments_of(case, [s])
-    if len(set(case.types)) > 1:
+    if len(set(case.types)) > 1 or case.chunk:
         out, lse = attend(arguments, return_lse=True)
         return (out, lse) if case.packed else (out[0], lse[0])
     those, mask = tokens_of(case, s), arguments["attention_mask"]
@@ -277,6 +281,19 @@ def test_relative_biases_of_t5(isa):
         np.testing.assert_allclose(out, whole[:, begin:end], rtol=1e-9, atol=1e-12)
 
 
+def test_chunks_are_those_of_a_mask(isa):
+    """Counted from the start of each sequence, as `apply_chunked` with the place of its first query."""
+    rng = np.random.default_rng(0)
+    lengths, queries = np.array([5, 64, 130, 200]), 9
+    query = rng.standard_normal((4, queries, 4, 16)).astype(F32)
+    caches = {f"{side}_cache": rng.standard_normal((4, 200, 2, 16)).astype(F32) for side in "kv"}
+    for size in (1, 4, 60, 64, 1000):
+        got = attend({"query": query} | caches, cache_seqlens=lengths, attention_chunk=size)
+        info = MaskInfo.full(queries, 200, 4).apply_chunked(size, offset=lengths - queries)
+        wanted = attend({"query": query} | caches, cache_seqlens=lengths, attention_mask=info)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.long
 def test_a_bias_beside_more_packed_keys_than_are_divided(isa):
     """Beyond 2**24 keys, tiles may have keys of two sequences; each has numbers of its own bias."""
@@ -309,6 +326,9 @@ SEEN = (
     Case((F64, F64), (4, 2), (16, 16), 2, (0, 64, 65, 200), "as many", window=(20, 0)),
     Case((F32, F16), (4, 2), (16, 16), 1, (0, 64, 65, 200), "as many", window=(20, 0)),
     Case((F32, F32), (4, 2), (16, 24), (1, 64, 0, 3), (200, 64, 65, 130), bias="[B, H, Tq, K]", window=20, seed=2),
+    Case((F32, F32), (4, 2), (16, 24), 1, (0, 64, 65, 200, 299), "as many", chunk=50),
+    Case((BF16, BF16), (8, 2), (64, 64), (1, 3, 0, 70), (200, 64, 65, 130), "as many", chunk=64),
+    Case((F32, F32), (4, 2), (16, 24), (1, 3, 0, 70), (200, 64, 65, 130), mask="[B, H, Tq, K] bool", chunk=30),
 )  # fmt: skip
 
 
@@ -321,9 +341,15 @@ def put(case: Case, arguments: dict, row: int, tokens, number: float) -> None:
 
 
 def unseen(case: Case) -> list[int]:
-    """How many tokens of each sequence no query sees, since they are left of the window."""
+    """How many tokens of each sequence no query sees, since they are left of the window or in earlier chunks."""
     left = case.window[0] if isinstance(case.window, tuple) else case.window
-    return [min(max(o - left, 0), length) for o, length in zip(case.offsets, case.lengths, strict=True)]
+    counts = []
+    for offset, length in zip(case.offsets, case.lengths, strict=True):
+        first = max(
+            0 if left is None else offset - left, offset // case.chunk * case.chunk if case.chunk else 0
+        )
+        counts.append(min(max(first, 0), length))
+    return counts
 
 
 def in_pages(case: Case):

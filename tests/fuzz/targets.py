@@ -661,6 +661,7 @@ def cache_arguments(rng: Rng) -> Arguments:
             "alibi_slopes": lambda: np.linspace(0, 1, H),
             "attention_mask": lambda: mask(rng, 1, 1, 1, 12),
             "bias": lambda: floats(rng, 1, H, 1, 12),
+            "attention_chunk": lambda: pick(rng, [1, 5, 64]),
             "relative_bias": lambda: floats(rng, H, 5),
             "return_lse": lambda: True,
             "out": lambda: np.zeros((*rows, H, DV), dtype),

@@ -24,6 +24,7 @@ CASES = {
     "masked": Case(**LONG, queries=3, page_size=7, mask="[B, H, Tq, K] bool", causal=False, types=(F32, BF16)),
     "MaskInfo": Case(**LONG, queries=3, mask="info of segments [B]", depths=(7, 5)),
     "new packed": Case(lengths=(65, 1, 64), new="packed", queries=2, page_size=16),
+    "chunks": Case(**LONG, queries=3, page_size=16, chunk=50),
     "biased": Case(**LONG, queries=3, page_size=16, bias="[B, H, Tq, K]", relative=(30, -20), types=(BF16, BF16)),
     "packed, biased": Case(**LONG, queries=(1, 17, 0, 3), page_size=64, bias="[1, H, 1, K]", relative=(9, -4)),
     "nothing new": Case(lengths=(65, 1, 64), queries=3, page_size=16),

@@ -26,8 +26,8 @@ enum {
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
-    TERMS,                                       /* all that follow become terms of the logits, */
-    ARGUMENTS = TERMS + 2 * AM_LOGIT_KIND_COUNT, /* up to two a term */
+    OTHERS, /* Python looks at all that follow: most become terms of the logits, up to two a term */
+    ARGUMENTS = OTHERS + 2 * AM_LOGIT_KIND_COUNT,
 };
 
 typedef struct {
@@ -123,6 +123,7 @@ static int read_options(arguments *a)
         return 0;
     }
     int lse, bad = -1;
+    Py_ssize_t chunk;
     PyObject *by_name = PyDict_New();
     for (int i = RETURN_LSE; by_name && i < a->count; i++) {
         if (PyDict_SetItemString(by_name, a->names[i], given[i]) < 0) Py_CLEAR(by_name);
@@ -131,11 +132,11 @@ static int read_options(arguments *a)
     PyObject *low, *high, *terms,
         *options = am_ask(AM_OPTIONS, "(O(nnnn)nnN)", a->arrays[QUERY], mask->batch, mask->heads,
                           mask->queries, a->cached.layout.longest, a->cached.sequences, q[2], by_name);
-    if (options && PyArg_ParseTuple(options, "dOOOp", &a->scale, &terms, &low, &high, &lse)) {
+    if (options && PyArg_ParseTuple(options, "dOOOnp", &a->scale, &terms, &low, &high, &chunk, &lse)) {
         a->terms = Py_NewRef(terms);
         a->cached.limits =
             (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
-                           high == Py_None ? 0 : PyLong_AsSsize_t(high)};
+                           high == Py_None ? 0 : PyLong_AsSsize_t(high), chunk};
         a->with_lse = lse;
         bad = PyErr_Occurred() ? -1 : 0;
     }
@@ -184,7 +185,7 @@ static int read_whole_mask(arguments *a)
     if (is_one_by_one(a)) return read_masks(a);
     const am_mask *mask = &a->mask.request.mask;
     PyObject *given = a->given[ATTENTION_MASK], *nodes = NULL;
-    am_node terms[2];
+    am_node terms[AM_KV_TERMS];
     if (given != Py_None) {
         nodes =
             am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, mask->batch, mask->heads, mask->queries, mask->keys);
@@ -317,10 +318,12 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
                              .keys = cache->lengths[s],
                              .lengths = cache->lengths + s,
                              .low = cache->low + s,
-                             .high = cache->high + s};
+                             .high = cache->high + s,
+                             .q_shift = cache->q_shift + s,
+                             .k_shift = cache->k_shift + s};
     am_mask_arg mask = {
         .request.mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
-    am_node terms[2];
+    am_node terms[AM_KV_TERMS];
     const int term_count = am_kv_cache_terms(&own, &a->cached.limits, terms);
     char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
     int bad = -1;
@@ -401,7 +404,7 @@ static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
 static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *name, *value, *const names = nargs == 4 ? args[0] : NULL;
-    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < TERMS ||
+    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < OTHERS ||
         PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
         PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(names) || !PyTuple_Check(args[2]) ||
         PyTuple_GET_SIZE(args[2]) > K_SCALE || !PyDict_Check(args[3])) {
@@ -411,7 +414,7 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
     const Py_ssize_t by_place = PyTuple_GET_SIZE(args[2]);
     a->defaults = args[1];
     a->count = (int)PyTuple_GET_SIZE(names);
-    for (int i = TERMS; i < a->count; i++) {
+    for (int i = OTHERS; i < a->count; i++) {
         params[i] = (am_param){PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), to_given, NULL};
         if (!params[i].name) return -1;
     }

@@ -1,9 +1,9 @@
 /* cache.c – attention over a cache of keys and values, called by XLA.
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
- * the limits of distances; cache_seqlens, block_table, cu_seqlens_q if PACKED, and cu_seqlens_k_new if
- * NEW_PACKED; if MASKED or BIASED the number of keys that mask and bias have; the terms of the logits; and if
- * MASKED the mask.
+ * the limits of distances, and the tokens of a chunk or none; cache_seqlens, block_table, cu_seqlens_q if
+ * PACKED, and cu_seqlens_k_new if NEW_PACKED; if MASKED or BIASED the number of keys that mask and bias have;
+ * the terms of the logits; and if MASKED the mask.
  *
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
  * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
@@ -86,9 +86,9 @@ static bool read_arguments(problem *p)
     am_xla_call *c = p->c;
     am_cached *cached = &p->cached;
     am_request *r = &c->request;
-    am_operand low, high, lengths, table;
+    am_operand low, high, chunk, lengths, table;
     if (!look_at_arguments(p) || !am_xla_next_operand(c, false, AM_INT64, &low) ||
-        !am_xla_next_operand(c, false, AM_INT64, &high) ||
+        !am_xla_next_operand(c, false, AM_INT64, &high) || !am_xla_next_operand(c, false, AM_INT64, &chunk) ||
         !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
         !am_xla_next_operand(c, false, AM_INT64, &table))
         return false;
@@ -99,7 +99,8 @@ static bool read_arguments(problem *p)
         !read_starts(p, "cu_seqlens_k_new", &cached->rows[0], &cached->new_starts, &cached->new_sequences))
         return false;
     cached->table = table.view;
-    cached->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number};
+    cached->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number,
+                                    am_max(0, chunk.number)};
     return am_cached_check(r, cached) && am_cached_read_lengths(r, cached, &lengths) &&
            am_cached_place(r, cached) && am_cached_limit(r, cached) &&
            (!has(p, APPEND) || am_cached_check_pages(r, cached));
@@ -129,7 +130,7 @@ static bool read_keys(problem *p)
 /* What the queries see. */
 static bool read_mask(problem *p)
 {
-    am_node more[2];
+    am_node more[AM_KV_TERMS];
     return am_xla_read_mask(p->c, more, am_cached_terms(&p->cached, has(p, MASKED), more));
 }
 

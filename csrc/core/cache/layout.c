@@ -6,13 +6,14 @@
 
 #include "core/runtime/sizes.h"
 
-enum { ARRAYS = 9 }; /* of a number for each sequence */
+enum { ARRAYS = 11 }; /* of a number for each sequence */
 #define MOST_KEYS ((ptrdiff_t)1 << 56)
 
 am_status am_kv_cache_make(am_kv_cache *c, ptrdiff_t n)
 {
-    ptrdiff_t **const arrays[ARRAYS] = {&c->before,  &c->lengths, &c->used,     &c->low,  &c->high,
-                                        &c->offsets, &c->moved,   &c->k_starts, &c->zeros};
+    ptrdiff_t **const arrays[ARRAYS] = {&c->before,  &c->lengths, &c->used,  &c->low,
+                                        &c->high,    &c->offsets, &c->moved, &c->k_starts,
+                                        &c->q_shift, &c->k_shift, &c->zeros};
     c->sequences = n;
     if (n > INT32_MAX) return AM_NO_MEMORY;
     c->memory = calloc((size_t)n + 1, ARRAYS * sizeof *c->memory + sizeof *c->rows);
@@ -58,15 +59,20 @@ void am_kv_cache_limit(am_kv_cache *c, const am_kv_limits *limits)
         c->low[s] = limits->has_low ? limits->low + offset : -AM_FAR;
         c->high[s] = limits->has_high ? limits->high + offset : AM_FAR;
         c->used[s] = limits->has_low ? am_max(0, limits->low + offset) : 0;
+        if (!limits->chunk) continue;
+        const ptrdiff_t chunk = am_floor_to(offset, limits->chunk);
+        c->used[s] = am_max(c->used[s], chunk);
+        c->k_shift[s] = am_max(0, -chunk), c->q_shift[s] = offset + c->k_shift[s];
     }
 }
 
-int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node terms[2])
+int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node terms[AM_KV_TERMS])
 {
     int count = 0;
     if (c->q_starts) {
         terms[count++] = (am_node){.kind = AM_TERM_SEQUENCES,
-                                   .sequences = {c->sequences, c->q_starts, c->k_starts, c->low, c->high}};
+                                   .sequences = {c->sequences, c->q_starts, c->k_starts, c->low, c->high,
+                                                 limits->chunk, c->offsets}};
         return count;
     }
     bool ragged = false;
@@ -74,6 +80,8 @@ int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node 
     if (ragged) terms[count++] = (am_node){.kind = AM_TERM_KEYS, .keys = {c->zeros, c->lengths}};
     if (limits->has_low || limits->has_high)
         terms[count++] = (am_node){.kind = AM_TERM_BAND, .band = {c->low, c->high, 1, 0}};
+    if (limits->chunk)
+        terms[count++] = (am_node){.kind = AM_TERM_CHUNK, .chunk = {limits->chunk, c->q_shift, c->k_shift}};
     return count;
 }
 

@@ -14,13 +14,14 @@ typedef struct {
     ptrdiff_t keys;              /* of the mask: those of the longest sequence, or of all that are packed */
     ptrdiff_t longest;           /* tokens of a sequence */
     /* For each sequence: */
-    ptrdiff_t *before;     /* the tokens that it had; to be filled in after am_kv_cache_make */
-    ptrdiff_t *lengths;    /* and with the new ones */
-    ptrdiff_t *used;       /* its first token that a query may see */
-    ptrdiff_t *low, *high; /* which distances k - q its queries see */
-    ptrdiff_t *offsets;    /* the place of its first query */
-    ptrdiff_t *moved;      /* k - q of its last query and last key among those of all */
-    ptrdiff_t *k_starts;   /* [sequences + 1]; where packed keys would begin */
+    ptrdiff_t *before;            /* the tokens that it had; to be filled in after am_kv_cache_make */
+    ptrdiff_t *lengths;           /* and with the new ones */
+    ptrdiff_t *used;              /* its first token that a query may see */
+    ptrdiff_t *low, *high;        /* which distances k - q its queries see */
+    ptrdiff_t *offsets;           /* the place of its first query */
+    ptrdiff_t *moved;             /* k - q of its last query and last key among those of all */
+    ptrdiff_t *k_starts;          /* [sequences + 1]; where packed keys would begin */
+    ptrdiff_t *q_shift, *k_shift; /* what chunks add to queries and keys, so that no sum is negative */
     ptrdiff_t *zeros;
     int32_t *rows; /* a table of one page a sequence: the rows of a contiguous cache */
     ptrdiff_t *memory;
@@ -28,25 +29,28 @@ typedef struct {
     ptrdiff_t columns; /* of it */
 } am_kv_cache;
 
-/* How far a key may be from its query; false: as far as there are any. */
+/* How far a key may be from its query; false: as far as there are any. And the tokens of a chunk, counted
+ * from the start of its sequence, if queries see only theirs; 0: there are no chunks. */
 typedef struct {
     bool has_low, has_high;
     ptrdiff_t low, high; /* within ±2^59 */
+    ptrdiff_t chunk;     /* up to 2^59 */
 } am_kv_limits;
 
 am_status am_kv_cache_make(am_kv_cache *cache, ptrdiff_t sequences);
 void am_kv_cache_free(am_kv_cache *cache);
 
-/* Computes all but `used`, `low` and `high` from `before`, when new tokens are appended: packed ones, or
+/* Computes all but `used`, limits and shifts from `before`, when new tokens are appended: packed ones, or
  * `more` to each sequence. Returns the first sequence that would have more than `capacity` tokens, or -1. */
 ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity);
 
 /* Computes these from the others. */
 void am_kv_cache_limit(am_kv_cache *cache, const am_kv_limits *limits);
 
-/* Writes the terms of a mask that say what the queries see, two or fewer, each to be joined to the others by
- * "and". Returns their number. */
-int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[2]);
+/* Writes the terms of a mask that say what the queries see, each to be joined to the others by "and". Returns
+ * their number. */
+enum { AM_KV_TERMS = 3 };
+int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[AM_KV_TERMS]);
 
 /* A table of pages of `size` tokens where the caller has it; steps in bytes. */
 typedef struct {

@@ -48,7 +48,8 @@ typedef enum {
     AM_TERM_KEYS,      /* begin[b] <= k < end[b] */
     AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], a valid id: not negative, and not 0 if exclude_zero */
     AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, and low[s] <= k - q <= high[s] if both are
-                          counted from its start */
+                          counted from its start; and if there are chunks, (q + offsets[s]) / size == k /
+                          size */
     AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
     AM_TERM_TILES, /* the tile of (q + q_shift[b], k + k_shift[b]) is live, or has a bit that is set for it */
     AM_TERM_DIAGONAL, /* low[b, h] <= k - at[q] <= high[b, h] */
@@ -99,6 +100,8 @@ typedef struct {
             ptrdiff_t count;
             const ptrdiff_t *q_starts, *k_starts; /* [count + 1], from 0 to all queries or keys */
             const ptrdiff_t *low, *high;          /* [count], within ±AM_FAR */
+            ptrdiff_t size;                       /* of chunks; 0: there are none */
+            const ptrdiff_t *offsets;             /* [count] */
         } sequences;
         struct {
             const char *data;

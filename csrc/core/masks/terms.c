@@ -99,10 +99,14 @@ INTERVAL_FUNCTIONS(keys)
 /* The keys of sequence s that query q, which belongs to it, sees. */
 static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
-    ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
-    ptrdiff_t diagonal = begin + q - node->sequences.q_starts[s];
-    return (am_range){am_min(am_max(diagonal + node->sequences.low[s], begin), end),
-                      am_max(am_min(diagonal + node->sequences.high[s] + 1, end), begin)};
+    const ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1],
+                    place = q - node->sequences.q_starts[s], size = node->sequences.size;
+    am_range near = {begin + place + node->sequences.low[s], begin + place + node->sequences.high[s] + 1};
+    if (size) {
+        const ptrdiff_t chunk = begin + am_floor_to(place + node->sequences.offsets[s], size);
+        near = (am_range){am_max(near.begin, chunk), am_min(near.end, chunk + size)};
+    }
+    return (am_range){am_min(am_max(near.begin, begin), end), am_max(am_min(near.end, end), begin)};
 }
 static am_range sequences_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
@@ -122,6 +126,21 @@ static void sequences_bits(const am_mask *mask, const am_node *node, const am_re
     }
 }
 
+/* The boundaries of chunks. */
+static uint64_t chunks_of_sequences(const am_node *node, am_side side, ptrdiff_t begin, ptrdiff_t count)
+{
+    const ptrdiff_t *starts = side == AM_QUERIES ? node->sequences.q_starts : node->sequences.k_starts,
+                    sequences = node->sequences.count, size = node->sequences.size;
+    ptrdiff_t s = size ? am_sequence_of(starts, sequences, begin) : 0;
+    uint64_t boundaries = 0;
+    for (ptrdiff_t token = begin + 1; size && token <= begin + count; token++) {
+        while (s + 1 < sequences && starts[s + 1] <= token) s++;
+        const ptrdiff_t offset = side == AM_QUERIES ? node->sequences.offsets[s] : 0;
+        if ((token - starts[s] + offset) % size == 0) boundaries |= (uint64_t)1 << (token - begin - 1);
+    }
+    return boundaries;
+}
+
 static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
                                      ptrdiff_t count)
 {
@@ -133,7 +152,7 @@ static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side s
         if (starts[s] > begin + count) break;
         boundaries |= (uint64_t)1 << (starts[s] - begin - 1);
     }
-    return boundaries;
+    return boundaries | chunks_of_sequences(node, side, begin, count);
 }
 
 static am_range all_keys(const am_mask *mask, const am_node *node, const am_region *p)

@@ -11,6 +11,9 @@ static inline ptrdiff_t am_abs(ptrdiff_t a) { return a < 0 ? -a : a; }
 /* Rounds up; a is not negative, b is positive. */
 static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
 
+/* The largest multiple of b, which is positive, that is not above a. */
+static inline ptrdiff_t am_floor_to(ptrdiff_t a, ptrdiff_t b) { return a - a % b - (a % b < 0 ? b : 0); }
+
 /* a b c of numbers that are not negative, or PTRDIFF_MAX if it overflows: an allocation of that size
  * fails. */
 static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
