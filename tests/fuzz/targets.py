@@ -916,12 +916,18 @@ constructor(
 constructor("from_padding_mask", lambda rng: {"padding_mask": mask(rng, 2, 5)})
 constructor(
     "from_segments",
-    lambda rng: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)} | positions(rng),
+    lambda rng: (
+        {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)}
+        | some(rng, {"is_attn_mask": lambda: False})
+        | positions(rng)
+    ),
 )
 constructor(
     "from_attention_mask",
     lambda rng: (
-        {"attention_mask": mask(rng, *pick(rng, [(2, 1, 5, 7), (2, 5, 7), (2, 3, 5, 7)]))} | positions(rng)
+        {"attention_mask": mask(rng, *pick(rng, [(2, 1, 5, 7), (2, 5, 7), (2, 3, 5, 7)]))}
+        | some(rng, {"mask_is_valid": lambda: True})
+        | positions(rng)
     ),
 )
 constructor(
@@ -1055,6 +1061,7 @@ method(
         "token_type_ids": (ids(rng, 2, 5), ids(rng, 2, 7)),
         "combine": pick(rng, ["union", "intersect", "replace"]),
         "zero_policy": pick(rng, ["q", "kv", "both", "none"]),
+        "update_segment_ids": coin(rng, 0.8),
     },
 )
 method("__getitem__", lambda rng: {"index": pick(rng, INDICES)})

@@ -1313,29 +1313,6 @@ def test_bad_input(error, message, work):
 # Flags, planes, and labels with other heads than the mask
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("is_attn_mask", lambda no: MaskInfo.from_segments([[1]], is_attn_mask=no)),
-        ("mask_is_valid", lambda no: MaskInfo.from_attention_mask([[1]], mask_is_valid=no)),
-        ("packed", lambda no: MaskInfo.from_cu_seqlens([0, 1], packed=no)),
-        ("packed", lambda no: MaskInfo.from_cu_seqlens([0, 1], max_q_len=1, packed=no)),
-        ("within_segments", lambda no: INFO.apply_chunked(2, within_segments=no)),
-        ("update_segment_ids", lambda no: INFO.apply_token_type_ids(IDS, update_segment_ids=no)),
-        ("sequence_parallel", lambda no: INFO.get_shardings(no, mesh={})),
-        ("fit_in_screen", lambda no: INFO.visualize(fit_in_screen=no)),
-        ("show_segments", lambda no: INFO.visualize(show_segments=no)),
-        ("return_str", lambda no: INFO.visualize(return_str=no)),
-        ("per_head", lambda no: INFO.get_or_compute_segment_ids(no)),
-        ("per_head", lambda no: INFO.materialize_segment_ids(no)),
-    ],
-)
-def test_flags_are_true_or_false(name, call):
-    for no in ("no", 1, 0.0, np.int8(1)):
-        with pytest.raises(TypeError, match=rf"\b{name} must be True or False, got"):
-            call(no)
-
-
 def test_planes_that_there_are_not():
     info = MaskInfo.from_segments([[0, 1], [2, 2]])
     for ask in (info.labels, lambda batch, head: info.grid(batch, head, 1, 1)):
