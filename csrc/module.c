@@ -144,6 +144,7 @@ static int module_exec(PyObject *module)
                                    am_merge_methods,
                                    am_flash_methods,
                                    am_kvcache_methods,
+                                   am_quantize_methods,
                                    am_xla_methods,
                                    am_tensors_methods,
                                    am_strategy_methods,

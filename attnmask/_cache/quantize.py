@@ -18,6 +18,7 @@ from attnmask._common.arguments import (
     is_floating,
     of_ml_dtypes,
 )
+from attnmask._common.loading import _core
 from attnmask._common.types import Array, DType, JaxArray
 
 __all__ = ["quantize_kv"]
@@ -26,7 +27,6 @@ __all__ = ["quantize_kv"]
 _LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _GROUPS = (32, 64, 128)
-_MOST = 15  # of four bits
 
 
 class Format(NamedTuple):
@@ -153,12 +153,14 @@ def quantize_kv(
     axes = tuple(integer(each, "axis") for each in (axis if isinstance(axis, (tuple, list)) else (axis,)))
     axes = tuple(max(-given.ndim - 1, min(each, given.ndim)) for each in axes)  # NumPy takes 32 bits
     axes = normalize_axis_tuple(axes, given.ndim, "axis")
+    if axes == (given.ndim - 1,):
+        return _rows(given, given.shape, target, (*given.shape[:-1], 1))
     limit = np.float32(_LARGEST[target.name])
     with np.errstate(all="ignore"):
         wide = given.astype(np.float32, copy=False)
         largest = np.max(np.abs(wide), axis=axes, keepdims=True, initial=0)
-        _check_finite(given, wide, largest)
         scale = np.array(largest / limit, np.float32, order="C")
+        _check_finite(given, scale)
         scale[scale == 0] = 1
         values = np.divide(wide, scale, out=allocate(wide.shape, np.float32, "x"))
     # The scale of numbers near the least ones of float32 is rounded so much that a quotient can be beyond the limit.
@@ -168,10 +170,26 @@ def quantize_kv(
     return values.astype(target.dtype), scale
 
 
-def _check_finite(given: Array, wide: Array, largest: Array) -> None:
-    if not np.isfinite(largest).all():
-        index = tuple(np.argwhere(~np.isfinite(wide))[0].tolist())
-        raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
+def _check_finite(given: Array, scales: Array) -> None:
+    if np.isfinite(scales).all():
+        return
+    wrong = np.argwhere(~np.isfinite(given.astype(np.float32)))
+    if not len(wrong):
+        raise ValueError("x must have no numbers in a group that are farther apart than float32 reaches")
+    index = tuple(wrong[0].tolist())
+    raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
+
+
+def _rows(
+    given: Array, shape: tuple[int, ...], target: Format, of_scales: tuple[int, ...]
+) -> tuple[Array, NDArray[np.float32]]:
+    """Return values, and scales of rows along the last axis or of their groups."""
+    values = allocate(shape, target.dtype, "x")
+    scales: NDArray[np.float32] = allocate(of_scales, np.float32, "x")
+    _core.quantize(given, values, scales)
+    with np.errstate(all="ignore"):
+        _check_finite(given, scales)
+    return values, scales
 
 
 def _grouped(given: Array, axis: object, target: Format) -> tuple[Array, NDArray[np.float32]]:
@@ -180,18 +198,8 @@ def _grouped(given: Array, axis: object, target: Format) -> tuple[Array, NDArray
         raise ValueError(f"axis must be -1 or None for int4, got {describe(axis)}")
     channels = given.shape[-1] if given.ndim else 0
     target.check_channels(channels, "the last axis of x")
-    with np.errstate(all="ignore"):
-        wide = given.astype(np.float32, order="C").reshape(
-            *given.shape[:-1], *target.scales(channels)[:-1], target.group
-        )
-        least, most = wide.min(axis=-1, keepdims=True), wide.max(axis=-1, keepdims=True)
-        _check_finite(given, wide.reshape(given.shape), np.maximum(abs(least), abs(most)))
-        scale = (most - least) / np.float32(_MOST)
-        if not np.isfinite(scale).all():
-            raise ValueError("x must have no numbers in a group that are farther apart than float32 reaches")
-        scale[scale == 0] = 1
-        numbers = np.rint(np.clip((wide - least) / scale, 0, _MOST)).astype(np.uint8).reshape(given.shape)
-    return numbers[..., ::2] | numbers[..., 1::2] << 4, np.concatenate([scale, least], axis=-1)
+    *rows, _ = given.shape
+    return _rows(given, (*rows, channels // 2), target, (*rows, *target.scales(channels)))
 
 
 # Rotation

@@ -9,6 +9,7 @@ from layouts import LAYOUTS, arrange
 
 from attnmask._cache.pages import KVCache
 from attnmask._cache.quantize import quantize_kv
+from attnmask._common.loading import _core
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
@@ -135,3 +136,62 @@ def test_a_type_that_cannot_be_is_told_before_a_package_that_is_not_there(monkey
         quantize_kv([1.0], "bfloat16", 0)
     with pytest.raises(ImportError, match="dtype is of bfloat16, for which NumPy needs ml_dtypes"):
         KVCache(2, 8, pages=4, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_quantized_in_c_as_in_numpy(dtype, given, layout):
+    """Scales along any other axis are NumPy's. Rows are longer than what is converted at a time, and many."""
+    rng = np.random.default_rng(0)
+    x = arrange(
+        (rng.standard_normal((3, 50, 700)) * 10 ** rng.uniform(-3, 3, (3, 50, 1))).astype(given), layout
+    )
+    x[0, :2] = 0
+    values, scale = quantize_kv(x, dtype, -1)
+    expected, scales = quantize_kv(x[..., None], dtype, -2)
+    assert values.tobytes() == expected.tobytes()
+    assert scale.tobytes() == scales.tobytes()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_are_quantized_in_c_as_in_numpy(group, given, layout):
+    x = arrange(np.random.default_rng(0).standard_normal((3, 50, 384)).astype(given), layout)
+    values, scale = quantize_kv(x, "int4", group=group)
+    wide = x.astype(np.float32).reshape(3, 50, -1, group)
+    least, most = wide.min(-1, keepdims=True), wide.max(-1, keepdims=True)
+    scales = (most - least) / np.float32(15)
+    numbers = np.rint((wide - least) / scales).astype(np.uint8).reshape(x.shape)
+    np.testing.assert_array_equal(values, numbers[..., ::2] | numbers[..., 1::2] << 4)
+    np.testing.assert_array_equal(scale, np.concatenate([scales, least], -1))
+
+
+def test_the_core_refuses_arrays_that_do_not_fit():
+    x, values, scales = np.ones((2, 64)), np.empty((2, 64), np.int8), np.empty((2, 1), np.float32)
+    halves, groups = np.empty((2, 32), np.uint8), np.empty((2, 2, 2), np.float32)
+    _core.quantize(x, values, scales)
+    _core.quantize(x, halves, groups)
+    for wrong in (
+        (x[:1], values, scales),
+        (x, values[:, ::2], scales),
+        (x, np.asfortranarray(values), scales),
+        (x, values, scales[0]),
+        (x, values, scales.astype(np.float64)),
+        (x, values, np.empty((2, 64), np.float32)),
+        (x, values.astype(np.int16), scales),
+        (x, halves, scales),
+        (x, halves, np.empty((2, 3, 2), np.float32)),
+        (x, halves, np.empty((2, 0, 2), np.float32)),
+        (x, halves, np.empty((2, 4, 2), np.float32)),
+        (x.astype(int), values, scales),
+        (x[0, 0], values[0, 0], scales[0, 0]),
+    ):
+        with pytest.raises(ValueError, match="values must be made for x and scales, got"):
+            _core.quantize(*wrong)
+    for frozen in (values, scales):
+        frozen.setflags(write=False)
+        with pytest.raises(ValueError, match="values must be made"):
+            _core.quantize(x, values, scales)
+        frozen.setflags(write=True)

@@ -137,30 +137,6 @@ static void quantize_row(const append_job *job, const am_kv_format *format, cons
     }
 }
 
-/* The scale and the offset of some numbers, and where they lie between these: from 0 to 15. All become NaN if
- * one of them is not finite. */
-static void scale_group(const am_kv_scales *s, char *at, float *numbers)
-{
-    enum { LANES = 8 }; /* side by side, as vectors take them */
-    float low[LANES], high[LANES], nothing[LANES] = {0};
-    for (int j = 0; j < LANES; j++) low[j] = high[j] = numbers[j];
-    for (ptrdiff_t i = 0; i < s->group; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            const float x = numbers[i + j];
-            low[j] = x < low[j] ? x : low[j], high[j] = x > high[j] ? x : high[j];
-            nothing[j] += 0 * x;
-        }
-    }
-    for (int j = 1; j < LANES; j++) {
-        low[0] = fminf(low[0], low[j]), high[0] = fmaxf(high[0], high[j]);
-        nothing[0] += nothing[j];
-    }
-    float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
-    if (scale == 0) scale = am_kv_write_scale(s, at, 1);
-    const float offset = am_kv_write_scale(s, at + s->offset, low[0] + nothing[0]);
-    for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
-}
-
 static void quantize_groups(const append_job *job, const am_kv_format *format, const row_move *move,
                             ptrdiff_t head, char *to, const char *from)
 {
@@ -173,7 +149,8 @@ static void quantize_groups(const append_job *job, const am_kv_format *format, c
         uint8_t bytes[PIECE];
         count = am_min(PIECE, a->head_dim - i);
         read_floats(job, numbers, from, count);
-        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element) scale_group(s, at, numbers + j);
+        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element)
+            am_kv_scale_group(s, at, numbers + j);
         format->narrow(bytes, numbers, count);
         write_piece(a, to, bytes, count / format->numbers);
     }

@@ -64,6 +64,10 @@ void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const 
 void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups);
 float am_kv_write_scale(const am_kv_scales *s, char *to, float number);
 
+/* Writes the scale and the offset of a group of numbers, and replaces these by where they lie between: from 0
+ * to 15. All become NaN if one of them is not finite. */
+void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers);
+
 /* The format whose arrays have elements of this type: int4 lies in uint8. */
 static inline am_dtype am_kv_type_of(am_dtype element) { return element == AM_UINT8 ? AM_INT4 : element; }
 

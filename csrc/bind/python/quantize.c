@@ -1,0 +1,61 @@
+/* quantize.c – binding of the numbers of quantize_kv. */
+#include "bind/python/arguments.h"
+#include "core/cache/quantize.h"
+
+/* Describes arrays whose shapes fit: those of values and scales are made for it. */
+static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values, PyArrayObject *scales)
+{
+    const int axes = PyArray_NDIM(x), last = axes - 1;
+    q->format = am_kv_format_of(am_kv_type_of(am_kv_dtype_of(PyArray_DESCR(values))));
+    q->type = am_dtype_of(PyArray_DESCR(x));
+    if (axes == 0 || !q->format || q->format->scales == AM_SCALES_NONE || !am_is_floating(q->type) ||
+        PyArray_TYPE(scales) != NPY_FLOAT32 || !PyArray_ISCARRAY(values) || !PyArray_ISCARRAY(scales))
+        return false;
+    const bool grouped = q->format->scales == AM_SCALES_OF_GROUPS;
+    if (PyArray_NDIM(values) != axes || PyArray_NDIM(scales) != axes + grouped) return false;
+    const npy_intp of_row = PyArray_DIM(x, last), groups = PyArray_DIM(scales, last);
+    q->from = PyArray_BYTES(x), q->to = PyArray_BYTES(values), q->scales = PyArray_BYTES(scales);
+    q->group = grouped && groups > 0 ? of_row / groups : 0;
+    q->axes = axes;
+    for (int i = 0; i < axes; i++) {
+        if (PyArray_DIM(values, i) * (i == last ? q->format->numbers : 1) != PyArray_DIM(x, i) ||
+            (i < last && PyArray_DIM(scales, i) != PyArray_DIM(x, i)))
+            return false;
+        q->axis[i] = (am_quantized_axis){PyArray_DIM(x, i), PyArray_STRIDE(x, i), PyArray_STRIDE(values, i),
+                                         PyArray_STRIDE(scales, i)};
+    }
+    if (!grouped) return groups == 1;
+    return (q->group == 32 || q->group == 64 || q->group == 128) && q->group * groups == of_row &&
+           PyArray_DIM(scales, axes) == 2;
+}
+
+/* Fills C-contiguous values, and one scale of each row along the last axis; or of each group scale and
+ * offset.
+ */
+static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *x = NULL, *values = NULL, *scales = NULL;
+    am_quantization q = {0};
+    am_status status = AM_OK;
+    bool done = false;
+    const am_param params[] = {
+        {"x", am_to_array, &x}, {"values", am_to_readable, &values}, {"scales", am_to_array, &scales}};
+    if (am_parse("quantize", args, nargs, params, 3) < 0) goto fail;
+    if (!describe(&q, x, values, scales)) {
+        am_reject(PyExc_ValueError, "values", "made for x and scales", (PyObject *)values);
+        goto fail;
+    }
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(x));
+    status = am_quantize(&call.context, &q);
+    am_leave(&call);
+    done = status == AM_OK;
+    if (!done) am_raise(status, NULL);
+fail:
+    Py_XDECREF(x);
+    Py_XDECREF(values);
+    Py_XDECREF(scales);
+    return done ? Py_NewRef(Py_None) : NULL;
+}
+
+PyMethodDef am_quantize_methods[] = {AM_METHOD(quantize, "x, values, scales"), {.ml_name = NULL}};
