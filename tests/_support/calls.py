@@ -28,4 +28,7 @@ def some_calls() -> list:
         lambda: attnmask.prepare_chunk_indices(ends, 3),
         lambda: attnmask.prepare_lens_from_mask(mask),
         lambda: attnmask.cdiv(ends, 7),
+        lambda: attnmask.mask_to_segment_ids(mask[:, :1100])[0],
+        lambda: attnmask.segment_ids_to_mask(counts[:, :400, 0]),
+        lambda: attnmask.merge_attention_states([query, query + 1], [query[..., 0].swapaxes(1, 2)] * 2)[0],
     ]

@@ -48,6 +48,20 @@ def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> s
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def import_paths() -> dict[str, str]:
+    """What makes another process find the modules that this one finds."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def run_apart(*functions) -> None:
+    """Calls functions of a test file in a process of their own, for what may end it."""
+    calls = "; ".join(f"tests[{function.__name__!r}]()" for function in functions)
+    file = functions[0].__code__.co_filename
+    code = f"import runpy; tests = runpy.run_path({file!r}); {calls}"
+    result = python(code, timeout=600, **import_paths())
+    assert result.returncode == 0, (result.returncode, result.stderr[-2000:])
+
+
 class Alarm(Exception):
     pass
 

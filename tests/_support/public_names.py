@@ -23,6 +23,7 @@ NOT_HERE = (
         for mark in ("", "_")
     ),
 )
+# Beside what `attnmask` itself does.
 OFFERED = {"attnmask.operations"} | {f"attnmask.{name}" for name in NEEDS}
 MEMBERS = FunctionType, classmethod, staticmethod, property
 

@@ -188,8 +188,6 @@ BAD = (
     ({"alibi_slopes": [0.5, np.nan]}, ValueError, "alibi_slopes must be finite, got nan"),
     ({"alibi_slopes": [np.inf, 1.0]}, ValueError, "alibi_slopes must be finite, got inf"),
     ({"alibi_slopes": [True, False]}, TypeError, "alibi_slopes must be real numbers"),
-    ({"alibi_slopes": "steep"}, TypeError, "alibi_slopes must be"),
-    ({"relative_bias": np.zeros(5)}, ValueError, r"relative_bias must be \[H, L\]"),
     ({"relative_bias": np.zeros((3, 5))}, ValueError, r"relative_bias must be \[H, L\]"),
     ({"relative_bias": np.zeros((2, 0))}, ValueError, "relative_bias must be"),
     ({"relative_bias": np.zeros((2, 5), int)}, TypeError, "relative_bias must be float16"),
@@ -267,7 +265,6 @@ def test_t5_relative_bias_vjp():
         ((np.zeros((8, 2), int), 3, 3), TypeError, "table must be"),
         ((np.zeros((3, 2)), 3, 3), ValueError, "at least 4 buckets"),
         ((np.zeros((8, 2)), -1, 3), ValueError, "q_len must be at least 0"),
-        ((np.zeros((8, 2)), 3, 1.5), TypeError, "kv_len must be an integer"),
     ],
 )
 def test_bad_t5_tables(arguments, error, words):

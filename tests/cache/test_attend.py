@@ -4,8 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference_kvcache as twin
+from environment import run_apart
 from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, all_pairs, laid_out, poison_of, thinned
 from hypothesis import given
 from hypothesis import strategies as st
@@ -388,18 +387,8 @@ def attend_with_garbage_left_of_the_window() -> None:
             assert same_bits(got, wanted), (isa, paged)
 
 
-def in_a_process_of_its_own(*functions) -> None:
-    """For what may end the process where it fails."""
-    code = f"import runpy; tests = runpy.run_path({__file__!r}); " + "; ".join(
-        f"tests[{function.__name__!r}]()" for function in functions
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
-
-
 def test_pages_left_of_the_window_are_not_read():
-    in_a_process_of_its_own(attend_with_garbage_left_of_the_window)
+    run_apart(attend_with_garbage_left_of_the_window)
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 100])
@@ -540,7 +529,7 @@ def append_to_pages_that_are_nowhere() -> None:
 
 
 def test_pages_are_those_that_were_looked_at():
-    in_a_process_of_its_own(
+    run_apart(
         append_to_pages_that_are_nowhere,
         attend_by_a_mask_that_changes_the_table,
         attend_while_the_table_changes,

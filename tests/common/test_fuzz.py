@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from environment import ROOT, SANITIZED
+from environment import ROOT, SANITIZED, import_paths
 
 import attnmask
 from attnmask import operations
@@ -26,7 +26,7 @@ def test_hostile_calls(first):
     """Each has a right result or a documented error; nothing crashes, hangs or is written that should not be."""
     calls = "100" if SANITIZED else "1000"
     command = [sys.executable, str(FUZZ), "--seed", "0", "--first", str(first), "--calls", calls]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert f"{calls} calls of seed 0" in result.stdout
@@ -167,7 +167,7 @@ sys.exit(fuzzer.main())
 def test_a_crash_and_a_hang_are_told_with_their_call(act, status, tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(CRASH.format(folder=str(FUZZ), act=act))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     command = [sys.executable, str(script), "--target", "bad", "--seed", "0"]
     result = subprocess.run(
         [*command, "--calls", "5"], capture_output=True, text=True, timeout=200, env=environment

@@ -1,15 +1,12 @@
 """Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 import warnings
 
 import numpy as np
 import pytest
-from environment import SANITIZED, alarm, python
+from environment import SANITIZED, alarm, python, run_apart
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
@@ -202,10 +199,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 def test_tiles_that_change():
     """In a process of its own, since to leave them would be its end."""
-    code = f"import runpy; runpy.run_path({__file__!r})['attend_by_tiles_that_change']()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
+    run_apart(attend_by_tiles_that_change)
 
 
 MEDDLING = """

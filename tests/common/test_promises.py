@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -12,7 +10,7 @@ from time import monotonic
 import numpy as np
 import pytest
 from calls import some_calls
-from environment import ROOT, SANITIZED
+from environment import ROOT, SANITIZED, import_paths, python
 
 import attnmask
 from attnmask import MaskInfo
@@ -116,8 +114,6 @@ print(problem, attnmask.prepare_lens([0, 2]))
 @pytest.mark.skipif(SANITIZED, reason="it imports NumPy twice")
 def test_a_subinterpreter_gets_an_import_error():
     """NumPy refuses to be loaded a second time; the main interpreter goes on."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-c", SUBINTERPRETER]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    result = python(SUBINTERPRETER, "-W", "ignore", timeout=200, **import_paths())
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["refused: True", "None [2]"], result.stderr

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from environment import ROOT, SANITIZED
+from environment import ROOT, SANITIZED, import_paths
 
 pytest.importorskip("jax")
 pytestmark = pytest.mark.skipif(SANITIZED, reason="programs in Python")
@@ -15,7 +15,7 @@ WORKER = ROOT / "tests/_support/jax_ring_worker.py"
 
 def run(*processes):
     """Each is said by the words of its command line."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     started = [
         subprocess.Popen([sys.executable, WORKER, *words], stdout=-1, stderr=-1, text=True, env=environment)
         for words in processes

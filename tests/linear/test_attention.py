@@ -428,17 +428,13 @@ def test_step_slots():
 # --- Bad input ---
 
 BAD = [
-    ({"query": np.zeros((2, 3))}, ValueError, "query must be"),
     ({"query": np.zeros((1, 5, 1, 4), np.int32)}, TypeError, "query must be"),
-    ({"key": np.zeros((1, 6, 1, 4))}, ValueError, "key must be"),
     ({"key": np.zeros((1, 5, 1, 4), np.float32)}, TypeError, "key must be"),
-    ({"value": np.zeros((1, 6, 2, 3))}, ValueError, "value must be"),
     (
         {"query": np.zeros((1, 5, 3, 4)), "key": np.zeros((1, 5, 3, 4))},
         ValueError,
         "value must have a multiple",
     ),
-    ({"decay": np.zeros(3)}, ValueError, "decay must be"),
     ({"decay": np.zeros((1, 5))}, ValueError, "decay must be"),
     (
         {"decay": np.zeros(2, np.int64)},
@@ -446,23 +442,15 @@ BAD = [
         r"decay must be .*got int64 array of shape \(2,\); write decay.astype\(query.dtype\)",
     ),
     ({"decay": np.zeros(2, np.float16)}, TypeError, "decay must be"),
-    ({"beta": np.zeros((1, 5, 3))}, ValueError, "beta must be"),
     ({"beta": np.zeros((1, 5, 2), bool)}, TypeError, "beta must be"),
     ({"scale": float("nan")}, ValueError, "scale must be"),
-    ({"scale": "1"}, TypeError, "scale must be"),
     ({"initial_state": np.zeros((1, 2, 4, 4))}, ValueError, "initial_state must be"),
     ({"initial_state": np.zeros((1, 2, 4, 3), np.float32)}, TypeError, "initial_state must be"),
     ({"cu_seqlens": [0, 4]}, ValueError, "cu_seqlens must end at"),
-    ({"cu_seqlens": [1, 5]}, ValueError, "cu_seqlens must start at 0"),
-    ({"cu_seqlens": [0.0, 5.0]}, TypeError, "cu_seqlens must be"),
-    ({"normalize_qk": 1}, TypeError, "normalize_qk must be"),
     ({"chunk_size": 48}, ValueError, "chunk_size must be"),
     ({"chunk_size": 8}, ValueError, "chunk_size must be"),
     ({"chunk_size": 512}, ValueError, "chunk_size must be"),
-    ({"chunk_size": 64.0}, TypeError, "chunk_size must be"),
     ({"return_state": None}, TypeError, "return_state must be"),
-    ({"out": np.zeros((1, 5, 2, 4))}, ValueError, "out must be"),
-    ({"out": np.zeros((1, 5, 2, 3), np.float32)}, ValueError, "out must be"),
 ]
 
 

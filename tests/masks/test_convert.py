@@ -5,10 +5,8 @@ import logging
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 
 import ml_dtypes
@@ -661,69 +659,7 @@ def test_masks_too_long_to_number():
     assert attnmask.attention_mask_to_qkv_cu_seqlens(long, out_dtype=np.int64)[0].tolist() == [0, 0]
 
 
-# Threads, signals
-
-
-def crossing(size: int) -> np.ndarray:
-    """A mask of size² elements in 2 · size bytes."""
-    return as_strided(np.zeros(2 * size, bool), (size, size), (1, 1))
-
-
-LONG_CALLS = {
-    "groups": lambda: attnmask.mask_to_segment_ids(crossing(2**18)),
-    "planes": lambda: attnmask.mask_to_segment_ids(
-        as_strided(np.zeros(2**16 + 600, bool), (2**16, 300, 300), (1, 1, 1))
-    ),
-    "padding": lambda: attnmask.attention_mask_to_padding_segment_ids(crossing(2**19)),
-    "extents": lambda: attnmask.attention_mask_to_qkv_cu_seqlens(crossing(2**19)[None]),
-    "counts": lambda: attnmask.segment_ids_to_cu_seqlens(np.broadcast_to(np.int32(3), (2**10, 2**26))),
-}
-
-
-@pytest.mark.parametrize("name", LONG_CALLS)
-def test_a_signal_ends_a_long_call(name):
-    class Alarm(Exception):
-        pass
-
-    def handler(*_):
-        raise Alarm
-
-    previous = signal.signal(signal.SIGALRM, handler)
-    begin = time.perf_counter()
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        with pytest.raises(Alarm):
-            LONG_CALLS[name]()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    assert time.perf_counter() - begin < 0.05 + 0.5
-
-
-def test_calls_from_many_python_threads(set_threads):
-    rng = np.random.default_rng(2)
-    mask = some_live((900, 1100), "few rows", rng)
-    expected = ref.mask_to_segment_ids(mask)
-    ids = rng.integers(-1, 9, (2, 400))
-    set_threads(2)
-    wrong = []
-
-    def work():
-        for _ in range(8):
-            got = attnmask.mask_to_segment_ids(mask)
-            same = all(np.array_equal(one, other) for one, other in zip(got, expected, strict=True))
-            same = same and np.array_equal(
-                attnmask.segment_ids_to_mask(ids), ref.segment_ids_to_mask(ids, ids)
-            )
-            if not same:
-                wrong.append(threading.get_ident())
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+# Memory
 
 
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")

@@ -242,7 +242,6 @@ def test_types_of_padding_masks(dtype):
 @pytest.mark.parametrize(
     ("error", "match", "wrong"),
     [
-        (TypeError, "q_len must be an integer", lambda: MaskInfo.full(3.0)),
         (TypeError, "q_len must be an integer", lambda: MaskInfo.causal(np.tri(3))),
         (ValueError, "q_len must be at least 0", lambda: MaskInfo.full(-1)),
         (ValueError, r"q_len must be at most 2\*\*56", lambda: MaskInfo.full(2**57)),
@@ -255,9 +254,7 @@ def test_types_of_padding_masks(dtype):
             r"offset must be an integer or of shape \(2,\)",
             lambda: MaskInfo.causal(2, 3, [1] * 3, 2),
         ),
-        (TypeError, "lengths must be integers", lambda: MaskInfo.from_lengths([1.0])),
         (ValueError, r"lengths must be \[B\]", lambda: MaskInfo.from_lengths(3)),
-        (ValueError, r"lengths must be \[B\]", lambda: MaskInfo.from_lengths([[3]])),
         (ValueError, "lengths must be at least 0, got -1 at index 1", lambda: MaskInfo.from_lengths([2, -1])),
         (
             ValueError,
@@ -271,7 +268,6 @@ def test_types_of_padding_masks(dtype):
         ),
         (ValueError, r"at most 2\*\*56", lambda: MaskInfo.from_lengths(np.array([2**60]))),
         (ValueError, r"max_len must be at most 2\*\*56", lambda: MaskInfo.from_lengths([2], 2**57)),
-        (TypeError, "max_len must be an integer", lambda: MaskInfo.from_lengths([2], 4.5)),
         (ValueError, r"padding_mask must be \[B, T\]", lambda: MaskInfo.from_padding_mask([1, 1, 0])),
         (ValueError, "bias", lambda: MaskInfo.from_padding_mask([[0.0, -np.inf]])),
     ],

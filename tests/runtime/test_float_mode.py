@@ -12,7 +12,7 @@ import sysconfig
 import numpy as np
 import pytest
 from calls import some_calls
-from environment import SANITIZED, alarm
+from environment import SANITIZED, alarm, import_paths
 
 import attnmask
 
@@ -274,6 +274,6 @@ def test_a_caller_whose_exceptions_trap(native):
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | import_paths(),
     )
     assert result.stdout.split() == ["True", "True"], (result.returncode, result.stderr)

@@ -409,6 +409,11 @@ def test_fork_after_use():
 # Long calls. Inputs with strides of zero can be as long as needed without taking memory.
 
 
+def crossing(size: int) -> np.ndarray:
+    """A mask of size² elements in 2 · size bytes."""
+    return as_strided(np.zeros(2 * size, bool), (size, size), (1, 1))
+
+
 def long_calls() -> dict:
     """Calls that take seconds; those that write to `out` leave zeros where they have not arrived."""
     ones = np.float32(1)
@@ -462,6 +467,15 @@ def long_calls() -> dict:
             lambda b, h, q, k: q % 7 == k % 5, 2**18, 2**18
         ),
         "one long row of dropout": lambda out: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, 2**31)),
+        "segment ids of a mask": lambda out: attnmask.mask_to_segment_ids(crossing(2**18)),
+        "segment ids of planes": lambda out: attnmask.mask_to_segment_ids(
+            as_strided(np.zeros(2**16 + 600, bool), (2**16, 300, 300), (1, 1, 1))
+        ),
+        "padding of a mask": lambda out: attnmask.attention_mask_to_padding_segment_ids(crossing(2**19)),
+        "extents of a mask": lambda out: attnmask.attention_mask_to_qkv_cu_seqlens(crossing(2**19)[None]),
+        "counts of segments": lambda out: attnmask.segment_ids_to_cu_seqlens(
+            np.broadcast_to(np.int32(3), (2**10, 2**26))
+        ),
     }
 
 

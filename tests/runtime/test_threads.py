@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from calls import some_calls
-from environment import CONFIG, SANITIZED, alarm, python, with_threads
+from environment import CONFIG, SANITIZED, alarm, import_paths, python, with_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -287,7 +287,7 @@ def test_multiprocessing(method, tmp_path):
     body += f'    with multiprocessing.get_context("{method}").Pool(2) as pool:\n'
     body += "        print(all(pool.map(same, range(8), 1)), same())\n"
     script.write_text(FORKS.replace("{before}", "") + body)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     command = [sys.executable, "-W", "ignore", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.stdout.split() == ["True", "True"], result.stderr

@@ -107,7 +107,6 @@ def test_fill_that_the_type_does_not_hold(dtype, fills):
 @pytest.mark.parametrize(
     ("error", "match", "wrong"),
     [
-        (ValueError, r"x must be \[B, T, \.\.\.\], got", lambda: pack(np.zeros(3), [3])),
         (ValueError, r"x must be \[B, T, \.\.\.\], got int64 array of shape \(\)", lambda: pack(5, [3])),
         (
             ValueError,
@@ -131,15 +130,12 @@ def test_fill_that_the_type_does_not_hold(dtype, fills):
             lambda: unpack(4, [0, 1], 3),
         ),
         (ValueError, "cu_seqlens must end at 8 tokens, got 7", lambda: unpack(np.zeros(8), [0, 3, 7], 5)),
-        (ValueError, "cu_seqlens", lambda: unpack(np.zeros(8), [0, 9, 8], 9)),
-        (ValueError, "cu_seqlens", lambda: unpack(np.zeros(8), [1, 8], 9)),
         (
             ValueError,
             "max_len must be at least 5, the length of sequence 1, got 4",
             lambda: unpack(np.zeros(8), [0, 3, 8], 4),
         ),
         (ValueError, "max_len must be at least 0", lambda: unpack(np.zeros(0), [0, 0], -1)),
-        (TypeError, "max_len must be an integer", lambda: unpack(np.zeros(8), [0, 3, 8], 5.0)),
         (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, "0")),
         (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, [0])),
         (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, None)),

@@ -102,7 +102,6 @@ def test_jax_arrays():
     ("error", "words", "change"),
     [
         (ValueError, "world must be at least 1, got 0", {"world": 0}),
-        (TypeError, "world must be an integer, got 2.0", {"world": 2.0}),
         (IndexError, "rank must be from 0 to 1, got 2", {"rank": 2}),
         (IndexError, "rank must be from 0 to 1, got -1", {"rank": -1}),
         (TypeError, "rank must be an integer, got None", {"rank": None}),
@@ -111,7 +110,6 @@ def test_jax_arrays():
         (ValueError, "layout must be a plan for 2 processes, got one for 3", {"layout": ShardPlan([0, 8], [0], 3)}),
         (ValueError, "layout must be a plan for 8 tokens, got one for 7", {"layout": ShardPlan([0, 7], [0], 2)}),
         (ValueError, "cu_seqlens must end at 8 tokens, got 7 at index 1", {"cu_seqlens": [0, 7]}),
-        (ValueError, "cu_seqlens must never decrease", {"cu_seqlens": [0, 5, 3, 8]}),
         (ValueError, r"x must have an axis of tokens, got int64 array of shape \(\)", {"x": 3}),
         (ValueError, r"write mask\[:, :, begin:end, :\]", {"x": MaskInfo.from_segments([[0] * 8])}),
         (ValueError, "world must be at most 1048576 processes, got 1152921504606846976", {"world": 2**60}),
@@ -155,7 +153,6 @@ def test_errors_of_an_axis_of_shards():
         (ValueError, "starts must start at 0", ([1, 2], [0], 1)),
         (ValueError, r"owners must be of shape \(1,\), got int64 array of shape \(2,\)", ([0, 2], [0, 0], 1)),
         (ValueError, "owners must be from 0 to 1, got 2 at index 1", ([0, 2, 3], [0, 2], 2)),
-        (TypeError, "owners must be integers", ([0, 2], [0.5], 2)),
         (ValueError, "world must be at least 1, got 0", ([0], [], 0)),
         (ValueError, "world must be at most 1048576 processes", ([0], [], 2**63)),
     ],

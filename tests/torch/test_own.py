@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from environment import import_paths
 
 FOLDER = os.environ.get("ATTNMASK_TORCH_TESTS")
 RUN = """
@@ -32,7 +33,7 @@ def passing(how, report):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | import_paths(),
     )
     assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), done.stdout
     return {

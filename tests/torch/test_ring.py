@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from environment import ROOT, SANITIZED
+from environment import ROOT, SANITIZED, import_paths
 
 WORKER = ROOT / "tests/_support/ring_worker.py"
 
@@ -22,7 +22,7 @@ def gloo():
 
 def run(tmp_path, world, scenario):
     """Exit codes, outputs and errors of so many processes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     processes = [
         subprocess.Popen(
             [sys.executable, WORKER, str(rank), str(world), tmp_path / "store", scenario],
@@ -98,7 +98,7 @@ assert "torch._dynamo" in sys.modules
 torch.distributed.destroy_process_group()
 assert group() is None
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | import_paths()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600
     )
@@ -111,7 +111,7 @@ def test_the_example_has_the_losses_of_one_process():
     example = ROOT / "examples" / "ring_train.py"
     if not example.exists():
         pytest.skip("the tests run without the examples")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | import_paths() | {"OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     losses = []
     for command in ([sys.executable, example], [*torchrun, example], [*torchrun, example, "--planned"]):
