@@ -50,6 +50,8 @@ ALSO_NAMED = {  # arguments of what an argument is handed on to, and of pullback
     "KVCache.lengths": ["id"],
     "KVCache.block_table": ["id"],
     "KVCache.step": ["id"],
+} | {  # XLA's arrays have no names
+    name: ["arguments", "buffer", "gradient", "vmap"] for name in TARGETS if name.startswith("XLA ")
 }
 
 

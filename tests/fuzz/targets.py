@@ -3,12 +3,15 @@
 import contextlib
 import copy
 import itertools
+import math
 import pickle
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from handlers import call_handler
 
 import attnmask
 from attnmask import KVCache, MaskInfo, operations
@@ -322,6 +325,138 @@ target(
     attnmask.short_convolution_step,
     written=frozenset({"out", "state"}),
 )
+
+# The handlers of XLA for both, with arrays in their order
+
+FLAGS = {"decay": 1, "beta": 2, "initial_state": 4, "cu_seqlens": 8, "kept": 32, "dstate": 64, "bias": 128}
+FLAGS |= {"state_indices": 512}
+
+
+def handler(index: int, given: str, made: str) -> Callable[..., Any]:
+    """A function of the handler's words and arrays: those that are given, and those that it makes."""
+
+    def call(words: Any, **arrays: Any) -> Any:
+        chosen = [{name: arrays[name] for name in names.split() if name in arrays} for names in (given, made)]
+        return call_handler(index, words, *chosen)
+
+    return call
+
+
+def for_handler(rng: Rng, arguments: Arguments, results: Arguments, flags: int = 0) -> Arguments:
+    """Arguments of a handler, in a third of the cases of two calls at once; these may share arguments."""
+    flags |= sum(FLAGS.get(name, 0) for name in arguments)
+    scale = struct.unpack("q", struct.pack("d", arguments.pop("scale", 0.25)))
+    words = np.array([1, flags, *scale, arguments.pop("chunk_size", 64)])
+    mapped = coin(rng, 0.3)
+    for name, array in arguments.items() if mapped else ():
+        calls = 2 if name == "state" else pick(rng, [1, 2])
+        arguments[name] = np.repeat(array[None], calls, 0)
+    zeros = {name: np.zeros((2,) * mapped + tuple(shape), dtype) for name, (shape, dtype) in results.items()}
+    return (
+        {"words": words} | arguments | {name: array for name, array in zeros.items() if name not in arguments}
+    )
+
+
+def wide_of(dtype: Any) -> Any:
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def linear_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
+    given = linear_arguments(rng)
+    given.pop("out", None)
+    normalize = 16 if given.pop("normalize_qk", False) else 0
+    query, value, starts = given["query"], given["value"], given.get("cu_seqlens")
+    batch, sequences = len(query), len(query) if starts is None else len(starts) - 1
+    problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
+    states, numbers = attnmask._core.check_linear_attention(
+        *map(given.get, problem), bool(normalize), given.get("chunk_size", 64)
+    )
+    kept = (batch, math.ceil(states / batch), numbers)
+    state, wide = (sequences, value.shape[2], query.shape[3], value.shape[3]), wide_of(query.dtype)
+    results = {"out": (value.shape, query.dtype), "state": (state, wide)}
+    if gradients:
+        results = {f"d{name}": (x.shape, x.dtype) for name, x in given.items() if name in LEARNED}
+        given |= {
+            "kept": floats(rng, *kept, dtype=wide),
+            "dout": floats(rng, *value.shape, dtype=query.dtype),
+        }
+        given |= some(rng, {"dstate": lambda: floats(rng, *state, dtype=wide)}, 0.5)
+    elif coin(rng):
+        results["kept"], normalize = (kept, wide), normalize | FLAGS["kept"]
+    return for_handler(rng, given, results, normalize)
+
+
+def linear_step_handler_arguments(rng: Rng) -> Arguments:
+    given = linear_step_arguments(rng)
+    given.pop("out", None)
+    normalize = 16 if given.pop("normalize_qk", False) else 0
+    for name in {"query", "key", "value", "decay", "beta"} & given.keys():
+        given[name] = given[name][:, None] if given[name].ndim > 1 else given[name]
+    return for_handler(rng, given, {"out": (given["value"].shape, given["query"].dtype)}, normalize)
+
+
+def convolution_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
+    given = convolution_arguments(rng)
+    given.pop("out", None)
+    silu = 256 if given.pop("activation") else 0
+    given["x"] = given["x"][..., None]
+    x, (channels, width), starts = given["x"], given["weight"].shape, given.get("cu_seqlens")
+    state = (len(x) if starts is None else len(starts) - 1, channels, width - 1)
+    results = {"out": (x.shape, x.dtype), "state": (state, x.dtype)}
+    if gradients:
+        results = {f"d{name}": (given[name].shape, x.dtype) for name in LEARNED if name in given}
+        given |= {"dout": floats(rng, *x.shape, dtype=x.dtype)}
+        given |= some(rng, {"dstate": lambda: floats(rng, *state, dtype=x.dtype)}, 0.5)
+    return for_handler(rng, given, results, silu)
+
+
+def convolution_step_handler_arguments(rng: Rng) -> Arguments:
+    given = step_arguments(rng)
+    given.pop("out", None)
+    silu = 256 if given.pop("activation") else 0
+    given["x"] = given["x"][:, None, :, None]
+    return for_handler(rng, given, {"out": (given["x"].shape, given["x"].dtype)}, silu)
+
+
+LEARNED = ("query", "key", "value", "decay", "beta", "x", "weight", "bias", "initial_state")
+LINEAR, CONVOLUTION = (
+    "query key value decay beta cu_seqlens initial_state",
+    "x weight bias cu_seqlens initial_state",
+)
+for _name, _arguments, _call in (
+    (
+        "linear_attention",
+        lambda rng: linear_handler_arguments(rng, False),
+        handler(3, LINEAR, "out state kept"),
+    ),
+    (
+        "linear_attention, gradients",
+        lambda rng: linear_handler_arguments(rng, True),
+        handler(4, f"{LINEAR} kept dout dstate", "dquery dkey dvalue ddecay dbeta dinitial_state"),
+    ),
+    (
+        "linear_attention_step",
+        linear_step_handler_arguments,
+        handler(5, "query key value decay beta state state_indices", "out state"),
+    ),
+    (
+        "short_convolution",
+        lambda rng: convolution_handler_arguments(rng, False),
+        handler(6, CONVOLUTION, "out state"),
+    ),
+    (
+        "short_convolution, gradients",
+        lambda rng: convolution_handler_arguments(rng, True),
+        handler(7, f"{CONVOLUTION} dout dstate", "dx dweight dbias dinitial_state"),
+    ),
+    (
+        "short_convolution_step",
+        convolution_step_handler_arguments,
+        handler(8, "x weight bias state state_indices", "out state"),
+    ),
+):
+    _made = "out state kept dquery dkey dvalue ddecay dbeta dx dweight dbias dinitial_state"
+    target(f"XLA {_name}", _arguments, _call, written=frozenset(_made.split()), subclasses=False)
 
 # Masks
 

@@ -186,6 +186,19 @@ def test_vmap(case, shared):
         np.testing.assert_allclose(grads[k], wanted, rtol=1e-4, atol=1e-5, err_msg=k)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
+def test_vmap_of_a_pullback(name, batch):
+    """As Jacobians take it: the calls share all but the gradient of the result."""
+    arrays = (attention_arrays if name == "linear_attention" else convolution_arrays)(batch)
+    out, vjp = jax.vjp(jax.jit(lambda x: getattr(ours, name)(**x)), arrays)
+    douts = np.stack([split(out, i) for i in range(3)])
+    (found,) = jax.jit(jax.vmap(vjp))(douts)
+    for i, dout in enumerate(douts):
+        for of, expected in vjp(dout)[0].items():
+            np.testing.assert_allclose(found[of][i], expected, rtol=1e-5, atol=1e-6, err_msg=of)
+
+
 def test_vmap_of_vmap_and_of_starts():
     arrays = attention_arrays(1, state=False)
     starts = jnp.array([[0, 3, T], [0, 30, T]])

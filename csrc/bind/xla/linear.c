@@ -162,19 +162,22 @@ static bool read_attention(attention *a)
     return read_inputs(a);
 }
 
-/* The states that gradients need: [B, at least so many, numbers]. */
+/* The states that gradients need: [B, at least so many, numbers]. Those of calls that share them are not
+ * side by side: the calls come one after the other. */
 static bool look_at_kept(attention *a, bool result, void **kept)
 {
+    am_xla_call *c = a->common.c;
     am_view v;
     ptrdiff_t states, numbers, shape[3] = {a->common.batch, -1, -1};
-    if (!am_linear_kept(&a->linear, &states, &numbers))
-        return am_refuse_status(&a->common.c->request, AM_NO_MEMORY);
+    if (!am_linear_kept(&a->linear, &states, &numbers)) return am_refuse_status(&c->request, AM_NO_MEMORY);
     if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
+    c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1 && v.stride[0] == 0;
+    if (c->apart) return false;
     *kept = v.data;
     return v.type == am_wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
                    am_product(v.shape[0], v.shape[1], 1) >= states
                ? true
-               : am_xla_fail(a->common.c, "kept does not fit");
+               : am_xla_fail(c, "kept does not fit");
 }
 
 bool am_xla_linear(am_xla_call *c)

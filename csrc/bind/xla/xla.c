@@ -298,6 +298,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
 static bool do_all(am_xla_call *c, do_call *compute)
 {
     if (!find_words(c) || !find_calls(c)) return false;
+    if (c->calls == 0) return true;
     if (do_one(c, compute, AM_XLA_ALL_CALLS) || !c->apart) return !am_is_refused(&c->request);
     for (ptrdiff_t call = 0; call < c->calls; call++) {
         if (!do_one(c, compute, call)) return false;
