@@ -104,14 +104,16 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
  * the next keys. */
 typedef enum { OF_K, OF_V, OF_NEXT_K } side;
 
-/* Copies columns of some rows of float32, as rows of a tile. Those that lie side by side are transposed at
- * the baseline at any level: its vectors have four lanes, and longer ones would often be too long. */
-static void copy_columns(float *to, const char *from, ptrdiff_t row, ptrdiff_t column, ptrdiff_t rows,
-                         ptrdiff_t columns)
+/* Copies columns of some rows of float32, as rows of a tile. Those that lie side by side are transposed: at
+ * the baseline at any level if they do not fill longer vectors than its own of four lanes. */
+static void copy_columns(const am_attn_base *base, float *to, const char *from, ptrdiff_t row,
+                         ptrdiff_t column, ptrdiff_t rows, ptrdiff_t columns)
 {
-    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0;
-    if (fours > 0)
-        AM_TOPIC(arrays, baseline).copy.transpose_32(to, AM_FLASH_TILE, from, row / size, rows, fours);
+    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0,
+                    lanes = base->arithmetic->panel / 2;
+    const am_kernels *kernels =
+        rows % lanes == 0 && fours % lanes == 0 ? base->all_kernels : &AM_TOPIC(arrays, baseline);
+    if (fours > 0) kernels->copy.transpose_32(to, AM_FLASH_TILE, from, row / size, rows, fours);
     for (ptrdiff_t i = fours; i < columns; i++) gather(to + i * AM_FLASH_TILE, from + i * column, row, rows);
 }
 
@@ -132,7 +134,7 @@ static void copy_groups(const am_attn_base *base, const am_kv_scales *s, float *
             else
                 am_kv_read_groups(s, part + r * MOST, row, count / 2);
         }
-        copy_columns(to, (const char *)part, sizeof(float) * MOST, sizeof(float), tokens, count);
+        copy_columns(base, to, (const char *)part, sizeof(float) * MOST, sizeof(float), tokens, count);
     }
 }
 
@@ -143,13 +145,13 @@ static void copy_scales(const am_attn_base *base, const am_kv_scales *s, float *
     const ptrdiff_t size = sizeof(float);
     const bool plain = s->type == AM_FLOAT32 && s->offset == size && s->element == 2 * size;
     if (!s->group) {
-        copy_columns(to, from, s->token, s->head, tokens, heads);
+        copy_columns(base, to, from, s->token, s->head, tokens, heads);
     } else if (plain && s->head == columns * size) {
-        copy_columns(to, from, s->token, size, tokens, heads * columns);
+        copy_columns(base, to, from, s->token, size, tokens, heads * columns);
     } else {
         for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
             if (plain)
-                copy_columns(to, from, s->token, size, tokens, columns);
+                copy_columns(base, to, from, s->token, size, tokens, columns);
             else
                 copy_groups(base, s, to, from, tokens, columns);
         }

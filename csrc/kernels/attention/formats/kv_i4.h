@@ -203,7 +203,6 @@ APART void find_dots_i4(ptrdiff_t rows, const am_flash_rows *block, ptrdiff_t ro
     switch (rows) {
         DOTS_I4(1, 4)
         DOTS_I4(2, 2)
-        DOTS_I4(3, 1)
         DOTS_I4(4, 1)
     }
 }
@@ -230,6 +229,9 @@ static void find_logits_apart_i4(const am_flash_rows *block, const am_flash_tile
     }
 }
 
+/* How many of the rows that are left are multiplied at once. */
+static inline ptrdiff_t some_rows_i4(ptrdiff_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : left; }
+
 static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
@@ -237,9 +239,10 @@ static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile
     prefetch_lines none = prefetch_nothing(tile->k.data);
     for (ptrdiff_t i = begin, next; i < end; i = next) {
         next = end_of_run(&tile->k, i, end);
-        for (ptrdiff_t r = 0; r < block->rows; r += 4)
-            find_dots_i4(block->rows - r < 4 ? block->rows - r : 4, block, r, tile, i, next,
-                         r == 0 ? prefetch : &none);
+        for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
+            rows = some_rows_i4(block->rows - row);
+            find_dots_i4(rows, block, row, tile, i, next, row == 0 ? prefetch : &none);
+        }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (isnan(unit_of_query(block, r))) find_logits_apart_i4(block, tile, r, begin, end);
@@ -328,58 +331,68 @@ static inline void straighten_i4(vf v[8])
     }
 }
 
-/* O + P V of some rows and a chunk of columns. A lane has eight channels of one key; those of two keys are
- * joined word by word, and make two halves of four vectors. Sums of the second vector of each half are
- * sixteen times as great. */
+/* Adds products of some rows of P with pairs of keys, from v on, to sums of half of a chunk's columns or of
+ * both. A lane has eight channels of a key, and those of two keys are joined word by word to four vectors a
+ * half; sums of the second of these are sixteen times as great. The last key may have no other. */
+static inline __attribute__((always_inline)) void
+add_pairs_i4(const int rows, const int groups, const int half, const int halves, const __mmask16 all,
+             const __mmask16 *lanes, const float *p, const char *v, ptrdiff_t step, ptrdiff_t keys,
+             vf sums[4][8], prefetch_lines *prefetch)
+{
+    const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
+    prefetch_lines current = half == 0 ? *prefetch : (prefetch_lines){0};
+#pragma GCC unroll 4
+    for (; keys > 0; keys -= 2, v += 2 * step, p++) {
+        const __m512i x = load_i4(v, all), y = load_i4(v + (keys > 1 ? step : 0), all);
+        vf n[8];
+        UNROLL(2)
+        for (int h = 0; h < halves; h++) {
+            const __m512i joined = half + h == 0
+                                       ? _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16))
+                                       : _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
+            n[4 * h] = _mm512_castsi512_ps(_mm512_and_si512(joined, low));
+            n[4 * h + 1] = _mm512_castsi512_ps(_mm512_and_si512(joined, second));
+            n[4 * h + 2] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_srli_epi16(joined, 8), low));
+            n[4 * h + 3] = _mm512_castsi512_ps(_mm512_srli_epi16(joined, 12));
+        }
+        if (half == 0) prefetch_few(&current, 2, true);
+        UNROLL(4)
+        for (int r = 0; r < rows; r++) {
+            const vf weight = of_groups_i4(p + r * (ptrdiff_t)(sizeof(weights_i4) / sizeof *p),
+                                           AM_FLASH_TILE / 2, groups, lanes);
+            UNROLL(8)
+            for (int j = 0; j < 4 * halves; j++) sums[r][j] = vf_fma_i16x2(n[j], weight, sums[r][j]);
+        }
+    }
+    if (half == 0) *prefetch = current;
+}
+
+/* O + P V of some rows and a chunk of columns. */
 static inline __attribute__((always_inline)) void
 add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const am_flash_tile *tile,
              ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const weights_i4 *weights,
              prefetch_lines *prefetch)
 {
     const int halves = rows <= 2 ? 2 : 1; /* at once: as many as there are registers for */
-    const ptrdiff_t width = width_i4(2 * tile->value_bytes, column), step = tile->v.step,
-                    group = width / groups / 8;
+    const ptrdiff_t width = width_i4(2 * tile->value_bytes, column), group = tile->v_group / 8;
     const __mmask16 all = v_mask_32(width / 8);
-    const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
     __mmask16 lanes[4];
     vf out[4][8];
     UNROLL(4)
-    for (int g = 0; g < groups; g++) lanes[g] = (__mmask16)(v_mask_32(group) << (g * group));
+    for (int g = 0; g < groups; g++) lanes[g] = (__mmask16)(((1u << group) - 1) << g * group);
     UNROLL(2)
     for (int half = 0; half < 2; half += halves) {
-        __m512i sums[4][8];
+        vf sums[4][8];
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
             UNROLL(8)
-            for (int i = 0; i < 4 * halves; i++) sums[r][i] = _mm512_setzero_si512();
+            for (int i = 0; i < 4 * halves; i++) sums[r][i] = vf_set1(0);
         }
         for (ptrdiff_t i = begin, next; i < end; i = next) {
             next = end_of_run(&tile->v, i, end);
-            const uint8_t *v = (const uint8_t *)row_at(&tile->v, i) + column / 2;
-            for (; i < next; i += 2, v += 2 * step) {
-                /* P is 0 for the key behind the last one, which may not be there. */
-                const __m512i x = load_i4(v, all), y = load_i4(v + (i + 1 < next ? step : 0), all);
-                __m512i n[8];
-                UNROLL(2)
-                for (int h = 0; h < halves; h++) {
-                    const __m512i joined =
-                        half + h == 0 ? _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16))
-                                      : _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
-                    n[4 * h] = _mm512_and_si512(joined, low);
-                    n[4 * h + 1] = _mm512_and_si512(joined, second);
-                    n[4 * h + 2] = _mm512_and_si512(_mm512_srli_epi16(joined, 8), low);
-                    n[4 * h + 3] = _mm512_srli_epi16(joined, 12);
-                }
-                if (half == 0) prefetch_few(prefetch, 2, true);
-                UNROLL(4)
-                for (int r = 0; r < rows; r++) {
-                    const __m512i p = _mm512_castps_si512(
-                        of_groups_i4(weights[r].p[0] + i / 2, AM_FLASH_TILE / 2, groups, lanes));
-                    UNROLL(8)
-                    for (int j = 0; j < 4 * halves; j++)
-                        sums[r][j] = _mm512_dpwssd_epi32(sums[r][j], n[j], p);
-                }
-            }
+            add_pairs_i4(rows, groups, half, halves, all, lanes, weights->p[0] + i / 2,
+                         (const char *)row_at(&tile->v, i) + column / 2, tile->v.step, next - i, sums,
+                         prefetch);
         }
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
@@ -388,7 +401,7 @@ add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const
             UNROLL(8)
             for (int j = 0; j < 4 * halves; j++) {
                 const vf its = j % 4 == 1 ? vf_mul(unit, vf_set1(0x1p-4f)) : unit;
-                out[r][4 * half + j] = vf_fma(its, _mm512_cvtepi32_ps(sums[r][j]), offset);
+                out[r][4 * half + j] = vf_fma(its, vf_of_i32(sums[r][j]), offset);
             }
         }
     }
@@ -406,10 +419,10 @@ add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const
         switch (groups) {                                                                                    \
         case 1: add_chunk_i4(n, 1, block, tile, row, begin, end, column, weights, prefetch); break;          \
         case 2: add_chunk_i4(n, 2, block, tile, row, begin, end, column, weights, prefetch); break;          \
-        case 3: add_chunk_i4(n, 3, block, tile, row, begin, end, column, weights, prefetch); break;          \
         default: add_chunk_i4(n, 4, block, tile, row, begin, end, column, weights, prefetch); break;         \
         }                                                                                                    \
         break;
+/* Three groups are four, of which the last has no columns. */
 APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const am_flash_rows *block,
                            const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end,
                            ptrdiff_t column, const weights_i4 *weights, prefetch_lines *prefetch)
@@ -417,7 +430,6 @@ APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const am_flash_rows
     switch (rows) {
         ROWS_I4(1)
         ROWS_I4(2)
-        ROWS_I4(3)
         ROWS_I4(4)
     }
 }
@@ -433,7 +445,7 @@ static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, p
         const ptrdiff_t groups = width_i4(2 * tile->value_bytes, column) / tile->v_group;
         for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
             weights_i4 weights[4];
-            rows = strip_rows(block->rows - row, 4);
+            rows = some_rows_i4(block->rows - row);
             for (ptrdiff_t r = 0; r < rows; r++) {
                 if (both)
                     weigh_groups_i4(block, tile, row + r, begin, end, 0, AM_FLASH_TILE / VF_LANES, column,
