@@ -72,11 +72,12 @@ static PyObject *attention_strategy(PyObject *module, PyObject *args)
     const bool counts = am_counts_tiles(&work, &h);
     am_choose_splits(&work, &h, counts ? all : work.tiles, counts ? most : work.tiles);
     return Py_BuildValue(
-        "{s:s,s:n,s:n,s:n,s:n,s:n,s:O,s:O,s:O,s:O}", "strategy", am_strategy_name(h.strategy), "rows", h.rows,
-        "block_heads", h.block_heads, "head_blocks", h.head_blocks, "splits", h.splits, "split_tiles",
+        "{s:s,s:n,s:n,s:n,s:n,s:n,s:O,s:O,s:O,s:O,s:O}", "strategy", am_strategy_name(h.strategy), "rows",
+        h.rows, "block_heads", h.block_heads, "head_blocks", h.head_blocks, "splits", h.splits, "split_tiles",
         h.split_tiles, "scales_keys", h.scales_keys ? Py_True : Py_False, "queries_direct",
         h.queries_direct ? Py_True : Py_False, "values_unpacked", h.values_unpacked ? Py_True : Py_False,
-        "float_weights", h.float_weights ? Py_True : Py_False);
+        "widens_rows", h.widens_rows ? Py_True : Py_False, "float_weights",
+        h.float_weights ? Py_True : Py_False);
 }
 
 PyMethodDef am_strategy_methods[] = {

@@ -87,16 +87,11 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
     return am_ceil_div(numbers, am_width(base));
 }
 
-/* The type of unpacked keys and values as kernels read them. */
-static inline am_dtype am_kv_row_type(const am_attn_base *base)
-{
-    return base->widens_rows ? base->arithmetic->factors : base->attn->k.type;
-}
-
-/* The numbers of a lane of these: those of eight bits become lanes of two as they are packed. */
+/* The numbers of a lane of unpacked keys and values: those of eight bits become lanes of two as they are
+ * packed. */
 static inline ptrdiff_t am_kv_width(const am_attn_base *base)
 {
-    return am_kv_row_type(base) == base->arithmetic->factors ? am_width(base) : 1;
+    return base->widens_rows || base->attn->k.type == base->arithmetic->factors ? am_width(base) : 1;
 }
 
 static inline bool am_scales_products(const am_attn_base *base)

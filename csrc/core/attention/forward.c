@@ -52,7 +52,7 @@ typedef struct {
 /* Whether a section reads numbers of packed queries, and not lanes. */
 static bool packs_queries(const forward *f, const am_scheduled *g)
 {
-    return g->shape.strategy == AM_UNPACKED && f->base.packs_queries;
+    return g->shape.strategy == AM_UNPACKED && f->base.packs_queries && !g->shape.widens_rows;
 }
 
 /* The lanes of a row of queries before they are packed. */
@@ -347,7 +347,8 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
             }
             if (live == 0) continue;
             if (unpacked)
-                base->kv_rows->step_unpacked(rows, some, live);
+                (here->section->shape.widens_rows ? base->kv : base->kv_rows)
+                    ->step_unpacked(rows, some, live);
             else
                 base->arithmetic->step(rows[0], some);
             const am_status status = am_checkpoint(team);

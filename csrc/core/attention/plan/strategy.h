@@ -49,6 +49,7 @@ typedef struct {
     bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */
+    bool widens_rows;                /* unpacked rows are widened even if kernels read them */
     bool float_weights;              /* weights are not rounded though others of the arithmetic are */
 } am_shape;
 

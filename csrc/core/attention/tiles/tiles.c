@@ -273,7 +273,18 @@ static const am_tokens *array_of(const am_kv_workspace *w, side which, ptrdiff_t
 static bool are_widened(const am_kv_workspace *w)
 {
     const am_attn_base *base = w->kv->base;
-    return w->section->shape.strategy == AM_UNPACKED ? base->widens_rows : base->widens;
+    const am_shape *h = &w->section->shape;
+    return h->strategy == AM_UNPACKED && !h->widens_rows ? base->widens_rows : base->widens;
+}
+
+/* The type of unpacked rows as kernels read them, and the numbers of a lane of these. */
+static am_dtype row_type(const am_kv_workspace *w)
+{
+    return are_widened(w) ? w->kv->base->arithmetic->factors : w->kv->base->attn->k.type;
+}
+static ptrdiff_t row_width(const am_kv_workspace *w)
+{
+    return row_type(w) == w->kv->base->arithmetic->factors ? am_width(w->kv->base) : 1;
 }
 
 /* Whether kernels can read rows of keys or values where they lie, in lanes of `width` numbers. */
@@ -305,8 +316,8 @@ static ptrdiff_t next_run(run_walk *walk)
     return count;
 }
 
-/* Keys or values of the tile as numbers of am_kv_row_type, whatever their format. Those of the next tile are
- * prefetched, since rows of one head may lie far apart. */
+/* Keys or values of the tile as numbers that the arithmetic multiplies, whatever their format. Those of the
+ * next tile are prefetched, since rows of one head may lie far apart. */
 static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, side which, char *to)
 {
     const am_attn_base *base = w->kv->base;
@@ -385,7 +396,7 @@ static char *copy_of(const am_kv_workspace *w, const am_attn_place *at, side whi
 static bool find_pages(am_kv_workspace *w, const am_attn_place *at)
 {
     const am_attn *f = w->kv->base->attn;
-    const ptrdiff_t width = am_kv_width(w->kv->base);
+    const ptrdiff_t width = row_width(w);
     const bool found = f->pages.table && is_plain(w, OF_K, width) && is_plain(w, OF_V, width) &&
                        find_runs(f, &f->k, at, w->keys, w->runs[OF_K], &w->run) &&
                        find_runs(f, &f->v, at, w->keys, w->runs[OF_V], &w->run);
@@ -472,7 +483,7 @@ static bool find_shared(const am_kv_workspace *w, const am_attn_place *at, am_fl
 static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
 {
     const am_attn_base *base = w->kv->base;
-    const ptrdiff_t width = am_kv_width(base);
+    const ptrdiff_t width = row_width(w);
     const void *scales[2];
     am_rows rows[2];
     for (side i = OF_K; i <= OF_V; i++) {
@@ -485,7 +496,7 @@ static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_f
     *tile = (am_flash_tile){.layout = AM_ROWS,
                             .k = rows[OF_K],
                             .v = rows[OF_V],
-                            .value_bytes = am_row_bytes(am_kv_row_type(base), lanes * width),
+                            .value_bytes = am_row_bytes(row_type(w), lanes * width),
                             .k_scales = scales[OF_K],
                             .v_scales = scales[OF_V],
                             .k_group = base->attn->k_scales.group,
