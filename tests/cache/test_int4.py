@@ -117,6 +117,69 @@ def test_any_group_and_strides(isa, group, depths, scale_dtype, gap, dtype):
     check(query, cache_of(rng, 16, depths, (group, group), scale_dtype, gap), **new)
 
 
+@pytest.mark.parametrize("heads_per_kv", range(1, 18))
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_any_number_of_heads_that_share_keys(isa, heads_per_kv, dtype):
+    """Up to eight rows of bfloat16 are multiplied as integers; chunks of fewer channels than 128 too."""
+    rng = np.random.default_rng(heads_per_kv)
+    depths = [(96, 64), (64, 160), (160, 256), (32, 96)][heads_per_kv % 4]
+    page_size = [None, 2, 16, 1, 6][heads_per_kv % 5]
+    query = rng.standard_normal((len(LENGTHS), 1, heads_per_kv * HKV, depths[0])).astype(dtype)
+    check(query, cache_of(rng, page_size, depths, (32, 32), gap=heads_per_kv == 3))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_keys_that_are_split(isa, dtype):
+    """One sequence of more tokens than one task takes."""
+    rng = np.random.default_rng(0)
+    shape = 1, 3000, 1
+    given = {"cache_seqlens": np.array([2990])}
+    for side in "kv":
+        given[f"{side}_cache"] = rng.integers(0, 256, (*shape, 64), np.uint8)
+        given[f"{side}_scale"] = rng.uniform(-0.1, 0.2, (*shape, 2, 2)).astype(np.float32)
+    check(rng.standard_normal((1, 1, 4, 128)).astype(dtype), given)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e30])
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_groups_of_any_size(isa, dtype, side, size):
+    """Every other token's groups are much smaller or larger than the others'; what is rounded is in proportion."""
+    rng = np.random.default_rng(0)
+    given = cache_of(rng, 16)
+    given[side][:, ::2] *= np.float32(size)
+    if side == "k_scale" and size > 1:
+        given[side] *= np.float32(1e-30)
+    query = rng.standard_normal((len(LENGTHS), 1, H, 64)).astype(dtype)
+    out = attnmask.flash_attention_with_kvcache(query, **given).astype(np.float64)
+    right = expected_of(query=query, **given).out
+    largest = abs(right).max(-1, keepdims=True)
+    error = 2e-4 if dtype == np.float32 else 3e-2
+    with np.errstate(invalid="ignore"):
+        close = abs(out - right) <= error * largest + 1e-7  # a float16
+    assert (close | (np.isinf(out) & (abs(right) > 3e4))).all()  # beyond float16
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("number", [1e-30, 1e-36, np.inf, np.nan])
+def test_queries_of_any_size(isa, dtype, number):
+    """Those that are too small or too large to be integers; infinite ones are NaN where they meet zero."""
+    rng = np.random.default_rng(0)
+    given = cache_of(rng, 16)
+    query = rng.standard_normal((len(LENGTHS), 1, H, 64)).astype(dtype)
+    clean = attnmask.flash_attention_with_kvcache(query, **given)
+    query[2, 0, 3] = np.full(64, number).astype(dtype) * query[2, 0, 3]
+    out = attnmask.flash_attention_with_kvcache(query, **given)
+    changed = np.zeros(out.shape, bool)
+    changed[2, 0, 3] = True
+    assert out[~changed].tobytes() == clean[~changed].tobytes()
+    if np.isfinite(number):
+        mean = expected_of(query=query, **given).out[2, 0, 3]
+        np.testing.assert_allclose(out[2, 0, 3].astype(np.float64), mean, rtol=3e-2, atol=3e-2)
+    else:
+        assert np.isnan(out[2, 0, 3].astype(np.float64)).all()
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_packed_sequences(isa, dtype):
     rng = np.random.default_rng(0)
