@@ -300,14 +300,15 @@ def test_a_bias_beside_more_packed_keys_than_are_divided(isa):
     rng = np.random.default_rng(0)
     pages = rng.standard_normal((2, 1, page, 1, 4)).astype(F16)
     query, bias = rng.standard_normal((2, 1, 4)).astype(F16), np.full((1, 1, 2, length), -np.inf, F16)
-    bias[..., -40:] = rng.standard_normal((2, 40))
+    seen = np.r_[:20, length - 40 : length]  # by their bias
+    bias[..., seen] = rng.standard_normal((2, 60))
     table = np.zeros((2, -(-length // page)), np.int32)
     out = attend(
         {"query": query, "k_cache": pages[0], "v_cache": pages[1], "block_table": table},
         cache_seqlens=length, cu_seqlens_q=[0, 1, 2], bias=bias,
     )  # fmt: skip
-    seen = [np.tile(x[:, np.arange(length - 40, length) % page], (2, 1, 1, 1)) for x in pages]
-    wanted = attnmask.flash_attention(query[:, None], *seen, bias=bias[0, 0, :, None, None, -40:])
+    tokens = [np.tile(x[:, seen % page], (2, 1, 1, 1)) for x in pages]
+    wanted = attnmask.flash_attention(query[:, None], *tokens, bias=bias[0, 0][:, None, None, seen])
     np.testing.assert_allclose(out.astype(F32), wanted[:, 0].astype(F32), atol=2e-3)
 
 

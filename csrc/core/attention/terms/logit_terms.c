@@ -181,12 +181,19 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
 }
 
-/* Moves a row of the bias of some keys of a tile to their places; the others are those of other sequences. */
-static uint64_t move_bias_row(const am_attn_base *base, am_range keys, am_range part, uint64_t infinite,
-                              char *to)
+/* The same of a row whose sequence has only some of a tile's keys; the others are dead. */
+static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r,
+                                  am_range keys, char *scratch, char *to)
 {
-    const ptrdiff_t count = am_max(0, am_length(part)), before = count ? part.begin - keys.begin : 0,
-                    end = before + count;
+    const am_range own = am_keys_of_query(base->attn, at->b, am_query_of(at, r));
+    const ptrdiff_t begin = am_max(keys.begin, own.begin), count = am_min(keys.end, own.end) - begin,
+                    before = begin - keys.begin, end = before + count;
+    if (count <= 0) {
+        memset(to, 0, (size_t)(AM_FLASH_TILE * base->size));
+        return 0;
+    }
+    const uint64_t infinite =
+        read_bias_row(base, bias_at(base, at, r, begin - own.begin), count, scratch, to);
     memmove(to + before * base->size, to, (size_t)(count * base->size));
     memset(to, 0, (size_t)(before * base->size));
     memset(to + end * base->size, 0, (size_t)((AM_FLASH_TILE - end) * base->size));
@@ -201,13 +208,10 @@ static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_rang
     bool any = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         char *to = scratch->bias + r * AM_FLASH_TILE * base->size;
-        const am_range own = am_keys_of_query(base->attn, at->b, am_query_of(at, r));
-        const am_range part = {am_max(keys.begin, own.begin), am_min(keys.end, own.end)};
-        uint64_t infinite = 0;
-        if (part.begin < part.end)
-            infinite = read_bias_row(base, bias_at(base, at, r, part.begin - own.begin), am_length(part),
-                                     scratch->row, to);
-        if (am_length(part) != am_length(keys)) infinite = move_bias_row(base, keys, part, infinite, to);
+        const uint64_t infinite =
+            base->attn->pages.starts
+                ? read_own_bias_row(base, at, r, keys, scratch->row, to)
+                : read_bias_row(base, bias_at(base, at, r, keys.begin), am_length(keys), scratch->row, to);
         any |= (scratch->live[r] & infinite) != 0;
         scratch->live[r] &= ~infinite;
     }
