@@ -26,6 +26,8 @@ from attnmask._cache.quantize import quantize_kv
 from attnmask._cache.write_kvcache import write_kvcache
 from attnmask._common import arguments
 from attnmask._common.debug import get_debug_mode, set_debug_mode
+from attnmask._common.pickles import by_public_path
+from attnmask._common.pickles import made as _made
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
 from attnmask._linear.attention import linear_attention, linear_attention_step, linear_attention_vjp
@@ -166,9 +168,13 @@ __all__ = [
 ]
 
 for _name in __all__:  # so that messages, pictures of types and pickles name what users import
-    if hasattr(globals()[_name], "__module__"):
-        globals()[_name].__module__ = "attnmask"
-del _name
+    _thing = globals()[_name]
+    if isinstance(_thing, type) and not issubclass(_thing, Warning):
+        by_public_path(_thing)
+    elif hasattr(_thing, "__module__"):
+        _thing.__module__ = "attnmask"
+_made.__module__, _made.__qualname__ = "attnmask", "_made"
+del _name, _thing, by_public_path
 
 if not TYPE_CHECKING:  # a checker would take every name
 

@@ -1,23 +1,24 @@
 """Write keys and values to given places of a cache."""
 
-from typing import Any
+from __future__ import annotations
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from attnmask._cache.quantize import check_rotates, rotated
 from attnmask._common.arguments import as_array, flag, integer_array, suit_hint
 from attnmask._common.loading import _core
+from attnmask._common.types import Array
 
 
 def write_kvcache(
-    k_cache: NDArray[Any],
-    v_cache: NDArray[Any],
+    k_cache: Array,
+    v_cache: Array,
     key: ArrayLike,
     value: ArrayLike | None,
     slot_mapping: ArrayLike,
     *,
-    k_scale: NDArray[Any] | None = None,
-    v_scale: NDArray[Any] | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     rotate: bool = False,
 ) -> None:
     """Write keys and values to the slots of a cache, one per token, as vLLM's ``reshape_and_cache`` does.

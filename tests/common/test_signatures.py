@@ -1,10 +1,14 @@
 """Arguments that several functions take have the same names, defaults and kinds, in the same order."""
 
+import copy
 import inspect
+import pickle
+import re
 import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from environment import ROOT
 
@@ -96,5 +100,41 @@ def test_completion_shows_public_names_only():
 
 def test_public_names_are_known_by_where_they_are_imported_from():
     things = [getattr(attnmask, name) for name in attnmask.__all__ if name != "__version__"]
-    assert {thing.__module__ for thing in things} == {"attnmask"}
-    assert repr(MaskInfo) == "<class 'attnmask.MaskInfo'>"
+    plain = [thing for thing in things if not isinstance(thing, type) or issubclass(thing, Warning)]
+    assert {thing.__module__ for thing in plain} == {"attnmask"}
+
+
+INSTANCES = [
+    attnmask.MaskInfo.causal(4),
+    attnmask.KVCache(2, 8, pages=4, dtype="float32"),
+    attnmask.plan_shards(attnmask.MaskInfo.causal(8), 2),
+    attnmask.MaskInfo.get_empty_sharding(),
+    attnmask.FwdParams(),
+    attnmask.BwdParams(),
+    attnmask.FlashAttentionGrads(*[np.ones(1)] * 6),
+    attnmask.LinearAttentionGrads(*[np.ones(1)] * 6),
+    attnmask.ShortConvolutionGrads(*[np.ones(1)] * 4),
+]
+
+
+@pytest.mark.parametrize("thing", INSTANCES, ids=lambda thing: type(thing).__name__)
+def test_classes_show_their_source_and_are_pickled_by_public_paths(thing):
+    """Files may move; what is pickled stays."""
+    kind = type(thing)
+    assert re.search(rf"^class {kind.__name__}\b", inspect.getsource(kind), re.M)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        text = pickle.dumps(thing, protocol)
+        assert b"attnmask." not in text
+        assert repr(pickle.loads(text)) == repr(thing)
+    assert repr(copy.deepcopy(thing)) == repr(thing)
+
+
+class OwnMask(MaskInfo):
+    pass
+
+
+def test_subclasses_are_pickled_as_they_are():
+    mask = OwnMask.causal(4)
+    made = pickle.loads(pickle.dumps(mask))
+    assert type(made) is OwnMask
+    assert made == mask
