@@ -185,30 +185,3 @@ def test_parts_merge_into_the_whole(isa, dtype, cuts, causal, sinks, seed):
     assert error <= right.out_error + near, (error, right.case)
     merged = ref.merge_attention_states(outs, lses)
     np.testing.assert_allclose(out.astype(F64), merged[0], rtol=near, atol=near)
-
-
-# Other libraries
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_beside_torch(isa, causal, dtype):
-    torch = pytest.importorskip("torch")
-    arguments = {
-        name: torch.from_numpy(array) for name, array in tensors(50, 50, dtype=np.dtype(dtype)).items()
-    }
-    heads_first = [array.transpose(1, 2) for array in arguments.values()]
-    heads_first[1:] = [array.repeat_interleave(2, dim=1) for array in heads_first[1:]]
-    theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
-    ours = attnmask.flash_attention(**arguments, causal=causal)
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_beside_jax(isa, causal):
-    jax = pytest.importorskip("jax")
-    arguments = {name: jax.numpy.asarray(array) for name, array in tensors(50, 50).items()}
-    arguments["value"] = arguments["value"][..., :16]
-    theirs = jax.nn.dot_product_attention(*arguments.values(), is_causal=causal)
-    ours = attnmask.flash_attention(**arguments, causal=causal)
-    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-5, atol=2e-6)

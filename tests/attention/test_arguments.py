@@ -6,6 +6,8 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from flash_backward_expected import check_form, dout_of, gradients
+from flash_backward_expected import expected as expected_gradients
 from flash_bad_input import GOOD, TK, TQ
 from flash_cases import F32, F64, FLOATS, tensors
 from flash_expected import attend, expected
@@ -17,13 +19,16 @@ from attnmask._attention import forward as _flash
 
 
 def test_positional_arguments(isa):
-    """In the order of the seed; what it does not have comes by name only."""
+    """In the order of the seed; what it does not have comes by name only. Gradients take them in this order, too."""
     query, key, value = tensors().values()
     rng = np.random.default_rng(0)
     mask, bias = rng.random((2, 1, 40, 50)) < 0.7, rng.standard_normal((1, 4, 40, 50)).astype(F32)
-    arguments = (query, key, value, mask, bias, 0.2, 0.25, True, 7, None, None, (9, 3))
-    arguments += (attnmask.FwdParams(32, 32), attnmask.BwdParams(), 5.0, np.ones(2, F32), False, None, F32)
+    rest = (mask, bias, 0.2, 0.25, True, 7, None, None, (9, 3))
+    rest += (attnmask.FwdParams(32, 32), attnmask.BwdParams(), 5.0, np.ones(2, F32), False, None, F32)
     by_name = {
+        "query": query,
+        "key": key,
+        "value": value,
         "attention_mask": mask,
         "bias": bias,
         "softmax_scale": 0.2,
@@ -34,11 +39,16 @@ def test_positional_arguments(isa):
         "softmax_aux": np.ones(2, F32),
         "normalize_output": False,
     }
-    keep = attnmask.dropout_keep_mask(7, 0.25, (2, 4, 40, 50))
-    right = expected({"query": query, "key": key, "value": value, **by_name}, keep, "positional")
-    right.check(attnmask.flash_attention(*arguments))
-    by_name["dropout_seed"] = 7
-    right.check(*attnmask.flash_attention_fwd(query, key, value, **by_name))
+    keep, dout = attnmask.dropout_keep_mask(7, 0.25, (2, 4, 40, 50)), dout_of(by_name)
+    right = expected(by_name, keep, "positional")
+    right.check(attnmask.flash_attention(query, key, value, *rest))
+    right.check(*attnmask.flash_attention_fwd(**by_name, dropout_seed=7))
+    flags = {"grad_bias": True, "grad_softmax_aux": True}
+    out, vjp = attnmask.flash_attention_vjp(query, key, value, *rest, **flags)
+    lse = attnmask.flash_attention_fwd(query, key, value, *rest)[1]
+    right = expected_gradients(by_name, dout, None, keep, "positional")
+    right.check(vjp(dout))
+    right.check(attnmask.flash_attention_bwd(dout, query, key, value, out, lse, *rest, **flags))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -110,8 +120,10 @@ def test_hints_change_rounding_only(isa, dtype, queries):
     arguments = tensors(queries, 150, dtype=dtype) | {"causal": True, "causal_offset": 30}
     right = expected(arguments)
     for q_blocksize, kv_blocksize in itertools.product((None, 1, 3, 64, 2**40), repeat=2):
-        blocks = attnmask.FwdParams(q_blocksize=q_blocksize, kv_blocksize=kv_blocksize)
-        right.check(*attend(arguments, fwd_params=blocks))
+        right.check(*attend(arguments, fwd_params=attnmask.FwdParams(q_blocksize, kv_blocksize)))
+    right = expected_gradients(arguments, dout_of(arguments))
+    for q_blocksize, kv_blocksize in itertools.product((None, 1, 64, 2**40), repeat=2):
+        right.check(gradients(arguments, bwd_params=attnmask.BwdParams(q_blocksize, kv_blocksize)))
 
 
 # Types
@@ -195,3 +207,16 @@ def test_axes_of_length_zero(isa, dtype, some, at):
         assert np.isneginf(lse).all()
     else:
         assert (out == 1).all()
+    if groups * kv_heads:
+        check_gradients_of_length_zero(arguments, queries, keys)
+
+
+def check_gradients_of_length_zero(arguments, queries, keys):
+    dtype = arguments["query"].dtype
+    more = {"bias": np.zeros((queries, keys), dtype), "softmax_aux": np.ones(2, dtype), "softmax_scale": 1.0}
+    for normalize in (True, False):
+        given = arguments | more | {"normalize_output": normalize}
+        dout = dout_of(given)
+        got = gradients(given, dout)
+        check_form(got, given, {"grad_bias": True, "grad_softmax_aux": True}, normalize)
+        expected_gradients(given, dout).check(got)

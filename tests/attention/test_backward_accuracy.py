@@ -364,6 +364,8 @@ def test_beside_torch(isa, causal, dtype):
     heads_first = [array.transpose(1, 2) for array in inputs]
     heads_first[1:] = [array.repeat_interleave(2, dim=1) for array in heads_first[1:]]
     out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    ours = attnmask.flash_attention(**arguments, causal=causal)
+    np.testing.assert_allclose(ours, out.detach().numpy(), rtol=1e-5, atol=2e-6)
     theirs = torch.autograd.grad(out, inputs, torch.from_numpy(dout))
     for one, other in zip(gradients(arguments, dout, causal=causal), theirs, strict=False):
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-5)
@@ -380,7 +382,9 @@ def test_beside_jax(isa, causal):
     def attend(query, key, value, bias):
         return jax.nn.dot_product_attention(query, key, value, bias=bias[None], is_causal=causal)
 
-    _, vjp = jax.vjp(attend, *map(jax.numpy.asarray, (*arguments.values(), bias)))
+    out, vjp = jax.vjp(attend, *map(jax.numpy.asarray, (*arguments.values(), bias)))
+    ours = attnmask.flash_attention(**arguments, causal=causal, bias=bias)
+    np.testing.assert_allclose(ours, np.asarray(out), rtol=1e-5, atol=2e-6)
     ours = gradients(arguments, dout, causal=causal, bias=bias)
     for one, other in zip(ours, vjp(jax.numpy.asarray(dout)), strict=False):
         np.testing.assert_allclose(one, np.asarray(other), rtol=1e-4, atol=1e-5)

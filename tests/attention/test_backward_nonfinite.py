@@ -14,16 +14,12 @@ from flash_cases import (
     LIMITS,
     POISON,
     SIZES,
-    Case,
     limits,
     live_of,
     lse_dtype,
-    padding,
     poison_of,
     tensors,
 )
-
-from attnmask import MaskInfo
 
 # Dead pairs
 
@@ -121,45 +117,6 @@ def test_dead_pairs_have_no_influence_on_what_is_infinite(isa, dtype):
         row = np.broadcast_to(np.arange(50) == token, live.shape[:3])
         touched = live[..., token] if name == "key" else row
         assert_same_outside(gradients(*given), clean, live, touched, (isa, dtype, name, token))
-
-
-@pytest.mark.parametrize("poison", [math.nan, "huge"], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("flat", [False, True])
-def test_packed_sequences_do_not_reach_each_other(isa, dtype, poison, flat):
-    q_ends, k_ends = np.array([0, 7, 7, 40, 90, 101]), np.array([0, 20, 33, 33, 90, 140])
-    case = Case(dtype, 101, 140, 16, 20, 1, (4, 2), packing="flat" if flat else "packed")
-    arguments = case.arguments() | {"cum_seqlens_q": q_ends, "cum_seqlens_k": k_ends}
-    ends = {"query": q_ends, "key": k_ends, "value": k_ends, "dout": q_ends}
-    dout = dout_of(arguments)
-    for more in ({}, {"causal": True, "causal_offset": "bottom-right"}):
-        clean = gradients(arguments, dout, **more)
-        for index, name in itertools.product(range(5), ends):
-            given = arguments | more | {"dout": dout}
-            given[name] = given[name].copy()
-            span = slice(ends[name][index], ends[name][index + 1])
-            given[name][span if flat else (slice(None), span)] = poison_of(dtype, poison)
-            got = gradients(given, given.pop("dout"))
-            for field in ("query", "key", "value"):
-                one, other = (
-                    each if flat else each[0] for each in (getattr(got, field), getattr(clean, field))
-                )
-                rest = np.ones(len(one), bool)
-                rest[ends[field][index] : ends[field][index + 1]] = False
-                assert one[rest].tobytes() == other[rest].tobytes(), (isa, dtype, more, index, name, field)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_poison_in_a_dead_bias(isa, dtype):
-    arguments = tensors(40, 70, dtype=dtype)
-    live = padding(np.random.default_rng(3), 2, 40, 70, 4)
-    bias = np.random.default_rng(4).standard_normal((2, 4, 40, 70)).astype(dtype)
-    clean = gradients(arguments, attention_mask=live, bias=bias)
-    for poison in POISON:
-        poisoned = np.where(live, bias, np.array(poison_of(dtype, poison), dtype))
-        for mask in (live, MaskInfo.from_attention_mask(live)):
-            got = gradients(arguments, attention_mask=mask, bias=poisoned)
-            assert_equal_bits(got, clean, (isa, dtype, poison))
 
 
 @pytest.mark.parametrize("sinks", [None, [1.0]], ids=str)

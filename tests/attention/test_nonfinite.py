@@ -1,10 +1,12 @@
 """NaN and infinities reach the rows that have a live pair with them, and no others."""
 
+import itertools
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
+from flash_backward_expected import assert_equal_bits, dout_of, gradients
 from flash_cases import (
     BF16,
     F16,
@@ -92,25 +94,32 @@ def test_dead_keys_of_many_heads_have_no_influence(isa, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("flat", [False, True])
 def test_packed_sequences_do_not_reach_each_other(isa, dtype, poison, flat):
+    """Neither their results nor their gradients."""
     q_ends, k_ends = np.array([0, 7, 7, 40, 90, 101]), np.array([0, 20, 33, 33, 90, 140])
     case = Case(dtype, 101, 140, 16, 20, 1, (4, 2), packing="flat" if flat else "packed")
     arguments = case.arguments() | {"cum_seqlens_q": q_ends, "cum_seqlens_k": k_ends}
+    ends = {"query": q_ends, "key": k_ends, "value": k_ends, "dout": q_ends}
+    dout = dout_of(arguments)
+
+    def results(given, dout):
+        out, lse = attend(given)
+        lse = lse.swapaxes(-1, -2)  # [T, H], as other arrays begin
+        grads = gradients(given, dout)
+        return {"out": out, "lse": lse, "query": grads.query, "key": grads.key, "value": grads.value}
+
     for more in ({}, {"causal": True, "causal_offset": "bottom-right"}, {"sliding_window": 4}):
-        clean = attend(arguments | more)
-        for index in range(5):
-            keys = np.zeros(140, bool)
-            keys[k_ends[index] : k_ends[index + 1]] = True
-            others = np.ones(101, bool)
-            others[q_ends[index] : q_ends[index + 1]] = False
-            for name in ("key", "value"):
-                poisoned = arguments[name].copy()
-                poisoned[keys if flat else (slice(None), keys)] = poison_of(dtype, poison)
-                got = attend(arguments | more | {name: poisoned})
-                where = (isa, dtype, more, index, name)
-                for one, other in zip(got, clean, strict=True):
-                    one, other = (x if flat else x[0] for x in (one, other))
-                    rows = others if one.ndim == 3 else (slice(None), others)
-                    assert one[rows].tobytes() == other[rows].tobytes(), where
+        clean = results(arguments | more, dout)
+        for index, name in itertools.product(range(5), ends):
+            given = arguments | more | {"dout": dout}
+            given[name] = given[name].copy()
+            span = slice(ends[name][index], ends[name][index + 1])
+            given[name][span if flat else (slice(None), span)] = poison_of(dtype, poison)
+            for field, got in results(given, given.pop("dout")).items():
+                one, other = (each if flat else each[0] for each in (got, clean[field]))
+                own = k_ends if field in ("key", "value") else q_ends
+                rest = np.ones(len(one), bool)
+                rest[own[index] : own[index + 1]] = False
+                assert one[rest].tobytes() == other[rest].tobytes(), (isa, dtype, more, index, name, field)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -120,11 +129,13 @@ def test_poison_in_a_dead_bias(isa, dtype):
     live = padding(np.random.default_rng(3), 2, 40, 70, 4)
     bias = np.random.default_rng(4).standard_normal((2, 4, 40, 70)).astype(dtype)
     clean = attend(arguments, attention_mask=live, bias=bias)
+    slopes = gradients(arguments, attention_mask=live, bias=bias)
     for poison in POISON:
         poisoned = np.where(live, bias, np.array(poison_of(dtype, poison), dtype))
         for mask in (live, MaskInfo.from_attention_mask(live)):
-            got = attend(arguments, attention_mask=mask, bias=poisoned)
-            assert_same_bits(got, clean, np.ones((2, 4, 40), bool), (isa, dtype, poison))
+            case, more = (isa, dtype, poison), {"attention_mask": mask, "bias": poisoned}
+            assert_same_bits(attend(arguments, **more), clean, np.ones((2, 4, 40), bool), case)
+            assert_equal_bits(gradients(arguments, **more), slopes, case)
 
 
 # Live pairs
