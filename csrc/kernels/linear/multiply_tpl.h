@@ -52,12 +52,13 @@ static void (*const FROM(tiles)[HEIGHT / 2 + 1][VECTORS / 2 + 1])(const FN(produ
 #undef EACH_WIDTH
 
 /* Panels of columns, whose part of b stays in the first-level cache, and in them strips of six rows, then of
- * four, two and one. */
+ * four, two and one; but the last eight are two of four, as two rows take as long as three. */
 static void FROM(multiply)(const FN(product) * p)
 {
     for (ptrdiff_t column = 0; column < p->n; column += VECTORS * LANES) {
         for (ptrdiff_t row = 0, last; row < p->m; row = last) {
-            const ptrdiff_t left = p->m - row, rows = left >= HEIGHT ? HEIGHT : left > 1 ? left / 2 * 2 : 1;
+            const ptrdiff_t left = p->m - row, most = left == 8 ? 4 : HEIGHT;
+            const ptrdiff_t rows = left >= most ? most : left > 1 ? left / 2 * 2 : 1;
             last = row + rows;
             ptrdiff_t columns = p->n - column, begin = 0, end = p->depth;
             if (columns > VECTORS * LANES) columns = VECTORS * LANES;
