@@ -464,9 +464,14 @@ typedef struct {
     am_keep_bits *keep_bits;
 } am_mask_kernels;
 
+/* Gives back the tile registers, which kernels of the thread keep from step to step; NULL where there are
+ * none. Other code may use them for itself. */
+typedef void am_end_tiles(void);
+
 typedef struct {
     const char *name;
     bool plain; /* attention is that of core/attention/plain.c */
+    am_end_tiles *end_tiles;
     am_cumsum_kernels cumsum;
     am_copy_kernels copy;
     am_sequence_kernels sequences;

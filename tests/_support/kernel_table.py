@@ -81,6 +81,7 @@ def read_types(header: str) -> tuple[dict, dict[str, int]]:
             arguments = [
                 ctypes.c_void_p if "*" in argument else types[argument.split()[-2]]
                 for argument in found["arguments"].split(",")
+                if argument != "void"
             ]
             signature = ctypes.CFUNCTYPE(types[found["result"]], *arguments)
             types[found["function"]] = named(found["function"], signature)

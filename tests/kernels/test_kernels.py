@@ -11,11 +11,22 @@ from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_step import check_step, check_step_unpacked
 from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
 
+
 # Checks by the type of a kernel, so that a new kernel has a check, or fails.
+def check_end_tiles(kernel, rng):
+    """Steps configure tiles themselves, whether they are configured or not."""
+    table = kernel.table
+    for slot in ("flash_amx.step", "flash_amx.backward"):
+        CHECKS[SLOTS[slot]](Kernel(slot, table), rng)
+        kernel()
+        kernel()
+
+
 CHECKS = {
     **PLAIN_CHECKS,
     **ROW_CHECKS,
     **CONV_CHECKS,
+    "am_end_tiles": check_end_tiles,
     "am_flash_backward_step": check_backward,
     "am_flash_find_row_max": check_find_row_max,
     "am_flash_step": check_step,
@@ -86,6 +97,9 @@ def test_kernel(isa, slot):
     if slot.startswith("flash_bf16x2.widen") and isa not in levels:
         assert not kernel.address
         pytest.skip(f"{isa} only emulates products of bfloat16")
+    if slot == "end_tiles" and isa != "amx":
+        assert not kernel.address
+        pytest.skip(f"{isa} has no tiles")
     assert kernel.address, "the level has no such kernel"
     below = (
         Kernel(slot.replace("flash_amx", "flash_bf16x2"), table_of("avx512bf16")) if isa == "amx" else None

@@ -131,6 +131,12 @@ static void fail(am_team *team, am_status status)
     atomic_compare_exchange_strong(&team->status, &none, status);
 }
 
+static void end_tiles(const am_team *team)
+{
+    am_end_tiles *end = team->context->kernels->end_tiles;
+    if (end) end();
+}
+
 /* Only the calling thread polls: signal handlers run in it. */
 static void poll(am_team *team)
 {
@@ -138,6 +144,7 @@ static void poll(am_team *team)
     clock_gettime(CLOCK_MONOTONIC, &now);
     long elapsed = (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
     if (elapsed < POLL_NANOSECONDS) return;
+    end_tiles(team); /* handlers of signals may run any code */
     if (team->context->stop(team->context->stop_arg)) fail(team, AM_INTERRUPTED);
     if (am_forks() != team->forks && team->members > 1) fail(team, AM_FORKED);
     clock_gettime(CLOCK_MONOTONIC, &team->polled);
@@ -190,6 +197,7 @@ static void run_part(am_team *team, part *p)
 static void run_parts(am_team *team, int first)
 {
     for (int i = 0; i < team->part_count; i++) run_part(team, &team->parts[(first + i) % team->part_count]);
+    end_tiles(team);
 }
 
 #ifdef _OPENMP

@@ -1,7 +1,11 @@
 /* amx.h – attention in bfloat16, forward and backward, by the tile registers of AMX, which the
  * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2.h, and are laid
  * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3, two by two, accumulate; 4 and 5 hold
- * a, 6 and 7 hold b. */
+ * a, 6 and 7 hold b.
+ *
+ * To configure tiles takes as long as to multiply a dozen of them. So a thread keeps them from step to step,
+ * until am_end_tiles, and products are ordered by the shapes of tiles that they need: where head_dim is a
+ * multiple of 32 and blocks have 32 or 64 rows, that is one. */
 
 enum {
     AMX_TILE_ROWS = 16,
@@ -33,9 +37,9 @@ static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
     *now = (amx_shape){rows, lanes};
 }
 
-static void amx_end(void)
+static void end_tiles(void)
 {
-    vt_end();
+    if (amx_now.rows) vt_end();
     amx_now.rows = 0;
 }
 
@@ -92,37 +96,44 @@ static inline __attribute__((always_inline)) void amx_multiply_chunks(const bool
     if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_step);
 }
 
-/* The same of up to two tiles of rows, of columns of the panel, and of lanes of a. */
-static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, amx_product p,
-                         prefetch_queue *queue)
+/* The same of up to two tiles of rows and of columns of the panel; of whole tiles of lanes of a, or of less
+ * than one. */
+static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes,
+                         const amx_product *p, prefetch_queue *queue)
 {
     const bool low = rows > AMX_TILE_ROWS, right = columns > AMX_TILE_LANES;
+    const ptrdiff_t chunks = (lanes + AMX_TILE_LANES - 1) / AMX_TILE_LANES;
+    if (lanes == 0) return;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
-    for (ptrdiff_t some; lanes > 0; lanes -= some, p.a += some, p.b += some * PANEL_f32, p.add = true) {
-        some = lanes < AMX_TILE_LANES ? lanes : lanes / AMX_TILE_LANES * AMX_TILE_LANES;
-        const ptrdiff_t chunks = (some + AMX_TILE_LANES - 1) / AMX_TILE_LANES;
-        amx_set_shape(now, rows, some / chunks);
-        if (low && right)
-            amx_multiply_chunks(true, true, chunks, &p, queue);
-        else if (low)
-            amx_multiply_chunks(true, false, chunks, &p, queue);
-        else if (right)
-            amx_multiply_chunks(false, true, chunks, &p, queue);
-        else
-            amx_multiply_chunks(false, false, chunks, &p, queue);
-    }
+    amx_set_shape(now, rows, lanes / chunks);
+    if (low && right)
+        amx_multiply_chunks(true, true, chunks, p, queue);
+    else if (low)
+        amx_multiply_chunks(true, false, chunks, p, queue);
+    else if (right)
+        amx_multiply_chunks(false, true, chunks, p, queue);
+    else
+        amx_multiply_chunks(false, false, chunks, p, queue);
 }
 
-/* c = a bᵀ, where b is packed like keys. */
+/* c = a bᵀ, where b is packed like keys: first of whole tiles of lanes, then of the rest. */
 static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const amx_product *p,
                         prefetch_queue *queue)
 {
     amx_shape *now = &amx_now;
-    for (const strip_f32 *s = strips; s < strips + count; s++) {
-        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32) {
-            const amx_product one = {p->a + s->row * p->a_step,     p->b + i * lanes, p->a_step,
-                                     p->c + s->row * p->c_step + i, p->c_step,        false};
-            amx_multiply(now, s->rows, PANEL_f32, lanes, one, queue);
+    for (ptrdiff_t first = 0, some; first < lanes; first += some) {
+        some = lanes - first < AMX_TILE_LANES ? lanes - first
+                                              : (lanes - first) / AMX_TILE_LANES * AMX_TILE_LANES;
+        for (const strip_f32 *s = strips; s < strips + count; s++) {
+            for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32) {
+                const amx_product one = {p->a + s->row * p->a_step + first,
+                                         p->b + i * lanes + first * PANEL_f32,
+                                         p->a_step,
+                                         p->c + s->row * p->c_step + i,
+                                         p->c_step,
+                                         first > 0};
+                amx_multiply(now, s->rows, PANEL_f32, some, &one, queue);
+            }
         }
     }
 }
@@ -166,25 +177,21 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
                          ptrdiff_t head_dim, prefetch_queue *queue)
 {
     amx_shape *now = &amx_now;
-    const float *b = p->b;
-    for (ptrdiff_t column = 0; column < head_dim; column += PANEL_f32, b += PANEL_LANES) {
-        const ptrdiff_t columns = head_dim - column < PANEL_f32 ? head_dim - column : PANEL_f32;
-        float finite[PANEL_LANES];
-        uint16_t rest[2 * PANEL_LANES];
-        if (live) split_panel(b, finite, rest);
-        for (const strip_f32 *s = strips; s < strips + count; s++) {
-            const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
-                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
-            const amx_product one = {p->a + s->row * p->a_step + begin,
-                                     (live ? finite : b) + begin * PANEL_f32,
-                                     p->a_step,
-                                     p->c + s->row * p->c_step + column,
-                                     p->c_step,
-                                     true};
-            amx_multiply(now, s->rows, columns, end - begin, one, queue);
+    for (const strip_f32 *s = strips + count; s-- > strips;) { /* first the shape that logits had last */
+        const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
+                        end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
+        const float *a = p->a + s->row * p->a_step, *b = p->b;
+        float *c = p->c + s->row * p->c_step;
+        for (ptrdiff_t column = 0; column < head_dim; column += PANEL_f32, b += PANEL_LANES, c += PANEL_f32) {
+            const ptrdiff_t columns = head_dim - column < PANEL_f32 ? head_dim - column : PANEL_f32;
+            float finite[PANEL_LANES];
+            uint16_t rest[2 * PANEL_LANES];
+            if (live) split_panel(b, finite, rest);
+            const amx_product one = {
+                a + begin, (live ? finite : b) + begin * PANEL_f32, p->a_step, c, p->c_step, true};
+            amx_multiply(now, s->rows, columns, end - begin, &one, queue);
+            if (live) add_rest(s->rows, live + s->row, a, p->a_step, rest, c, p->c_step);
         }
-        const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
-        if (live) add_rest(rows, live, p->a, p->a_step, rest, p->c + column, p->c_step);
     }
 }
 
@@ -201,7 +208,6 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     find_logits(strips, count, block->head_dim, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
     add_products(strips, count, tile->finite ? NULL : tile->live, &out, block->out_dim, &queue);
-    amx_end();
 }
 
 /* --- Products for backward_step_tpl.h --- */

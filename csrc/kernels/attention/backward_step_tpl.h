@@ -124,9 +124,6 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
     for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
     STEP(add_straight)(strips, count, &dq, &queue);
-#ifdef AMX_PRODUCTS
-    amx_end();
-#endif
 }
 
 static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_tile *tile)
@@ -138,9 +135,6 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     const FN(backward_product)
         product = {block->q.lanes, tile->k_columns, logits, block->rows, block->q.step, block->q.dim, NULL};
     STEP(logits_of)(strips, count, &product, &none);
-#ifdef AMX_PRODUCTS
-    amx_end();
-#endif
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *row_max = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;

@@ -12,6 +12,7 @@
 #include "kernels/attention/backward_step_tpl.h"
 
 const am_kernels TABLE(flash_amx) = {
+    .end_tiles = end_tiles,
     .flash_amx =
         {
             .name = "amx",
