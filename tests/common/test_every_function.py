@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import pytest
-from fuzzer import Before, arrays_in, same
+from fuzzer import Before, arrays_in, digest, same
 from hostile import INPUTS, LAYOUTS, Subclass, subclass
 from targets import TARGETS, Arguments, Target
 
@@ -291,6 +291,19 @@ def test_the_first_bad_entry_of_starts_is_told(name):
 
 
 # Results
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if "_num_" not in name and name != "show_config"]
+)
+def test_any_number_of_threads_gives_the_same_bits(name, set_threads):
+    for seed in range(5):
+        digests = []
+        for threads in (1, 2, 5):
+            set_threads(threads)
+            arguments = TARGETS[name].arguments(np.random.default_rng(seed))
+            digests.append(digest(TARGETS[name].call(**arguments)))
+        assert digests.count(digests[0]) == 3, seed
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name[0].islower()])

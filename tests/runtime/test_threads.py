@@ -192,7 +192,7 @@ print(count() - before, len(seen), set(seen) == {{(1, True)}}, attnmask.get_num_
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
 def test_the_same_bits_for_any_number_of_threads(counts):
-    calls, previous = some_calls()[:6], attnmask.get_num_threads()
+    calls, previous = some_calls()[:9], attnmask.get_num_threads()
     try:
         results = []
         for threads in counts:
