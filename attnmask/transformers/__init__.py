@@ -81,19 +81,23 @@ def _sequences(position_ids: torch.Tensor | None, query: torch.Tensor, key: torc
     return np.broadcast_to(first.cumsum(axis=1), (len(query), query.shape[2]))
 
 
-def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
-    """Return how far a query sees from its own position, if that is all the mask says."""
+def _limits(mask: SymbolicMask) -> dict[str, Any]:
+    """Return how far a query sees from its own position, and the size of its chunk, if that is all the mask says."""
     lows: list[int] = []
     highs: list[int] = []
+    chunks: list[int] = []
     for node in mask.info._state.program:
-        if isinstance(node, tuple) and node[0] == "band" and node[3] == 0:
+        if isinstance(node, tuple) and node[0] == "chunk" and not np.any(node[2:]) and not chunks:
+            chunks.append(node[1])
+        elif isinstance(node, tuple) and node[0] == "band" and node[3] == 0:
             lows += [] if node[1] is None else [node[1]]
             highs += [] if node[2] is None else [node[2]]
         elif node not in ("and", ("all",)):
             raise NotImplementedError(
-                f"in a step of a PagedCache masks must be causal or windows, got one of {node[0]}"
+                f"in a step of a PagedCache masks must be causal, windows or chunks, got one of {node[0]}"
             )
-    return (-max(lows) if lows else None), min(highs, default=None)
+    window = (-max(lows) if lows else None), min(highs, default=None)
+    return {"causal": False, "sliding_window": window, "attention_chunk": chunks[0] if chunks else None}
 
 
 def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor | None":
@@ -198,7 +202,7 @@ def attention(
         if by_distance is not None:
             bias, given["relative_bias"], given["relative_low"] = None, by_distance, 1 - query.shape[2]
     if isinstance(attention_mask, SymbolicMask) and in_step:
-        given |= {"sliding_window": _limits(attention_mask), "causal": False}
+        given |= _limits(attention_mask)
     elif attention_mask is not None and in_step:
         raise NotImplementedError("in a step of a PagedCache masks must be the model's own, got a tensor")
     elif isinstance(attention_mask, SymbolicMask):
