@@ -10,7 +10,7 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias, overload
+from typing import Literal, Protocol, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from attnmask._common.arguments import as_array, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
+from attnmask._linear.options import Activation, ConvolutionOptions
 from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = [
@@ -26,8 +27,6 @@ __all__ = [
     "short_convolution_step",
     "short_convolution_vjp",
 ]
-
-_Activation: TypeAlias = Literal["silu"] | None
 
 
 class _Vjp(Protocol):
@@ -49,11 +48,9 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array: ...
 @overload
 def short_convolution(
@@ -61,11 +58,9 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
@@ -73,18 +68,16 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
+    activation: Activation = None,
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
@@ -156,11 +149,9 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
@@ -168,11 +159,9 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
@@ -180,18 +169,16 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
+    activation: Activation = None,
     cu_seqlens: ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
@@ -251,7 +238,7 @@ def short_convolution_step(
     state: Array,
     bias: ArrayLike | None = None,
     *,
-    activation: _Activation = None,
+    activation: Activation = None,
     state_indices: ArrayLike | None = None,
     out: Array | None = None,
 ) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array, Given
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
+from attnmask._linear.options import Activation, ConvolutionOptions, LinearOptions
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, like, starts_like
 from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
@@ -162,6 +163,24 @@ def _in_place(
 # Linear attention
 
 
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: Literal[False] = False,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> jax.Array: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: Literal[True],
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> tuple[jax.Array, jax.Array]: ...
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -171,7 +190,7 @@ def linear_attention(
     beta: ArrayLike | None = None,
     scale: float | None = None,
     initial_state: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
+    cu_seqlens: np.typing.ArrayLike | None = None,
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
@@ -336,13 +355,31 @@ def linear_attention_step(
 # Short convolutions
 
 
+@overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: str | None = None,
-    cu_seqlens: ArrayLike | None = None,
+    return_state: Literal[False] = False,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
+) -> jax.Array: ...
+@overload
+def short_convolution(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_state: Literal[True],
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
+) -> tuple[jax.Array, jax.Array]: ...
+def short_convolution(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    cu_seqlens: np.typing.ArrayLike | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -409,7 +446,7 @@ def short_convolution_step(
     state: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation = None,
     state_indices: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution_step` in JAX, and return the states with the token in them.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -25,6 +25,7 @@ from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
+from attnmask._linear.options import Activation, ConvolutionOptions, LinearOptions
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand
@@ -373,16 +374,34 @@ _short_convolution_step = _Step(
 )
 
 
+@overload
 def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: str | None = None,
-    cu_seqlens: ArrayLike | torch.Tensor | None = None,
+    return_state: Literal[False] = False,
+    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+) -> torch.Tensor: ...
+@overload
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply `attnmask.short_convolution` to CPU tensors, with gradients of all of them and of the state.
 
     ``torch.autocast`` casts `x` and `initial_state`.
@@ -432,8 +451,8 @@ def short_convolution_step(
     state: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: str | None = None,
-    state_indices: ArrayLike | torch.Tensor | None = None,
+    activation: Activation = None,
+    state_indices: ArrayLike | None = None,
 ) -> torch.Tensor:
     """Apply `attnmask.short_convolution_step` to CPU tensors: one token of each sequence, `state` updated in place.
 
@@ -533,6 +552,24 @@ _linear_attention_step = _Step(
 )
 
 
+@overload
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_state: Literal[False] = False,
+    **more: Unpack[LinearOptions[torch.Tensor]],
+) -> torch.Tensor: ...
+@overload
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_state: Literal[True],
+    **more: Unpack[LinearOptions[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -542,11 +579,11 @@ def linear_attention(
     beta: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
-    cu_seqlens: ArrayLike | torch.Tensor | None = None,
+    cu_seqlens: ArrayLike | None = None,
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply `attnmask.linear_attention` to CPU tensors, with gradients of all of them and of the state.
 
     ``torch.autocast`` casts `query`, `key` and `value`.
@@ -605,7 +642,7 @@ def linear_attention_step(
     beta: torch.Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
-    state_indices: ArrayLike | torch.Tensor | None = None,
+    state_indices: ArrayLike | None = None,
 ) -> torch.Tensor:
     """Apply `attnmask.linear_attention_step` to CPU tensors: one token of each sequence, `state` updated in place.
 

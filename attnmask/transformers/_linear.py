@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask._common.types import AnyFunction, Arguments, Array
+from attnmask._linear.options import Activation
 from attnmask.torch import (
     linear_attention,
     linear_attention_step,
@@ -416,7 +417,7 @@ def _with_activation(out: torch.Tensor, activation: str | None) -> torch.Tensor:
     return out if activation in (None, "silu", "swish") else transformers.activations.ACT2FN[activation](out)
 
 
-def _name_of(activation: str | None) -> str | None:
+def _name_of(activation: str | None) -> Activation:
     return "silu" if activation in ("silu", "swish") else None
 
 

@@ -69,12 +69,16 @@ x = torch.zeros(1, 4, 2, 8)
 a: torch.Tensor = attnmask.torch.flash_attention(x, x, x, torch.ones(4, 4), x, causal=True, softmax_aux=x[0, 0])
 b: tuple[torch.Tensor, torch.Tensor] = attnmask.torch.flash_attention(x, x, x, return_lse=True, causal_offset=x.int())
 c: torch.Tensor = attnmask.torch.ring_attention(x, x, x, layout="contiguous", dropout_prob=0.5)
+e: torch.Tensor = attnmask.torch.linear_attention(x, x, x, decay=x[..., 0])
+f: tuple[torch.Tensor, torch.Tensor] = attnmask.torch.short_convolution(x[0], x[0, 0], return_state=True)
 d: torch.Tensor = attnmask.torch.flash_attention_with_kvcache(x, x, x, cache_seqlens=torch.tensor([1]))
 # wrong:
 attnmask.torch.flash_attention(x, x, x, causal_offset="bottom-rigt")
 attnmask.torch.flash_attention(x, x, x, is_causal=True)
 attnmask.torch.flash_attention(x, x, x, return_lse=True).sum()
 attnmask.torch.flash_attention_with_kvcache(x, x, x, scale=1.0)
+attnmask.torch.linear_attention(x, x, x, return_state=True).sum()
+attnmask.torch.short_convolution(x[0], x[0, 0], activation="relu")
 attnmask.torch.ring_attention(x, x, x, layout="zigzig")
 attnmask.torch.ring_attention(x, x, x, cum_seqlens_q=[0, 4])
 """
@@ -87,12 +91,16 @@ x = jnp.zeros((1, 4, 2, 8))
 a: jax.Array = attnmask.jax.flash_attention(x, x, x, causal=True, softmax_aux=x[0, 0], causal_offset=jnp.array([1]))
 b: tuple[jax.Array, jax.Array] = attnmask.jax.flash_attention(x, x, x, return_lse=True)
 c: jax.Array = attnmask.jax.ring_attention(x, x, x, axis_name="ring", dropout_seed=3)
+e: jax.Array = attnmask.jax.linear_attention(x, x, x, decay=x[..., 0])
+f: tuple[jax.Array, jax.Array] = attnmask.jax.short_convolution(x[0], x[0, 0], return_state=True)
 d = attnmask.jax.flash_attention_with_kvcache(x, x, x, cache_seqlens=jnp.array([1])).out
 # wrong:
 attnmask.jax.flash_attention(x, x, x, causal_offset="bottom-rigt")
 attnmask.jax.flash_attention(x, x, x, is_causal=True)
 attnmask.jax.flash_attention(x, x, x, return_lse=True).sum()
 attnmask.jax.flash_attention_with_kvcache(x, x, x, scale=1.0)
+attnmask.jax.linear_attention(x, x, x, return_state=True).sum()
+attnmask.jax.short_convolution(x[0], x[0, 0], activation="relu")
 attnmask.jax.ring_attention(x, x, x, axis_name="ring", layout="zigzig")
 """
 
