@@ -6,7 +6,8 @@ thread. Forward, they are those of a tile and of an item, for the same shape wit
 Backward, they are those of a tile and of the visit of a task to a block, whose sum of d_q is added after those of
 earlier keys: a task whose turn it is not waits. Shapes with one query are for forward alone.
 
-The tables show the shortest possible makespan, total / threads, relative to the simulated one.
+The tables show the shortest possible makespan, total / threads, relative to the simulated one. With --waking 1, each
+loop also takes the time to wake all threads one by one, a microsecond each, as it was measured for sleeping threads.
 """
 
 import argparse
@@ -126,12 +127,12 @@ def makespan(times: list[float], row: int, threads: int) -> float:
     return end
 
 
-def balance(shape: Shape, threads: int, item: float, tile: float) -> float:
+def balance(shape: Shape, threads: int, item: float, tile: float, waking: float = 0) -> float:
     schedule = _schedule(threads, **shape.arguments())
     times = [sum(item + tile * rows * tiles for rows, tiles in some) for _, some in schedule["tasks"]]
     total, begin, span = sum(times), 0, 0.0
     for tasks, row in schedule["waves"]:
-        span += makespan(times[begin : begin + tasks], row, threads)
+        span += makespan(times[begin : begin + tasks], row, threads) + (threads - 1) * waking
         begin += tasks
     return total / threads / span
 
@@ -218,10 +219,10 @@ def backward_costs() -> tuple[float, float]:
     return float(tile), max(0.0, float(visit))
 
 
-def backward_balance(shape: Shape, threads: int, tile: float, visit: float) -> float:
+def backward_balance(shape: Shape, threads: int, tile: float, visit: float, waking: float = 0) -> float:
     schedule = _backward_schedule(threads, **shape.arguments())
     total, end = backward_makespan(schedule, shape.heads, threads, tile, visit)
-    return total / threads / end
+    return total / threads / (end + 2 * (threads - 1) * waking)  # statistics of rows are a loop of their own
 
 
 def table(columns: list[str]) -> None:
@@ -229,7 +230,7 @@ def table(columns: list[str]) -> None:
     print("|", " | ".join(["---"] * len(columns)), "|", flush=True)
 
 
-def forward_table(shapes: list[Shape]) -> None:
+def forward_table(shapes: list[Shape], waking: float) -> None:
     table(["forward", "strategy", "tiles", "items", "splits", "scratch, MB", *map(str, THREADS)])
     for shape in shapes:
         schedule = _schedule(64, **shape.arguments())
@@ -238,13 +239,13 @@ def forward_table(shapes: list[Shape]) -> None:
         items = [i for _, some in schedule["tasks"] for i in some]
         tiles = sum(t for _, t in items)
         item, tile = costs(shape)
-        shares = [f"{balance(shape, n, item, tile):.0%}" for n in THREADS]
+        shares = [f"{balance(shape, n, item, tile, waking):.0%}" for n in THREADS]
         splits = max(g["splits"] for g in sections)
         cells = [shape.name, strategies, tiles, len(items), splits, f"{schedule['scratch'] / 1e6:.1f}"]
         print("|", " | ".join(map(str, cells + shares)), "|", flush=True)
 
 
-def backward_table(shapes: list[Shape]) -> None:
+def backward_table(shapes: list[Shape], waking: float) -> None:
     tile, visit = backward_costs()
     print(f"\nBackward: {tile * 1e6:.1f} µs per tile, {visit * 1e6:.1f} µs per visit.\n")
     table(["backward", "tasks", "tiles of a sum", *map(str, THREADS)])
@@ -252,7 +253,7 @@ def backward_table(shapes: list[Shape]) -> None:
         if shape.queries == 1 or shape.queries == [1] * 64:
             continue
         schedule = _backward_schedule(64, **shape.arguments())
-        shares = [f"{backward_balance(shape, n, tile, visit):.0%}" for n in THREADS]
+        shares = [f"{backward_balance(shape, n, tile, visit, waking):.0%}" for n in THREADS]
         cells = [
             shape.name,
             len(schedule["tasks"]) * shape.heads[1],
@@ -264,10 +265,13 @@ def backward_table(shapes: list[Shape]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has it")
-    only = parser.parse_args().only
-    shapes = [shape for shape in SHAPES if only in shape.name]
-    forward_table(shapes)
-    backward_table(shapes)
+    parser.add_argument(
+        "--waking", default=0.0, type=float, metavar="MICROSECONDS", help="to wake one thread"
+    )
+    given = parser.parse_args()
+    shapes = [shape for shape in SHAPES if given.only in shape.name]
+    forward_table(shapes, given.waking / 1e6)
+    backward_table(shapes, given.waking / 1e6)
 
 
 if __name__ == "__main__":
