@@ -474,17 +474,24 @@ print(most <= 4 + 2 + 4 + 2)
 ALONE = """
 import os, numpy, attnmask
 before = len(os.listdir("/proc/self/task"))
-for steps in (256, 2048, 65536):
-    attnmask.chunk_global_cumsum(numpy.ones((8, steps, 16), numpy.float32))
+if kind == "sums":
+    arrays = [numpy.ones((8, n, 16), numpy.float32) for n in (256, 2048, 65536)]
+    calls = [lambda x=x: attnmask.chunk_global_cumsum(x) for x in arrays]
+else:
+    q, k = (numpy.ones((1, n, 8, 64), numpy.float32) for n in (1, 4096))
+    calls = [lambda n=n: attnmask.flash_attention(q, k[:, :n], k[:, :n]) for n in (32, 256, 4096)]
+for call in calls:
+    call()
     print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
 @on_linux
+@pytest.mark.parametrize("kind", ["sums", "attention"])
 @pytest.mark.parametrize(("threads", "others"), [("2", ["0", "1", "1"]), ("48", ["0", "0", "47"])])
-def test_threads_that_gain_less_than_waking_them_takes_sleep(threads, others):
-    """Sums of 0.25, 2 and 64 MB; of 2 MB two threads gain."""
-    assert told(ALONE, ATTNMASK_NUM_THREADS=threads, OMP_NUM_THREADS=threads) == others
+def test_threads_that_gain_less_than_waking_them_takes_sleep(kind, threads, others):
+    """Sums of 0.25, 2 and 64 MB, of which two threads gain in the second; and queries of 32 to 4,096 keys."""
+    assert told(f"kind = {kind!r}\n{ALONE}", ATTNMASK_NUM_THREADS=threads, OMP_NUM_THREADS=threads) == others
 
 
 @on_linux

@@ -467,16 +467,20 @@ am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grai
     return run_loop(context, count, grain, grain, task, job);
 }
 
+/* To wake a sleeping thread takes a microsecond of the thread that wakes it. Two that are awake begin and end
+ * a loop in 3: sums that take one thread 5, 9 and 18 µs take two 5, 7 and 11. */
+int am_threads_for(const am_context *context, double microseconds)
+{
+    return microseconds < 3 + 1.2 * context->threads ? 1 : context->threads;
+}
+
 am_status am_parallel_bytes(const am_context *context, ptrdiff_t count, ptrdiff_t bytes, am_task task,
                             void *job)
 {
-    /* One thread reads and writes 110 KB in a microsecond, and as long takes a thread to wake another one.
-     * Two that are awake begin and end a loop in 3 µs: sums of 0.5, 1 and 2 MB take 5, 9 and 18 µs on one
-     * thread, 5, 7 and 11 µs on two. */
-    enum { LOOP = 3 << 18, WAKING = 1 << 17, PORTION = 1 << 18 };
-    am_context alone = *context;
-    if (am_product(count, bytes, 1) < LOOP + (ptrdiff_t)context->threads * WAKING) alone.threads = 1;
-    return am_parallel(&alone, count, PORTION / am_max(bytes, 1), task, job);
+    enum { BYTES = 110 << 10, PORTION = 1 << 18 }; /* BYTES: in a microsecond */
+    am_context own = *context;
+    own.threads = am_threads_for(context, (double)count * (double)bytes / BYTES);
+    return am_parallel(&own, count, PORTION / am_max(bytes, 1), task, job);
 }
 
 am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task,

@@ -33,12 +33,15 @@ typedef struct am_team am_team;
  * result is not AM_OK. */
 typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
 
+/* The threads of a call that takes one thread so many microseconds: one, unless the others gain more time
+ * than it takes to wake them. */
+int am_threads_for(const am_context *context, double microseconds);
+
 /* Runs tasks 0 … count-1, `grain` consecutive ones at a time, in any order; the first status that is not
  * AM_OK ends the loop and is returned. */
 am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
-/* The same for tasks that do little beside reading and writing so many bytes each: by one thread, unless
- * there is so much to do that the other threads gain more time than it takes to wake them. */
+/* The same for tasks that do little beside reading and writing so many bytes each, by am_threads_for. */
 am_status am_parallel_bytes(const am_context *context, ptrdiff_t count, ptrdiff_t bytes, am_task task,
                             void *job);
 
