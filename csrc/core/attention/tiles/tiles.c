@@ -109,10 +109,9 @@ typedef enum { OF_K, OF_V, OF_NEXT_K } side;
 static void copy_columns(const am_attn_base *base, float *to, const char *from, ptrdiff_t row,
                          ptrdiff_t column, ptrdiff_t rows, ptrdiff_t columns)
 {
-    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0,
-                    lanes = base->arithmetic->panel / 2;
-    const am_kernels *kernels =
-        rows % lanes == 0 && fours % lanes == 0 ? base->all_kernels : &AM_TOPIC(arrays, baseline);
+    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0;
+    const bool fill = ((rows | fours) & (base->arithmetic->panel / 2 - 1)) == 0;
+    const am_kernels *kernels = fill ? base->all_kernels : &AM_TOPIC(arrays, baseline);
     if (fours > 0) kernels->copy.transpose_32(to, AM_FLASH_TILE, from, row / size, rows, fours);
     for (ptrdiff_t i = fours; i < columns; i++) gather(to + i * AM_FLASH_TILE, from + i * column, row, rows);
 }
