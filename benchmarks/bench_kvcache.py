@@ -23,7 +23,13 @@ WORKER = Path(__file__).parent / "kvcache_peers.py"
 PEERS = ("vLLM", "ONNX Runtime", "OpenVINO", "flex")
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2, "int8": 5e-2, "float8": 0.25}
 SIZES = (16, 64, 256)
-FORMATS = (("int8", "token"), ("int8", "channel"), ("float8", "token"), ("float8", "channel"))
+FORMATS = (
+    ("int8", "token"),
+    ("int8", "channel"),
+    ("float8", "token"),
+    ("float8", "channel"),
+    ("int4", "group"),
+)
 
 
 def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> list[object]:
@@ -59,7 +65,7 @@ def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> lis
 
 
 def formats(batch: int, keys: int, seconds: float) -> list[object]:
-    """A row: tokens a second in each type relative to bfloat16, with a scale for each token, or each channel.
+    """A row: tokens a second in each type relative to bfloat16, with a scale for each token, channel or group of 64.
 
     All sequences have the same numbers. 64 of 8,192 tokens take 7 GB.
     """
@@ -77,9 +83,11 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     }
     exact = calls["bfloat16"]().astype(np.float32)
     for name, scale in FORMATS:
-        axis = -1 if scale == "token" else (0, 1)
-        (k, k_scale), (v, v_scale) = (attnmask.quantize_kv(x, TYPES[name], axis) for x in (key, value))
-        if scale == "token":
+        axis = (0, 1) if scale == "channel" else -1
+        (k, k_scale), (v, v_scale) = (
+            attnmask.quantize_kv(x, TYPES.get(name, name), axis) for x in (key, value)
+        )
+        if scale != "channel":
             k_scale, v_scale = of_all(k_scale), of_all(v_scale)
         given = {"k_cache": of_all(k), "v_cache": of_all(v), "k_scale": k_scale, "v_scale": v_scale}
         call = calls[f"{name}, {scale}"] = lambda given=given: attnmask.flash_attention_with_kvcache(
@@ -262,7 +270,10 @@ def main() -> None:
                 report.row(*selected(rows, length, count, name, options.seconds))
     report.end_table()
     report.heading("Fewer bits")
-    report.text("One query. Tokens a second relative to bfloat16, by the scales of tokens or of channels.")
+    report.text(
+        "One query. Tokens a second relative to bfloat16, by the scales of tokens or of channels, or by scales and "
+        "offsets of groups of 64 channels."
+    )
     report.table("case", "bfloat16", *(f"{name}, {scale}" for name, scale in FORMATS))
     for rows, length in ((1, 512), (batch, keys), (2 * batch, keys), (8 * batch, keys)):
         if options.only in "fewer bits":

@@ -145,15 +145,14 @@ static void copy_scales(const am_attn_base *base, const am_kv_scales *s, float *
     const bool plain = s->type == AM_FLOAT32 && s->offset == size && s->element == 2 * size;
     if (!s->group) {
         copy_columns(base, to, from, s->token, s->head, tokens, heads);
-    } else if (plain && s->head == columns * size) {
-        copy_columns(base, to, from, s->token, size, tokens, heads * columns);
-    } else {
-        for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
-            if (plain)
-                copy_columns(base, to, from, s->token, size, tokens, columns);
-            else
-                copy_groups(base, s, to, from, tokens, columns);
-        }
+        return;
+    }
+    if (s->head == columns / 2 * s->element) columns *= heads, heads = 1; /* side by side */
+    for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
+        if (plain)
+            copy_columns(base, to, from, s->token, size, tokens, columns);
+        else
+            copy_groups(base, s, to, from, tokens, columns);
     }
 }
 
