@@ -18,6 +18,13 @@ static inline ptrdiff_t width_i4(ptrdiff_t channels, ptrdiff_t begin)
 }
 static inline __m512i load_i4(const void *p, __mmask16 lanes) { return _mm512_maskz_loadu_epi32(lanes, p); }
 
+/* Chunks of half as many channels are taken two by two: those of two keys make a vector. */
+static inline __m512i load_both_i4(const void *p, const void *other)
+{
+    const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(p));
+    return _mm512_inserti64x4(low, _mm256_loadu_si256(other), 1);
+}
+
 /* Channels 4 w + part as words w. */
 static inline __m512i part_of_i4(__m512i x, const int part)
 {
@@ -94,20 +101,35 @@ static inline vf add_up_quarters(const vf v[4])
     return vf_add(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88), _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd));
 }
 
-/* Logits of some rows with four keys `fours` times, of which the last may be missing; those from `last` on
- * are read as that. It prefetches as many lines as it reads. */
+/* Of each of two vectors, the sum of the first two quarters, then that of the others. */
+static inline vf add_up_halves(const vf v[2])
+{
+    return vf_add(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+}
+
+/* How the channels of a row of keys fill vectors. */
+typedef enum {
+    WHOLE_I4,   /* chunks */
+    TWICE_I4,   /* half a chunk, so that a vector has those of two keys, four apart */
+    PARTIAL_I4, /* any number, behind which lanes are 0 */
+} layout_i4;
+
+/* Logits of some rows with four or eight keys `fours` times, of which the last may be missing; those from
+ * `last` on are read as that. It prefetches as many lines as it reads. */
 static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                          const bool whole, const am_flash_rows *block,
+                                                          const layout_i4 layout, const am_flash_rows *block,
                                                           ptrdiff_t row, const am_flash_tile *tile,
                                                           ptrdiff_t key, const uint8_t *k, ptrdiff_t last,
                                                           prefetch_lines *prefetch)
 {
+    const bool whole = layout == WHOLE_I4, twice = layout == TWICE_I4;
+    const ptrdiff_t some = twice ? 8 : 4;
     const ptrdiff_t head_dim = block->head_dim, q_step = am_packed_query_lanes(head_dim),
                     shift = __builtin_ctzll((unsigned long long)tile->k_group);
     const float *q = (const float *)block->q_packed + row * q_step, *scales = tile->k_scales;
     vf sums[] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
     for (ptrdiff_t c = 0; c < head_dim; c += CHUNK_I4, k += CHUNK_I4 / 2) {
-        const ptrdiff_t width = whole ? CHUNK_I4 : width_i4(head_dim, c);
+        const ptrdiff_t width = whole ? CHUNK_I4 : twice ? CHUNK_I4 / 2 : width_i4(head_dim, c);
         const __mmask16 lanes = whole ? 0xffff : v_mask_32(width / 8);
         __m512i dots[16];
         UNROLL(16)
@@ -117,8 +139,10 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
             __m512i x[4];
             UNROLL(4)
             for (ptrdiff_t j = 0; j < 4; j++) {
-                const ptrdiff_t i = 4 * f + j;
-                x[j] = load_i4(k + (i < last ? i : last) * tile->k.step, lanes);
+                const ptrdiff_t i = some * f + j, other = i + 4;
+                const uint8_t *at = k + (i < last ? i : last) * tile->k.step;
+                x[j] = twice ? load_both_i4(at, k + (other < last ? other : last) * tile->k.step)
+                             : load_i4(at, lanes);
             }
             UNROLL(4)
             for (int part = 0; part < 4; part++) {
@@ -127,7 +151,8 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
                 for (int j = 0; j < 4; j++) n[j] = part_of_i4(x[j], part);
                 UNROLL(4)
                 for (ptrdiff_t r = 0; r < rows; r++) {
-                    const __m512i y = load_i4(q + r * q_step + c / 2 + part * width / 8, lanes);
+                    const float *its = q + r * q_step + c / 2 + part * width / 8;
+                    const __m512i y = twice ? load_both_i4(its, its) : load_i4(its, lanes);
                     __m512i *to = dots + 4 * (r * fours + f);
                     UNROLL(4)
                     for (int j = 0; j < 4; j++) to[j] = _mm512_dpwssd_epi32(to[j], n[j], y);
@@ -138,64 +163,70 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
         const float *of_scales[4], *of_offsets[4];
         UNROLL(4)
         for (ptrdiff_t i = 0; i < 4; i++) {
-            const ptrdiff_t channel = whole || i * QUARTER_I4 < width ? c + i * QUARTER_I4 : head_dim - 1;
-            of_scales[i] = scales + (channel >> shift) * 2 * AM_FLASH_TILE + key;
+            const ptrdiff_t quarter = twice ? i % 2 : i,
+                            channel = whole || twice || quarter * QUARTER_I4 < width
+                                          ? c + quarter * QUARTER_I4
+                                          : head_dim - 1;
+            of_scales[i] = scales + (channel >> shift) * 2 * AM_FLASH_TILE + key + (twice ? i / 2 * 4 : 0);
             of_offsets[i] = of_scales[i] + AM_FLASH_TILE;
         }
         UNROLL(4)
         for (ptrdiff_t f = 0; f < fours; f++) {
             const vf scale = load_quarters(of_scales), offset = load_quarters(of_offsets);
             UNROLL(4)
-            for (ptrdiff_t i = 0; i < 4; i++) of_scales[i] += 4, of_offsets[i] += 4;
+            for (ptrdiff_t i = 0; i < 4; i++) of_scales[i] += some, of_offsets[i] += some;
             UNROLL(4)
             for (ptrdiff_t r = 0; r < rows; r++) {
                 const ptrdiff_t i = r * fours + f;
-                const vf of_q = vf_load(q + r * q_step + head_dim / 2 + c / 8),
+                const float *its = q + r * q_step + head_dim / 2 + c / 8;
+                const vf of_q = twice ? _mm512_castsi512_ps(load_both_i4(its, its)) : vf_load(its),
                          dot = _mm512_cvtepi32_ps(add_quarters_i32(dots + 4 * i));
                 sums[i] = vf_add(sums[i], vf_fma(dot, scale, vf_mul(offset, of_q)));
             }
         }
     }
-    const vf dots = add_up_quarters(sums);
-    float all[VF_LANES];
-    vf_store(all, dots);
+    float all[2 * VF_LANES];
+    vf_store(all, twice ? add_up_halves(sums) : add_up_quarters(sums));
+    if (twice) vf_store(all + VF_LANES, add_up_halves(sums + 2));
     UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++) {
         const __m128 unit = _mm_set1_ps(q[r * q_step + q_step - VF_LANES]);
         float *logits = (float *)block->logits + (row + r) * AM_FLASH_TILE + key;
-        UNROLL(4)
-        for (ptrdiff_t f = 0; f < fours; f++) {
-            const __m128 four = _mm_mul_ps(unit, _mm_loadu_ps(all + 4 * (r * fours + f)));
-            if (last + 1 >= 4 * fours)
-                _mm_storeu_ps(logits + 4 * f, four);
-            else
-                _mm_mask_storeu_ps(logits + 4 * f, (__mmask8)((1 << (last + 1)) - 1), four);
+        UNROLL(8)
+        for (ptrdiff_t i = 0; i < some * fours; i += 4) {
+            const __m128 four = _mm_mul_ps(unit, _mm_loadu_ps(all + r * some * fours + i));
+            if (last + 1 >= some * fours)
+                _mm_storeu_ps(logits + i, four);
+            else if (i <= last)
+                _mm_mask_storeu_ps(logits + i, (__mmask8)(last - i < 3 ? (2 << (last - i)) - 1 : 15), four);
         }
     }
 }
 
 /* Logits of up to four rows with the keys of a run. */
 static inline __attribute__((always_inline)) void dots_of_run_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                                 const bool whole, const am_flash_rows *block,
-                                                                 ptrdiff_t row, const am_flash_tile *tile,
-                                                                 ptrdiff_t begin, ptrdiff_t end,
-                                                                 prefetch_lines *prefetch)
+                                                                 const layout_i4 layout,
+                                                                 const am_flash_rows *block, ptrdiff_t row,
+                                                                 const am_flash_tile *tile, ptrdiff_t begin,
+                                                                 ptrdiff_t end, prefetch_lines *prefetch)
 {
     const uint8_t *k = row_at(&tile->k, begin);
-    const ptrdiff_t step = tile->k.step;
-    for (; end - begin >= 4 * fours; begin += 4 * fours, k += 4 * fours * step)
-        dots_i4(rows, fours, whole, block, row, tile, begin, k, 4 * fours - 1, prefetch);
-    for (; fours > 1 && end - begin >= 4; begin += 4, k += 4 * step)
-        dots_i4(rows, 1, whole, block, row, tile, begin, k, 3, prefetch);
-    if (begin < end) dots_i4(rows, 1, whole, block, row, tile, begin, k, end - begin - 1, prefetch);
+    const ptrdiff_t step = tile->k.step, some = layout == TWICE_I4 ? 8 : 4;
+    for (; end - begin >= some * fours; begin += some * fours, k += some * fours * step)
+        dots_i4(rows, fours, layout, block, row, tile, begin, k, some * fours - 1, prefetch);
+    for (; fours > 1 && end - begin >= some; begin += some, k += some * step)
+        dots_i4(rows, 1, layout, block, row, tile, begin, k, some - 1, prefetch);
+    if (begin < end) dots_i4(rows, 1, layout, block, row, tile, begin, k, end - begin - 1, prefetch);
 }
 
 #define DOTS_I4(n, fours)                                                                                    \
     case n:                                                                                                  \
         if (block->head_dim % CHUNK_I4 == 0)                                                                 \
-            dots_of_run_i4(n, fours, true, block, row, tile, begin, end, prefetch);                          \
+            dots_of_run_i4(n, fours, WHOLE_I4, block, row, tile, begin, end, prefetch);                      \
+        else if (block->head_dim == CHUNK_I4 / 2)                                                            \
+            dots_of_run_i4(n, fours, TWICE_I4, block, row, tile, begin, end, prefetch);                      \
         else                                                                                                 \
-            dots_of_run_i4(n, fours, false, block, row, tile, begin, end, prefetch);                         \
+            dots_of_run_i4(n, fours, PARTIAL_I4, block, row, tile, begin, end, prefetch);                    \
         break;
 APART void find_dots_i4(ptrdiff_t rows, const am_flash_rows *block, ptrdiff_t row, const am_flash_tile *tile,
                         ptrdiff_t begin, ptrdiff_t end, prefetch_lines *prefetch)
