@@ -184,7 +184,8 @@ VALUES = {
     "mode": ["nonsense", "", 3],
     "reduce_heads": ["nonsense", "", "ALL", None, 0, b"any"],
     "max_segments": [-1, -(2**70)],
-    "pad_value": [2**31, -(2**31) - 1, 2**70],
+    "pad_value": [2**31, -(2**31) - 1, 2**70, np.array([2])],
+    "dtype": [None],
     "seed": [1.5, "x"],
     "shape": ["x", None, (1, 2, 3, 4.5), (1, 2, 3), (1, 1, 1, 1, 1), (1, -1, 2, 2), (2**70, 1, 1, 1)],
 }
