@@ -495,20 +495,6 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
            most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
 }
 
-/* About how long one thread takes, in microseconds, where keys and values are in its cache. */
-static double time_alone(const forward *f)
-{
-    enum { PRODUCTS = 60000, BYTES = 40000 }; /* in a microsecond */
-    const am_attn *attn = f->base.attn;
-    const double channels = (double)(attn->head_dim + attn->value_dim),
-                 key_bytes = (double)attn->kv_heads * (double)am_size_of(attn->k.type);
-    double time = 0;
-    for (const am_section *s = f->sections.list; s < f->sections.list + f->sections.count; s++)
-        time += (double)am_length(s->keys) * channels *
-                ((double)(am_length(s->queries) * attn->heads) / PRODUCTS + key_bytes / BYTES);
-    return time;
-}
-
 am_status am_attn_forward(const am_context *context, const am_attn *attn)
 {
     /* Tiles have room for the scales of both sides, or of none. */
@@ -523,7 +509,7 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     ptrdiff_t shared = 0;
     am_status status = am_sections_make(&f.sections, attn->mask, true);
     am_context own = *context;
-    if (status == AM_OK) own.threads = am_threads_for(context, time_alone(&f));
+    if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(attn, &f.sections));
     context = &own;
     if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
     if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "core/arrays/convert.h"
 #include "core/attention/terms/logit_terms.h"
 
 enum {
@@ -96,6 +97,18 @@ static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const a
     if (am_counts_tiles(&work, &h)) all = count_tiles(base, sections, section, &most);
     am_choose_splits(&work, &h, all, most);
     return h;
+}
+
+double am_time_alone(const am_attn *attn, const am_sections *sections)
+{
+    enum { PRODUCTS = 60000, BYTES = 40000 }; /* in a microsecond */
+    const double channels = (double)(attn->head_dim + attn->value_dim),
+                 key_bytes = (double)attn->kv_heads * (double)am_size_of(attn->k.type);
+    double time = 0;
+    for (const am_section *s = sections->list; s < sections->list + sections->count; s++)
+        time += (double)am_length(s->keys) * channels *
+                ((double)(am_length(s->queries) * attn->heads) / PRODUCTS + key_bytes / BYTES);
+    return time;
 }
 
 /* --- Tasks --- */

@@ -47,6 +47,10 @@ am_status am_schedule_make(am_schedule *schedule, const am_attn_base *base, cons
                            int threads);
 void am_schedule_free(am_schedule *schedule);
 
+/* About how long attention forward takes one thread, in microseconds, where keys and values are in its cache.
+ */
+double am_time_alone(const am_attn *attn, const am_sections *sections);
+
 /* The task that is dealt as the index-th one. */
 static inline ptrdiff_t am_task_at(const am_schedule *schedule, ptrdiff_t index)
 {
