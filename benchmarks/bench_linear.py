@@ -31,6 +31,7 @@ CASES = [
     replace(DELTA, grads=True),
     replace(DELTA, dtype="bfloat16", grads=True),
     KDA,
+    replace(KDA, dtype="bfloat16"),
     replace(KDA, grads=True),
     MAMBA,
     replace(MAMBA, dtype="bfloat16"),
@@ -83,7 +84,8 @@ class Workers:
         yardstick, operations = harness.multiply(case.dtype, self.threads)
         calls["limit"] = yardstick
         if case.is_step:
-            calls["limit"] = harness.read(np.ones(case.state_bytes, np.uint8), 1)
+            states = np.ones(case.state_bytes, np.uint8)
+            calls["limit"] = harness.read_and_change(states, states.nbytes // case.heads)
         cells: dict[str, str] = {}
         errors: dict[str, float] = {}
         for name, worker in self.peers.items():
@@ -150,8 +152,8 @@ def main() -> None:
         "largest difference from the float64 recurrence, relative to the largest number of its array, in the first and "
         "the last head (in the first of sequences of 65,536 tokens; in all for gradients of shared keys). "
         "`of limit`: the share of the processor's peak of products and sums, of the type's, that the work of chunks of "
-        "64 tokens takes; for one token, of the speed at which one thread of plain C reads the state, which the "
-        "function also writes. Peers: milliseconds, how many times as long as attnmask, and their error. Every library "
+        "64 tokens takes; for one token, of the speed at which one thread of plain C reads the state of each head and "
+        "then changes it. Peers: milliseconds, how many times as long as attnmask, and their error. Every library "
         "runs in a process of its own. With gradients: forward and backward together (KDA's with one thread only: "
         "transformers takes most of a minute). ONNX Runtime and transformers take packed sequences, which are equal, "
         "as a batch. transformers and vLLM multiply Mamba-2's values by its step themselves, ONNX Runtime's keys are "

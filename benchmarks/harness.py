@@ -113,6 +113,8 @@ def compile_native() -> ctypes.CDLL:
     loaded.copy.restype = None
     loaded.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     loaded.read_all.restype = ctypes.c_uint64
+    loaded.read_and_change.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    loaded.read_and_change.restype = ctypes.c_uint64
     for name in ("fma_float32", "fma_float64", "fma_bfloat16", "fma_avx2"):
         getattr(loaded, name).argtypes = [ctypes.c_size_t, ctypes.c_int]
         getattr(loaded, name).restype = ctypes.c_double
@@ -140,6 +142,16 @@ def read(source: np.ndarray, threads: int) -> Call:
     def call() -> object:
         native.read_all(source.ctypes.data, source.nbytes, threads)
         return source
+
+    return call
+
+
+def read_and_change(data: np.ndarray, piece: int) -> Call:
+    """Reads so many bytes of contiguous `data` at a time, and then changes them."""
+
+    def call() -> object:
+        native.read_and_change(data.ctypes.data, data.nbytes, piece)
+        return data
 
     return call
 

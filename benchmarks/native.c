@@ -53,6 +53,18 @@ uint64_t read_all(const void *src, size_t bytes, int threads)
     return total;
 }
 
+/* Reads each piece, and then changes all of it, as a delta rule does with a state. */
+uint64_t read_and_change(void *data, size_t bytes, size_t piece)
+{
+    uint64_t total = 0;
+    for (size_t begin = 0; begin + piece <= bytes; begin += piece) {
+        uint64_t *words = (uint64_t *)((char *)data + begin);
+        for (size_t i = 0; i < piece / sizeof *words; i++) total += words[i];
+        for (size_t i = 0; i < piece / sizeof *words; i++) words[i] = ~words[i];
+    }
+    return total;
+}
+
 /* Products and sums that wait for nobody: enough chains for two units with a latency of six cycles. Each
  * function gives the number of operations of all threads, or 0 where the processor lacks the instruction. */
 enum { CHAINS = 12 };

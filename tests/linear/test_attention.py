@@ -142,10 +142,11 @@ def test_sizes(isa, rows, channels, dtype):
         check_gradients(arrays, given)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128, 256])
-def test_chunks(isa, chunk_size):
+def test_chunks(isa, chunk_size, dtype):
     for decay in ("BTH", "BTHK"):
-        arrays, given = make(chunk_size, tokens=300, decay=decay, chunk_size=chunk_size)
+        arrays, given = make(chunk_size, tokens=300, decay=decay, chunk_size=chunk_size, dtype=dtype)
         check(arrays, given)
         check_gradients(arrays, given)
 
