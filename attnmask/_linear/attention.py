@@ -12,7 +12,7 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from numpy.typing import ArrayLike
 
@@ -20,7 +20,6 @@ from attnmask._common.arguments import as_array, flag
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
-from attnmask._linear.options import LinearOptions
 
 _Function = TypeVar("_Function", bound=AnyFunction)
 _Array: TypeAlias = Array
@@ -61,9 +60,15 @@ def linear_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    normalize_qk: bool = False,
+    chunk_size: int = 64,
     return_state: Literal[False] = False,
     out: _Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
 ) -> _Array: ...
 @overload
 def linear_attention(
@@ -71,9 +76,15 @@ def linear_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
+    decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    initial_state: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    normalize_qk: bool = False,
+    chunk_size: int = 64,
     return_state: Literal[True],
     out: _Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
 ) -> tuple[_Array, _Array]: ...
 @_with_parameters
 def linear_attention(

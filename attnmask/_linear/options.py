@@ -1,4 +1,4 @@
-"""The keyword arguments of linear attention and short convolutions, by the kind of array that a face takes."""
+"""The keyword arguments of linear attention and short convolutions in PyTorch and JAX, by the kind of array."""
 
 from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar
 

@@ -10,7 +10,7 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, Unpack, overload
+from typing import Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from attnmask._common.arguments import as_array, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
-from attnmask._linear.options import Activation, ConvolutionOptions
+from attnmask._linear.options import Activation
 from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = [
@@ -48,9 +48,11 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array: ...
 @overload
 def short_convolution(
@@ -58,9 +60,11 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
@@ -68,9 +72,11 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
@@ -149,9 +155,11 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
@@ -159,9 +167,11 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
@@ -169,9 +179,11 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
+    activation: Activation = None,
+    cu_seqlens: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,
