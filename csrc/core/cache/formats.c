@@ -1,7 +1,6 @@
 /* formats.c – formats of keys and values. */
 #include "core/cache/formats.h"
 
-#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 
@@ -123,28 +122,6 @@ float am_kv_write_scale(const am_kv_scales *s, char *to, float number)
     if (s->type != AM_FLOAT16) return *(float *)to = number;
     *(uint16_t *)to = am_narrow_one_f16(number);
     return am_widen_one_f16(*(uint16_t *)to);
-}
-
-void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers)
-{
-    enum { LANES = 8 }; /* side by side, as vectors take them */
-    float low[LANES], high[LANES], nothing[LANES] = {0};
-    for (int j = 0; j < LANES; j++) low[j] = high[j] = numbers[j];
-    for (ptrdiff_t i = 0; i < s->group; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            const float x = numbers[i + j];
-            low[j] = x < low[j] ? x : low[j], high[j] = x > high[j] ? x : high[j];
-            nothing[j] += 0 * x;
-        }
-    }
-    for (int j = 1; j < LANES; j++) {
-        low[0] = fminf(low[0], low[j]), high[0] = fmaxf(high[0], high[j]);
-        nothing[0] += nothing[j];
-    }
-    float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
-    if (scale == 0) scale = am_kv_write_scale(s, at, 1);
-    const float offset = am_kv_write_scale(s, at + s->offset, low[0] + nothing[0]);
-    for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
 }
 
 am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,

@@ -2,6 +2,7 @@
 #ifndef AM_CORE_CACHE_FORMATS_H
 #define AM_CORE_CACHE_FORMATS_H
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -66,7 +67,27 @@ float am_kv_write_scale(const am_kv_scales *s, char *to, float number);
 
 /* Writes the scale and the offset of a group of numbers, and replaces these by where they lie between: from 0
  * to 15. All become NaN if one of them is not finite. */
-void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers);
+static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers)
+{
+    enum { LANES = 8 }; /* side by side, as vectors take them */
+    float low[LANES], high[LANES], nothing[LANES] = {0};
+    for (int j = 0; j < LANES; j++) low[j] = high[j] = numbers[j];
+    for (ptrdiff_t i = 0; i < s->group; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            const float x = numbers[i + j];
+            low[j] = x < low[j] ? x : low[j], high[j] = x > high[j] ? x : high[j];
+            nothing[j] += 0 * x;
+        }
+    }
+    for (int j = 1; j < LANES; j++) {
+        low[0] = fminf(low[0], low[j]), high[0] = fmaxf(high[0], high[j]);
+        nothing[0] += nothing[j];
+    }
+    float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
+    if (scale == 0) scale = am_kv_write_scale(s, at, 1);
+    const float offset = am_kv_write_scale(s, at + s->offset, low[0] + nothing[0]);
+    for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
+}
 
 /* The format whose arrays have elements of this type: int4 lies in uint8. */
 static inline am_dtype am_kv_type_of(am_dtype element) { return element == AM_UINT8 ? AM_INT4 : element; }
