@@ -142,12 +142,12 @@ Visit = tuple[int, tuple[int, int, int], int, int]
 
 
 def visits(schedule: dict[str, Any], task: list[tuple[int, int, int]], heads: range) -> list[Visit]:
-    """What a task does, in order. It adds to a block a sum for each ``sum_tiles`` of the section."""
+    """What a task does, in order: the last block comes first. A block gets a sum for each ``sum_tiles`` tiles."""
     found = []
     for index, begin, end in task:
         section = schedule["sections"][index]
         each = section["sum_tiles"]
-        for block, (first, last) in enumerate(section["blocks"]):
+        for block, (first, last) in reversed(list(enumerate(section["blocks"]))):
             for head in heads:
                 for low in range(begin, end, each):
                     tiles = min(end, low + each, last) - max(low, first)

@@ -227,12 +227,14 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     am_status status = AM_OK;
     for (ptrdiff_t g = task->sections.begin; g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];
-        const ptrdiff_t first = section->blocks.begin, count = am_length(section->blocks) * heads_per_kv;
+        /* The last block first: of tasks that begin together, each then waits one step for the one before it,
+         * under causal masks and windows, too. The first blocks see no keys of later tasks. */
+        const ptrdiff_t last = section->blocks.end - 1, count = am_length(section->blocks) * heads_per_kv;
         for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
             const ptrdiff_t head = at.kv_head * heads_per_kv, then = am_min(i + 1, count - 1);
-            const am_attn_place rows = am_backward_place(p, section, first + i / heads_per_kv,
+            const am_attn_place rows = am_backward_place(p, section, last - i / heads_per_kv,
                                                          head + i % heads_per_kv),
-                                next = am_backward_place(p, section, first + then / heads_per_kv,
+                                next = am_backward_place(p, section, last - then / heads_per_kv,
                                                          head + then % heads_per_kv);
             block_walk walk = {.task = task, .at = &rows, .next = i < then ? &next : NULL};
             status = block_step(p, &walk, &s, team);
