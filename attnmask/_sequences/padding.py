@@ -70,7 +70,7 @@ def pack(x: Any, lengths: ArrayLike) -> Any:
         starts, places = _of_mask(given, (rows, tokens))
     else:
         starts, places = _of_lengths(lengths, (rows, tokens))
-    if type(array) is np.ndarray:  # read in place, whatever its strides
+    if type(array) is np.ndarray and not array.flags.c_contiguous:  # read in place, whatever its strides
         return np.ascontiguousarray(array[np.divmod(places, max(tokens, 1))]), starts
     return taken(array.reshape(rows * tokens, *array.shape[2:]), places, 0), like(array, starts)
 
