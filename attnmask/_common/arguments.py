@@ -292,16 +292,17 @@ def per_row(
     minimum: int = -FARTHEST,
     row: str = "batch row",
     broadcast: bool = True,
+    maximum: int = FARTHEST,
 ) -> int | NDArray[np.int64]:
     """Return one integer for all rows, or an array of one per row; one entry serves all rows if it may `broadcast`."""
-    if type(value) is int and minimum <= value <= FARTHEST:
+    if type(value) is int and minimum <= value <= maximum:
         return value  # the usual case, where making an array would take a microsecond
     array = as_array(value, name)
     large = array.dtype.kind == "O" and array.ndim == 0 and hasattr(array.item(), "__index__")
     if array.ndim == 0 and (array.dtype.kind in "iu" or large):
         number = integer(value, name, minimum)
-        if number > FARTHEST:
-            raise ValueError(f"{name} must be at most {FARTHEST}, got {describe(number)}")
+        if number > maximum:
+            raise ValueError(f"{name} must be at most {maximum}, got {describe(number)}")
         return number
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         came = describe(array if array.ndim else value)
@@ -309,10 +310,10 @@ def per_row(
     if array.shape != (rows,) and (array.shape != (1,) or not broadcast):
         hint = f"; write {name}[0] for one number for all" if array.shape == (1,) else ""
         raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}{hint}")
-    outside = (array < minimum) | (array > FARTHEST)
+    outside = (array < minimum) | (array > maximum)
     if outside.any():
         index = int(outside.argmax())
-        limit = f"at least {minimum}" if array[index] < minimum else f"at most {FARTHEST}"
+        limit = f"at least {minimum}" if array[index] < minimum else f"at most {maximum}"
         raise ValueError(f"{name} must be {limit}, got {array[index]} at index {index}")
     return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
 

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._common.arguments import (
+    FARTHEST,
     Limit,
     as_array,
     describe,
@@ -165,7 +166,8 @@ def _dense_extent(array: Array) -> Extent:
 
 
 def _checked_rows(value: ArrayLike) -> PerRow:
-    return per_row(value, ROWS.words, np.size(value))
+    # Slices and chunks move offsets on, to beyond what a caller may give.
+    return per_row(value, ROWS.words, np.size(value), -4 * FARTHEST, maximum=4 * FARTHEST)
 
 
 def _checked_ids(value: object) -> NDArray[np.int32]:

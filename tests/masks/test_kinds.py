@@ -492,6 +492,9 @@ def test_the_chunk_of_a_query_moves_with_its_diagonal(size, offset, within):
     np.testing.assert_array_equal(mask.attention_mask[:, 0], pairs)
     part = mask[..., 9:80, 3:77]
     np.testing.assert_array_equal(part.attention_mask[:, 0], pairs[:, 9:80, 3:77])
+    for one in (mask, part):
+        children, about = one.tree_flatten()
+        assert MaskInfo.tree_unflatten(about, children) == one
     q_ids, kv_ids = mask.q_segment_ids[:, :, None], mask.kv_segment_ids[:, None]
     same = np.broadcast_to(q // size == k // size, (2, 130, 130))
     np.testing.assert_array_equal((q_ids == kv_ids) & (q_ids >= 0), same)
