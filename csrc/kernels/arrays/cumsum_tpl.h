@@ -13,22 +13,44 @@ enum {
     FN(PREFETCH_DISTANCE) = 1024 / (int)sizeof(T), /* of scans */
 };
 
+/* What is summed; `carry` and both arrays begin with the same lane. Negative steps run backwards. */
+typedef struct {
+    T *dst;
+    ptrdiff_t dst_step;
+    const T *src;
+    ptrdiff_t src_step;
+    double *carry;
+    V scale;
+} FN(sums);
+
+/* The same from another element on, or another lane. */
+static inline __attribute__((always_inline)) FN(sums) FN(sums_at)(FN(sums) x, ptrdiff_t at)
+{
+    x.dst += at, x.src += at;
+    return x;
+}
+static inline __attribute__((always_inline)) FN(sums) FN(sums_from)(FN(sums) x, ptrdiff_t lane)
+{
+    x.carry += lane;
+    return FN(sums_at)(x, lane);
+}
+
 /* Adds up `steps` rows of `vectors` whole vectors; or if `part` is not 0, of one vector that has only `part`
  * lanes. */
-static inline __attribute__((always_inline)) void
-FN(cumsum_strip)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, const ptrdiff_t steps,
-                 const int vectors, const ptrdiff_t part, const V *base, V *sums, V scale, const bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_strip)(const FN(sums) x, const ptrdiff_t steps,
+                                                                   const int vectors, const ptrdiff_t part,
+                                                                   const V *base, V *sums, const bool stream)
 {
     V sum[FN(WIDEST)];
     for (int v = 0; v < vectors; v++) sum[v] = sums[v];
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (int v = 0; v < vectors; v++) {
-            const T *from = src + t * src_step + v * LANES;
+            const T *from = x.src + t * x.src_step + v * LANES;
             if (stream && v * LANES % FN(LINE) == 0)
-                __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * src_step);
-            T *to = dst + t * dst_step + v * LANES;
+                __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * x.src_step);
+            T *to = x.dst + t * x.dst_step + v * LANES;
             sum[v] = VOP(add)(sum[v], part ? MEM(load_part)(from, part) : MEM(load)(from));
-            V out = VOP(mul)(scale, VOP(add)(base[v], sum[v]));
+            V out = VOP(mul)(x.scale, VOP(add)(base[v], sum[v]));
             if (part)
                 MEM(store_part)(to, out, part);
             else if (stream)
@@ -41,132 +63,114 @@ FN(cumsum_strip)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, c
 }
 
 /* Adds up steps ≤ AM_CUMSUM_BLOCK, beginning with `carry`. */
-static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdiff_t dst_step, const T *src,
-                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
+static inline __attribute__((always_inline)) void FN(cumsum_block)(const FN(sums) x, const ptrdiff_t steps,
                                                                    const int vectors, const ptrdiff_t part,
-                                                                   double *carry, V scale, const bool stream)
+                                                                   const bool stream)
 {
     V base[FN(WIDEST)], sums[FN(WIDEST)];
     for (int v = 0; v < vectors; v++) {
-        base[v] = VOP(carry_load)(carry + v * LANES);
+        base[v] = VOP(carry_load)(x.carry + v * LANES);
         sums[v] = VOP(set1)(0);
     }
-    FN(cumsum_strip)(dst, dst_step, src, src_step, steps, vectors, part, base, sums, scale, stream);
-    for (int v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
+    FN(cumsum_strip)(x, steps, vectors, part, base, sums, stream);
+    for (int v = 0; v < vectors; v++) VOP(carry_add)(x.carry + v * LANES, sums[v]);
 }
 
 /* Adds up many vectors, row by row, with the sums in memory. */
-static inline __attribute__((always_inline)) void FN(cumsum_wide)(T *dst, ptrdiff_t dst_step, const T *src,
-                                                                  ptrdiff_t src_step, const ptrdiff_t steps,
-                                                                  ptrdiff_t vectors, double *carry, V scale,
-                                                                  const bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_wide)(const FN(sums) x, const ptrdiff_t steps,
+                                                                  ptrdiff_t vectors, const bool stream)
 {
     V base[AM_CUMSUM_LANES / LANES], sums[AM_CUMSUM_LANES / LANES];
     for (ptrdiff_t v = 0; v < vectors; v++) {
-        base[v] = VOP(carry_load)(carry + v * LANES);
+        base[v] = VOP(carry_load)(x.carry + v * LANES);
         sums[v] = VOP(set1)(0);
     }
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (ptrdiff_t v = 0; v < vectors; v += FN(WIDEST)) {
-            FN(cumsum_strip)(dst + t * dst_step + v * LANES, dst_step, src + t * src_step + v * LANES,
-                             src_step, 1, FN(WIDEST), 0, base + v, sums + v, scale, stream);
+            FN(sums) row = FN(sums_from)(x, v * LANES);
+            row.dst += t * x.dst_step, row.src += t * x.src_step;
+            FN(cumsum_strip)(row, 1, FN(WIDEST), 0, base + v, sums + v, stream);
         }
     }
-    for (ptrdiff_t v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
+    for (ptrdiff_t v = 0; v < vectors; v++) VOP(carry_add)(x.carry + v * LANES, sums[v]);
 }
 
 /* Hardware prefetches memory that is read in the order of addresses, so rows are read whole: in one strip if
  * their sums fit the registers. For wider rows the sums are kept in memory when steps go upwards, which saves
  * a quarter of the time; downwards it saves none. */
-static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdiff_t dst_step, const T *src,
-                                                                  ptrdiff_t src_step, const ptrdiff_t steps,
-                                                                  ptrdiff_t lanes, double *carry, V scale,
-                                                                  const bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_band)(const FN(sums) x, const ptrdiff_t steps,
+                                                                  ptrdiff_t lanes, const bool stream)
 {
     enum { WIDE = FN(WIDEST) * LANES };
     ptrdiff_t lane = 0;
-    if (lanes >= 2 * WIDE && dst_step > 0) {
+    if (lanes >= 2 * WIDE && x.dst_step > 0) {
         lane = lanes / WIDE * WIDE;
-        FN(cumsum_wide)(dst, dst_step, src, src_step, steps, lane / LANES, carry, scale, stream);
+        FN(cumsum_wide)(x, steps, lane / LANES, stream);
     }
-    for (; lanes - lane >= WIDE; lane += WIDE) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, FN(WIDEST), 0, carry + lane,
-                         scale, stream);
+    for (; lanes - lane >= WIDE; lane += WIDE)
+        FN(cumsum_block)(FN(sums_from)(x, lane), steps, FN(WIDEST), 0, stream);
+#define ONCE(vectors)                                                                                        \
+    if (lanes - lane >= (vectors) * LANES) {                                                                 \
+        FN(cumsum_block)(FN(sums_from)(x, lane), steps, vectors, 0, stream);                                 \
+        lane += (vectors) * LANES;                                                                           \
     }
-    if (lanes - lane >= 4 * LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 4, 0, carry + lane, scale,
-                         stream);
-        lane += 4 * LANES;
-    }
-    if (lanes - lane >= 2 * LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 2, 0, carry + lane, scale,
-                         stream);
-        lane += 2 * LANES;
-    }
-    if (lanes - lane >= LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, 0, carry + lane, scale,
-                         stream);
-        lane += LANES;
-    }
-    if (lane < lanes) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, carry + lane,
-                         scale, false);
-    }
+    ONCE(4)
+    ONCE(2)
+    ONCE(1)
+#undef ONCE
+    if (lane < lanes) FN(cumsum_block)(FN(sums_from)(x, lane), steps, 1, lanes - lane, false);
 }
 
-/* Adds up one segment, or a piece of one. Negative strides of steps run backwards. */
-static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step,
-                                    ptrdiff_t steps, ptrdiff_t lanes, double *carry, V scale, bool stream)
+/* Adds up one segment, or a piece of one. */
+static void FN(cumsum_rows_segment)(FN(sums) x, ptrdiff_t steps, ptrdiff_t lanes, bool stream)
 {
     for (; steps >= AM_CUMSUM_BLOCK; steps -= AM_CUMSUM_BLOCK) {
         if (stream)
-            FN(cumsum_band)(dst, dst_step, src, src_step, AM_CUMSUM_BLOCK, lanes, carry, scale, true);
+            FN(cumsum_band)(x, AM_CUMSUM_BLOCK, lanes, true);
         else
-            FN(cumsum_band)(dst, dst_step, src, src_step, AM_CUMSUM_BLOCK, lanes, carry, scale, false);
-        dst += AM_CUMSUM_BLOCK * dst_step;
-        src += AM_CUMSUM_BLOCK * src_step;
+            FN(cumsum_band)(x, AM_CUMSUM_BLOCK, lanes, false);
+        x.dst += AM_CUMSUM_BLOCK * x.dst_step;
+        x.src += AM_CUMSUM_BLOCK * x.src_step;
     }
-    if (steps) FN(cumsum_band)(dst, dst_step, src, src_step, steps, lanes, carry, scale, false);
+    if (steps) FN(cumsum_band)(x, steps, lanes, false);
 }
 
 /* Adds up `vectors` whole vectors along time, or one with `part` elements; from the last to the first if
  * `reverse`. */
-static inline __attribute__((always_inline)) void
-FN(cumsum_scan_group)(T *dst, const T *src, const int vectors, const ptrdiff_t part, const bool reverse,
-                      double *carry, V scale, const bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(const FN(sums) x, const int vectors,
+                                                                        const ptrdiff_t part,
+                                                                        const bool reverse, const bool stream)
 {
-    const V base = VOP(set1)(*carry);
+    const V base = VOP(set1)(*x.carry);
     V earlier = VOP(set1)(0); /* the sum of the earlier vectors, in every lane */
     for (int v = 0; v < vectors; v++) {
         ptrdiff_t at = (reverse ? vectors - 1 - v : v) * LANES;
-        V x = part ? MEM(load_part)(src, part) : MEM(load)(src + at);
-        V total, sum = reverse ? VOP(scan_back)(x, &total) : VOP(scan)(x, &total);
-        V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(earlier, sum)));
+        V y = part ? MEM(load_part)(x.src, part) : MEM(load)(x.src + at);
+        V total, sum = reverse ? VOP(scan_back)(y, &total) : VOP(scan)(y, &total);
+        V out = VOP(mul)(x.scale, VOP(add)(base, VOP(add)(earlier, sum)));
         if (part)
-            MEM(store_part)(dst, out, part);
+            MEM(store_part)(x.dst, out, part);
         else if (stream)
-            MEM(stream)(dst + at, out);
+            MEM(stream)(x.dst + at, out);
         else
-            MEM(store)(dst + at, out);
+            MEM(store)(x.dst + at, out);
         earlier = VOP(add)(earlier, total);
     }
-    *carry += (double)VOP(first)(earlier);
+    *x.carry += (double)VOP(first)(earlier);
 }
 
-static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst, const T *src,
-                                                                          ptrdiff_t steps, const bool reverse,
-                                                                          double *carry, V scale,
-                                                                          const bool stream)
+static inline __attribute__((always_inline)) void
+FN(cumsum_scan_segment)(const FN(sums) x, ptrdiff_t steps, const bool reverse, const bool stream)
 {
     enum { GROUPED = AM_CUMSUM_SCAN * LANES };
     ptrdiff_t low = 0, high = steps; /* the steps that are left */
     while (high - low >= GROUPED) {
         ptrdiff_t at = reverse ? high - GROUPED : low;
         for (int line = 0; stream && line < GROUPED / FN(LINE); line++) {
-            __builtin_prefetch(src + at + (reverse ? -FN(PREFETCH_DISTANCE) : FN(PREFETCH_DISTANCE)) +
+            __builtin_prefetch(x.src + at + (reverse ? -FN(PREFETCH_DISTANCE) : FN(PREFETCH_DISTANCE)) +
                                line * FN(LINE));
         }
-        FN(cumsum_scan_group)(dst + at, src + at, AM_CUMSUM_SCAN, 0, reverse, carry, scale, stream);
+        FN(cumsum_scan_group)(FN(sums_at)(x, at), AM_CUMSUM_SCAN, 0, reverse, stream);
         if (reverse)
             high -= GROUPED;
         else
@@ -174,13 +178,13 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
     }
     while (high - low >= LANES) {
         ptrdiff_t at = reverse ? high - LANES : low;
-        FN(cumsum_scan_group)(dst + at, src + at, 1, 0, reverse, carry, scale, stream);
+        FN(cumsum_scan_group)(FN(sums_at)(x, at), 1, 0, reverse, stream);
         if (reverse)
             high -= LANES;
         else
             low += LANES;
     }
-    if (low < high) FN(cumsum_scan_group)(dst + low, src + low, 1, high - low, reverse, carry, scale, false);
+    if (low < high) FN(cumsum_scan_group)(FN(sums_at)(x, low), 1, high - low, reverse, false);
 }
 
 /* Returns where segment i of `count`, in the order of the sums, begins in memory, and sets *steps to its
@@ -198,7 +202,7 @@ static void FN(cumsum_rows)(void *to, const void *from, const am_cumsum_tile *ti
 {
     T *dst = to;
     const T *src = from;
-    const V factor = VOP(set1)(scale);
+    FN(sums) x = {.carry = carry, .scale = VOP(set1)(scale)};
     const ptrdiff_t period = tile->period ? tile->period : tile->steps,
                     count = (tile->steps - 1) / period + 1;
     const ptrdiff_t direction = tile->reverse ? -1 : 1;
@@ -206,9 +210,9 @@ static void FN(cumsum_rows)(void *to, const void *from, const am_cumsum_tile *ti
         ptrdiff_t steps, first = FN(segment_begin)(tile, period, i, count, &steps);
         if (tile->reverse) first += steps - 1;
         if (tile->period) memset(carry, 0, (size_t)(tile->lanes + AM_CUMSUM_PAD) * sizeof *carry);
-        FN(cumsum_rows_segment)(dst + first * tile->dst_step, direction * tile->dst_step,
-                                src + first * tile->src_step, direction * tile->src_step, steps, tile->lanes,
-                                carry, factor, tile->stream);
+        x.dst = dst + first * tile->dst_step, x.dst_step = direction * tile->dst_step;
+        x.src = src + first * tile->src_step, x.src_step = direction * tile->src_step;
+        FN(cumsum_rows_segment)(x, steps, tile->lanes, tile->stream);
     }
     if (tile->stream) v_fence();
 }
@@ -224,18 +228,19 @@ static void FN(cumsum_scan)(void *to, const void *from, const am_cumsum_tile *ti
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, begin = FN(segment_begin)(tile, period, i, count, &steps);
         double sum = tile->period ? 0 : *carry;
+        const FN(sums) x = {.dst = dst + begin, .src = src + begin, .carry = &sum, .scale = factor};
         /* Whole vectors are stored from the end of a segment if reversed, else from its beginning; that must
          * be aligned. */
         bool stream = tile->stream &&
                       (uintptr_t)(dst + (tile->reverse ? begin + steps : begin)) % (LANES * sizeof(T)) == 0;
         if (stream && tile->reverse)
-            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, true, &sum, factor, true);
+            FN(cumsum_scan_segment)(x, steps, true, true);
         else if (stream)
-            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, false, &sum, factor, true);
+            FN(cumsum_scan_segment)(x, steps, false, true);
         else if (tile->reverse)
-            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, true, &sum, factor, false);
+            FN(cumsum_scan_segment)(x, steps, true, false);
         else
-            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, false, &sum, factor, false);
+            FN(cumsum_scan_segment)(x, steps, false, false);
         *carry = sum;
     }
     if (tile->stream) v_fence();
