@@ -83,8 +83,8 @@ static ptrdiff_t find_tiles(const am_mask *mask, const am_region *p, am_range li
     for (ptrdiff_t mixed = 0; w * AM_TILE_COLUMNS < p->columns && mixed < ROW_MIXED; w++) {
         ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = am_min(AM_TILE_COLUMNS, mask->keys - k);
         bool outside = k + count <= live.begin || k >= live.end;
-        am_tile kind =
-            outside ? AM_DEAD : am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, count, tiles->bits[mixed]);
+        const am_region tile = {p->b, p->h, p->q, p->rows, k, count};
+        am_tile kind = outside ? AM_DEAD : am_mask_bits(mask, &tile, tiles->bits[mixed]);
         tiles->kind[w] = (uint8_t)kind;
         mixed += kind == AM_MIXED;
     }
@@ -151,7 +151,7 @@ static am_status count_region(const am_mask *mask, const am_region *p, am_range 
         /* Summaries describe aligned tiles, so a question about an aligned tile seldom has to read arrays. */
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
+        am_tile kind = am_mask_bits(mask, &(am_region){p->b, p->h, p->q, p->rows, k, next - k}, bits);
         if (kind == AM_FULL) *count += p->rows * (next - k);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) *count += count_bits(bits[r]);
         am_status status = checkpoint_if_due(team, k);
@@ -251,7 +251,7 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t q = 0; q < mask->queries && seen != am_low_bits(columns); q += AM_TILE_ROWS) {
         ptrdiff_t rows = am_min(AM_TILE_ROWS, mask->queries - q);
         uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, b, h, q, rows, k, columns, bits);
+        am_tile kind = am_mask_bits(mask, &(am_region){b, h, q, rows, k, columns}, bits);
         if (kind == AM_FULL) seen = am_low_bits(columns);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= bits[r];
         am_status status = checkpoint_if_due(team, q);
@@ -273,7 +273,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t k = live.begin, next; k < live.end && seen != am_low_bits(rows); k = next) {
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);
         uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, b, h, q, rows, k, next - k, bits);
+        am_tile kind = am_mask_bits(mask, &(am_region){b, h, q, rows, k, next - k}, bits);
         if (kind == AM_FULL) seen = am_low_bits(rows);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
         am_status status = checkpoint_if_due(team, k);

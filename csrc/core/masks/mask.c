@@ -144,27 +144,6 @@ static am_tile combined_kind(am_node_kind operator, am_tile left, am_tile right)
     }
 }
 
-am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
-                     ptrdiff_t columns)
-{
-    const am_region region = {b, h, q, rows, k, columns};
-    am_tile stack[AM_MASK_DEPTH];
-    int top = -1;
-    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
-        const am_node *node = &mask->nodes[i];
-        const am_term_kind *term = term_of(node);
-        if (term) {
-            stack[++top] = term->tile(mask, node, &region);
-        } else if (node->kind == AM_NOT) {
-            stack[top] = inverted_kind(stack[top]);
-        } else {
-            am_tile right = stack[top--];
-            stack[top] = combined_kind(node->kind, stack[top], right);
-        }
-    }
-    return stack[0];
-}
-
 /* A tile on the stack. Its bits are set only if it is mixed. */
 typedef struct {
     am_tile kind;
@@ -202,10 +181,8 @@ static void combine(am_node_kind operator, operand *left, operand *right, const 
     left->kind = kind;
 }
 
-am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
-                     ptrdiff_t columns, uint64_t *bits)
+am_tile am_mask_bits(const am_mask *mask, const am_region *region, uint64_t *bits)
 {
-    const am_region region = {b, h, q, rows, k, columns};
     operand stack[AM_MASK_DEPTH];
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
@@ -213,23 +190,23 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
         const am_term_kind *term = term_of(node);
         if (term) {
             operand *x = &stack[++top];
-            x->kind = term->tile(mask, node, &region);
-            if (x->kind == AM_MIXED) term->bits(mask, node, &region, x->bits);
+            x->kind = term->tile(mask, node, region);
+            if (x->kind == AM_MIXED) term->bits(mask, node, region, x->bits);
         } else if (node->kind == AM_NOT) {
-            invert(&stack[top], &region);
+            invert(&stack[top], region);
         } else {
             top--;
-            combine(node->kind, &stack[top], &stack[top + 1], &region);
+            combine(node->kind, &stack[top], &stack[top + 1], region);
         }
     }
     if (stack[0].kind != AM_MIXED) return stack[0].kind;
     uint64_t any = 0, all = UINT64_MAX;
-    for (ptrdiff_t r = 0; r < rows; r++) {
+    for (ptrdiff_t r = 0; r < region->rows; r++) {
         bits[r] = stack[0].bits[r];
         any |= bits[r];
         all &= bits[r];
     }
-    return !any ? AM_DEAD : all == am_low_bits(columns) ? AM_FULL : AM_MIXED;
+    return !any ? AM_DEAD : all == am_low_bits(region->columns) ? AM_FULL : AM_MIXED;
 }
 
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,

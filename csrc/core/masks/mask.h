@@ -7,14 +7,13 @@
  * along that axis.
  *
  *     which keys may be live for these query rows?     am_mask_keys
- *     is this tile dead, full or mixed?                am_mask_tile
+ *     is this tile dead, full or mixed?                am_mask_bits
  *     which of its pairs are live?                     am_mask_bits
  *
- * The first two may be inexact in one direction: am_mask_keys may return too large a range, and am_mask_tile
- * may call a dead or a full tile mixed. How inexact they are may follow from other batch rows or sequences,
- * so what alters a sum must not stand on them. am_mask_bits is exact, and so is am_mask_seen. A new kind of
- * mask is a new term: a value of am_node_kind, its functions in terms.c or terms_arrays.c, its readers in
- * bind, and its row in attnmask/_masks/terms.py.
+ * The first may be inexact: am_mask_keys may return too large a range. How much too large may follow from
+ * other batch rows or sequences, so what alters a sum must not stand on it. am_mask_bits is exact, and so is
+ * am_mask_seen. A new kind of mask is a new term: a value of am_node_kind, its functions in terms.c or
+ * terms_arrays.c, its readers in bind, and its row in attnmask/_masks/terms.py.
  */
 #ifndef AM_CORE_MASKS_MASK_H
 #define AM_CORE_MASKS_MASK_H
@@ -147,16 +146,17 @@ void am_mask_release(am_mask *mask);
  * do not cover the mask, or if one of them is of a tile that is not there; `count` have bits. */
 bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape[4], ptrdiff_t count);
 
+/* The pairs that a question is about: rows × columns of them, beginning at (q, k). */
+typedef struct {
+    ptrdiff_t b, h, q, rows, k, columns;
+} am_region;
+
 am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
 
-/* A tile has up to AM_TILE_ROWS × AM_TILE_COLUMNS pairs and may begin anywhere. */
-am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
-                     ptrdiff_t columns);
-
 /* Sets bit i of bits[r] if pair (q + r, k + i) is live; bits from `columns` on are zero. Returns the exact
- * kind of the tile, and writes the bits only if the tile is mixed. */
-am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
-                     ptrdiff_t columns, uint64_t *bits);
+ * kind of the tile, and writes the bits only if the tile is mixed. A tile has up to AM_TILE_ROWS ×
+ * AM_TILE_COLUMNS pairs and may begin anywhere. */
+am_tile am_mask_bits(const am_mask *mask, const am_region *tile, uint64_t *bits);
 
 /* The bits of one query and up to AM_TILE_COLUMNS keys. Asks no summaries: for a few pairs it is faster. */
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,

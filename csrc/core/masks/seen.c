@@ -21,7 +21,7 @@ static uint64_t keys_of_tile(const am_mask *mask, const am_region *p)
 {
     if (p->rows == 1) return am_mask_row(mask, p->b, p->h, p->q, p->k, p->columns);
     uint64_t bits[ROWS], any = 0;
-    const am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, p->k, p->columns, bits);
+    const am_tile kind = am_mask_bits(mask, p, bits);
     if (kind == AM_FULL) return am_low_bits(p->columns);
     for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) any |= bits[r];
     return any;
@@ -124,7 +124,7 @@ static ptrdiff_t count_to_last(const am_mask *mask, const am_region *p)
     for (ptrdiff_t k = keys.begin, next; k < keys.end && found < p->rows; k = next) {
         uint64_t bits[ROWS];
         next = am_min(next_multiple(k, COLUMNS), keys.end);
-        const am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
+        const am_tile kind = am_mask_bits(mask, &(am_region){p->b, p->h, p->q, p->rows, k, next - k}, bits);
         if (kind == AM_FULL) found = p->rows;
         for (ptrdiff_t r = p->rows; kind == AM_MIXED && r > found; r--) {
             if (bits[r - 1]) found = r;

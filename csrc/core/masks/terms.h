@@ -4,11 +4,6 @@
 
 #include "core/masks/mask.h"
 
-/* The pairs that a question is about: rows × columns of them, beginning at (q, k). */
-typedef struct {
-    ptrdiff_t b, h, q, rows, k, columns;
-} am_region;
-
 /* What is known of the keys that the queries of one sequence see. */
 typedef enum {
     AM_SCATTERED, /* nothing */
