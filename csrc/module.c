@@ -15,17 +15,12 @@
 #endif
 
 /* The names of all levels that run here, best last. */
-static PyObject *available_levels(void)
+static const char *level_name(ptrdiff_t level)
 {
-    PyObject *names = PyList_New(0);
-    const am_kernels *kernels;
-    for (int level = 0; names && (kernels = am_isa_level(level)); level++) {
-        PyObject *name = PyUnicode_FromString(kernels->name);
-        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
-        Py_XDECREF(name);
-    }
-    return names;
+    const am_kernels *kernels = am_isa_level((int)level);
+    return kernels ? kernels->name : NULL;
 }
+static PyObject *available_levels(void) { return am_names(level_name); }
 
 /* The kernels called `name`; NULL with ValueError if there are none such here. */
 static const am_kernels *find_kernels(const char *source, const char *name)

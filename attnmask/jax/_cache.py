@@ -126,7 +126,7 @@ def attend(given: Given) -> KVCacheResult:
     shapes += [(first[name].shape, first[name].dtype) for name in written]
     no_gradients = "attnmask.jax.flash_attention_with_kvcache has no gradients: flash_attention has them"
     results = call.call_handler(
-        call.TARGETS[2],
+        "attnmask_flash_kvcache",
         words,
         [*first.values(), *arrays.taken],
         shapes,

@@ -20,7 +20,6 @@ from attnmask.jax._arguments import Learned, Spec, Wide
 from attnmask.jax._types import ByName, Shaped
 
 __all__ = [
-    "TARGETS",
     "alike",
     "backward",
     "call_handler",
@@ -33,35 +32,9 @@ __all__ = [
     "term_words",
 ]
 
-TARGETS = (  # names of the handlers
-    "attnmask_flash_forward",
-    "attnmask_flash_backward",
-    "attnmask_flash_kvcache",
-    "attnmask_linear_forward",
-    "attnmask_linear_backward",
-    "attnmask_linear_step",
-    "attnmask_convolution_forward",
-    "attnmask_convolution_backward",
-    "attnmask_convolution_step",
-)
 _VERSION = 3  # of the words
 _NORMALIZE, _GRAD_LSE, _PLACES, _PACKED, _PART = (1 << i for i in range(5))
-# Terms and operators by the number that the handlers have for them. Exported programs hold these: new ones come last.
-_KINDS = (
-    "all",
-    "band",
-    "chunk",
-    "keys",
-    "equal",
-    "sequences",
-    "dense",
-    "tiles",
-    "not",
-    "and",
-    "or",
-    "xor",
-    "diagonal",
-)
+_NODES = _core.mask_nodes()  # by their numbers in exported programs
 _TERMS = _core.term_names()  # numbered in the same way
 _NOTHING, _INTEGER, _NARROW, _WIDE, _ARGUMENT = range(5)
 
@@ -77,7 +50,7 @@ def registered() -> bool:
             # Before it has started JAX would keep them, and give the whole backend up if one is refused.
             jax.local_devices(backend="cpu")
             try:
-                for name, handler in zip(TARGETS, _core.xla_handlers(), strict=True):
+                for name, handler in _core.xla_handlers().items():
                     jax.ffi.register_ffi_target(name, handler, platform="cpu")
                 _accepted = True
             except Exception as error:
@@ -112,7 +85,7 @@ def register() -> tuple[str, ...]:
     """
     if not registered():
         raise RuntimeError("JAX refuses the C functions of this build of attnmask")
-    return TARGETS
+    return tuple(_core.xla_handlers())
 
 
 def to_jax(result: Any) -> Any:
@@ -150,7 +123,7 @@ def mask_words(nodes: Program) -> list[int]:
     words: list[int] = []
     for node in nodes:
         kind, *values = (node,) if isinstance(node, str) else node
-        words.append(_KINDS.index(kind))
+        words.append(_NODES.index(kind))
         for value in values:
             words += operand_words(value)
     return words
@@ -259,7 +232,7 @@ def forward(
     wide = wide_dtype(query.dtype)
     row = batch, queries, heads, value.shape[3]
     shapes = [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
-    return _call(TARGETS[0], spec, learned, others, shapes[:results])
+    return _call("attnmask_flash_forward", spec, learned, others, shapes[:results])
 
 
 def backward(
@@ -280,7 +253,7 @@ def backward(
         for name in names
     ]
     flags = _GRAD_LSE * (len(of_result) == 4)
-    gradients = _call(TARGETS[1], spec, learned, [*others, *of_result], shapes, flags, wanted)
+    gradients = _call("attnmask_flash_backward", spec, learned, [*others, *of_result], shapes, flags, wanted)
     found = dict(zip(names, gradients, strict=True))
     return tuple(
         found[name].reshape(learned[name].shape) if name in found else jax.numpy.zeros_like(learned[name])

@@ -259,7 +259,7 @@ def linear_attention(
             states += sequences * heads
     normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
     out, state = _differentiable(
-        call.TARGETS[3:5],
+        ("attnmask_linear_forward", "attnmask_linear_backward"),
         lambda flags: _words(flags | normalize, _scale_of(scale, rows), chunk_size),
         arrays,
         [(arrays["value"].shape, arrays["query"].dtype), ((sequences, heads, rows, columns), wide)],
@@ -343,7 +343,7 @@ def linear_attention_step(
         for name, x in arrays.items()
     }
     out, after = _in_place(
-        call.TARGETS[5],
+        "attnmask_linear_step",
         lambda flags: _words(flags | normalize, _scale_of(scale, rows)),
         by_row,
         (by_row["value"].shape, arrays["query"].dtype),
@@ -431,7 +431,7 @@ def short_convolution(
     arrays["x"] = jax.numpy.asarray(arrays["x"])[..., None]
     silu = 0 if activation is None else _SILU
     out, state = _differentiable(
-        call.TARGETS[6:8],
+        ("attnmask_convolution_forward", "attnmask_convolution_backward"),
         lambda flags: _words(flags | silu),
         arrays,
         [(arrays["x"].shape, dtype), ((sequences, channels, width - 1), dtype)],
@@ -492,7 +492,7 @@ def short_convolution_step(
     arrays["x"] = jax.numpy.asarray(arrays["x"])[:, None, :, None]
     silu = 0 if activation is None else _SILU
     out, after = _in_place(
-        call.TARGETS[8],
+        "attnmask_convolution_step",
         lambda flags: _words(flags | silu),
         arrays,
         (arrays["x"].shape, arrays["x"].dtype),

@@ -96,22 +96,23 @@ typedef struct {
     am_view view;
 } am_operand;
 
-/* A kind of term. */
+/* A kind of term, or an operator. */
 enum { AM_MOST_OPERANDS = 6 };
 typedef struct {
     const char *name;
     am_node_kind kind;
-    const char *operands; /* a letter each: b if an array has an axis for the batch, s if all rows share it */
+    const char *operands; /* a letter each: b if an array has an axis for the batch, s if all rows share it;
+                           * NULL: an operator */
     bool (*read)(am_request *r, am_node *node, const am_operand *operands);
-} am_term_form;
+} am_node_row;
 
-/* NULL if there is none of this kind, or of this name. */
-const am_term_form *am_term_of(am_node_kind kind);
-const am_term_form *am_term_named(const char *name);
+/* NULL if there is none of this number, by which exported programs know it, or of this name. */
+const am_node_row *am_node_row_at(ptrdiff_t number);
+const am_node_row *am_node_row_named(const char *name);
 
 /* A mask is read in postfix order, once its shape is set: begin, add terms and operators, and end. */
 bool am_mask_begin(am_request *r, ptrdiff_t most_nodes);
-bool am_mask_add(am_request *r, const am_term_form *form, const am_operand *operands);
+bool am_mask_add(am_request *r, const am_node_row *term, const am_operand *operands);
 bool am_mask_join(am_request *r, am_node_kind operator);
 /* Adds a mask of the same shape that is prepared and that the door keeps. */
 bool am_mask_include(am_request *r, const am_mask *mask);

@@ -283,7 +283,8 @@ static bool read_all(am_request *r, am_node *node, const am_operand *o)
     return true;
 }
 
-static const am_term_form forms[] = {
+/* Exported programs hold the places of these rows: new ones come last. */
+static const am_node_row rows[] = {
     {"all", AM_TERM_ALL, "", read_all},
     {"band", AM_TERM_BAND, "ssb", read_band},
     {"chunk", AM_TERM_CHUNK, "sbb", read_chunk},
@@ -292,22 +293,23 @@ static const am_term_form forms[] = {
     {"sequences", AM_TERM_SEQUENCES, "sssss", read_sequences},
     {"dense", AM_TERM_DENSE, "bbb", read_dense},
     {"tiles", AM_TERM_TILES, "bsssbb", read_tiles},
+    {"not", AM_NOT, NULL, NULL},
+    {"and", AM_AND, NULL, NULL},
+    {"or", AM_OR, NULL, NULL},
+    {"xor", AM_XOR, NULL, NULL},
     {"diagonal", AM_TERM_DIAGONAL, "ssbb", read_diagonal},
 };
-enum { FORMS = sizeof forms / sizeof *forms };
+enum { ROWS = sizeof rows / sizeof *rows };
 
-const am_term_form *am_term_of(am_node_kind kind)
+const am_node_row *am_node_row_at(ptrdiff_t number)
 {
-    for (int i = 0; i < FORMS; i++) {
-        if (forms[i].kind == kind) return &forms[i];
-    }
-    return NULL;
+    return 0 <= number && number < ROWS ? &rows[number] : NULL;
 }
 
-const am_term_form *am_term_named(const char *name)
+const am_node_row *am_node_row_named(const char *name)
 {
-    for (int i = 0; i < FORMS; i++) {
-        if (strcmp(forms[i].name, name) == 0) return &forms[i];
+    for (int i = 0; i < ROWS; i++) {
+        if (strcmp(rows[i].name, name) == 0) return &rows[i];
     }
     return NULL;
 }
@@ -333,11 +335,11 @@ static bool waits(am_request *r, int more)
     return r->waiting <= AM_MASK_DEPTH || reject(r, "too many operands wait at once");
 }
 
-bool am_mask_add(am_request *r, const am_term_form *form, const am_operand *operands)
+bool am_mask_add(am_request *r, const am_node_row *term, const am_operand *operands)
 {
     am_node *node = &r->mask.nodes[r->mask.node_count];
-    node->kind = form->kind;
-    if (!waits(r, 1) || !form->read(r, node, operands)) return false;
+    node->kind = term->kind;
+    if (!waits(r, 1) || !term->read(r, node, operands)) return false;
     r->mask.node_count++;
     return true;
 }

@@ -169,13 +169,13 @@ class CallFrame(ctypes.Structure):
     ]
 
 
-@pytest.mark.parametrize("index", range(9))
-def test_metadata(index):
+@pytest.mark.parametrize("name", _core.xla_handlers())
+def test_metadata(name):
     """The version is one that every jaxlib takes; what is not ours is left alone, as older ones have no such field."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
-        get_pointer(_core.xla_handlers()[index], None)
+        get_pointer(_core.xla_handlers()[name], None)
     )
     metadata = Metadata(state_type_id=77, traits=5, version=Version(major=9, minor=9))
     extension = MetadataExtension(

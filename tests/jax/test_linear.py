@@ -411,13 +411,19 @@ def test_handlers_refuse_what_does_not_fit():
     }
     out, state, kept = (B, T, H, V), (B, H, K, V), (B, 2 * H * 2, K * 16)
     calls = [
-        (3, "attention", [], 7, [out, state]),
-        (3, "attention", [], 7 | 32, [out, state, kept]),
-        (4, "attention", [kept, out, state], 7 | 64, shapes["attention"]),
-        (5, "step", [], 3, [(B, 1, H, V), state]),
-        (6, "convolution", [], 4 | 128, [(B, T, 7, 1), (B, 7, 3)]),
-        (7, "convolution", [(B, T, 7, 1), (B, 7, 3)], 4 | 64 | 128, shapes["convolution"]),
-        (8, "convolution step", [], 128, [(B, 1, 7, 1), (B, 7, 3)]),
+        ("linear_forward", "attention", [], 7, [out, state]),
+        ("linear_forward", "attention", [], 7 | 32, [out, state, kept]),
+        ("linear_backward", "attention", [kept, out, state], 7 | 64, shapes["attention"]),
+        ("linear_step", "step", [], 3, [(B, 1, H, V), state]),
+        ("convolution_forward", "convolution", [], 4 | 128, [(B, T, 7, 1), (B, 7, 3)]),
+        (
+            "convolution_backward",
+            "convolution",
+            [(B, T, 7, 1), (B, 7, 3)],
+            4 | 64 | 128,
+            shapes["convolution"],
+        ),
+        ("convolution_step", "convolution step", [], 128, [(B, 1, 7, 1), (B, 7, 3)]),
     ]
     refused = 0
     for target, kind, more, flags, results in calls:
@@ -443,7 +449,7 @@ def test_handlers_refuse_what_does_not_fit():
                 else {}
             )
             run = jax.ffi.ffi_call(
-                call.TARGETS[target],
+                f"attnmask_{target}",
                 [jax.ShapeDtypeStruct(shape, np.float32) for shape in given],
                 input_output_aliases=aliases,
             )

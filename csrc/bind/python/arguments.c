@@ -88,6 +88,18 @@ static bool is_of_ml_dtypes(PyArray_Descr *dtype, const char *wanted, npy_intp s
            strcmp(dot ? dot + 1 : name, wanted) == 0;
 }
 
+PyObject *am_names(const char *name_of(ptrdiff_t i))
+{
+    PyObject *names = PyList_New(0);
+    const char *text;
+    for (ptrdiff_t i = 0; names && (text = name_of(i)); i++) {
+        PyObject *name = PyUnicode_FromString(text);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
 am_dtype am_dtype_of(PyArray_Descr *dtype)
 {
     int size = (int)PyDataType_ELSIZE(dtype);

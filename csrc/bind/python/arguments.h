@@ -33,6 +33,9 @@ typedef struct {
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
              Py_ssize_t count);
 
+/* A list of the names from that of 0 on, up to NULL. */
+PyObject *am_names(const char *name_of(ptrdiff_t i));
+
 am_dtype am_dtype_of(PyArray_Descr *dtype);
 am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows float8, too */
 

@@ -4,18 +4,14 @@
 
 #include <string.h>
 
+static const char *name_of(ptrdiff_t kind)
+{
+    return kind < AM_LOGIT_KIND_COUNT ? am_logit_rows[kind].name : NULL;
+}
 PyObject *am_term_names(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    PyObject *names = PyTuple_New(AM_LOGIT_KIND_COUNT);
-    for (int kind = 0; names && kind < AM_LOGIT_KIND_COUNT; kind++) {
-        PyObject *name = PyUnicode_FromString(am_logit_rows[kind].name);
-        if (name)
-            PyTuple_SET_ITEM(names, kind, name);
-        else
-            Py_CLEAR(names);
-    }
-    return names;
+    return am_names(name_of);
 }
 
 static int to_term(am_request *r, PyObject *tuple, PyArrayObject **array)

@@ -56,11 +56,12 @@ static int read_term(am_mask_arg *arg, PyObject *term)
     const char *name = size && PyUnicode_Check(PyTuple_GET_ITEM(term, 0))
                            ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(term, 0))
                            : NULL;
-    const am_term_form *form = name ? am_term_named(name) : NULL;
-    if (!form) return am_reject(PyExc_ValueError, "nodes", "terms that begin with their name", term);
+    const am_node_row *row = name ? am_node_row_named(name) : NULL;
+    if (!row || !row->operands)
+        return am_reject(PyExc_ValueError, "nodes", "terms that begin with their name", term);
     /* Python has added the offsets of sequences, which come last, to the limits. */
-    const Py_ssize_t most = (Py_ssize_t)strlen(form->operands),
-                     least = most - (form->kind == AM_TERM_SEQUENCES);
+    const Py_ssize_t most = (Py_ssize_t)strlen(row->operands),
+                     least = most - (row->kind == AM_TERM_SEQUENCES);
     if (size - 1 < least || size - 1 > most) {
         PyErr_Format(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
         return -1;
@@ -69,23 +70,20 @@ static int read_term(am_mask_arg *arg, PyObject *term)
     for (Py_ssize_t i = 1; i < size; i++) {
         if (am_read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
     }
-    return am_raise_refused(&arg->request, am_mask_add(&arg->request, form, operands));
+    return am_raise_refused(&arg->request, am_mask_add(&arg->request, row, operands));
 }
 
 /* Reads a term, an operator or a prepared mask. */
 static int read_node(am_mask_arg *arg, PyObject *object)
 {
-    static const char *const operators[] = {"not", "and", "or", "xor"};
     am_request *r = &arg->request;
     if (PyCapsule_IsValid(object, PREPARED)) {
         const am_mask_arg *prepared = PyCapsule_GetPointer(object, PREPARED);
         return am_raise_refused(r, am_mask_include(r, &prepared->request.mask));
     }
-    for (int i = 0; PyUnicode_Check(object) && i < 4; i++) {
-        if (PyUnicode_CompareWithASCIIString(object, operators[i]) == 0)
-            return am_raise_refused(r, am_mask_join(r, AM_NOT + i));
-    }
-    return read_term(arg, object);
+    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
+    const am_node_row *row = name ? am_node_row_named(name) : NULL;
+    return row && !row->operands ? am_raise_refused(r, am_mask_join(r, row->kind)) : read_term(arg, object);
 }
 
 /* The number of nodes that an object stands for. */
@@ -341,7 +339,20 @@ fail:
     return result;
 }
 
+static const char *node_name(ptrdiff_t i)
+{
+    const am_node_row *row = am_node_row_at(i);
+    return row ? row->name : NULL;
+}
+static PyObject *mask_nodes(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return am_names(node_name);
+}
+
 PyMethodDef am_mask_methods[] = {
+    {"mask_nodes", mask_nodes, METH_NOARGS,
+     "mask_nodes($module, /)\n--\n\nThe names of terms and operators, in the order of their numbers."},
     AM_METHOD(mask_prepare, "shape, nodes",
               "Reads a mask once, so that it can be a term of other masks of the same shape."),
     AM_METHOD(mask_fill, "shape, nodes, dtype, live, dead, out"),

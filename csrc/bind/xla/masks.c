@@ -16,33 +16,24 @@ static bool check_additive(am_xla_call *c, const am_view *v)
                        "is to be added to logits, pass it as `bias`");
 }
 
-static bool read_term(am_xla_call *c, am_node_kind kind)
+static bool read_term(am_xla_call *c, const am_node_row *term)
 {
-    const am_term_form *form = am_term_of(kind);
     am_operand operands[AM_MOST_OPERANDS];
-    for (int i = 0; form->operands[i]; i++) {
-        if (!am_xla_next_operand(c, form->operands[i] == 'b', AM_INT64, &operands[i])) return false;
+    for (int i = 0; term->operands[i]; i++) {
+        if (!am_xla_next_operand(c, term->operands[i] == 'b', AM_INT64, &operands[i])) return false;
     }
-    return am_mask_add(&c->request, form, operands) &&
-           (kind != AM_TERM_DENSE || check_additive(c, &operands[0].view));
+    return am_mask_add(&c->request, term, operands) &&
+           (term->kind != AM_TERM_DENSE || check_additive(c, &operands[0].view));
 }
-
-/* What words say of terms and operators: by the numbers of exported programs, so new kinds come last. */
-static const am_node_kind kinds[] = {
-    AM_TERM_ALL,   AM_TERM_BAND, AM_TERM_CHUNK, AM_TERM_KEYS, AM_TERM_EQUAL, AM_TERM_SEQUENCES, AM_TERM_DENSE,
-    AM_TERM_TILES, AM_NOT,       AM_AND,        AM_OR,        AM_XOR,        AM_TERM_DIAGONAL,
-};
 
 bool am_xla_read_mask(am_xla_call *c, const am_node *more, int more_count)
 {
     am_request *r = &c->request;
     if (!am_mask_begin(r, c->words_end - c->words + 2 * more_count)) return false;
     while (c->words < c->words_end) {
-        const int64_t word = *c->words++;
-        if (word < 0 || (size_t)word >= sizeof kinds / sizeof *kinds)
-            return am_xla_fail(c, "words: the mask is no expression");
-        if (kinds[word] < AM_TERM_KINDS ? !read_term(c, kinds[word]) : !am_mask_join(r, kinds[word]))
-            return false;
+        const am_node_row *row = am_node_row_at(*c->words++);
+        if (!row) return am_xla_fail(c, "words: the mask is no expression");
+        if (row->operands ? !read_term(c, row) : !am_mask_join(r, row->kind)) return false;
     }
     return am_mask_end(r, more, more_count);
 }

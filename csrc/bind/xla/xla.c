@@ -357,34 +357,33 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
         Py_INCREF(module); /* XLA keeps handlers for good */
         state = am_state_of(module);
     }
-    am_xla_handler *const handlers[] = {
-        forward_handler,
-        backward_handler,
-        am_xla_kvcache_handler,
-        am_xla_linear_handler,
-        am_xla_linear_gradients_handler,
-        am_xla_linear_step_handler,
-        am_xla_convolution_handler,
-        am_xla_convolution_gradients_handler,
-        am_xla_convolution_step_handler,
+    static const struct {
+        const char *name;
+        am_xla_handler *handler;
+    } handlers[] = {
+        {"attnmask_flash_forward", forward_handler},
+        {"attnmask_flash_backward", backward_handler},
+        {"attnmask_flash_kvcache", am_xla_kvcache_handler},
+        {"attnmask_linear_forward", am_xla_linear_handler},
+        {"attnmask_linear_backward", am_xla_linear_gradients_handler},
+        {"attnmask_linear_step", am_xla_linear_step_handler},
+        {"attnmask_convolution_forward", am_xla_convolution_handler},
+        {"attnmask_convolution_backward", am_xla_convolution_gradients_handler},
+        {"attnmask_convolution_step", am_xla_convolution_step_handler},
     };
-    enum { COUNT = sizeof handlers / sizeof *handlers };
-    PyObject *capsules = PyTuple_New(COUNT);
-    for (int i = 0; capsules && i < COUNT; i++) {
+    PyObject *capsules = PyDict_New();
+    for (size_t i = 0; capsules && i < sizeof handlers / sizeof *handlers; i++) {
         void *pointer;
-        memcpy(&pointer, &handlers[i], sizeof pointer);
+        memcpy(&pointer, &handlers[i].handler, sizeof pointer);
         PyObject *capsule = PyCapsule_New(pointer, NULL, NULL);
-        if (capsule)
-            PyTuple_SET_ITEM(capsules, i, capsule);
-        else
-            Py_CLEAR(capsules);
+        if (!capsule || PyDict_SetItemString(capsules, handlers[i].name, capsule) < 0) Py_CLEAR(capsules);
+        Py_XDECREF(capsule);
     }
     return capsules;
 }
 
 PyMethodDef am_xla_methods[] = {
     {"xla_handlers", xla_handlers, METH_NOARGS,
-     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules, in the "
-     "order of attnmask.jax's names."},
+     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules by name."},
     {.ml_name = NULL},
 };
