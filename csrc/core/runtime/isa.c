@@ -5,6 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
+
 #if defined(__x86_64__)
 #    include <cpuid.h>
 #    ifdef __linux__
@@ -45,15 +47,15 @@ static bool has_tiles(unsigned leaf7_edx)
 static int highest_level(void)
 {
     unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & LEAF1_ECX) != LEAF1_ECX) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & LEAF1_ECX) != LEAF1_ECX) return BASELINE;
     unsigned saved = saved_registers();
-    if ((saved & XCR0_YMM) != XCR0_YMM) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & LEAF7_EBX_AVX2) != LEAF7_EBX_AVX2) return 0;
-    if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM) return 1;
+    if ((saved & XCR0_YMM) != XCR0_YMM) return BASELINE;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & LEAF7_EBX_AVX2) != LEAF7_EBX_AVX2) return BASELINE;
+    if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM) return AVX2;
     const unsigned leaf7_edx = d;
     if (!(c & LEAF7_ECX_VNNI) || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & LEAF7_1_EAX_BF16))
-        return 2;
-    return has_tiles(leaf7_edx) ? 5 : 4;
+        return AVX512;
+    return has_tiles(leaf7_edx) ? AMX : AVX512BF16;
 }
 
 static bool is_intel(void)
@@ -62,14 +64,13 @@ static bool is_intel(void)
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
 }
 #else
-static int highest_level(void) { return 0; }
+static int highest_level(void) { return BASELINE; }
 static bool is_intel(void) { return false; }
 #endif
 
 bool am_prefetch_near;
 
 /* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
-enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
 static am_kernels ladder[LEVELS], plain;
 static int built; /* the highest of them that this build has */
 
