@@ -8,7 +8,10 @@
 #include "core/cache/formats.h"
 #include "core/sequences/packed.h"
 
-enum { TILE = AM_FLASH_TILE };
+enum {
+    TILE = AM_FLASH_TILE,
+    AHEAD = 16, /* rows in pages of one token that are prefetched before they are copied */
+};
 
 /* The state of a shared tile. The first task that needs it packs it; a task that needs it meanwhile packs for
  * itself. */
@@ -350,6 +353,16 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     return rows;
 }
 
+/* Prefetches a row of a page of one token: these may lie anywhere. Over 2,048 of them, one query takes 0.28
+ * to 0.48 of the time. */
+static void prefetch_row(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t key,
+                         ptrdiff_t bytes)
+{
+    if (key >= f->keys) return;
+    const char *row = run_of(f, t, at, (am_range){key, key + 1}).data;
+    for (ptrdiff_t i = 0; row && i < bytes; i += AM_LINE) __builtin_prefetch(row + i);
+}
+
 /* Keys or values of the tile in whole lanes of `width` numbers. They are `direct`, where they lie, if they do
  * so one after the other, or in pages if `in_pages`; else copied. */
 static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t width,
@@ -374,6 +387,7 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
     rows = (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * size};
     for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.step) {
         run = run_of(f, t, at, keys);
+        if (f->pages.table && f->pages.size == 1) prefetch_row(f, t, at, keys.begin + AHEAD, count * size);
         if (run.data)
             am_copy_lanes(copy, t, run.data, run.count, count, width);
         else
