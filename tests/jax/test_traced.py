@@ -332,12 +332,12 @@ def test_a_program_of_another_version():
     attnmask.jax.register()
     x = jax.numpy.ones((1, 4, 1, 8))
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    good = [2, 1, 0, 3, 0]
+    good = [attnmask.jax._call._VERSION, 1, 0, 3, 0]
     start, cap = good[:4], [3, int(np.float64(2).view(np.int64)), 0, 0, 0, 0, 0]
     cases = [
         [],
         [1],
-        [2, 1, 0, 9, 0, 0],
+        [*start[:3], 9, 0, 0],
         [*start, 99, 0],
         [*start, 1, 99, *cap[1:], 0],
         [*start, 1, 3, 0, *cap[2:], 0],
@@ -349,12 +349,14 @@ def test_a_program_of_another_version():
         [*good, 0, 0],
         [*good, 3, 2, 0, 2, 0],
         [*good, 4, 2, 9, 2, 0, 1, 0],
-        [2, 1],
+        good[:2],
     ]
+    call = jax.ffi.ffi_call("attnmask_flash_forward", shape, vmap_method="expand_dims")
     for words in cases:
-        call = jax.ffi.ffi_call("attnmask_flash_forward", shape, vmap_method="expand_dims")
-        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT(?!.*another version)"):
             call(x, x, x, words=np.array(words, np.int64))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version of attnmask has made them"):
+        call(x, x, x, words=np.array([good[0] - 1, *good[1:], 0], np.int64))
     np.testing.assert_array_equal(call(x, x, x, words=np.array([*good, 0], np.int64)), x)
 
 
