@@ -3,13 +3,12 @@
 Each function returns a new state, or the one that it was given if there is nothing to change.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import (
     FARTHEST,
@@ -25,9 +24,9 @@ from attnmask._common.arguments import (
     per_row,
     windows,
 )
+from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array
 from attnmask._common.warnings import warn_once
-from attnmask._masks import convert as masks
 from attnmask._masks.derived import labels_of_tokens, mask_of_dtype, segment_ids
 from attnmask._masks.program import Shape, Terms, agree, axis_length, cropped, extents, fill, join, same
 from attnmask._masks.state import BOOL, FLAGS, Ids, Labels, State
@@ -275,36 +274,8 @@ def _within(q_ids: Ids, kv_ids: Ids, limits: tuple[Limit, Limit], shift: PerRow,
         return band(*limits, shift)
     if q_ids.shape[-1] + kv_ids.shape[-1] > _INT32_MAX:
         raise ValueError("within_segments must be False for 2**31 tokens and more, got True")
-    rows, sides = _broadcast(q_ids, kv_ids)
-    (q_segments, q_ends, runs, lengths), (kv_segments, kv_ends, *_) = (
-        _ends(ids, bottom_right) for ids in sides
-    )
-    found = np.minimum(np.searchsorted(kv_segments, q_segments), max(len(kv_segments) - 1, 0))
-    known = kv_segments[found] == q_segments if len(kv_segments) else np.zeros(len(q_segments), bool)
-    moved = np.zeros(len(q_segments) + 1, np.int32)  # the last one is for padding
-    moved[:-1][known] = kv_ends[found[known]] - q_ends[known]
-    if not moved.any():
-        return band(*limits, shift)
-    at = np.repeat(moved[runs], lengths).reshape(*rows, -1)
-    at += np.arange(at.shape[-1], dtype=np.int32)
-    return diagonal(*limits, shift, frozen(at))
-
-
-def _ends(
-    ids: Ids, last: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp], NDArray[np.intp]]:
-    """The segments of all rows, where in its row each begins, or has its last token; and of each run its segment's
-    number, which is -1 for padding, and its length.
-    """
-    lengths, valid, segment = _runs(ids)
-    begins = np.cumsum(lengths) - lengths
-    places = (begins + lengths - 1 if last else begins)[valid] % max(ids.shape[1], 1)
-    segments, number = np.unique(segment, return_inverse=True)
-    ends = np.zeros(len(segments), np.int64) if last else np.full(len(segments), ids.shape[1])
-    (np.maximum if last else np.minimum).at(ends, number, places)
-    runs = np.full(len(lengths), -1)
-    runs[valid] = number
-    return segments, ends, runs, lengths
+    at = _core.queries_among_keys(q_ids, kv_ids, bottom_right)
+    return band(*limits, shift) if at is None else diagonal(*limits, shift, frozen(at))
 
 
 def _extent_with(state: State, nodes: tuple[Node, ...]) -> Extent:
@@ -367,22 +338,8 @@ def prefix(state: State, lengths: ArrayLike) -> State:
     assert q_ids is not None
     assert kv_ids is not None
     length = np.reshape(given, (-1, *(1,) * (kv_ids.ndim - 1)))
-    first = equal(q_ids, frozen(np.where(_places(kv_ids) < length, kv_ids, np.int32(-1))))
+    first = equal(q_ids, frozen(np.where(_core.count_earlier_tokens(kv_ids) < length, kv_ids, np.int32(-1))))
     return _with_terms(state, first, "or", extent=_extent_with(state, (first,)))
-
-
-def _places(ids: Ids) -> NDArray[np.int64]:
-    """Return how many tokens of the same segment come before each token; anything for padding."""
-    rows = ids.reshape(-1, ids.shape[-1]) if ids.size else ids.reshape(0, 0)
-    lengths, valid, segment = _runs(rows)
-    order = valid[np.argsort(segment, kind="stable")]
-    through = np.cumsum(lengths[order])
-    before = np.zeros(len(lengths), np.int64)
-    first = np.diff(np.sort(segment), prepend=-1) != 0  # of the runs of each segment
-    before[order] = through - lengths[order]
-    before[order] -= np.maximum.accumulate(np.where(first, before[order], 0))
-    places = masks.positions_from_segment_ids(rows) + np.repeat(before, lengths).reshape(rows.shape)
-    return places.reshape(ids.shape)
 
 
 def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:
@@ -422,65 +379,16 @@ def _by_row(value: PerRow, axes: int) -> PerRow:
     return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
 
-def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
-    """The runs of equal ids in each of the rows: their lengths, and of those that are no padding which they are and
-    what tells their segments apart, which is the row and then the id.
-    """
-    begins = np.empty(ids.shape, bool)
-    begins[:, :1] = True
-    np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-    begin = np.flatnonzero(begins)
-    segment = ids.reshape(-1)[begin]
-    valid = np.flatnonzero(segment >= 0)
-    row = begin[valid] // max(ids.shape[1], 1)
-    return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
-
-
-def _broadcast(q_ids: Ids, kv_ids: Ids) -> tuple[tuple[int, ...], list[Ids]]:
-    """The axes before that of tokens that both have in common, and both with one axis in their place; once if they are
-    the same.
-    """
-    if q_ids.ndim != kv_ids.ndim:
-        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
-    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
-    sides = [
-        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
-        for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
-    ]
-    return rows, sides
-
-
 def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:
     """Number the chunks of each row's segments from 1, counted from each segment's start; -1 for padding.
 
     Queries are `shift` places further, and have -1, too, where that is in no chunk of their segment.
     """
-    rows, sides = _broadcast(q_ids, kv_ids)
-    moved = not isinstance(shift, int) or shift != 0
-    if moved and len(sides) == 1:
-        sides *= 2
-    lengths, valid, keys = zip(*map(_runs, sides), strict=True)
-    longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
-    segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
-    chunks = np.zeros(len(segments), np.int64)
-    np.maximum.at(chunks, segment, -(-longest // min(size, _INT32_MAX)))
-    before = np.cumsum(chunks) - chunks
-    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts from 0
-    results: list[Ids] = []
-    for ids, runs, live, own in zip(sides, lengths, valid, np.split(segment, [len(valid[0])]), strict=False):
-        places = masks.positions_from_segment_ids(ids)
-        first, count = np.zeros((2, len(runs)), np.int32)
-        first[live], count[live] = before[own] + 1, chunks[own]
-        firsts = np.repeat(first, runs).reshape(ids.shape)
-        if moved and not results:
-            by_row = np.repeat(np.broadcast_to(np.asarray(shift, np.int64), rows[:1]), math.prod(rows[1:]))
-            chunk_of = (places + by_row[:, None]) // min(size, ALL_PLACES)
-            inside = (chunk_of >= 0) & (chunk_of < np.repeat(count, runs).reshape(ids.shape))
-            numbers = np.where(inside & (ids >= 0), chunk_of + firsts, -1).astype(np.int32)
-        else:  # padding has position -1, so its chunk is -1 as well
-            numbers = places // np.int32(min(size, _INT32_MAX)) + firsts
-        results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
-    return results[0], results[-1]
+    same = q_ids is kv_ids and isinstance(shift, int) and shift == 0
+    shifts = np.atleast_1d(np.asarray(shift, np.int64))
+    chunks, kv_chunks = _core.chunks_of_segments(q_ids, None if same else kv_ids, size, shifts)
+    chunks = frozen(chunks)
+    return chunks, chunks if same else frozen(kv_chunks)
 
 
 def token_type_ids(

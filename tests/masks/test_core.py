@@ -468,3 +468,101 @@ def test_long_masks_are_cheap():
     assert _core.mask_count((1, 1, tokens, tokens), nodes)[0, 0] == sum(
         min(q, 4096) + 1 for q in range(tokens)
     )
+
+
+def numbers_twin(q_ids, kv_ids, size, shift):
+    """Earlier tokens of a row's queries, their positions by the first and last tokens, and chunks of both sides."""
+    runs = []
+    for side, ids in enumerate((q_ids, kv_ids)):
+        for place, segment in enumerate(ids):
+            if place == 0 or segment != ids[place - 1]:
+                runs.append((segment, side, []))
+            runs[-1][2].append(place)
+    earlier, first, last = np.full(len(q_ids), -1), *np.tile(np.arange(len(q_ids)), (2, 1))
+    chunks = np.full(len(q_ids), -1), np.full(len(kv_ids), -1)
+    next_chunk = 1
+    for segment in sorted({segment for segment, *_ in runs if segment >= 0}):
+        own = [(side, places) for other, side, places in runs if other == segment]
+        queries, keys = ([place for one, places in own if one == side for place in places] for side in (0, 1))
+        earlier[queries] = np.arange(len(queries))
+        if queries and keys:
+            first[queries] += keys[0] - queries[0]
+            last[queries] += keys[-1] - queries[-1]
+        count = max((len(places) + size - 1) // size for _, places in own)
+        for side, places in own:
+            for i, place in enumerate(places):
+                chunk = (i + (0 if side else shift)) // size
+                chunks[side][place] = next_chunk + chunk if 0 <= chunk < count else -1
+        next_chunk += count
+    return earlier, first, last, *chunks
+
+
+def some_ids(rng, shape):
+    """In order or not, with runs of one token or several, of few or many ids."""
+    ids = rng.choice(
+        [[-(2**31), -2, -1, 0, 1, 255], [0, 1, 2, 256, 2**16, 2**31 - 1]][rng.integers(2)], shape
+    )
+    ids = [ids, np.sort(ids), np.repeat(ids, 5, axis=-1)[..., : shape[-1]]][rng.integers(3)].astype(np.int32)
+    return np.ascontiguousarray(ids[..., ::-1])[..., ::-1] if rng.random() < 0.2 else ids
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", range(100))
+def test_numbers_of_tokens(seed, threads, set_threads):
+    set_threads(threads)
+    rng = np.random.default_rng(seed)
+    batch, heads, *tokens = (int(rng.choice(sizes)) for sizes in ([0, 1, 3], [0, 1, 2], *2 * [[0, 1, 9, 90]]))
+    leads = [[(batch,), (batch, 1), (batch, heads), (1, heads)][kind] for kind in rng.integers(4, size=2)]
+    q_ids, kv_ids = (some_ids(rng, (*lead, count)) for lead, count in zip(leads, tokens, strict=True))
+    size = int(rng.choice([1, 2, 7, 64, 2**31, 2**62]))
+    q_rows, kv_rows = (
+        ids[:, None] if ids.ndim == 2 and max(map(len, leads)) == 2 else ids for ids in (q_ids, kv_ids)
+    )
+    rows = np.broadcast_shapes(q_rows.shape[:-1], kv_rows.shape[:-1])
+    shifts = rng.choice([0, 1, -3, 60, 2**59, -(2**59)], rows[0] if rng.random() < 0.5 else 1)
+    expected = [np.empty((*rows, tokens[side]), np.int32) for side in (0, 0, 0, 0, 1)]
+    q_rows, kv_rows = (np.broadcast_to(ids, (*rows, ids.shape[-1])) for ids in (q_rows, kv_rows))
+    for row in np.ndindex(rows):
+        shift = int(shifts[row[0] % len(shifts)])
+        found = numbers_twin(q_rows[row].tolist(), kv_rows[row].tolist(), size, shift)
+        for array, numbers in zip(expected, found, strict=True):
+            array[row] = numbers
+    aligned = [_core.queries_among_keys(q_ids, kv_ids, last) for last in (False, True)]
+    still = np.broadcast_to(np.arange(tokens[0], dtype=np.int32), expected[1].shape)
+    for found, positions in zip(aligned, expected[1:3], strict=True):
+        assert (found is None) == np.array_equal(positions, still)
+        np.testing.assert_array_equal(still if found is None else found, positions, strict=True)
+    earlier = _core.count_earlier_tokens(q_ids)
+    assert earlier.shape == q_ids.shape
+    wide = np.broadcast_to(
+        earlier.reshape(*q_ids.shape[:1], *(1,) * (len(rows) + 1 - q_ids.ndim), *q_ids.shape[1:]),
+        expected[0].shape,
+    )
+    np.testing.assert_array_equal(wide, expected[0], strict=True)
+    for found, chunks in zip(
+        _core.chunks_of_segments(q_ids, kv_ids, size, shifts), expected[3:], strict=True
+    ):
+        np.testing.assert_array_equal(found, chunks, strict=True)
+
+
+def test_chunks_of_the_same_ids_are_one_array():
+    ids = np.array([[0, 0, 0, 2, 2, -1, 0]], np.int32)
+    chunks, same = _core.chunks_of_segments(ids, None, 2, np.zeros(1, np.int64))
+    assert chunks is same
+    np.testing.assert_array_equal(chunks, [[1, 1, 2, 3, 3, -1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((np.zeros((1, 2)), None, 1, np.zeros(1, np.int64)), TypeError, "q_ids must be an array of integers"),
+        ((np.zeros((1, 2), np.int64), None, 1, np.zeros(1, np.int64)), TypeError, "q_ids must be an array of int32"),
+        ((np.zeros((2, 2), np.int32), np.zeros((3, 2), np.int32), 1, np.zeros(1, np.int64)), ValueError, "rows as q"),
+        ((np.zeros((2, 2), np.int32), None, 1, np.zeros(3, np.int64)), ValueError, "shifts must be int64 of shape"),
+        ((np.zeros((2, 2), np.int32), None, 1, np.zeros(2)), ValueError, "shifts must be int64 of shape"),
+        ((np.zeros((2, 2), np.int32), None, 0, np.zeros(1, np.int64)), ValueError, "size must be"),
+    ],
+)  # fmt: skip
+def test_ids_without_numbers(arguments, error, words):
+    with pytest.raises(error, match=words):
+        _core.chunks_of_segments(*arguments)

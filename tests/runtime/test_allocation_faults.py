@@ -167,6 +167,16 @@ def packed_cache(rng: Rng) -> Arguments:
     return cache(rng, (150,), 50, np.int8) | more | {"return_lse": True}
 
 
+def many_segments(rng: Rng) -> Arguments:
+    """Runs of ids in disorder, of which there are more than memory is made for at first."""
+    return {name: rng.integers(-1, 9, (2, 200), np.int32) for name in ("q_segment_ids", "kv_segment_ids")}
+
+
+def within_segments(**ids: Any) -> Any:
+    mask = MaskInfo.from_segments(**ids).apply_chunked(3, 1, within_segments=True)
+    return mask.apply_prefix(2), mask.q_segment_ids
+
+
 def linear(rng: Rng, heads: int, key_heads: int) -> Arguments:
     """With NaN, for which gradients are found token by token."""
     value = floats(rng, 1, 150, heads, 32)
@@ -217,6 +227,7 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "packed cache": (kvcache, packed_cache),
     "schedule": (lambda **a: str(_schedule(2, **a)), lambda rng: tokens(rng, 130, 140, (2, 2))),
     "strict ids": (attnmask.mask_to_segment_ids, lambda rng: ids),
+    "within segments": (within_segments, many_segments),
     "cumulative sums": (attnmask.chunk_global_cumsum, lambda rng: {"s": floats(rng, 1, 50_000, 6)}),
     "one head": (linear_vjp, lambda rng: linear(rng, 1, 1)),
     "heads that share keys": (linear_vjp, lambda rng: linear(rng, 4, 2)),

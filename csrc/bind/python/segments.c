@@ -1,12 +1,15 @@
 /* segments.c – bindings of the functions on segment ids. */
 #include "bind/python/counts.h"
 #include "bind/python/mask_arrays.h"
+#include "core/runtime/sizes.h"
 #include "core/sequences/extents.h"
 #include "core/sequences/equal_lines.h"
 #include "core/sequences/segments.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#define LONGEST_CHUNK ((npy_intp)1 << 60) /* holds every key, and every query at the furthest shift */
 
 /* --- From masks to ids --- */
 
@@ -386,6 +389,121 @@ fail:
     return result;
 }
 
+/* --- Numbers of tokens --- */
+
+/* Describes int32 ids of the same rows: a side of length 1 along an axis is the same for all rows there. Keys
+ * are none if `arrays[1]` is NULL. */
+static int read_sides(PyArrayObject *const arrays[2], am_ids ids[2])
+{
+    static const char *const names[] = {"q_ids", "kv_ids"};
+    for (int side = 0; side < 2 && arrays[side]; side++) {
+        if (read_ids(arrays[side], names[side], 2, 3, &ids[side]) < 0) return -1;
+        if (ids[side].type != AM_INT32)
+            return am_reject(PyExc_TypeError, names[side], "an array of int32", (PyObject *)arrays[side]);
+    }
+    if (!arrays[1]) ids[1] = ids[0], ids[1].shape[AM_ID_AXES - 1] = 0;
+    for (int axis = 0; axis < AM_ID_AXES - 1; axis++) {
+        for (int side = 0; side < 2; side++) {
+            if (ids[side].shape[axis] != 1) continue;
+            ids[side].stride[axis] = 0;
+            ids[side].shape[axis] = ids[1 - side].shape[axis];
+        }
+        if (ids[0].shape[axis] != ids[1].shape[axis])
+            return am_reject(PyExc_ValueError, "kv_ids", "of as many rows as q_ids", (PyObject *)arrays[1]);
+    }
+    return 0;
+}
+
+/* Makes new arrays of numbers: of queries, and of keys if they have chunks. */
+static int number_tokens(PyObject *module, am_numbering *n, PyArrayObject *const arrays[2],
+                         PyArrayObject *numbers[2])
+{
+    static const int64_t still = 0;
+    const int sides = n->what == AM_CHUNKS && arrays[1] ? 2 : 1;
+    const bool heads = PyArray_NDIM(arrays[0]) == 3 || (arrays[1] && PyArray_NDIM(arrays[1]) == 3);
+    npy_intp tokens = PyArray_SIZE(arrays[0]);
+    if (!n->shifts) n->shifts = (const char *)&still;
+    for (int side = 0; side < sides; side++) {
+        npy_intp shape[AM_ID_AXES] = {n->ids[side].shape[0], n->ids[side].shape[1]};
+        shape[1 + heads] = n->ids[side].shape[2];
+        numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
+        if (!numbers[side]) return -1;
+        n->dst[side] = PyArray_DATA(numbers[side]);
+        tokens += PyArray_SIZE(numbers[side]);
+    }
+    am_call call;
+    am_enter(&call, module, tokens);
+    am_status status = am_number_tokens(&call.context, n);
+    am_leave(&call);
+    if (status == AM_OK) return 0;
+    am_raise(status, "the number of a token does not fit int32");
+    return -1;
+}
+
+/* Returns how many tokens of the same segment come before each token. */
+static PyObject *count_earlier_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL};
+    am_numbering n = {.what = AM_EARLIER_TOKENS};
+    const am_param params[] = {{"q_ids", am_to_array, &ids[0]}};
+    if (am_parse("count_earlier_tokens", args, nargs, params, 1) == 0 && read_sides(ids, n.ids) == 0 &&
+        number_tokens(module, &n, ids, numbers) < 0)
+        Py_CLEAR(numbers[0]);
+    Py_XDECREF(ids[0]);
+    return (PyObject *)numbers[0];
+}
+
+/* Returns where queries lie among the keys if the first (or last) token of each segment is the same; None if
+ * all stay. */
+static PyObject *queries_among_keys(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL};
+    PyObject *result = NULL;
+    am_numbering n = {0};
+    bool last;
+    const am_param params[] = {
+        {"q_ids", am_to_array, &ids[0]}, {"kv_ids", am_to_array, &ids[1]}, {"last", am_to_bool, &last}};
+    if (am_parse("queries_among_keys", args, nargs, params, 3) < 0 || read_sides(ids, n.ids) < 0) goto fail;
+    n.what = last ? AM_SAME_LAST_TOKEN : AM_SAME_FIRST_TOKEN;
+    if (number_tokens(module, &n, ids, numbers) == 0)
+        result = Py_NewRef(n.moved ? (PyObject *)numbers[0] : Py_None);
+fail:
+    Py_XDECREF(ids[0]);
+    Py_XDECREF(ids[1]);
+    Py_XDECREF(numbers[0]);
+    return result;
+}
+
+/* Returns the chunks of queries and keys, which are one array if `kv_ids` is None. */
+static PyObject *chunks_of_segments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL}, *shifts = NULL;
+    PyObject *result = NULL;
+    am_numbering n = {.what = AM_CHUNKS};
+    const am_param params[] = {{"q_ids", am_to_array, &ids[0]},
+                               {"kv_ids", am_to_array_or_none, &ids[1]},
+                               {"size", am_to_count, &n.size},
+                               {"shifts", am_to_array, &shifts}};
+    if (am_parse("chunks_of_segments", args, nargs, params, 4) < 0 || read_sides(ids, n.ids) < 0) goto fail;
+    if (PyArray_NDIM(shifts) != 1 || am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 ||
+        (PyArray_DIM(shifts, 0) != 1 && PyArray_DIM(shifts, 0) != n.ids[0].shape[0])) {
+        am_reject(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", (PyObject *)shifts);
+        goto fail;
+    }
+    n.size = am_min(n.size, LONGEST_CHUNK);
+    n.shifts = PyArray_BYTES(shifts);
+    n.shift_stride = PyArray_DIM(shifts, 0) == 1 ? 0 : PyArray_STRIDE(shifts, 0);
+    if (number_tokens(module, &n, ids, numbers) == 0)
+        result = PyTuple_Pack(2, numbers[0], numbers[numbers[1] != NULL]);
+fail:
+    Py_XDECREF(ids[0]);
+    Py_XDECREF(ids[1]);
+    Py_XDECREF(shifts);
+    Py_XDECREF(numbers[0]);
+    Py_XDECREF(numbers[1]);
+    return result;
+}
+
 PyMethodDef am_segments_methods[] = {
     AM_METHOD(mask_to_segment_ids, "mask, per_head, strict"),
     AM_METHOD(padding_segment_ids, "attention_mask"),
@@ -395,6 +513,9 @@ PyMethodDef am_segments_methods[] = {
     AM_METHOD(segment_ids_to_token_mask, "ids, dtype"),
     AM_METHOD(positions_from_segment_ids, "segment_ids, pad_value"),
     AM_METHOD(segment_lens, "ids"),
+    AM_METHOD(count_earlier_tokens, "q_ids"),
+    AM_METHOD(queries_among_keys, "q_ids, kv_ids, last"),
+    AM_METHOD(chunks_of_segments, "q_ids, kv_ids, size, shifts"),
     AM_METHOD(segment_ids_to_cu_seqlens, "segment_ids, out_dtype, max_segments"),
     {.ml_name = NULL},
 };

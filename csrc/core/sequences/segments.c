@@ -1,4 +1,5 @@
-/* segments.c – converts, checks and counts segment ids, a block of tokens at a time. */
+/* segments.c – converts, checks and counts segment ids, a block of tokens at a time, and numbers the tokens
+ * of segments, run by run. */
 #include "core/sequences/segments.h"
 
 #include <stdatomic.h>
@@ -17,13 +18,17 @@ enum {
 static ptrdiff_t rows_of(const am_ids *ids) { return ids->shape[0] * ids->shape[1]; }
 static ptrdiff_t tokens_of(const am_ids *ids) { return ids->shape[2]; }
 
+static const char *row_of(const am_ids *ids, ptrdiff_t row)
+{
+    return ids->data + row / ids->shape[1] * ids->stride[0] + row % ids->shape[1] * ids->stride[1];
+}
+
 /* Converts ids of one row to int64; ids above its range become INT64_MAX. */
 static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
                   ptrdiff_t count, int64_t *wide)
 {
     ptrdiff_t size = (ptrdiff_t)am_size_of(ids->type), step = ids->stride[2];
-    const char *from = ids->data + row / ids->shape[1] * ids->stride[0] +
-                       row % ids->shape[1] * ids->stride[1] + begin * step;
+    const char *from = row_of(ids, row) + begin * step;
     uint64_t piece[BLOCK];
     if (step != size) {
         am_copy_2d((char *)piece, 0, size, from, 0, step, 1, count, (size_t)size);
@@ -66,8 +71,7 @@ static void report_large(row_job *job, ptrdiff_t index)
 static am_status copy_piece(const row_job *job, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, am_team *team)
 {
     const am_ids *ids = job->ids;
-    const char *from = ids->data + row / ids->shape[1] * ids->stride[0] +
-                       row % ids->shape[1] * ids->stride[1] + begin * (ptrdiff_t)sizeof(int32_t);
+    const char *from = row_of(ids, row) + begin * (ptrdiff_t)sizeof(int32_t);
     memcpy(job->dst + row * tokens_of(ids) + begin, from, (size_t)(end - begin) * sizeof(int32_t));
     return am_checkpoint(team);
 }
@@ -246,4 +250,192 @@ am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdif
     *counts = job.counts;
     *segments = job.segments;
     return AM_OK;
+}
+
+/* --- Numbers of tokens --- */
+
+enum { FIRST_RUNS = 64, DIGIT = 8, DIGITS = 1 << DIGIT };
+
+/* A run of equal ids, or of padding, which has the largest id and so comes last. */
+typedef struct {
+    uint32_t id;
+    bool of_keys;
+    ptrdiff_t begin, length;
+} id_run;
+
+typedef struct {
+    id_run *runs;
+    ptrdiff_t count, capacity;
+    bool ordered; /* by id */
+} run_list;
+
+static am_status push(run_list *list, id_run run)
+{
+    if (list->count == list->capacity) {
+        const ptrdiff_t capacity = am_max(2 * list->capacity, FIRST_RUNS);
+        id_run *runs = realloc(list->runs, (size_t)capacity * sizeof *runs);
+        if (!runs) return AM_NO_MEMORY;
+        list->runs = runs;
+        list->capacity = capacity;
+    }
+    list->ordered &= list->count == 0 || list->runs[list->count - 1].id <= run.id;
+    list->runs[list->count++] = run;
+    return AM_OK;
+}
+
+/* Adds the runs of one row of ids. */
+static am_status find_runs(const am_ids *ids, ptrdiff_t row, bool of_keys, run_list *list, am_team *team)
+{
+    const char *const from = row_of(ids, row);
+    const ptrdiff_t step = ids->stride[2], tokens = tokens_of(ids), first = list->count;
+    for (ptrdiff_t i = 0; i < tokens;) {
+        const int32_t id = *(const int32_t *)(from + i * step);
+        const ptrdiff_t begin = i, end = am_min(am_floor_to(i, TASK_TOKENS) + TASK_TOKENS, tokens);
+        do {
+            i++;
+        } while (i < end && *(const int32_t *)(from + i * step) == id);
+        const id_run run = {id < 0 ? UINT32_MAX : (uint32_t)id, of_keys, begin, i - begin};
+        am_status status = AM_OK;
+        if (list->count > first && list->runs[list->count - 1].id == run.id)
+            list->runs[list->count - 1].length += run.length;
+        else
+            status = push(list, run);
+        if (status == AM_OK && i == end) status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* Sorts runs by id, digit by digit; those of an id stay in order. */
+static am_status sort_runs(run_list *list)
+{
+    if (list->ordered) return AM_OK;
+    id_run *other = malloc((size_t)list->count * sizeof *other);
+    if (!other) return AM_NO_MEMORY;
+    for (int shift = 0; shift < 32; shift += DIGIT) {
+        ptrdiff_t places[DIGITS] = {0}, sum = 0;
+        for (ptrdiff_t i = 0; i < list->count; i++) places[list->runs[i].id >> shift & (DIGITS - 1)]++;
+        if (places[list->runs[0].id >> shift & (DIGITS - 1)] == list->count) continue; /* all have the same */
+        for (int digit = 0; digit < DIGITS; digit++) {
+            const ptrdiff_t count = places[digit];
+            places[digit] = sum;
+            sum += count;
+        }
+        for (ptrdiff_t i = 0; i < list->count; i++)
+            other[places[list->runs[i].id >> shift & (DIGITS - 1)]++] = list->runs[i];
+        id_run *sorted = other;
+        other = list->runs;
+        list->runs = sorted;
+    }
+    free(other);
+    return AM_OK;
+}
+
+/* Where the numbers of a row go, and its next chunk. */
+typedef struct {
+    int32_t *dst[2];
+    ptrdiff_t shift, chunk;
+} numbered_row;
+
+typedef struct {
+    const am_numbering *numbering;
+    atomic_bool moved;
+} number_job;
+
+static am_status count_up(const numbered_row *row, const id_run *run, ptrdiff_t first)
+{
+    int32_t *dst = row->dst[0] + run->begin;
+    if (first + run->length - 1 > INT32_MAX) return AM_OVERFLOW;
+    for (ptrdiff_t i = 0; i < run->length; i++) dst[i] = (int32_t)(first + i);
+    return AM_OK;
+}
+
+/* Writes the chunks of a run, of whose segment there are `count`. */
+static void write_chunks(const numbered_row *row, const id_run *run, ptrdiff_t size, ptrdiff_t count)
+{
+    const ptrdiff_t shift = run->of_keys ? 0 : row->shift, before = am_floor_to(shift, size);
+    int32_t *dst = row->dst[run->of_keys] + run->begin;
+    ptrdiff_t chunk = before / size, end = before + size - shift;
+    for (ptrdiff_t i = 0; i < run->length; chunk++, end += size) {
+        const int32_t number = chunk >= 0 && chunk < count ? (int32_t)(row->chunk + chunk) : -1;
+        for (const ptrdiff_t stop = am_min(end, run->length); i < stop; i++) dst[i] = number;
+    }
+}
+
+static am_status number_chunks(numbered_row *row, const id_run *runs, ptrdiff_t count, ptrdiff_t size)
+{
+    ptrdiff_t chunks = 0;
+    for (ptrdiff_t i = 0; i < count; i++) chunks = am_max(chunks, am_ceil_div(runs[i].length, size));
+    if (row->chunk + chunks - 1 > INT32_MAX) return AM_OVERFLOW;
+    for (ptrdiff_t i = 0; i < count; i++) write_chunks(row, &runs[i], size, chunks);
+    row->chunk += chunks;
+    return AM_OK;
+}
+
+/* The first or last token of consecutive runs. */
+static ptrdiff_t token_of(am_token_number what, const id_run *runs, ptrdiff_t count)
+{
+    return what == AM_SAME_FIRST_TOKEN ? runs->begin : runs[count - 1].begin + runs[count - 1].length - 1;
+}
+
+/* Numbers the tokens of an id, of which there are so many runs: those of queries first, each side's in
+ * order. */
+static am_status number_segment(number_job *job, numbered_row *row, const id_run *runs, ptrdiff_t count)
+{
+    const am_token_number what = job->numbering->what;
+    const bool padding = runs->id == UINT32_MAX, in_segment = what == AM_EARLIER_TOKENS || what == AM_CHUNKS;
+    if (padding && in_segment) {
+        for (ptrdiff_t i = 0; i < count; i++)
+            memset(row->dst[runs[i].of_keys] + runs[i].begin, 0xff, (size_t)runs[i].length * sizeof(int32_t));
+        return AM_OK;
+    }
+    if (what == AM_CHUNKS) return number_chunks(row, runs, count, job->numbering->size);
+    ptrdiff_t queries = 0, earlier = 0, moved = 0;
+    while (queries < count && !runs[queries].of_keys) queries++;
+    if (!in_segment && !padding && queries > 0 && queries < count)
+        moved = token_of(what, runs + queries, count - queries) - token_of(what, runs, queries);
+    if (moved) atomic_store(&job->moved, true);
+    for (ptrdiff_t i = 0; i < queries; earlier += runs[i++].length) {
+        am_status status = count_up(row, &runs[i], in_segment ? earlier : runs[i].begin + moved);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static am_status number_row(number_job *job, ptrdiff_t index, run_list *list, am_team *team)
+{
+    const am_numbering *n = job->numbering;
+    const char *shift = n->shifts + index / n->ids[0].shape[1] * n->shift_stride;
+    numbered_row row = {.shift = (ptrdiff_t)*(const int64_t *)shift, .chunk = 1};
+    am_status status = AM_OK;
+    for (int side = 0; side < 2 && status == AM_OK; side++) {
+        if (n->dst[side]) row.dst[side] = n->dst[side] + index * tokens_of(&n->ids[side]);
+        status = find_runs(&n->ids[side], index, side == 1, list, team);
+    }
+    if (status == AM_OK) status = sort_runs(list);
+    for (ptrdiff_t i = 0, end; i < list->count && status == AM_OK; i = end) {
+        for (end = i + 1; end < list->count && list->runs[end].id == list->runs[i].id;) end++;
+        status = number_segment(job, &row, list->runs + i, end - i);
+    }
+    return status;
+}
+
+static am_status number_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    run_list list = {.ordered = true};
+    const am_status status = number_row(arg, index, &list, team);
+    free(list.runs);
+    return status;
+}
+
+am_status am_number_tokens(const am_context *context, am_numbering *numbering)
+{
+    number_job job = {.numbering = numbering};
+    const ptrdiff_t tokens = tokens_of(&numbering->ids[0]) + tokens_of(&numbering->ids[1]);
+    const ptrdiff_t rows = tokens > 0 ? rows_of(&numbering->ids[0]) : 0;
+    atomic_init(&job.moved, false);
+    am_status status =
+        am_parallel_bytes(context, rows, 2 * (ptrdiff_t)sizeof(int32_t) * tokens, number_task, &job);
+    numbering->moved = atomic_load(&job.moved);
+    return status;
 }

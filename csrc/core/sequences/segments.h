@@ -1,4 +1,4 @@
-/* segments.h – converts, checks and counts segment ids. */
+/* segments.h – converts, checks, counts and numbers the tokens of segments. */
 #ifndef AM_CORE_SEQUENCES_SEGMENTS_H
 #define AM_CORE_SEQUENCES_SEGMENTS_H
 
@@ -42,5 +42,28 @@ am_status am_positions(const am_context *context, const am_ids *ids, int32_t pad
  * id. Ids from `limit` on are too large. */
 am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
                             ptrdiff_t *segments, am_large_id *large);
+
+/* What am_number_tokens writes for each token. A segment is all tokens of a row that have the same id, in one
+ * run of them or several. */
+typedef enum {
+    AM_EARLIER_TOKENS,   /* for queries: how many tokens of the segment come before; -1 for padding */
+    AM_CHUNKS,           /* the chunk of the run, counted from 1 in each row, segment by segment; -1 for
+                            padding. Queries are `shifts` positions further, and have -1, too, where that is
+                            in no chunk of their segment */
+    AM_SAME_FIRST_TOKEN, /* for queries: the position among the keys, if the first token of each segment is
+                            the same on both sides; the own position for padding and segments without keys */
+    AM_SAME_LAST_TOKEN,  /* the same for the last token */
+} am_token_number;
+
+typedef struct {
+    am_token_number what;
+    am_ids ids[2];          /* of queries and keys: int32, of the same rows */
+    ptrdiff_t size;         /* of a chunk */
+    const char *shifts;     /* int64, one for each index of the first axis of ids */
+    ptrdiff_t shift_stride; /* in bytes */
+    int32_t *dst[2];        /* C-contiguous; NULL for keys that get no numbers */
+    bool moved;             /* becomes true if a position differs among the keys */
+} am_numbering;
+am_status am_number_tokens(const am_context *context, am_numbering *numbering);
 
 #endif
