@@ -32,7 +32,7 @@ STAGES = (
         "python dlpack xla",
         ("Each door hands over views of arrays.", "They are checked here, once."),
         ("csrc/bind/request_attention.c", "csrc/bind/request_masks.c"),
-        (("a kind of mask", "forms", "csrc/bind/request_masks.c"),),
+        (("a kind of mask", "rows", "csrc/bind/request_masks.c"),),
     ),
     Stage(
         "plan",

@@ -103,10 +103,10 @@ def _create_error(arguments: Any) -> int:
 _api = Api(sizeof(Api), None, create_error=_create_error)
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = c_void_p, (ctypes.py_object, c_char_p)
-_handlers = [
-    ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))(_get_pointer(capsule, None))
-    for capsule in _core.xla_handlers()
-]
+_handlers = {
+    name.removeprefix("attnmask_"): ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))(_get_pointer(capsule, None))
+    for name, capsule in _core.xla_handlers().items()
+}
 
 
 def _dense(value: Any, name: str) -> np.ndarray:
@@ -142,10 +142,10 @@ def _buffers(arrays: list[np.ndarray]) -> Buffers:
 
 
 def call_handler(
-    index: int, words: Any, arguments: dict[str, Any], results: dict[str, Any]
+    name: str, words: Any, arguments: dict[str, Any], results: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Call handler `index`, which writes to `results`. An argument that is a result, too, is written to in place."""
-    words = _dense(words, "words")
+    """Call the handler of this name, which writes to `results`. An argument that is a result is written to in place."""
+    handler, words = _handlers[name], _dense(words, "words")
     dense = {name: _dense(value, name) for name, value in (arguments | results).items()}
     for name, value in results.items():
         if not isinstance(value, np.ndarray) or not np.ndarray.flags.__get__(value).writeable:
@@ -167,7 +167,7 @@ def call_handler(
             (c_void_p * 1)(cast(ctypes.pointer(array), c_void_p)),
         ),
     )
-    if _handlers[index](ctypes.byref(frame)):
+    if handler(ctypes.byref(frame)):
         raise _errors.pop()
     for name, value in results.items():
         np.ndarray.__setitem__(value, ..., dense[name])

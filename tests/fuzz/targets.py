@@ -332,12 +332,12 @@ FLAGS = {"decay": 1, "beta": 2, "initial_state": 4, "cu_seqlens": 8, "kept": 32,
 FLAGS |= {"state_indices": 512}
 
 
-def handler(index: int, given: str, made: str) -> Callable[..., Any]:
+def handler(name: str, given: str, made: str) -> Callable[..., Any]:
     """A function of the handler's words and arrays: those that are given, and those that it makes."""
 
     def call(words: Any, **arrays: Any) -> Any:
         chosen = [{name: arrays[name] for name in names.split() if name in arrays} for names in (given, made)]
-        return call_handler(index, words, *chosen)
+        return call_handler(name, words, *chosen)
 
     return call
 
@@ -427,32 +427,34 @@ for _name, _arguments, _call in (
     (
         "linear_attention",
         lambda rng: linear_handler_arguments(rng, False),
-        handler(3, LINEAR, "out state kept"),
+        handler("linear_forward", LINEAR, "out state kept"),
     ),
     (
         "linear_attention, gradients",
         lambda rng: linear_handler_arguments(rng, True),
-        handler(4, f"{LINEAR} kept dout dstate", "dquery dkey dvalue ddecay dbeta dinitial_state"),
+        handler(
+            "linear_backward", f"{LINEAR} kept dout dstate", "dquery dkey dvalue ddecay dbeta dinitial_state"
+        ),
     ),
     (
         "linear_attention_step",
         linear_step_handler_arguments,
-        handler(5, "query key value decay beta state state_indices", "out state"),
+        handler("linear_step", "query key value decay beta state state_indices", "out state"),
     ),
     (
         "short_convolution",
         lambda rng: convolution_handler_arguments(rng, False),
-        handler(6, CONVOLUTION, "out state"),
+        handler("convolution_forward", CONVOLUTION, "out state"),
     ),
     (
         "short_convolution, gradients",
         lambda rng: convolution_handler_arguments(rng, True),
-        handler(7, f"{CONVOLUTION} dout dstate", "dx dweight dbias dinitial_state"),
+        handler("convolution_backward", f"{CONVOLUTION} dout dstate", "dx dweight dbias dinitial_state"),
     ),
     (
         "short_convolution_step",
         convolution_step_handler_arguments,
-        handler(8, "x weight bias state state_indices", "out state"),
+        handler("convolution_step", "x weight bias state state_indices", "out state"),
     ),
 ):
     _made = "out state kept dquery dkey dvalue ddecay dbeta dx dweight dbias dinitial_state"
