@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -304,7 +305,7 @@ def of_function(f: AnyFunction, q_len: int, kv_len: int, batch: int, heads: int)
             for axis in range(2):  # until now it made no difference which row or head it was
                 if live.shape[axis] > places.shape[axis]:
                     places = places.repeat(slab[axis], axis)
-            found = np.array([[_tiles_of(head, slab[2:], known) for head in row] for row in live])
+            found = _tiles_of(live, slab[2:], known)
             q_tile, k_tile = q // TILE, k // TILE
             places[:, :, q_tile : q_tile + found.shape[2], k_tile : k_tile + found.shape[3]] = found
     bits = np.frombuffer(b"".join(known), np.uint8).reshape(len(known), TILE, TILE // 8)
@@ -375,17 +376,29 @@ def _asked(ask: Callable[[_Index], object], index: _Index, slab: Shape) -> Array
 
 
 def _tiles_of(live: Array, shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
-    """Return the places of the tiles of one plane; new bits are added to `known`."""
-    plane = (1, 1, *shape)
-    pairs = _core.mask_grid(plane, (("all",),), 0, 0, TILE, TILE)
-    count = _core.mask_grid(plane, (dense(live[None, None]),), 0, 0, TILE, TILE)
-    places: NDArray[np.int32] = (count == pairs).astype(np.int32)
-    mixed = np.argwhere((count > 0) & (count < pairs))
-    bits = np.zeros((len(mixed), TILE, TILE), bool)
-    wide = np.broadcast_to(live, shape)
-    for tile, (i, j) in zip(bits, mixed * TILE, strict=True):
-        part = wide[i : i + TILE, j : j + TILE]
-        tile[: part.shape[0], : part.shape[1]] = part
-    packed = np.packbits(bits, axis=-1, bitorder="little")
-    places[tuple(mixed.T)] = [2 + known.setdefault(tile.tobytes(), len(known)) for tile in packed]
+    """Return the places of the tiles of each row and head; new bits are added to `known`."""
+    words = _packed(live, shape)
+    full = np.bitwise_or.reduce(words ^ _whole(shape), axis=3) == 0
+    mixed = np.nonzero((np.bitwise_or.reduce(words, axis=3) != 0) & ~full)
+    places: NDArray[np.int32] = full.astype(np.int32)
+    bits = words.swapaxes(3, 4)[mixed]
+    places[mixed] = [2 + known.setdefault(tile.tobytes(), len(known)) for tile in bits]
     return places
+
+
+def _packed(live: Array, shape: tuple[int, int]) -> NDArray[np.uint64]:
+    """Return tiles, in each of which a row is a word; bits where there are no pairs are 0."""
+    rows, columns = (-(-length // TILE) for length in shape)
+    whole = rows * TILE, columns * TILE
+    if live.dtype != bool or live.shape[2:] != whole:
+        pairs = np.zeros((*live.shape[:2], *whole), bool)
+        pairs[:, :, : shape[0], : shape[1]] = live
+        live = pairs
+    words = np.packbits(live, axis=-1, bitorder="little").view(np.uint64)
+    return words.reshape(*live.shape[:2], rows, TILE, columns)
+
+
+@lru_cache(maxsize=2)
+def _whole(shape: tuple[int, int]) -> NDArray[np.uint64]:
+    """Return tiles of a shape that are full; most slabs have the same."""
+    return _packed(np.ones((1, 1, 1, 1), bool), shape)
