@@ -307,12 +307,13 @@ static am_status find_runs(const am_ids *ids, ptrdiff_t row, bool of_keys, run_l
 }
 
 /* Sorts runs by id, digit by digit; those of an id stay in order. */
-static am_status sort_runs(run_list *list)
+static am_status sort_runs(run_list *list, am_team *team)
 {
+    am_status status = AM_OK;
     if (list->ordered) return AM_OK;
     id_run *other = malloc((size_t)list->count * sizeof *other);
     if (!other) return AM_NO_MEMORY;
-    for (int shift = 0; shift < 32; shift += DIGIT) {
+    for (int shift = 0; shift < 32 && status == AM_OK; shift += DIGIT) {
         ptrdiff_t places[DIGITS] = {0}, sum = 0;
         for (ptrdiff_t i = 0; i < list->count; i++) places[list->runs[i].id >> shift & (DIGITS - 1)]++;
         if (places[list->runs[0].id >> shift & (DIGITS - 1)] == list->count) continue; /* all have the same */
@@ -326,9 +327,10 @@ static am_status sort_runs(run_list *list)
         id_run *sorted = other;
         other = list->runs;
         list->runs = sorted;
+        status = am_checkpoint(team);
     }
     free(other);
-    return AM_OK;
+    return status;
 }
 
 /* Where the numbers of a row go, and its next chunk. */
@@ -412,10 +414,11 @@ static am_status number_row(number_job *job, ptrdiff_t index, run_list *list, am
         if (n->dst[side]) row.dst[side] = n->dst[side] + index * tokens_of(&n->ids[side]);
         status = find_runs(&n->ids[side], index, side == 1, list, team);
     }
-    if (status == AM_OK) status = sort_runs(list);
+    if (status == AM_OK) status = sort_runs(list, team);
     for (ptrdiff_t i = 0, end; i < list->count && status == AM_OK; i = end) {
         for (end = i + 1; end < list->count && list->runs[end].id == list->runs[i].id;) end++;
         status = number_segment(job, &row, list->runs + i, end - i);
+        if (status == AM_OK && i / BLOCK != end / BLOCK) status = am_checkpoint(team);
     }
     return status;
 }
