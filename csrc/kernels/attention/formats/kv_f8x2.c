@@ -20,7 +20,7 @@ const am_kernels TABLE(kv_f8x2) = {
             .kv = {[AM_INT8] = {.pack_keys = pack_keys_bf16x2_i8, .pack_values = pack_values_bf16x2_i8},
                    [AM_FLOAT8_E4M3] = {AM_KV_READ, AM_QUERY_PACKED, pack_queries_f8x2, pack_keys_bf16x2_f8,
                                        pack_values_bf16x2_f8, step_unpacked_f8x2, true},
-                   [AM_INT4] = {AM_KV_ROWS, AM_QUERY_ROUNDED}},
+                   [AM_INT4] = {.reading = AM_KV_ROWS, .queries = AM_QUERY_ROUNDED}},
             .widen[AM_INT4] = widen_i4_bf16,
         },
 };

@@ -11,6 +11,6 @@ void SHARED(add_tile_i8)(const am_flash_rows *block, const am_flash_tile *tile, 
     add_tile_i8(block, tile, prefetch);
 }
 const am_kernels TABLE(kv_i8) = {
-    .flash_f32 = {.kv = {[AM_INT8] = KV_KERNELS(i8), [AM_INT4].reading = AM_KV_WIDENED},
+    .flash_f32 = {.kv = {[AM_INT8] = KV_KERNELS(i8), [AM_INT4] = {.reading = AM_KV_WIDENED}},
                   .widen[AM_INT4] = widen_i4_f32},
 };
