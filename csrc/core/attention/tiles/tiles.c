@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "core/arrays/convert.h"
+#include "core/attention/tiles/scales.h"
 #include "core/cache/formats.h"
-#include "core/sequences/packed.h"
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -27,168 +27,9 @@ am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn
     return am_copy_lanes(scratch, t, data, am_length(keys), count, am_width(base));
 }
 
-/* Where a key lies in a paged cache. */
-typedef struct {
-    ptrdiff_t sequence, token; /* the token-th of the sequence */
-    const int32_t *page;       /* its entry of the table */
-    ptrdiff_t inside;          /* its place in the page */
-} page_place;
-
-static page_place page_place_of(const am_pages *p, const am_attn_place *at, ptrdiff_t key)
-{
-    const ptrdiff_t s = p->starts ? am_sequence_of(p->starts, p->sequences, key) : at->b,
-                    token = key - (p->starts ? p->starts[s] : 0);
-    return (page_place){s, token, p->table + s * p->table_step + token / p->size, token % p->size};
-}
-
-/* Tokens of one sequence that lie one after the other, from some key on: all, if they lie in no pages. */
-typedef struct {
-    const char *data; /* NULL: they are not to be read */
-    ptrdiff_t count;
-} key_run;
-
-static key_run run_of(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys)
-{
-    const am_pages *p = &f->pages;
-    if (!p->table) return (key_run){am_token(t, at->b, at->kv_head, keys.begin), am_length(keys)};
-    const page_place first = page_place_of(p, at, keys.begin);
-    const ptrdiff_t s = first.sequence,
-                    all = (p->starts ? am_min(keys.end, p->starts[s + 1]) : keys.end) - keys.begin,
-                    used = am_min(all, p->lengths[s] - first.token);
-    if (used <= 0) return (key_run){NULL, all};
-    if (first.token < p->used[s]) return (key_run){NULL, am_min(all, p->used[s] - first.token)};
-    const int32_t *page = first.page;
-    const char *data = t->data + *page * t->batch + at->kv_head * t->head + first.inside * t->token;
-    ptrdiff_t count = p->size - first.inside;
-    for (; count < used && t->batch == p->size * t->token && page[1] == page[0] + 1; page++) count += p->size;
-    /* A page has memory behind the end of its sequence, which may be read as well. */
-    return (key_run){data, count >= all ? all : am_min(count, used)};
-}
-
-/* Where the rows of a whole tile begin in each page, for kernels that read them there: runs of `*rows` each,
- * and behind them that of the next tile, to prefetch, or NULL if there is none. False if pages are too short
- * or too long, or the tile does not begin with one. */
-static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
-                      const void *runs[AM_MOST_RUNS], ptrdiff_t *rows)
-{
-    const am_pages *p = &f->pages;
-    const page_place begin = page_place_of(p, at, keys.begin);
-    const ptrdiff_t s = begin.sequence, end = am_min(p->lengths[s], begin.token + am_length(keys));
-    *rows = am_min(p->size, TILE);
-    if (begin.token >= end || TILE % *rows != 0 || *rows % 2 != 0) return false;
-    if (p->size > TILE ? begin.inside + TILE > p->size : begin.inside != 0) return false;
-    if (p->starts && keys.end > p->starts[s + 1]) return false;
-    const char *data = t->data + at->kv_head * t->head + begin.inside * t->token;
-    const ptrdiff_t first = am_max(0, p->used[s] - begin.token) / *rows;
-    if (first * *rows >= end - begin.token) return false;
-    for (ptrdiff_t i = 0; i * *rows < TILE; i++) { /* rows that are not to be read are dead, and may be any */
-        const bool there = i >= first && begin.token + i * *rows < end;
-        runs[i] = data + begin.page[there ? i : first] * t->batch;
-    }
-    const ptrdiff_t next = begin.inside + TILE;
-    runs[TILE / *rows] = begin.token + TILE < p->lengths[s] ? data + begin.page[next / p->size] * t->batch +
-                                                                  (next % p->size - begin.inside) * t->token
-                                                            : NULL;
-    return true;
-}
-
-/* Copies numbers that lie `step` bytes apart; four are stored at once. */
-static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
-{
-    for (; count >= 4; count -= 4, to += 4, from += 4 * step) {
-        const float four[] = {*(const float *)from, *(const float *)(from + step),
-                              *(const float *)(from + 2 * step), *(const float *)(from + 3 * step)};
-        memcpy(to, four, sizeof four);
-    }
-    for (; count > 0; count--, from += step) *to++ = *(const float *)from;
-}
-
 /* What there is of keys and of values: packed tiles, copies, scales, addresses of pages; of these also for
  * the next keys. */
 typedef enum { OF_K, OF_V, OF_NEXT_K } side;
-
-/* Copies columns of some rows of float32, as rows of a tile. Those that lie side by side are transposed: at
- * the baseline at any level if they do not fill longer vectors than its own of four lanes. */
-static void copy_columns(const am_attn_base *base, float *to, const char *from, ptrdiff_t row,
-                         ptrdiff_t column, ptrdiff_t rows, ptrdiff_t columns)
-{
-    const ptrdiff_t size = sizeof(float), fours = column == size && row % size == 0 ? columns / 4 * 4 : 0;
-    const bool fill = ((rows | fours) & (base->arithmetic->panel / 2 - 1)) == 0;
-    const am_kernels *kernels = fill ? base->all_kernels : &AM_TOPIC(arrays, baseline);
-    if (fours > 0) kernels->copy.transpose_32(to, AM_FLASH_TILE, from, row / size, rows, fours);
-    for (ptrdiff_t i = fours; i < columns; i++) gather(to + i * AM_FLASH_TILE, from + i * column, row, rows);
-}
-
-/* Copies the scales and offsets of the groups of some tokens of a head. */
-static void copy_groups(const am_attn_base *base, const am_kv_scales *s, float *to, const char *from,
-                        ptrdiff_t tokens, ptrdiff_t columns)
-{
-    enum { MOST = 32 };
-    float part[AM_FLASH_TILE * MOST];
-    const ptrdiff_t size = sizeof(uint16_t);
-    const bool halves = s->type == AM_FLOAT16 && s->offset == size && s->element == 2 * size;
-    for (ptrdiff_t i = 0, count; i < columns; i += count, to += count * AM_FLASH_TILE) {
-        count = am_min(columns - i, MOST);
-        const char *row = from + i / 2 * s->element;
-        for (ptrdiff_t r = 0; r < tokens; r++, row += s->token) {
-            if (halves)
-                base->all_kernels->copy.widen_f16(part + r * MOST, (const uint16_t *)row, count);
-            else
-                am_kv_read_groups(s, part + r * MOST, row, count / 2);
-        }
-        copy_columns(base, to, (const char *)part, sizeof(float) * MOST, sizeof(float), tokens, count);
-    }
-}
-
-/* Copies the scales of a run of tokens for some heads, each of so many columns. */
-static void copy_scales(const am_attn_base *base, const am_kv_scales *s, float *to, const char *from,
-                        ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t columns)
-{
-    const ptrdiff_t size = sizeof(float);
-    const bool plain = s->type == AM_FLOAT32 && s->offset == size && s->element == 2 * size;
-    if (!s->group) {
-        copy_columns(base, to, from, s->token, s->head, tokens, heads);
-        return;
-    }
-    if (s->head == columns / 2 * s->element) columns *= heads, heads = 1; /* side by side */
-    for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
-        if (plain)
-            copy_columns(base, to, from, s->token, size, tokens, columns);
-        else
-            copy_groups(base, s, to, from, tokens, columns);
-    }
-}
-
-/* Copies the scales of a tile's tokens for `heads` heads from that of a place on, each of so many columns of
- * AM_FLASH_TILE numbers, and prefetches those of the next tile. What is not to be read has 0. */
-static void read_scales(const am_attn_base *base, const am_kv_scales *scales, const am_attn_place *at,
-                        am_range keys, ptrdiff_t heads, ptrdiff_t columns, float *to)
-{
-    const am_attn *f = base->attn;
-    const am_tokens t = am_kv_scale_tokens(scales);
-    am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
-    const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
-        count = am_length(keys), all = heads * columns,
-                    bytes = scales->group && t.head < t.token ? heads * t.head : 1;
-    for (ptrdiff_t i = 0; i < all && count < AM_FLASH_TILE; i++)
-        memset(to + i * AM_FLASH_TILE + count, 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
-    key_run run;
-    for (ptrdiff_t i = 0; i < count; i += run.count) {
-        run = run_of(f, &t, at, (am_range){keys.begin + i, keys.end});
-        if (run.data) {
-            copy_scales(base, scales, to + i, run.data, run.count, heads, columns);
-            continue;
-        }
-        for (ptrdiff_t j = 0; j < all; j++)
-            memset(to + j * AM_FLASH_TILE + i, 0, (size_t)run.count * sizeof(float));
-    }
-    for (; next.begin < next.end; next.begin += run.count) {
-        run = run_of(f, &t, at, next);
-        for (ptrdiff_t r = 0; run.data && r < run.count; r += some) {
-            for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(run.data + r * t.token + i);
-        }
-    }
-}
 
 /* --- Shared tiles --- */
 
@@ -309,8 +150,8 @@ typedef struct {
 static ptrdiff_t next_run(run_walk *walk)
 {
     if (walk->keys.begin >= walk->keys.end) return 0;
-    const key_run run = run_of(walk->attn, walk->rows, walk->at, walk->keys),
-                  own = walk->groups ? run_of(walk->attn, walk->groups, walk->at, walk->keys) : run;
+    const am_key_run run = am_key_run_of(walk->attn, walk->rows, walk->at, walk->keys),
+                     own = walk->groups ? am_key_run_of(walk->attn, walk->groups, walk->at, walk->keys) : run;
     const ptrdiff_t count = am_min(run.count, own.count);
     walk->keys.begin += count;
     walk->row = run.data, walk->scales = walk->groups ? own.data : NULL;
@@ -359,7 +200,7 @@ static void prefetch_row(const am_attn *f, const am_tokens *t, const am_attn_pla
                          ptrdiff_t bytes)
 {
     if (key >= f->keys) return;
-    const char *row = run_of(f, t, at, (am_range){key, key + 1}).data;
+    const char *row = am_key_run_of(f, t, at, (am_range){key, key + 1}).data;
     for (ptrdiff_t i = 0; row && i < bytes; i += AM_LINE) __builtin_prefetch(row + i);
 }
 
@@ -375,18 +216,18 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
     count = am_row_bytes(t->type, count) / size; /* of elements */
     am_range keys = w->keys;
-    key_run run = run_of(f, t, at, keys);
+    am_key_run run = am_key_run_of(f, t, at, keys);
     if (direct && run.data && run.count == am_length(keys))
         return (am_rows){.data = run.data, .step = t->token};
     am_rows rows = {.step = t->token};
-    if (direct && in_pages && find_runs(f, t, at, keys, w->runs[which], &rows.run) &&
+    if (direct && in_pages && am_find_runs(f, t, at, keys, w->runs[which], &rows.run) &&
         rows.run % AM_PACKED_RUN == 0) {
         rows.data = *w->runs[which], rows.runs = w->runs[which];
         return rows;
     }
     rows = (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * size};
     for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.step) {
-        run = run_of(f, t, at, keys);
+        run = am_key_run_of(f, t, at, keys);
         if (f->pages.table && f->pages.size == 1) prefetch_row(f, t, at, keys.begin + AHEAD, count * size);
         if (run.data)
             am_copy_lanes(copy, t, run.data, run.count, count, width);
@@ -410,8 +251,8 @@ static bool find_pages(am_kv_workspace *w, const am_attn_place *at)
     const am_attn *f = w->kv->base->attn;
     const ptrdiff_t width = row_width(w);
     const bool found = f->pages.table && is_plain(w, OF_K, width) && is_plain(w, OF_V, width) &&
-                       find_runs(f, &f->k, at, w->keys, w->runs[OF_K], &w->run) &&
-                       find_runs(f, &f->v, at, w->keys, w->runs[OF_V], &w->run);
+                       am_find_runs(f, &f->k, at, w->keys, w->runs[OF_K], &w->run) &&
+                       am_find_runs(f, &f->v, at, w->keys, w->runs[OF_V], &w->run);
     if (!found) w->run = 0;
     return found;
 }
@@ -438,7 +279,8 @@ static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at,
 {
     const am_attn_base *base = w->kv->base;
     const am_kv_scales *scales = token_scales(w, which);
-    if (scales) read_scales(base, scales, at, w->keys, heads, scale_columns(base, which), w->scales[which]);
+    if (scales)
+        am_read_scales(base, scales, at, w->keys, heads, scale_columns(base, which), w->scales[which]);
 }
 
 /* Packs keys times a factor, or values, and copies their scales behind them if steps multiply by these.
@@ -621,7 +463,7 @@ static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_
                             am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
     for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
-        const key_run run = run_of(f, t, at, keys);
+        const am_key_run run = am_key_run_of(f, t, at, keys);
         am_tokens from = *t;
         from.data = (char *)run.data;
         to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, head_dim);
@@ -655,7 +497,7 @@ void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t 
     if (are_widened(w)) return; /* prefetches them itself */
     const am_range keys = am_range_at(&w->kv->sections->tiles, index);
     ptrdiff_t run;
-    if (!f->pages.table || !find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {
+    if (!f->pages.table || !am_find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {
         am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};
         prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
         tile->next_keys = rows[0];

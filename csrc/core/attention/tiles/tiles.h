@@ -3,6 +3,7 @@
 #define AM_CORE_ATTENTION_TILES_TILES_H
 
 #include "core/attention/plan/schedule.h"
+#include "core/attention/tiles/pages.h"
 
 /* Keys or values of one key head that lie in no pages, in whole lanes: where they lie, or copied to `scratch`
  * of am_row_scratch bytes. */
@@ -20,10 +21,6 @@ void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *schedule, p
 
 /* Before a wave. */
 void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
-
-enum {
-    AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1
-}; /* of an unpacked tile, and the next one: their length is even */
 
 typedef struct {
     const am_attn_base *base;
