@@ -444,6 +444,17 @@ def share_memory(a: Array, b: Array) -> bool:
         return True
 
 
+def refuse_shared(out: object, given: Given) -> None:
+    """Refuse an `out` that shares memory with arrays of which the core may get copies."""
+    for name, value in given.items():
+        if (
+            isinstance(out, np.ndarray)
+            and isinstance(value, np.ndarray)
+            and share_memory(np.asarray(out), np.asarray(value))  # a subclass might override what NumPy asks
+        ):
+            raise ValueError(f"out must share no memory with {name}")
+
+
 def number_dtype(value: DTypeLike, name: str = "dtype") -> DType:
     """Return a dtype that a mask can have."""
     return dtype_of(value, name, "bool, an integer or a floating-point type", is_number)
