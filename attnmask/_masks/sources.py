@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -398,7 +397,10 @@ def _packed(live: Array, shape: tuple[int, int]) -> NDArray[np.uint64]:
     return words.reshape(*live.shape[:2], rows, TILE, columns)
 
 
-@lru_cache(maxsize=2)
 def _whole(shape: tuple[int, int]) -> NDArray[np.uint64]:
-    """Return tiles of a shape that are full; most slabs have the same."""
-    return _packed(np.ones((1, 1, 1, 1), bool), shape)
+    """Return full tiles of a shape."""
+    rows, columns = (-(-length // TILE) for length in shape)
+    row = np.full(columns, -1).astype(np.uint64)
+    row[-1] >>= np.uint64(columns * TILE - shape[1])
+    inside = np.arange(rows * TILE) < shape[0]
+    return np.where(inside[:, None], row, np.uint64(0)).reshape(rows, TILE, columns)
