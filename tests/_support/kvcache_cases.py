@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import reference_kvcache as twin
@@ -69,6 +69,18 @@ FACTORS: dict[str, tuple] = {
     "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
     "threads": (1, 2, 3),
 }  # fmt: skip
+OPTIONS_OF_8_HEADS: list[dict[str, Any]] = [  # for caches of at most 300 keys
+    {},
+    {"sliding_window": (20, None)},
+    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
+    {"alibi_slopes": np.linspace(0.1, 1, 8), "softmax_scale": 0.1},
+    {"attention_mask": np.random.default_rng(3).random((1, 8, 1, 300)) < 0.7, "causal": False},
+    {
+        "bias": np.random.default_rng(4).standard_normal((1, 8, 1, 300), np.float32),
+        "relative_bias": np.random.default_rng(5).standard_normal((8, 30)),
+        "relative_low": -20,
+    },
+]
 
 
 @dataclass(frozen=True, repr=False)

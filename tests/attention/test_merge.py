@@ -64,17 +64,19 @@ def check(outs, lses, dtype, case):
     )
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    count=st.integers(1, 6),
-    batch=st.none() | st.integers(0, 3),
-    tokens=st.integers(0, 9),
-    heads=st.integers(0, 4),
-    channels=st.sampled_from([0, 1, 5, 64, 256, 300, 777]),
-    dtype=st.sampled_from(FLOATS),
-    layout=st.sampled_from(LAYOUTS),
-    lse_layout=st.sampled_from(LAYOUTS),
-)
+PARTS = {
+    "seed": st.integers(0, 2**32 - 1),
+    "count": st.integers(1, 6),
+    "batch": st.none() | st.integers(0, 3),
+    "tokens": st.integers(0, 9),
+    "heads": st.integers(0, 4),
+    "channels": st.sampled_from([0, 1, 5, 64, 256, 300, 777]),
+    "dtype": st.sampled_from(FLOATS),
+    "layout": st.sampled_from(LAYOUTS),
+}
+
+
+@given(**PARTS, lse_layout=st.sampled_from(LAYOUTS))
 def test_values(seed, count, batch, tokens, heads, channels, dtype, layout, lse_layout):
     case = (seed, count, batch, tokens, heads, channels, dtype, layout, lse_layout)
     shape = (*([] if batch is None else [batch]), tokens, heads, channels)
@@ -275,18 +277,7 @@ def check_vjp(outs, lses, dout, dlse, dtype, case):
     assert (np.abs(dlses - right[1]) <= steps * sizes + np.finfo(wide(dtype)).tiny).all(), case
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    count=st.integers(1, 6),
-    batch=st.none() | st.integers(0, 3),
-    tokens=st.integers(0, 9),
-    heads=st.integers(0, 4),
-    channels=st.sampled_from([0, 1, 5, 64, 256, 300, 777]),
-    dtype=st.sampled_from(FLOATS),
-    layout=st.sampled_from(LAYOUTS),
-    dout_layout=st.sampled_from(LAYOUTS),
-    with_dlse=st.booleans(),
-)
+@given(**PARTS, dout_layout=st.sampled_from(LAYOUTS), with_dlse=st.booleans())
 def test_gradients(seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse):
     case = (seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse)
     shape = (*([] if batch is None else [batch]), tokens, heads, channels)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
+from kvcache_cases import OPTIONS_OF_8_HEADS
 
 import attnmask
 
@@ -80,25 +81,11 @@ def check(query, given, **options):
         np.testing.assert_array_equal(mine[name], given[name], err_msg=name)
 
 
-OPTIONS = [
-    {},
-    {"sliding_window": (20, None)},
-    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
-    {"alibi_slopes": np.linspace(0.1, 1, H), "softmax_scale": 0.1},
-    {"attention_mask": np.random.default_rng(3).random((1, H, 1, 300)) < 0.7, "causal": False},
-    {
-        "bias": np.random.default_rng(4).standard_normal((1, H, 1, 300), np.float32),
-        "relative_bias": np.random.default_rng(5).standard_normal((H, 30)),
-        "relative_low": -20,
-    },
-]
-
-
 @pytest.mark.parametrize("page_size", [None, 1, 7, 16, 128])
 @pytest.mark.parametrize("queries", [1, 4, 20, 70])
 def test_over_the_numbers_that_they_stand_for(isa, queries, page_size):
     rng = np.random.default_rng(queries)
-    for i, options in enumerate(OPTIONS):
+    for i, options in enumerate(OPTIONS_OF_8_HEADS):
         dtype = TYPES[(i + queries) % 3]
         query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
         new = new_tokens(rng, len(LENGTHS), queries) if i % 2 == 0 else {}

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
+from kvcache_cases import OPTIONS_OF_8_HEADS
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
@@ -56,27 +57,13 @@ def everything(**given):
     return {name: given.get(name, True if name == "causal" else None) for name in names}
 
 
-OPTIONS = [
-    {},
-    {"sliding_window": (20, None)},
-    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
-    {"alibi_slopes": np.linspace(0.1, 1, H), "softmax_scale": 0.1},
-    {"attention_mask": np.random.default_rng(3).random((1, H, 1, 300)) < 0.7, "causal": False},
-    {
-        "bias": np.random.default_rng(4).standard_normal((1, H, 1, 300), np.float32),
-        "relative_bias": np.random.default_rng(5).standard_normal((H, 30)),
-        "relative_low": -20,
-    },
-]
-
-
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("scale", ["tokens", "channels", "ones"])
 @pytest.mark.parametrize("queries", [1, 20, 70])
 @pytest.mark.parametrize("page_size", [7, 16, 128])
 def test_over_the_numbers_that_they_stand_for(isa, dtype, scale, queries, page_size):
     rng = np.random.default_rng(queries)
-    for i, options in enumerate(OPTIONS):
+    for i, options in enumerate(OPTIONS_OF_8_HEADS):
         if (i + queries + page_size) % 2:  # half of the options with each shape
             continue
         table, (k_cache, v_cache), (k_scale, v_scale) = cache_of(rng, dtype, scale, page_size)
