@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import FLASH_ATTENTION, FOR_GRADIENTS
-from attnmask._attention.problem import Problem, check_apart, read_problem
+from attnmask._attention.problem import Problem, check_out, read_problem
 from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
 from attnmask._common.loading import _core
@@ -35,7 +35,7 @@ def attend(given: Arguments, return_lse: bool) -> tuple[Array, Array | None]:
     return_lse = flag(return_lse, "return_lse")
     out = given["out"]
     if out is not None:
-        check_apart(out, given)
+        check_out(out, given)
     if batched:
         return _core.flash_forward(problem, return_lse, out)
     result, lse = _core.flash_forward(

@@ -4,7 +4,7 @@ Nothing here loops over tokens. Arguments are checked before a batch axis is add
 that were given. The core checks `out`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from attnmask._attention.hints import check_hints
 from attnmask._attention.terms import Places, Range, Sizes, Term, four_axes, numbers_of, terms_of
 from attnmask._common.arguments import (
     as_array,
+    check_apart,
     check_mask_type,
     describe,
     fields_in_a_line,
@@ -26,7 +27,6 @@ from attnmask._common.arguments import (
     mask_array,
     per_row,
     real,
-    share_memory,
     suit_hint,
     window,
 )
@@ -53,8 +53,8 @@ class Problem(NamedTuple):
     scale: float
     normalize: bool
     places: Places | None  # None without terms
-    # Of a part of a larger problem: the positions of its first query and key in the whole, for dropout. Results of
-    # 16-bit inputs are then float32, because they are added to those of other parts.
+    # Set for a part of a larger problem: the positions of its first query and key there, which dropout needs. 16-bit
+    # inputs then give float32 results, which are added to those of the other parts.
     part: tuple[int, int] | None = None
 
     def term(self, name: str) -> Term | None:
@@ -385,23 +385,16 @@ def _read_problem(given: Given) -> tuple[Problem, bool]:
     return problem, batched
 
 
-def _arrays(value: object, name: str) -> Iterator[Array]:
-    if isinstance(value, MaskInfo):
-        yield from arrays(value._state.program)
-    elif not isinstance(value, str):
-        if isinstance(value, np.ndarray):  # as_array might copy it
-            yield value if type(value) is np.ndarray else np.asarray(value)
-        else:
-            yield as_array(value, name)
+def _named_arrays(given: Given) -> Iterator[tuple[str, object]]:
+    for name in ARRAYS:
+        value = given[name]
+        for array in arrays(value._state.program) if isinstance(value, MaskInfo) else (value,):
+            yield name, array
 
 
-def check_apart(out: object, given: Given, names: Iterable[str] = ARRAYS) -> None:
-    """Check that the output is none of the arguments `given`, which the core may get a copy of."""
+def check_out(out: object, given: Given) -> None:
+    """Check that `out` is an array apart from all arguments `given`."""
     if not isinstance(out, np.ndarray):
         hint = "; it takes only the result; the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
-    out = np.asarray(out)  # a subclass might override what NumPy asks below
-    for name in names:
-        value = given[name]
-        if value is not None and any(share_memory(out, array) for array in _arrays(value, name)):
-            raise ValueError(f"out must share no memory with {name}")
+    check_apart(out, _named_arrays(given))

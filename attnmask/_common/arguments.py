@@ -3,7 +3,7 @@
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -444,14 +444,18 @@ def share_memory(a: Array, b: Array) -> bool:
         return True
 
 
-def refuse_shared(out: object, given: Given) -> None:
-    """Refuse an `out` that shares memory with arrays of which the core may get copies."""
-    for name, value in given.items():
-        if (
-            isinstance(out, np.ndarray)
-            and isinstance(value, np.ndarray)
-            and share_memory(np.asarray(out), np.asarray(value))  # a subclass might override what NumPy asks
-        ):
+def check_apart(out: object, given: Iterable[tuple[str, object]]) -> None:
+    """Check that `out` shares no memory with the `given` arguments. The core compares it only with the arrays that it
+    gets, which may be copies.
+    """
+    if not isinstance(out, np.ndarray):
+        return  # None, or an error that the core raises
+    target = np.asarray(out)  # a subclass may override what NumPy calls below
+    for name, value in given:
+        if value is None or isinstance(value, str):
+            continue
+        array = np.asarray(value) if isinstance(value, np.ndarray) else as_array(value, name)
+        if share_memory(target, array):
             raise ValueError(f"out must share no memory with {name}")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from numpy.typing import ArrayLike
 
-from attnmask._common.arguments import as_array, flag, refuse_shared
+from attnmask._common.arguments import as_array, check_apart, flag
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
@@ -227,7 +227,8 @@ def linear_attention_vjp(
     """
     with_state = flag(return_state, "return_state")
     arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
-    refuse_shared(out, arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens})
+    arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    check_apart(out, arrays.items())
     if cu_seqlens is not None:
         cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()  # vjp may be called after it has changed
     problem = (

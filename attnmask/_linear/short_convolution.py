@@ -15,7 +15,7 @@ from typing import Literal, Protocol, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._common.arguments import as_array, flag, one_of, refuse_shared
+from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.options import Activation
@@ -222,7 +222,8 @@ def short_convolution_vjp(
     """
     silu, with_state = _is_silu(activation), flag(return_state, "return_state")
     arrays = {"x": x, "weight": weight, "bias": bias}
-    refuse_shared(out, arrays | {"initial_state": initial_state, "cu_seqlens": cu_seqlens})
+    arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    check_apart(out, arrays.items())
     x, weight = as_array(x, "x"), as_array(weight, "weight")
     bias = None if bias is None else as_array(bias, "bias")
     if initial_state is not None:

@@ -386,7 +386,7 @@ def _tiles_of(live: Array, shape: tuple[int, int], known: dict[bytes, int]) -> N
 
 
 def _packed(live: Array, shape: tuple[int, int]) -> NDArray[np.uint64]:
-    """Return tiles, in each of which a row is a word; bits where there are no pairs are 0."""
+    """Return [B, H, tile rows, 64, tile columns]: one word per row of a tile. Bits outside of `shape` are 0."""
     rows, columns = (-(-length // TILE) for length in shape)
     whole = rows * TILE, columns * TILE
     if live.dtype != bool or live.shape[2:] != whole:

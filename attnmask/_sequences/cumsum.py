@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from attnmask._common.arguments import as_array, flag, refuse_shared
+from attnmask._common.arguments import as_array, check_apart, flag
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array
 
@@ -296,7 +296,7 @@ def chunk_local_cumsum_vjp(
     >>> vjp(np.ones((1, 4, 1))).ravel()
     array([2., 1., 2., 1.])
     """
-    refuse_shared(out, {"g": g, "cu_seqlens": cu_seqlens})
+    check_apart(out, (("g", g), ("cu_seqlens", cu_seqlens)))
     g = _floating(g, "g")
     if cu_seqlens is not None:
         # vjp may be called after the caller's array has changed.
@@ -341,7 +341,7 @@ def chunk_global_cumsum_vjp(
     >>> vjp(np.ones((1, 3, 1))).ravel()
     array([3., 2., 1.])
     """
-    refuse_shared(out, {"s": s, "cu_seqlens": cu_seqlens})
+    check_apart(out, (("s", s), ("cu_seqlens", cu_seqlens)))
     s = _floating(s, "s")
     if cu_seqlens is not None:
         # vjp may be called after the caller's array has changed.

@@ -706,3 +706,15 @@ def test_out_may_not_be_cu_seqlens():
     with pytest.raises(ValueError, match=r"\bout must "):
         attnmask.chunk_global_cumsum(np.ones((1, 5, 2), np.int64), cu_seqlens=ends, out=out)
     np.testing.assert_array_equal(buffer, before)
+
+
+def test_out_shares_no_memory_with_starts_of_another_kind():
+    starts = np.array([0, 4], np.int64)
+    out = starts.view(np.float32).reshape(1, 4, 1)
+    for name, function in (("g", attnmask.chunk_local_cumsum_vjp), ("s", attnmask.chunk_global_cumsum_vjp)):
+        given = {name: np.ones((1, 4, 1), np.float32), "cu_seqlens": memoryview(starts), "out": out}
+        if name == "g":
+            given["chunk_size"] = 2
+        with pytest.raises(ValueError, match=r"^out must share no memory with cu_seqlens"):
+            function(**given)
+    np.testing.assert_array_equal(starts, [0, 4])
