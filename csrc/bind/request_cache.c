@@ -21,10 +21,10 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
 
 ptrdiff_t am_cached_channels(const am_view *cache) { return am_kv_numbers(cache->type, cache->shape[3]); }
 
-/* What says that tokens are packed, and how many it ends at; NULL: they are batch rows. */
+/* How tokens lie: packed in one row, or as batch rows. */
 typedef struct {
-    const char *by;
-    ptrdiff_t end; /* -1: at any number */
+    const char *by; /* the argument that packs them; NULL: they are batch rows */
+    ptrdiff_t end;  /* where its last sequence ends, which must be behind all tokens; -1: it has none */
 } packing;
 
 static packing packing_of(const char *name, const ptrdiff_t *starts, ptrdiff_t sequences)
@@ -154,7 +154,7 @@ static bool read_groups(am_request *r, am_cached *c, int side)
     if (v->type != AM_FLOAT32 && v->type != AM_FLOAT16)
         return am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32 or float16 for a cache of uint8", name);
     if (v->axes != 5 || !same_shape(v->shape, n, 3) || v->shape[4] != 2 || group * groups != channels ||
-        (group != 32 && group != 64 && group != 128))
+        !am_kv_is_group(group))
         return am_refuse(r, AM_WRONG_VALUE, v,
                          "%s must be of shape (%td, %td, %td, %td / group, 2) with a group of 32, 64 or 128 "
                          "for a cache of uint8",

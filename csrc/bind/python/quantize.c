@@ -2,6 +2,8 @@
 #include "bind/python/arguments.h"
 #include "core/cache/quantize.h"
 
+_Static_assert(NPY_MAXDIMS <= AM_QUANTIZED_AXES, "an array has more axes");
+
 /* Describes arrays whose shapes fit: those of values and scales are made for it. */
 static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values, PyArrayObject *scales)
 {
@@ -25,13 +27,11 @@ static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values
                                          PyArray_STRIDE(scales, i)};
     }
     if (!grouped) return groups == 1;
-    return (q->group == 32 || q->group == 64 || q->group == 128) && q->group * groups == of_row &&
-           PyArray_DIM(scales, axes) == 2;
+    return am_kv_is_group(q->group) && q->group * groups == of_row && PyArray_DIM(scales, axes) == 2;
 }
 
-/* Fills C-contiguous values, and one scale of each row along the last axis; or of each group scale and
- * offset.
- */
+/* Fills C-contiguous values and scales: one scale per row along the last axis, or a scale and an offset per
+ * group. */
 static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyArrayObject *x = NULL, *values = NULL, *scales = NULL;

@@ -117,8 +117,7 @@ static void quantize_row(const append_job *job, const am_kv_format *format, cons
     const am_kv_scales *s = &a->scales;
     float scale = 1;
     if (!s->by_channel) {
-        const float most = greatest_magnitude(job, from);
-        scale = most == 0 ? 1 : most / format->largest;
+        scale = am_kv_scale_of(format, greatest_magnitude(job, from));
         *(float *)(s->data + move->page * s->batch + move->token * s->token + head * s->head) = scale;
     }
     for (ptrdiff_t i = 0, count; i < a->head_dim;

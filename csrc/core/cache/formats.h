@@ -14,8 +14,12 @@ typedef enum {
     AM_SCALES_OF_GROUPS, /* a scale and an offset for each few channels of a token and head */
 } am_kv_scale_layout;
 
-/* Channels of a group: 32, 64 or 128. */
+/* Channels of a group. */
 enum { AM_KV_LEAST_GROUP = 32, AM_KV_MOST_GROUP = 128 };
+static inline bool am_kv_is_group(ptrdiff_t channels)
+{
+    return channels == AM_KV_LEAST_GROUP || channels == 64 || channels == AM_KV_MOST_GROUP;
+}
 
 /* Converts `count` numbers that lie side by side to the nearest of the format; beyond the largest to that,
  * and NaN to anything, as its scale is NaN. */
@@ -65,8 +69,15 @@ void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const 
 void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups);
 float am_kv_write_scale(const am_kv_scales *s, char *to, float number);
 
-/* Writes the scale and the offset of a group of numbers, and replaces these by where they lie between: from 0
- * to 15. All become NaN if one of them is not finite. */
+/* The scale of numbers whose greatest magnitude is `most`: 1 where that is too small to have one. */
+static inline float am_kv_scale_of(const am_kv_format *format, float most)
+{
+    const float scale = most / format->largest;
+    return scale == 0 ? 1 : scale;
+}
+
+/* Writes the scale and the offset of a group of numbers, and replaces each number by its place from the least
+ * (0) to the greatest (15), not rounded. All become NaN if one of them is not finite. */
 static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers)
 {
     enum { LANES = 8 }; /* side by side, as vectors take them */

@@ -47,11 +47,11 @@ static int32_t greatest(int32_t known, const float *numbers, ptrdiff_t count)
     return known;
 }
 
-static float scale_of(int32_t bits, float largest)
+static float scale_of(const am_kv_format *format, int32_t bits)
 {
     float most;
     memcpy(&most, &bits, sizeof most);
-    return most / largest == 0 ? 1 : most / largest;
+    return am_kv_scale_of(format, most);
 }
 
 static am_status quantize_row(const quantize_job *job, const char *from, char *to, char *scale, am_team *team)
@@ -73,7 +73,7 @@ static am_status quantize_row(const quantize_job *job, const char *from, char *t
             am_status status = (i + count) % CHECK_NUMBERS ? AM_OK : am_checkpoint(team);
             if (status != AM_OK) return status;
         }
-        if (pass == 0) *(float *)scale = own = scale_of(bits, q->format->largest);
+        if (pass == 0) *(float *)scale = own = scale_of(q->format, bits);
     }
     return AM_OK;
 }
