@@ -106,7 +106,7 @@ typedef struct {
     bool (*read)(am_request *r, am_node *node, const am_operand *operands);
 } am_node_row;
 
-/* NULL if there is none of this number, by which exported programs know it, or of this name. */
+/* The row of a number, which is what exported programs hold, or of a name; NULL if there is none. */
 const am_node_row *am_node_row_at(ptrdiff_t number);
 const am_node_row *am_node_row_named(const char *name);
 

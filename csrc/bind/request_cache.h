@@ -43,7 +43,8 @@ bool am_cached_limit(am_request *r, am_cached *c);
 /* Checks that no page would be written to twice. */
 bool am_cached_check_pages(am_request *r, const am_cached *c);
 
-/* What the queries see: terms of the mask, at least one unless it has others. Returns their number. */
+/* Writes the terms of the mask that say which tokens the queries see: at least one, unless the mask
+ * `has_others`. Returns their number. */
 int am_cached_terms(const am_cached *c, bool has_others, am_node terms[AM_KV_TERMS]);
 
 /* Sets all of attention but its scale, terms and results. */

@@ -181,8 +181,10 @@ bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step
 
 bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINEAR_INPUTS])
 {
-    am_linear_array *const places[] = {&back->query, &back->key,  &back->value,
-                                       &back->decay, &back->beta, &back->state};
+    am_linear_array *const places[] = {
+        [AM_QUERY] = &back->query, [AM_KEY] = &back->key,   [AM_VALUE] = &back->value,
+        [AM_DECAY] = &back->decay, [AM_BETA] = &back->beta, [AM_STATE] = &back->state,
+    };
     bool any = false;
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
         *places[i] = am_linear_array_of(&results[i]);

@@ -33,7 +33,7 @@ typedef struct {
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
              Py_ssize_t count);
 
-/* A list of the names from that of 0 on, up to NULL. */
+/* Returns a new list of name_of(0), name_of(1), … up to the first that is NULL. */
 PyObject *am_names(const char *name_of(ptrdiff_t i));
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);

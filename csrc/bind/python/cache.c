@@ -26,7 +26,7 @@ enum {
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
-    OTHERS, /* Python looks at all that follow: most become terms of the logits, up to two a term */
+    OTHERS, /* Python reads all that follow: most become terms of the logits, up to two arguments per term */
     ARGUMENTS = OTHERS + 2 * AM_LOGIT_KIND_COUNT,
 };
 
@@ -508,12 +508,12 @@ static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize
 static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
-    enum { SLOTS = sizeof which / sizeof *which, COUNT };
+    enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 }; /* the last: slot_mapping */
     arguments a = {0};
     am_request *r = &a.mask.request;
     am_status status = AM_OK;
     PyArrayObject *slots = NULL;
-    const am_param params[COUNT] = {
+    const am_param params[PARAMS] = {
         {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
         {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
         {"key", am_to_readable, &a.arrays[KEY]},
@@ -522,8 +522,8 @@ static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize
         {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
         {"slot_mapping", am_to_readable, &slots},
     };
-    bool done = am_parse("write_kvcache", args, nargs, params, COUNT) == 0;
-    for (int i = 0; done && i < SLOTS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
+    bool done = am_parse("write_kvcache", args, nargs, params, PARAMS) == 0;
+    for (int i = 0; done && i < ARRAYS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
     if (done) {
         const am_view view = am_view_of(slots);
         look_at_caches(&a);

@@ -13,10 +13,10 @@ typedef struct {
     const am_schedule *schedule;
 } am_schedule_view;
 
-/* What attention_schedule returns. */
+/* A new dict of what the docstring of attention_schedule in attention.c lists; NULL with an exception. */
 PyObject *am_schedule_data(const am_schedule_view *view, int threads);
 
-/* What backward_schedule returns. */
+/* The same of backward_schedule. */
 PyObject *am_backward_schedule_data(const am_backward_plan *plan);
 
 #endif

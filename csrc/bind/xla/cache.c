@@ -127,7 +127,7 @@ static bool read_keys(problem *p)
     return true;
 }
 
-/* What the queries see. */
+/* Reads the mask, and adds the terms for lengths, limits and chunks. */
 static bool read_mask(problem *p)
 {
     am_node more[AM_KV_TERMS];

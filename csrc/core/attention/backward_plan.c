@@ -106,8 +106,9 @@ static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *
 }
 
 /* Divides the tiles that the sections of a batch row see into tasks of whole sums; returns the number of
- * tasks, and lists them unless `to` is NULL. A section of which a task has no room for all tiles begins a new
- * one: no task waits for sums of one section before it adds to those of another. */
+ * tasks, and lists them unless `to` is NULL. Unless p->in_order, a section that does not fit into the rest of
+ * a task begins a new one, so that the tasks of a divided section never wait for those of the section before
+ * it. */
 static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
 {
     ptrdiff_t count = 0;

@@ -18,7 +18,7 @@ typedef struct {
 typedef struct {
     am_range tiles, sections;
     am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
-    ptrdiff_t before; /* the tasks that add to d_q of its first section before it does */
+    ptrdiff_t before; /* how many tasks add to d_q of its first section before it does */
 } am_key_task;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
@@ -38,8 +38,8 @@ typedef struct {
     ptrdiff_t row_tasks;   /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;  /* the most tiles of a task */
     int threads;           /* the threads of the call */
-    bool in_order;         /* tasks add to the gradient of a term, too: they are numbered by their keys, and
-                            * as long for any number of threads */
+    bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
+                            * and the same for any number of threads */
     am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
     am_rows_state *states; /* [block][heads] */
     char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */

@@ -28,14 +28,14 @@ typedef struct {
     const am_arithmetic *arithmetic;
     const am_kv_kernels *kv;      /* of keys and values as they lie in memory, or as they are widened */
     const am_kv_kernels *kv_rows; /* the same of unpacked rows */
-    bool widens;         /* keys and values become what the arithmetic multiplies before kernels read them, */
-    bool widens_rows;    /* and so do unpacked rows, */
-    am_widen_row *widen; /* by this */
-    bool packs_queries;  /* for unpacked keys */
-    am_dtype type;       /* of sums */
-    ptrdiff_t size;      /* of their elements */
-    ptrdiff_t heads_per_kv; /* query heads that share a key head */
-    double unit;            /* of logits: e^logit is 2^(unit logit) */
+    bool widens;                  /* keys and values are widened before kernels pack them */
+    bool widens_rows;             /* the same of unpacked rows, before kernels read them */
+    am_widen_row *widen;          /* to the type that the arithmetic multiplies */
+    bool packs_queries;           /* for unpacked keys */
+    am_dtype type;                /* of sums */
+    ptrdiff_t size;               /* of their elements */
+    ptrdiff_t heads_per_kv;       /* query heads that share a key head */
+    double unit;                  /* of logits: e^logit is 2^(unit logit) */
     am_terms_found terms;
     uint32_t threshold; /* of dropout, 0 for none */
     bool by_head;       /* heads may see different keys */

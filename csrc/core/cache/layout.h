@@ -29,12 +29,11 @@ typedef struct {
     ptrdiff_t columns; /* of it */
 } am_kv_cache;
 
-/* How far a key may be from its query; false: as far as there are any. And the tokens of a chunk, counted
- * from the start of its sequence, if queries see only theirs; 0: there are no chunks. */
+/* Which keys a query sees: distances k - q from `low` to `high`, and only its own chunk. */
 typedef struct {
-    bool has_low, has_high;
-    ptrdiff_t low, high; /* within ±2^59 */
-    ptrdiff_t chunk;     /* up to 2^59 */
+    bool has_low, has_high; /* false: there is no such limit */
+    ptrdiff_t low, high;    /* within ±2^59 */
+    ptrdiff_t chunk; /* its tokens, up to 2^59, counted from the start of each sequence; 0: no chunks */
 } am_kv_limits;
 
 am_status am_kv_cache_make(am_kv_cache *cache, ptrdiff_t sequences);
@@ -44,7 +43,7 @@ void am_kv_cache_free(am_kv_cache *cache);
  * `more` to each sequence. Returns the first sequence that would have more than `capacity` tokens, or -1. */
 ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity);
 
-/* Computes these from the others. */
+/* Computes `used`, `low`, `high` and the shifts, once all others are known. */
 void am_kv_cache_limit(am_kv_cache *cache, const am_kv_limits *limits);
 
 /* Writes the terms of a mask that say what the queries see, each to be joined to the others by "and". Returns

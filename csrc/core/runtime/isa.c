@@ -74,8 +74,8 @@ bool am_prefetch_near;
 static am_kernels ladder[LEVELS], plain;
 static int built; /* the highest of them that this build has */
 
-/* Puts what a topic has in the table of a level. What it lacks is 0, of which other topics have the rest; of
- * numbers that share a word, a topic has all. */
+/* Copies the words that are not 0 from a topic to the table of a level; the others come from other topics.
+ * Numbers that share a word must be of one topic. */
 static void add_topic(am_kernels *to, const am_kernels *topic)
 {
     uintptr_t words[sizeof *to / sizeof(uintptr_t)], more[sizeof words / sizeof *words];
@@ -149,7 +149,7 @@ static void join_levels(void)
 #endif
 #ifdef AM_HAVE_AMX
     to = begin_level(AMX, "amx");
-    to->flash_amx = to->flash_bf16x2; /* what is not of products alone */
+    to->flash_amx = to->flash_bf16x2; /* the topic replaces its products */
     /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
     to->flash_amx.kv[AM_INT8] = to->flash_amx.kv[AM_FLOAT8_E4M3] = (am_kv_kernels){0};
     to->flash_bf16x2 = (am_arithmetic){0};

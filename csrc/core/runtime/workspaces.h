@@ -25,7 +25,8 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
     return at;
 }
 
-/* A workspace for each thread of a call. A thread has the same one in every task, so that it stays in its
+/* A workspace for each thread of a call: the loops that use them run with no more threads than they were made
+ * for, which am_thread_number counts. A thread has the same one in every task, so that it stays in its
  * caches; and in every call of the same shape, so that it lies in the memory of the node that touched it
  * first. */
 typedef struct {

@@ -277,10 +277,8 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
-    char *memory = am_workspace(&p->workspaces);
-    l.buffers = (tile_buffers *)memory;
-    const am_status status = sum_span(p, s, &l);
-    return status;
+    l.buffers = (tile_buffers *)am_workspace(&p->workspaces);
+    return sum_span(p, s, &l);
 }
 
 /* Divides time at boundaries of segments into spans of at least `target` steps, except for the last. */

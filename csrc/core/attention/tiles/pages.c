@@ -48,8 +48,8 @@ bool am_find_runs(const am_attn *f, const am_tokens *t, const am_attn_place *at,
     const char *data = t->data + at->kv_head * t->head + begin.inside * t->token;
     const ptrdiff_t first = am_max(0, p->used[s] - begin.token) / *rows;
     if (first * *rows >= end - begin.token) return false;
-    for (ptrdiff_t i = 0; i * *rows < AM_FLASH_TILE;
-         i++) { /* rows that are not to be read are dead, and may be any */
+    /* Rows that are not to be read are dead, and may be any. */
+    for (ptrdiff_t i = 0; i * *rows < AM_FLASH_TILE; i++) {
         const bool there = i >= first && begin.token + i * *rows < end;
         runs[i] = data + begin.page[there ? i : first] * t->batch;
     }

@@ -4,9 +4,8 @@
 
 #include "core/attention/base.h"
 
-enum {
-    AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1
-}; /* of an unpacked tile, and the next one: their length is even */
+/* The runs of an unpacked tile, whose length is even, and the first of the next tile. */
+enum { AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1 };
 
 /* Tokens of one sequence that lie one after the other, from some key on: all, if they lie in no pages. */
 typedef struct {

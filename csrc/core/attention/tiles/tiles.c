@@ -194,8 +194,8 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     return rows;
 }
 
-/* Prefetches a row of a page of one token: these may lie anywhere. Over 2,048 of them, one query takes 0.28
- * to 0.48 of the time. */
+/* Prefetches a row of a page of one token: these may lie anywhere. With 2,048 of them, one query is 2.1
+ * to 3.6 times as fast. */
 static void prefetch_row(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t key,
                          ptrdiff_t bytes)
 {
