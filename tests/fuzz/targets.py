@@ -763,8 +763,12 @@ target(
 # Caches
 
 
+# Types of caches that have scales; None: there are none.
+LOW = [None, None, *map(np.dtype, (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))]
+
+
 def cache_arguments(rng: Rng) -> Arguments:
-    low = pick(rng, [None, None, *map(np.dtype, (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))])
+    low = pick(rng, LOW)
     dtype = pick(rng, FLOATS if low is None else [np.float16, np.float32, ml_dtypes.bfloat16])
     packed, paged = coin(rng), coin(rng)
     rows = (2 * 3,) if packed else (2, 3)
@@ -805,6 +809,8 @@ def cache_arguments(rng: Rng) -> Arguments:
         },
         0.15,
     )
+    if "relative_bias" in arguments:
+        arguments["relative_low"] = -2
     return arguments
 
 
@@ -835,21 +841,22 @@ target(
 
 
 def slots_arguments(rng: Rng) -> Arguments:
-    dtype = pick(rng, FLOATS)
-    return {
-        "k_cache": floats(rng, 6, 4, HKV, D, dtype=dtype),
-        "v_cache": floats(rng, 6, 4, HKV, DV, dtype=dtype),
-        "key": floats(rng, 5, HKV, D),
-        "value": floats(rng, 5, HKV, DV),
-        "slot_mapping": rng.permutation(np.arange(-1, 24))[:5].astype(pick(rng, [np.int32, np.int64])),
-    }
+    low, dtype = pick(rng, LOW), pick(rng, FLOATS)
+    arguments: Arguments = {}
+    for name, depth in (("k", 8), ("v", 4)):
+        arguments[f"{name}_cache"] = (3 * floats(rng, 6, 4, HKV, depth)).astype(low or dtype)
+        if low is not None:
+            arguments[f"{name}_scale"] = rng.random((6, 4, HKV, 1), np.float32) + np.float32(0.5)
+    arguments |= {"key": floats(rng, 5, HKV, 8), "value": floats(rng, 5, HKV, 4)}
+    arguments["slot_mapping"] = rng.permutation(np.arange(-1, 24))[:5].astype(pick(rng, [np.int32, np.int64]))
+    return arguments | some(rng, {"rotate": lambda: True})
 
 
 target(
     "write_kvcache",
     slots_arguments,
     attnmask.write_kvcache,
-    written=frozenset({"k_cache", "v_cache"}),
+    written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
 )
 
 
@@ -921,9 +928,15 @@ def step_attend(cache: KVCache, ids: Any, counts: Any, **arguments: Any) -> Any:
 target(
     "KVCache",
     lambda rng: {
-        "kv_heads": HKV, "depth": D, "layers": 2, "pages": 4, "page_size": 4,
-        "dtype": pick(rng, [np.float32, np.int8, "bfloat16"]), "value_depth": pick(rng, [None, 3]),
-    },
+        "kv_heads": HKV, "layers": 2, "pages": 4, "page_size": 4,
+    } | pick(
+        rng,
+        [
+            {"depth": D, "dtype": pick(rng, [np.float32, np.int8, "bfloat16"]), "value_depth": pick(rng, [None, 3])},
+            {"depth": 64, "dtype": "int4", "group": 32, "rotate": True},
+            {"depth": D, "dtype": np.float16, "value_depth": 3, "latent": True},
+        ],
+    ),
     lambda **a: contents_of_new(KVCache(**a)),
 )  # fmt: skip
 
