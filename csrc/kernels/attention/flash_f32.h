@@ -2,18 +2,7 @@
 #ifndef AM_KERNELS_ATTENTION_FLASH_F32_H
 #define AM_KERNELS_ATTENTION_FLASH_F32_H
 
-#include "kernels/attention/common.h"
-
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_f32
-#define LANES VF_LANES
-#define STRIP V_STRIP
-#define GREATEST FLT_MAX
-#define EPSILON FLT_EPSILON
-#define MIN_POWER 126
-#define ROUNDER (0x1.8p23 + MIN_POWER)
+#include "kernels/attention/f32.h"
 #include "kernels/attention/product_tpl.h"
 #include "kernels/attention/attention_tpl.h"
 

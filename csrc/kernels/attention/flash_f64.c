@@ -1,16 +1,5 @@
 /* flash_f64.c – attention in float64, forward and backward. */
-#include "kernels/attention/common.h"
-
-#define T double
-#define V vd
-#define VOP(op) vd_##op
-#define FN(name) name##_f64
-#define LANES VD_LANES
-#define STRIP V_STRIP
-#define GREATEST DBL_MAX
-#define EPSILON DBL_EPSILON
-#define MIN_POWER 1022
-#define ROUNDER (0x1.8p52 + MIN_POWER)
+#include "kernels/attention/f64.h"
 #define OWN(name) FN(name)
 #include "kernels/attention/product_tpl.h"
 #include "kernels/attention/attention_tpl.h"

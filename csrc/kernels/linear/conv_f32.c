@@ -1,16 +1,5 @@
 /* conv_f32.c – short convolutions in float32. */
-#include "kernels/attention/common.h"
-
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_f32
-#define LANES VF_LANES
-#define STRIP V_STRIP
-#define GREATEST FLT_MAX
-#define EPSILON FLT_EPSILON
-#define MIN_POWER 126
-#define ROUNDER (0x1.8p23 + MIN_POWER)
+#include "kernels/attention/f32.h"
 #include "kernels/attention/product_tpl.h"
 
 static inline void add_to_doubles_f32(double *to, vf sum)

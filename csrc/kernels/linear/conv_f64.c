@@ -1,16 +1,5 @@
 /* conv_f64.c – short convolutions in float64. */
-#include "kernels/attention/common.h"
-
-#define T double
-#define V vd
-#define VOP(op) vd_##op
-#define FN(name) name##_f64
-#define LANES VD_LANES
-#define STRIP V_STRIP
-#define GREATEST DBL_MAX
-#define EPSILON DBL_EPSILON
-#define MIN_POWER 1022
-#define ROUNDER (0x1.8p52 + MIN_POWER)
+#include "kernels/attention/f64.h"
 #include "kernels/attention/product_tpl.h"
 
 static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(vd_load(to), sum)); }

@@ -14,16 +14,7 @@
 #    define VECTORS 2
 #endif
 
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_f32
-#define LANES VF_LANES
-#define STRIP V_STRIP
-#define GREATEST FLT_MAX
-#define EPSILON FLT_EPSILON
-#define MIN_POWER 126
-#define ROUNDER (0x1.8p23 + MIN_POWER)
+#include "kernels/attention/f32.h"
 #include "kernels/attention/product_tpl.h"
 #include "kernels/linear/product_tpl.h"
 
