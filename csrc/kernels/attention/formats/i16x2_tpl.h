@@ -24,7 +24,17 @@ static inline bool has_unit(float greatest)
     return greatest == 0 || (0x1p-100f < greatest && greatest < INFINITY);
 }
 
-/* A row that has no unit gets NaN as that. */
+/* Writes the unit of a packed row of queries, whose greatest number becomes `most`, or NaN and returns false
+ * if it has none. `factor` is what numbers are multiplied by. */
+static inline bool write_unit(float *to, const float *q, ptrdiff_t head_dim, float most, vf *factor)
+{
+    const float greatest = greatest_of(q, head_dim);
+    const bool has = has_unit(greatest);
+    to[am_packed_query_lanes(head_dim) - VF_LANES] = has ? greatest / most : NAN;
+    *factor = vf_set1(greatest > 0 ? most / greatest : 0);
+    return has;
+}
+
 static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
 {
     const ptrdiff_t step = am_packed_query_lanes(head_dim), lanes = (head_dim + 31) / 32 * 16;
@@ -33,10 +43,8 @@ static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdi
     float *to = dst;
     const float *from = q;
     for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
-        const float greatest = greatest_of(from, head_dim);
-        const vf factor = vf_set1(greatest > 0 ? most / greatest : 0);
-        to[step - VF_LANES] = has_unit(greatest) ? greatest / most : NAN;
-        if (!has_unit(greatest)) continue;
+        vf factor;
+        if (!write_unit(to, from, head_dim, most, &factor)) continue;
         for (ptrdiff_t lane = 0; lane < lanes; lane += VF_LANES) {
             const ptrdiff_t i = 2 * lane;
             vf first, second;

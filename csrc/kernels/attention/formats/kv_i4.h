@@ -43,10 +43,8 @@ static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_
     float *to = dst;
     const float *from = q;
     for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
-        const float greatest = greatest_of(from, head_dim);
-        const vf factor = vf_set1(greatest > 0 ? MOST_I16 / greatest : 0);
-        to[step - VF_LANES] = has_unit(greatest) ? greatest / MOST_I16 : NAN;
-        if (!has_unit(greatest)) continue;
+        vf factor;
+        if (!write_unit(to, from, head_dim, MOST_I16, &factor)) continue;
         for (ptrdiff_t c = 0; c < head_dim; c += CHUNK_I4) {
             const ptrdiff_t width = width_i4(head_dim, c), words = width / 4;
             int16_t in_order[CHUNK_I4], parts[CHUNK_I4];
