@@ -76,16 +76,19 @@ def flash_attention(*args, **given):
     key : array_like, shape [B, Tk, Hkv, D], or [Tk, Hkv, D]
         H is a multiple of Hkv.
     value : array_like, shape [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
+        Dv may differ from D.
     attention_mask : array_like or MaskInfo, optional
         An array of bool or numbers that broadcasts to [B, H, Tq, Tk]; nonzero means allowed. (Pass numbers to add to
         logits, such as 0 and -inf, as `bias`; floats below 0 are refused here.) A `MaskInfo` must have Tq queries and
         Tk keys, and is never written out.
     bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
+        Added to the logits, before the soft cap.
     softmax_scale : float, optional
         Defaults to ``1 / sqrt(D)``.
     dropout_prob : float
         The probability that a weight is dropped, at least 0 and below 1. The others grow by ``1 / (1 - dropout_prob)``.
     causal : bool
+        Hide keys that come after their query; `causal_offset` moves the diagonal.
     dropout_seed : int, optional
         Any integer, taken modulo 2**64; defaults to 0. `dropout_keep_mask` returns what is kept.
     cum_seqlens_q, cum_seqlens_k : array_like of integers, shape [sequences + 1], optional
@@ -94,7 +97,7 @@ def flash_attention(*args, **given):
     sliding_window : int or tuple of two, optional
         The number of keys to the left and to the right, or to either side; None means all.
     fwd_params, bwd_params : FwdParams, BwdParams, optional
-        Hints.
+        Hints for the sizes of blocks.
     logits_soft_cap : float, optional
         ``c`` above; 0 and infinity mean no cap.
     softmax_aux : array_like, shape [S], [1, S] or [H, S], optional
@@ -172,6 +175,7 @@ def flash_attention_fwd(*args, **given):
     -------
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
     lse : ndarray, shape [B, H, Tq] or [H, Tq]
+        Both as `flash_attention` returns them with `return_lse`.
 
     Examples
     --------

@@ -56,6 +56,7 @@ class BwdParams(_Blocks):
     Parameters
     ----------
     q_blocksize, kv_blocksize : int, optional
+        As in `FwdParams`.
 
     Examples
     --------

@@ -54,14 +54,15 @@ def flash_attention_with_kvcache(*args, **given):
         float16, of shape ``[B, Tmax, Hkv, D / group, 2]`` or ``[pages, page_size, Hkv, D / group, 2]`` with a group of
         32, 64 or 128; those of new tokens are written.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
-        Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
-        many.
+        Where the queries of each packed sequence start, and its new keys and values unless `cu_seqlens_k_new` is given.
+        Some sequences may have one token, others many.
     cu_seqlens_k_new : array_like of integers, shape [B + 1], optional
-        Where the new keys and values of each sequence start, which are then packed, whether queries are or not, and may
-        be more or fewer than these.
+        Where the new keys and values of each sequence start. They are then packed, whether or not the queries are, and
+        their number may differ from that of the queries.
     softmax_scale : float, optional
         Defaults to ``1 / sqrt(D)``.
     causal : bool
+        Hide keys that come after their query. The last query of a sequence sees all its tokens.
     sliding_window : int or tuple of two, optional
         The number of keys to the left and to the right of a token's own position, or to either side; None means all.
     attention_chunk : int, optional
@@ -77,6 +78,7 @@ def flash_attention_with_kvcache(*args, **given):
         As in `flash_attention`: a number for each distance from a query to a key, both counted from the start of their
         sequence. `t5_relative_bias` makes one.
     relative_low : int
+        The distance that ``relative_bias[:, 0]`` applies to.
     attention_mask : array_like or MaskInfo, broadcasts to [B, H, Tq, Tk], optional
         Its keys are positions in the sequence; there may be more of them than tokens. With `cu_seqlens_q`, it must have
         one batch row and one query per packed token.
@@ -85,9 +87,9 @@ def flash_attention_with_kvcache(*args, **given):
     out : ndarray, shape [B, Tq, H, Dv] or [total, H, Dv], optional
         Write the result here, and return it.
     rotate : bool
-        Multiply queries, new keys and new values by a normalized Hadamard matrix, and the result, too. Products stay
-        what they are, and outliers of a few channels are spread over all, so that quantizing costs less precision. All
-        tokens of the cache must have been written so. D and Dv must be powers of two.
+        Multiply queries, new keys, new values and the result by a normalized Hadamard matrix. Products stay the same,
+        but outliers of a few channels are spread over all channels, so that quantizing costs less precision. All tokens
+        in the cache must have been written with ``rotate=True``. D and Dv must be powers of two.
 
     Returns
     -------

@@ -38,12 +38,14 @@ def write_kvcache(
     k_cache : ndarray, shape [pages, page_size, Hkv, D] or [B, Tmax, Hkv, D]
         As in `flash_attention_with_kvcache`. In a contiguous cache, token t of row b is slot ``b * Tmax + t``.
     v_cache : ndarray, shape [pages, page_size, Hkv, Dv] or [B, Tmax, Hkv, Dv]
+        As in `flash_attention_with_kvcache`.
     key : array_like, shape [total, Hkv, D]
         Written in the type of the cache. Nothing is written if any argument is wrong.
     value : array_like, shape [total, Hkv, Dv], or None
         None in a latent cache, since `key` has the values.
     slot_mapping : array_like of integers, shape [total]
-        The slot of each token, or -1 to leave it out. No slot may occur twice. IndexError if there is no such slot.
+        The slot of each token, or -1 to leave it out. No slot may occur twice. One that the cache does not have is an
+        IndexError.
     k_scale, v_scale : ndarray, optional
         As in `flash_attention_with_kvcache`: the scales of the new tokens are written, or those of channels are used.
     rotate : bool

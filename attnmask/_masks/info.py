@@ -124,6 +124,7 @@ class MaskInfo(OtherWays):
         kv_len : int, optional
             Defaults to `q_len`.
         batch : int
+            The number of batch rows.
 
         Returns
         -------
@@ -162,6 +163,7 @@ class MaskInfo(OtherWays):
         offset : int, array_like of integers, shape [B], or "bottom-right"
             As in `apply_causal`. Use ``"bottom-right"`` if the queries are the last tokens, as in decoding.
         batch : int
+            The number of batch rows.
 
         Returns
         -------

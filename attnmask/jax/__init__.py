@@ -163,8 +163,11 @@ def flash_attention(
     query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : array or MaskInfo, optional
+        May be traced.
     bias : array, optional
+        Added to the logits.
     return_lse : bool
+        Also return the logsumexp of each row.
     callback : bool
         Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more
         devices than threads it may hang.
@@ -254,9 +257,11 @@ def flash_attention_with_kvcache(
     cache_seqlens, block_table, cu_seqlens_q, cu_seqlens_k_new : array, optional
         May be traced, like all arrays. Errors in their numbers are raised when the function runs.
     k_scale, v_scale : array, optional
+        The scales of a quantized cache.
     attention_mask : array or MaskInfo, optional
         Not supported with `cu_seqlens_q` in a compiled function.
     return_lse, rotate : bool
+        As in `attnmask.flash_attention_with_kvcache`.
     **more
         The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. Arrays may be traced; the
         others, like `return_lse`, must be known at compile time.
@@ -372,6 +377,7 @@ def ring_attention(
     Parameters
     ----------
     query, key, value : array, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
+        The shards of this device.
     axis_name : str or tuple of str
         The mesh axis; shards are in the order of its devices.
     layout : {"zigzag", "contiguous"} or ShardPlan
@@ -381,6 +387,7 @@ def ring_attention(
     attention_mask : MaskInfo, optional
         The mask of the whole sequence.
     return_lse : bool
+        Also return the logsumexp of each row.
     **more
         As in `attnmask.flash_attention`, for the whole sequence: segment ids are of shape [B, T of the whole sequence],
         slopes with `cu_seqlens` [sequences, H], and sinks count once. `softmax_aux`, `relative_bias` and `dropout_seed`

@@ -61,10 +61,13 @@ class KVCacheResult(NamedTuple):
     Parameters
     ----------
     out : array, shape [B, Tq, H, Dv] or [total, H, Dv]
+        The result.
     lse : array, shape [B, H, Tq] or [H, total], or None
         None without `return_lse`.
     k_cache, v_cache : array
+        The caches with the new tokens.
     k_scale, v_scale : array or None
+        Their scales; None for caches that have none.
 
     Examples
     --------

@@ -294,7 +294,7 @@ def linear_attention_step(
     beta : array, shape [B, H], optional
     state_indices : array of integers, shape [B], optional
     scale, normalize_qk
-        As in `attnmask.linear_attention_step`. They must be known at compile time.
+        All of these as in `attnmask.linear_attention_step`. `scale` and `normalize_qk` must be known at compile time.
 
     Returns
     -------
@@ -396,7 +396,7 @@ def short_convolution(
         May be traced, like all arrays.
     initial_state : array, shape [N, C, W - 1], optional
     activation, return_state
-        As in `attnmask.short_convolution`.
+        All of these as in `attnmask.short_convolution`.
 
     Returns
     -------
@@ -462,7 +462,7 @@ def short_convolution_step(
     bias : array, shape [C], optional
     state_indices : array of integers, shape [B], optional
     activation
-        As in `attnmask.short_convolution_step`.
+        All of these as in `attnmask.short_convolution_step`.
 
     Returns
     -------

@@ -207,8 +207,11 @@ def flash_attention(
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
+        As in `attnmask.flash_attention`; `mask_tensors` makes MaskTensors.
     bias : Tensor or array_like, optional
+        Added to the logits.
     return_lse : bool
+        Also return the logsumexp of each row.
     **more
         The other arguments of `attnmask.flash_attention` by name, except `out`. Arrays may be tensors.
 

@@ -238,6 +238,7 @@ def flash_attention_with_kvcache(
     Parameters
     ----------
     query, key, value : Tensor
+        As in `attnmask.flash_attention_with_kvcache`, like all arguments without a description here.
     k_cache, v_cache : Tensor
         float16, bfloat16, float32, float64, int8, float8_e4m3fn, float8_e5m2, or uint8 for four bits.
     k_scale, v_scale : Tensor of float32, optional

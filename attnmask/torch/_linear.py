@@ -414,7 +414,7 @@ def short_convolution(
     cu_seqlens : Tensor or array_like of integers, shape [N + 1], optional
     initial_state : Tensor, shape [N, C, W - 1], optional
     activation, return_state
-        As in `attnmask.short_convolution`.
+        All of these as in `attnmask.short_convolution`.
 
     Returns
     -------

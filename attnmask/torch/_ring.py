@@ -655,6 +655,7 @@ def ring_attention(
     attention_mask : MaskInfo, optional
         The mask of the whole sequence, the same in each process. Only the parts that this process needs are read.
     return_lse : bool
+        Also return the logsumexp of each row.
     **more
         As in `attnmask.flash_attention`, for the whole sequence and the same in each process: segment ids are of shape
         [B, T of the whole sequence], slopes with `cu_seqlens` [sequences, H], and sinks count once.

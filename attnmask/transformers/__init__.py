@@ -37,6 +37,7 @@ def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.T
     Parameters
     ----------
     batch_size, kv_length : int
+        The numbers of batch rows and keys.
     **given
         The other arguments of ``transformers.masking_utils.sdpa_mask``, by name. `q_offset` and `kv_offset` are the
         positions of the first query and the first key. `attention_mask` is a padding mask [B, T], or an earlier result

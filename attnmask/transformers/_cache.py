@@ -503,6 +503,7 @@ class PagedCache(Cache):
         Parameters
         ----------
         beam_idx : Tensor of integers
+            The old row that each new row continues.
 
         Examples
         --------
