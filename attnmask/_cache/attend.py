@@ -24,6 +24,8 @@ def table_of(block_table: Array, given: object) -> Array:
     """Return the table as int32 or int64. Entries after the pages of a sequence are ignored."""
     if block_table.size or isinstance(given, np.ndarray):
         block_table = integer_array(block_table, "block_table")
+    else:  # an empty list, which NumPy takes for float64
+        block_table = block_table.astype(np.int64)
     if block_table.dtype in (np.int32, np.int64):
         return block_table
     most = min(np.iinfo(block_table.dtype).max, np.iinfo(np.int64).max)

@@ -105,6 +105,16 @@ def test_tables_of_any_integers(dtype):
     assert attend(arguments).tobytes() == wanted
 
 
+def test_empty_lists_as_tables():
+    """They are of float64 to NumPy."""
+    caches = {"k_cache": np.ones((6, 4, 2, 8), F32), "v_cache": np.ones((6, 4, 2, 8), F32)}
+    given = {"query": np.ones((2, 1, 4, 8), F32), "cache_seqlens": [0, 0]} | caches
+    assert not attend(given, block_table=[[], []]).any()
+    for table in ([], ()):
+        with pytest.raises(ValueError, match=r"block_table must be of shape \(2, max_pages\)"):
+            attend(given, block_table=table)
+
+
 # The same bits
 
 VARIANTS = (
