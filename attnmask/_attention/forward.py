@@ -62,16 +62,15 @@ def attend_for_gradients(given: Arguments) -> Results:
 def _schedule(threads: int, /, **arguments: object) -> Arguments:
     """Return as plain data how a call of `flash_attention` is divided among threads:
 
-    groups
-        What is computed by itself, a sequence or a batch row: a dict of its ``row``, ``queries`` and ``keys`` (begin
-        and end), ``tiles`` of keys, ``strategy``, the most ``block_rows``, ``items`` of each of its ``splits``, and
-        ``task_items``.
+    sections
+        A dict for each sequence or batch row: ``row``, ``queries`` and ``keys`` (begin and end), ``tiles`` of keys,
+        ``strategy``, the most ``block_rows``, ``items`` of each of its ``splits``, and ``task_items``.
     tasks
-        For each the index of its group, and the rows and tiles of its items.
+        For each task the index of its section, and the rows and tiles of its items.
     waves
-        For each parallel loop the number of its tasks, and how many of them one thread begins with.
+        For each parallel loop the number of tasks, and how many of them one thread takes in order if it can.
     scratch
-        Bytes of memory beside the results.
+        Bytes of memory besides the results.
     """
     return _core.attention_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 

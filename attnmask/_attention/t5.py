@@ -14,9 +14,9 @@ __all__ = ["t5_relative_bias", "t5_relative_bias_vjp"]
 
 
 def _bucket(distances: Array, count: int, bidirectional: bool, max_distance: int) -> NDArray[np.intp]:
-    """The bucket of each distance from a query to a key: near ones have their own, farther ones share, and all from
-    `max_distance` on have the last. With `bidirectional` keys behind the query have the second half of the buckets;
-    else they have the bucket of the query's own token.
+    """Return the bucket of each distance from a query to a key. Short distances have their own, longer ones share
+    buckets, and all from `max_distance` on have the last. Keys after the query have the second half of the buckets if
+    `bidirectional`, otherwise the bucket of distance 0.
     """
     first = np.zeros(distances.shape, np.intp)
     if bidirectional:

@@ -44,7 +44,7 @@ _CACHE_LINE = 64  # bytes
 
 
 def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """As `np.zeros`. The array begins at a line of the processor's cache, so that rows lie in few lines."""
+    """Return `np.zeros` aligned to the lines of the processor's cache, so that rows touch few lines."""
     numbers = np.dtype(dtype)
     size = math.prod(shape) * numbers.itemsize
     memory = np.zeros(size + _CACHE_LINE, np.uint8)
@@ -272,7 +272,7 @@ class KVCache:
             self.v_pages, self.v_scales = self.k_pages[..., : state["v_pages"]], self.k_scales
 
     def _held(self) -> list[Array]:
-        """The arrays that hold memory of their own."""
+        """Return the arrays that own memory."""
         return [held for name in _HELD[:: 2 if self.latent else 1] if (held := vars(self)[name]) is not None]
 
     @property

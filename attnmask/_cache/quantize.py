@@ -221,8 +221,8 @@ def check_tokens_rotate(query: Array | JaxArray, v_cache: Array | JaxArray) -> N
 def rotated(x: Array) -> Array:
     """Multiply the last axis by Sylvester's Hadamard matrix, divided by the root of its length: its own inverse.
 
-    Sums are taken in pairs, so that a row has the same bits whatever else is in the array. Arrays that
-    are not floats, or whose last axis is not a power of two, are returned unchanged.
+    Sums are taken in pairs, so that a row has the same bits whatever else is in the array. Arrays that are not floats,
+    or whose last axis is not a power of two, are returned unchanged.
     """
     if not (x.size and x.ndim and is_floating(x.dtype)) or x.shape[-1] & (x.shape[-1] - 1):
         return x

@@ -15,14 +15,14 @@ from attnmask._common.types import Array, DType, Given
 
 AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 
-# An offset, or one for each batch row. ArrayLike would take any text beside the one that an offset may be.
+# One offset, or one per batch row. `ArrayLike` would also accept any string, and only "bottom-right" is an offset.
 Offsets: TypeAlias = int | np.integer | Sequence[int] | NDArray[np.integer]
 Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
 
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
 FARTHEST = 2**59
 _BRIEF = 60  # characters
-LONG = 256  # messages show an integer of more bits by their number
+LONG = 256  # bits; messages show the length of longer integers, not their digits
 
 
 def describe(value: Any) -> str:
@@ -41,7 +41,7 @@ def describe(value: Any) -> str:
 
 
 def check_form(state: object, known: int, what: str) -> None:
-    """Refuse what a later version has pickled: the formats of pickles are numbered."""
+    """Refuse the pickle of a later version of the package, by the number of its format."""
     form = state.get("version") if isinstance(state, dict) else None
     if type(form) is not int:
         raise ValueError(f"the pickle of {what} must have a version, got {describe(form)}")
@@ -72,7 +72,7 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-_IN_TORCH = {  # what hints say of arrays, and what that is of tensors
+_IN_TORCH = {  # NumPy code in hints, and the same in PyTorch
     r"\.astype\(np\.": ".to(torch.",
     r"\.astype\(": ".to(",
     r"np\.(where|reshape)\(": r"torch.\1(",
@@ -84,7 +84,7 @@ _IN_TORCH = {  # what hints say of arrays, and what that is of tensors
 
 
 def suit_hint(error: Exception, given: Given) -> None:
-    """Make the hint at the end of a message speak of tensors if the argument it begins with is one."""
+    """Rewrite the hint at the end of a message for PyTorch if the argument that the message is about is a tensor."""
     text, semicolon, hint = str(error).rpartition("; ")
     if _is_tensor(given.get(text.partition(" ")[0])):
         for of_arrays, of_tensors in _IN_TORCH.items():
@@ -319,7 +319,7 @@ def per_row(
 
 
 def is_bottom_right(offset: object, name: str) -> bool:
-    """Return whether an offset is the one text that it can be."""
+    """Return whether an offset is ``"bottom-right"``; refuse any other string."""
     if not isinstance(offset, str):
         return False
     if offset != "bottom-right":
@@ -372,9 +372,8 @@ def _by_head(side: object, name: str, heads: int) -> int | NDArray[np.int64]:
     if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
         expected = "[H]" if heads == 1 else f"of shape ({heads},), one per head"
         raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
-    clipped = allocate(
-        lengths.shape, np.int64, name
-    )  # comes first: NumPy would look at any number of entries
+    # Comes first: NumPy would look at any number of entries.
+    clipped = allocate(lengths.shape, np.int64, name)
     if lengths.size and lengths.min() < 0:
         index = int((lengths < 0).argmax())
         raise ValueError(f"{name} must be at least 0, got {lengths[index]} at index {index}")

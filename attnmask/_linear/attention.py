@@ -12,7 +12,7 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from numpy.typing import ArrayLike
 
@@ -22,7 +22,6 @@ from attnmask._common.types import AnyFunction, Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
 
 _Function = TypeVar("_Function", bound=AnyFunction)
-_Array: TypeAlias = Array
 
 _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]
@@ -68,8 +67,8 @@ def linear_attention(
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: Literal[False] = False,
-    out: _Array | None = None,
-) -> _Array: ...
+    out: Array | None = None,
+) -> Array: ...
 @overload
 def linear_attention(
     query: ArrayLike,
@@ -84,8 +83,8 @@ def linear_attention(
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: Literal[True],
-    out: _Array | None = None,
-) -> tuple[_Array, _Array]: ...
+    out: Array | None = None,
+) -> tuple[Array, Array]: ...
 @_with_parameters
 def linear_attention(
     query: ArrayLike,
@@ -100,8 +99,8 @@ def linear_attention(
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
-    out: _Array | None = None,
-) -> _Array | tuple[_Array, _Array]:
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
     """Linear attention with decays and the delta rule, in O(T) time.
 
     Parameters
@@ -158,7 +157,7 @@ def linear_attention(
     ... ).ravel()
     array([20.])
     """
-    result: _Array | tuple[_Array, _Array] = _core.linear_attention(
+    result: Array | tuple[Array, Array] = _core.linear_attention(
         query,
         key,
         value,
@@ -189,7 +188,7 @@ def linear_attention_vjp(
     normalize_qk: bool = False,
     chunk_size: int = 64,
     return_state: bool = False,
-    out: _Array | None = None,
+    out: Array | None = None,
 ) -> tuple[Any, Callable[..., LinearAttentionGrads]]:
     """`linear_attention` and its gradients.
 
@@ -257,15 +256,15 @@ def linear_attention_step(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    state: _Array,
+    state: Array,
     *,
     decay: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
     state_indices: ArrayLike | None = None,
-    out: _Array | None = None,
-) -> _Array:
+    out: Array | None = None,
+) -> Array:
     """Linear attention of one token per batch row, with the states updated in place.
 
     The result of a row is the same bits whatever it is computed with.

@@ -146,8 +146,8 @@ class State:
     kept: tuple[Shape, Node] | None = field(default=None, init=False)
 
     def prepared(self, shape: Shape, program: Program) -> Node:
-        """`program`, which is the mask's own for so many batch rows and heads, as a term that the core has read and
-        looked at. Of the last shape it is kept.
+        """Return the mask's `program` for a shape as one term that the core has already read. That of the last shape is
+        kept.
         """
         kept = self.kept
         if kept is None or kept[0] != shape:
@@ -185,7 +185,7 @@ class State:
 
     @property
     def held(self) -> dict[str, tuple[int, ...] | None]:
-        """The shapes of the arrays that came in or were given by an operation, or None; ids need not be there yet."""
+        """Return the shape of each array that the state holds, or None. Ids may still have to be computed."""
         return {
             "attention_mask": _shape_of(self.base_array),
             "q_segment_ids": self.labels.shapes[0],

@@ -197,9 +197,8 @@ class Ring:
             return []
         mine = self.shards.ranges(queries)
         theirs = mine if queries == keys else self.sent(queries, keys)
-        blocks = (
-            table.copy()
-        )  # the places where the process has them, and how far the diagonal is moved there
+        # Positions in the shards of the process, and how far the diagonal is moved there.
+        blocks = table.copy()
         blocks[:, :2] += (_local(mine, table[:, 0]) - table[:, 0])[:, None]
         blocks[:, 2:] += (_local(theirs, table[:, 2]) - table[:, 2])[:, None]
         counts = [int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs)]

@@ -442,9 +442,8 @@ def _attention(engine: Any, spec: Any, with_lse: bool) -> AnyFunction:
         return engine.forward(spec, learned, others, 1 + with_lse)
 
     def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
-        wanted = {
-            name: () for name, x in learned.items() if x.perturbed
-        }  # its keys, which tracing leaves alone
+        # The keys of a dict, because tracing leaves them alone.
+        wanted = {name: () for name, x in learned.items() if x.perturbed}
         learned, others = jax.tree.map(lambda x: x.value, (learned, others))
         narrow = learned["query"].dtype.itemsize == 2  # rounded, it would be the largest error of gradients
         results = engine.forward(spec, learned, others, 3 if narrow else 2)

@@ -84,8 +84,8 @@ def _tree(info: MaskInfo) -> Tree:
 
 
 def check(given: Given) -> tuple[Problem, bool]:
-    """What `read_problem` says of arguments of these types and shapes. What depends on the numbers of those that are
-    traced is checked when they are there.
+    """Return what `read_problem` returns, for traced arguments by type and shape. The core checks their values when the
+    compiled function runs.
     """
     tokens = dict.fromkeys(("query", "key"), 0)
     for name in LEARNED[:3]:

@@ -14,7 +14,7 @@ from attnmask._attention.problem import mask_nodes
 from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate
-from attnmask._common.arguments import as_array, fields_in_a_line, flag, wide_dtype
+from attnmask._common.arguments import as_array, fields_in_a_line, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._common.types import Given
 from attnmask._masks.info import MaskInfo
@@ -99,16 +99,16 @@ def attend(given: Given) -> KVCacheResult:
         tokens = [name for name in ("query", "key", "value") if given[name] is not None]
         given |= {name: _rotated(given[name]) for name in tokens}
     known = {name: _known(name, value, given) for name, value in given.items()}
-    _core.check_kvcache(
-        KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None}
-    )  # whose keys depend on lengths
+    # The bias is checked later: its keys depend on lengths.
+    _core.check_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None})
     packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
     if packed and given["attention_mask"] is not None:
         raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
     first = {name: given[name] for name in _FIRST if given[name] is not None}
-    rows = ("key", "value") if packed or given["cu_seqlens_k_new"] is not None else ()
-    for name in (*(("query",) if packed else ()), *rows):
-        first |= {name: first[name][None]} if name in first else {}
+    if packed:
+        first["query"] = first["query"][None]
+    if appends and (packed or given["cu_seqlens_k_new"] is not None):
+        first |= {name: first[name][None] for name in ("key", "value") if name in first}
     query, k_cache = first["query"], first["k_cache"]
     arrays = Arrays()
     words, with_lse = _words(given, known, query.shape, arrays)
@@ -144,10 +144,8 @@ def attend(given: Given) -> KVCacheResult:
 
 
 def _rotated(x: jax.Array) -> jax.Array:
-    """Return what `quantize.rotated` does, with the same sums."""
-    if not (x.size and x.ndim and jax.numpy.issubdtype(x.dtype, np.floating)) or x.shape[-1] & (
-        x.shape[-1] - 1
-    ):
+    """Apply `quantize.rotated` in JAX, with the same sums."""
+    if not (x.size and x.ndim and is_floating(x.dtype)) or x.shape[-1] & (x.shape[-1] - 1):
         return x
     channels, half = x.shape[-1], 1
     sums = x.astype(wide_dtype(x.dtype))

@@ -242,8 +242,10 @@ def backward(
     wanted: Sequence[str],
     of_result: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The gradients of those that are `wanted`, by the result, which may be that before rounding, its logsumexp and the
-    gradients of both; that of the logsumexp may be missing.
+    """Return the gradients of the learned arrays that are `wanted`.
+
+    `of_result` are the gradient of the result; the result, if possible before rounding; its logsumexp; and if it has
+    one, the gradient of the logsumexp.
     """
     narrow = spec.part is not None and learned["query"].dtype != np.float64
     terms = _learned_terms(spec)

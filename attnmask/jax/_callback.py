@@ -1,4 +1,4 @@
-"""Attention as a JAX callback into Python, if XLA does not accept the handlers of `_jax_call`."""
+"""Attention as a JAX callback into Python, for runtimes that refuse the handlers of `attnmask.jax._call`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -36,7 +36,7 @@ def _call(compute: AnyFunction, shapes: Iterable[Shaped], *arguments: object) ->
 
 
 def forward(static: Arguments, learned: ByName, others: Arguments, results: int) -> tuple[jax.Array, ...]:
-    """As in `_jax_call`, with arguments by name."""
+    """Return what `_call.forward` returns, given all arguments by name."""
 
     def compute(learned: Arguments, others: Arguments) -> tuple[Array, ...]:
         given = on_host(learned | others) | static

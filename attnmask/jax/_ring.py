@@ -213,8 +213,8 @@ class _Travel:
         return {name: _sent(self.task, round, x, self.never) for name, x in self.own.items()}
 
     def after(self, results: Any) -> Any:
-        """The results of a round, before which nothing is sent that has not been sent yet. XLA would send all at once,
-        and ignores its own barriers here: it has to need a result.
+        """Return the results of a round, and make what is sent later wait for them. XLA would send everything at once
+        and ignores its own barriers here, so later messages depend on a number of the results.
         """
         one = jax.tree.leaves(results)[0]
         self.never = one[(0,) * one.ndim] > np.inf
@@ -235,7 +235,7 @@ def _calls(task: _Task, rank: int, round: _Round) -> tuple[list[Call], int]:
 def _problem(
     task: _Task, call: Call, arrays: ByName, seed: list[jax.Array]
 ) -> tuple[Spec, ByName, list[AnyArray]]:
-    """Return what `_jax_call` takes, for arrays whose batch rows lie as in the call."""
+    """Return the arguments of `engine.forward`, for arrays whose batch rows lie as in the call."""
     learned = {
         name: x[:, call.queries if name == "query" else call.keys] if x.ndim == 4 else x
         for name, x in arrays.items()

@@ -178,9 +178,8 @@ def from_block_mask(block_mask: object) -> State:
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
         columns = -(-keys // k_size)
         live = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
-        live.scatter_(
-            -1, torch.where(listed, indices, columns).long(), True
-        )  # the last one is for the others
+        # The last column takes the entries that are not listed.
+        live.scatter_(-1, torch.where(listed, indices, columns).long(), True)
         return sources.of_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
 
     mask_mod = block_mask.mask_mod

@@ -413,8 +413,8 @@ def _backward(ctx: Context, dout: MaybeTensor, dlse: MaybeTensor, *_: object) ->
 def autograd_kernel(
     operator: Any, on_cpu: AnyFunction, rules: Info, wide: AnyFunction | None = None
 ) -> AnyFunction:
-    """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU. With
-    gradients, `wide` is the operator for types of 16 bits.
+    """Return the autograd kernel that `torch.library.register_autograd` would make, with a shortcut for calls without
+    gradients, which saves 20 microseconds. `wide` replaces the operator for 16-bit types if there are gradients.
     """
     kernel = make_autograd_impl(operator, rules)
 

@@ -11,7 +11,7 @@ MaybeTensor: TypeAlias = torch.Tensor | None
 
 
 class Context(Protocol):
-    """What PyTorch hands to both halves of a function with a gradient, to keep things in."""
+    """The `ctx` of a `torch.autograd.Function`, with the attributes that this package keeps in it."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]

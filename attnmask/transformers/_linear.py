@@ -74,9 +74,8 @@ class Documents:
         positions = self.position_ids
         if not isinstance(positions, torch.Tensor) or positions.device.type != "cpu":
             return None
-        return restarts(
-            positions[0] if positions.ndim == 3 else positions
-        )  # [axes, B, T] starts with the text axis
+        # [axes, B, T] starts with the text axis.
+        return restarts(positions[0] if positions.ndim == 3 else positions)
 
 
 _documents: ContextVar[Documents | None] = ContextVar("attnmask_documents", default=None)

@@ -158,9 +158,8 @@ def _remapped(function: AnyFunction, positions: torch.Tensor, place: _Place) -> 
     return _program(function, place._replace(positions=array))
 
 
-_MADE: dict[
-    str, tuple[Any, ...]
-] = {  # functions of transformers' that make mask functions, and arguments for them
+# Functions of transformers that make mask functions, and arguments to call them with.
+_MADE: dict[str, tuple[Any, ...]] = {
     "and_masks": (len,),
     "or_masks": (len,),
     "sliding_window_overlay": (1,),
