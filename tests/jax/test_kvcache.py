@@ -394,6 +394,25 @@ def test_bad_input(kind, wrong, error, message, new):
         jax.block_until_ready(function(traced))
 
 
+@pytest.mark.parametrize("place", range(3), ids=["low", "high", "chunk"])
+@pytest.mark.parametrize("number", [2**59 + 1, -(2**59) - 1, 2**63 - 1, -(2**63)])
+def test_a_program_of_limits_that_are_too_far(place, number):
+    """Words that no version makes are refused; the furthest limits are none."""
+    attnmask.jax.register()
+    x = jax.numpy.ones((1, 4, 1, 8))
+    call = jax.ffi.ffi_call("attnmask_flash_kvcache", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    limits = [-(2**59), 2**59, 2**59]
+
+    def words() -> np.ndarray:
+        operands = [*(word for limit in limits for word in (1, limit)), *(0, 0) * 2]
+        return np.array([*attnmask.jax._call.first_words(0, 1.0), *operands, 0], np.int64)
+
+    np.testing.assert_array_equal(call(x, x, x, words=words()), x)
+    limits[place] = number
+    with pytest.raises(jax.errors.JaxRuntimeError, match="words: a number is out of its range"):
+        call(x, x, x, words=words())
+
+
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_good_arguments_are_good(kind, new):

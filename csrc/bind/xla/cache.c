@@ -81,15 +81,30 @@ static bool read_starts(problem *p, const char *name, const am_view *tokens, con
     return *starts;
 }
 
+/* The limits, each an integer or nothing. */
+static bool read_limits(problem *p)
+{
+    const int64_t farthest = AM_FAR / 2;
+    am_operand given[3]; /* low, high, chunk */
+    for (int i = 0; i < 3; i++) {
+        am_operand *o = &given[i];
+        if (!am_xla_next_operand(p->c, false, AM_INT64, o)) return false;
+        if (o->kind == AM_NOTHING) o->number = 0;
+        if (o->kind == AM_ARRAY || o->number < (i == 2 ? 0 : -farthest) || o->number > farthest)
+            return am_xla_fail(p->c, "words: a number is out of its range");
+    }
+    p->cached.limits = (am_kv_limits){given[0].kind != AM_NOTHING, given[1].kind != AM_NOTHING,
+                                      given[0].number, given[1].number, given[2].number};
+    return true;
+}
+
 static bool read_arguments(problem *p)
 {
     am_xla_call *c = p->c;
     am_cached *cached = &p->cached;
     am_request *r = &c->request;
-    am_operand low, high, chunk, lengths, table;
-    if (!look_at_arguments(p) || !am_xla_next_operand(c, false, AM_INT64, &low) ||
-        !am_xla_next_operand(c, false, AM_INT64, &high) || !am_xla_next_operand(c, false, AM_INT64, &chunk) ||
-        !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
+    am_operand lengths, table;
+    if (!look_at_arguments(p) || !read_limits(p) || !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
         !am_xla_next_operand(c, false, AM_INT64, &table))
         return false;
     if (has(p, PACKED) &&
@@ -99,8 +114,6 @@ static bool read_arguments(problem *p)
         !read_starts(p, "cu_seqlens_k_new", &cached->rows[0], &cached->new_starts, &cached->new_sequences))
         return false;
     cached->table = table.view;
-    cached->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number,
-                                    am_max(0, chunk.number)};
     return am_cached_check(r, cached) && am_cached_read_lengths(r, cached, &lengths) &&
            am_cached_place(r, cached) && am_cached_limit(r, cached) &&
            (!has(p, APPEND) || am_cached_check_pages(r, cached));
