@@ -24,6 +24,12 @@ enum { AM_XLA_ALL_CALLS = -1 };
 
 #define am_xla_fail(c, ...) am_refuse(&(c)->request, AM_WRONG_VALUE, NULL, __VA_ARGS__)
 
+/* Whether calls that are tried as one `cannot` be rows of one: they are then repeated one by one. */
+static inline bool am_xla_set_apart(am_xla_call *c, bool cannot)
+{
+    return c->apart = cannot && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
+}
+
 static inline const am_xla_buffer *am_xla_argument(const am_xla_call *c, int64_t i)
 {
     return c->frame->arguments.buffers[i];

@@ -47,8 +47,7 @@ static bool begin(problem *p)
         return am_xla_fail(c, "words: a number is out of its range");
     p->batch = p->sequences = c->request.mask.batch;
     /* Sequences and states by index are those of one call. */
-    c->apart = has(p, STARTS | INDICES) && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
-    return !c->apart;
+    return !am_xla_set_apart(c, has(p, STARTS | INDICES));
 }
 
 /* --- Buffers --- */
@@ -162,8 +161,8 @@ static bool read_attention(attention *a)
     return read_inputs(a);
 }
 
-/* The states that gradients need: [B, at least so many, numbers]. Those of calls that share them are not
- * side by side: the calls come one after the other. */
+/* The states that gradients need: [B, at least so many, numbers]. Calls that share them cannot be
+ * one larger batch: they come one after the other. */
 static bool look_at_kept(attention *a, bool result, void **kept)
 {
     am_xla_call *c = a->common.c;
@@ -171,8 +170,7 @@ static bool look_at_kept(attention *a, bool result, void **kept)
     ptrdiff_t states, numbers, shape[3] = {a->common.batch, -1, -1};
     if (!am_linear_kept(&a->linear, &states, &numbers)) return am_refuse_status(&c->request, AM_NO_MEMORY);
     if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
-    c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1 && v.stride[0] == 0;
-    if (c->apart) return false;
+    if (am_xla_set_apart(c, v.stride[0] == 0)) return false;
     *kept = v.data;
     return v.type == am_wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
                    am_product(v.shape[0], v.shape[1], 1) >= states
