@@ -12,16 +12,15 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, check_apart, flag
+from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
-from attnmask._common.types import AnyFunction, Array
+from attnmask._common.types import Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
-
-_Function = TypeVar("_Function", bound=AnyFunction)
 
 _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]
@@ -44,13 +43,6 @@ _PARAMETERS = """
     chunk_size : int
         A hint, a power of two from 16 to 256. It changes rounding only.
 """
-
-
-def _with_parameters(function: _Function) -> _Function:
-    """Describe the shared parameters in one place."""
-    if function.__doc__:  # python -OO removes docstrings
-        function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))
-    return function
 
 
 @overload
@@ -85,7 +77,7 @@ def linear_attention(
     return_state: Literal[True],
     out: Array | None = None,
 ) -> tuple[Array, Array]: ...
-@_with_parameters
+@with_parameters(_PARAMETERS)
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -174,7 +166,7 @@ def linear_attention(
     return result
 
 
-@_with_parameters
+@with_parameters(_PARAMETERS)
 def linear_attention_vjp(
     query: ArrayLike,
     key: ArrayLike,

@@ -1,4 +1,4 @@
-"""The keyword arguments of linear attention and short convolutions in PyTorch and JAX, by the kind of array."""
+"""The arguments of linear attention and short convolutions in PyTorch and JAX."""
 
 from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar
 
@@ -7,8 +7,14 @@ from numpy.typing import ArrayLike
 _Array = TypeVar("_Array")
 Activation: TypeAlias = Literal["silu"] | None
 
+PROBLEM = (  # the arguments of linear attention in the order of the core
+    "query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens", "normalize_qk", "chunk_size"
+)  # fmt: skip
+
 
 class LinearOptions(TypedDict, Generic[_Array], total=False):
+    """Keyword arguments of `linear_attention`, by the kind of array."""
+
     decay: _Array | None
     beta: _Array | None
     scale: float | None
@@ -19,6 +25,8 @@ class LinearOptions(TypedDict, Generic[_Array], total=False):
 
 
 class ConvolutionOptions(TypedDict, Generic[_Array], total=False):
+    """Keyword arguments of `short_convolution`, by the kind of array."""
+
     activation: Activation
     cu_seqlens: ArrayLike | None
     initial_state: _Array | None

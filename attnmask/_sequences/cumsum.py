@@ -15,16 +15,14 @@ Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import as_array, check_apart, flag
+from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
-from attnmask._common.types import AnyFunction, Array
-
-_Function = TypeVar("_Function", bound=AnyFunction)
+from attnmask._common.types import Array
 
 _PARAMETERS = """
     reverse : bool
@@ -44,13 +42,6 @@ _PARAMETERS = """
 """
 
 
-def _with_parameters(function: _Function) -> _Function:
-    """Describe the shared parameters in one place."""
-    if function.__doc__:  # python -OO removes docstrings
-        function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))
-    return function
-
-
 def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
     # A subclass may override what np.ndim asks it for.
     ndim = np.ndarray.ndim.__get__(array) if isinstance(array, np.ndarray) else as_array(array, name).ndim
@@ -61,7 +52,7 @@ def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> Non
         raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
 
 
-@_with_parameters
+@with_parameters(_PARAMETERS)
 def chunk_local_cumsum(
     g: ArrayLike,
     chunk_size: int,
@@ -107,7 +98,7 @@ def chunk_local_cumsum(
     )
 
 
-@_with_parameters
+@with_parameters(_PARAMETERS)
 def chunk_global_cumsum(
     s: ArrayLike,
     reverse: bool = False,

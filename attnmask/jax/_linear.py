@@ -21,7 +21,7 @@ from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array, Given
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
-from attnmask._linear.options import Activation, ConvolutionOptions, LinearOptions
+from attnmask._linear.options import PROBLEM, Activation, ConvolutionOptions, LinearOptions
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, like, starts_like
 from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
@@ -246,10 +246,7 @@ def linear_attention(
         return call.to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
     known = {name: _stand_in(name, x, tokens) for name, x in arrays.items()}
-    problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
-    states, numbers = _check.check_linear_attention(
-        *((known | static).get(name) for name in problem), normalize_qk, chunk_size
-    )
+    states, numbers = _check.check_linear_attention(*((known | static).get(name) for name in PROBLEM))
     batch, _, heads, columns = arrays["value"].shape
     rows, wide = arrays["query"].shape[3], wide_dtype(arrays["query"].dtype)
     sequences = batch

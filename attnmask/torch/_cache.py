@@ -26,7 +26,7 @@ from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._masks import restored
-from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
+from attnmask.torch._operators import check_tensor, detached, needs_operator, operand, tensors_among
 from attnmask.torch._states import MaskTensors, to_tensor
 
 _ROWS = {row.name: row for row in (*ARGUMENTS, *OF_CACHES) if row.name in CACHE_DEFAULTS}
@@ -52,10 +52,6 @@ _REQUIRED = ("query", "k_cache", "v_cache")
 
 def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
     operators.check_no_gradient(tensors, "flash_attention_with_kvcache", "flash_attention")
-
-
-def _tensors(given: Arguments) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
 def _attend(
@@ -117,7 +113,7 @@ def _on_cpu(*arguments: object) -> torch.Tensor | tuple[torch.Tensor, ...]:
     if length is not None:
         given["cache_seqlens"] = length
     given["sliding_window"] = None if sides == (None, None) else sides
-    return _attend(given, _tensors(given), True)
+    return _attend(given, tensors_among(given), True)
 
 
 def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
@@ -139,7 +135,7 @@ def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> tuple[torch.Tensor, ...]:
-    check_no_gradient(_tensors(dict(zip(_NAMES, arguments, strict=True))))
+    check_no_gradient(tensors_among(dict(zip(_NAMES, arguments, strict=True))))
     with torch._C._AutoDispatchBelowAutograd():
         operator = torch.ops.attnmask.flash_attention_with_kvcache.default
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
@@ -293,7 +289,7 @@ def flash_attention_with_kvcache(
     }
     if not more.keys() <= CACHE_DEFAULTS.keys():
         check_options(flash_attention_with_kvcache, more)
-    tensors = _tensors(given)
+    tensors = tensors_among(given)
     for name in _MUST_BE_TENSORS:
         if name not in tensors and (given[name] is not None or name in _REQUIRED):
             check_tensor(given[name], name)
@@ -313,5 +309,5 @@ def flash_attention_with_kvcache(
         given["attention_mask"] = restored(*attention_mask)
     if torch.is_autocast_enabled("cpu"):
         given = _cast(given)
-        tensors = _tensors(given)
+        tensors = tensors_among(given)
     return _attend(given, tensors, with_lse)

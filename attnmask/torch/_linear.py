@@ -25,10 +25,10 @@ from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
-from attnmask._linear.options import Activation, ConvolutionOptions, LinearOptions
+from attnmask._linear.options import PROBLEM, Activation, ConvolutionOptions, LinearOptions
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand
+from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand, tensors_among
 from attnmask.torch._states import to_tensor
 from attnmask.torch._types import Context, MaybeTensor, Shaped
 
@@ -42,10 +42,6 @@ def _names(parameters: str) -> tuple[tuple[str, ...], dict[str, bool]]:
         name: kind == "Tensor?" for kind, name in pairs if kind.startswith("Tensor") and name not in _INTEGERS
     }
     return tuple(name for _, name in pairs), tensors
-
-
-def _tensors(given: Arguments) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
 def _call(function: AnyFunction, given: Arguments, **more: object) -> Any:
@@ -81,7 +77,7 @@ def _prepared(given: Arguments, tensors: dict[str, bool], cast: Sequence[str]) -
         return given
     return given | {
         name: operators.autocast(x)
-        for name, x in _tensors(given).items()
+        for name, x in tensors_among(given).items()
         if name in cast or x.dtype.itemsize == 2
     }
 
@@ -198,7 +194,7 @@ class _Function:
             operators.check_tensors(given)
             operator = self.transformed.apply if operators.is_differentiated() else self.operator
             results = operator(*_operands(given))
-        elif torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given).values()):
+        elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors_among(given).values()):
             results = _Learning.apply(self, *_operands(given))
         else:
             return self.compute(given, with_state)
@@ -240,7 +236,7 @@ class _Learning(torch.autograd.Function):
 
 def _in_one_call(given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
     """Fold mapped rows into the batch: what has an entry for each batch row has three axes and more."""
-    tensors = _tensors(given)
+    tensors = tensors_among(given)
     by_row = {name for name, x in tensors.items() if x.ndim - (dims[name] is not None) > 2}
     summed = (name not in by_row for name in itertools.compress(tuple(given)[2:], given.get("wanted", ())))
     if given["cu_seqlens"] is not None or any(dims[name] is not None for name in tensors.keys() - by_row):
@@ -282,7 +278,7 @@ class _Step:
         self.operator = getattr(torch.ops.attnmask, name).default
 
     def check_no_gradient(self, given: Arguments) -> None:
-        operators.check_no_gradient(_tensors(given), self.name, self.name.removesuffix("_step"))
+        operators.check_no_gradient(tensors_among(given), self.name, self.name.removesuffix("_step"))
 
     def compute(self, given: Arguments) -> torch.Tensor:
         out = _call(self.function, given)
@@ -500,10 +496,6 @@ def short_convolution_step(
 
 # Linear attention
 
-_PROBLEM = (  # the core's order
-    "query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens", "normalize_qk", "chunk_size"
-)  # fmt: skip
-
 
 def _attention_likes(given: Arguments) -> tuple[Shaped, ...]:
     _check_axes(given, query="[B, T, Hk, K]", key="[B, T, Hk, K]", value="[B, T, H, V]")
@@ -515,7 +507,7 @@ def _attention_likes(given: Arguments) -> tuple[Shaped, ...]:
 
 def _attention_remember(**given: object) -> tuple[Array, ...]:
     core: AnyFunction = _core.linear_forward_vjp
-    return core(*(given[name] for name in _PROBLEM), None)
+    return core(*(given[name] for name in PROBLEM), None)
 
 
 def _attention_gradients(
@@ -524,7 +516,7 @@ def _attention_gradients(
     if kept is None:
         _, _, kept = _attention_remember(**given)
     core: AnyFunction = _core.linear_backward
-    return core(*(given[name] for name in _PROBLEM), kept, dout, dstate)
+    return core(*(given[name] for name in PROBLEM), kept, dout, dstate)
 
 
 def _attention_step_like(given: Arguments) -> Shaped:

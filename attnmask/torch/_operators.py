@@ -104,6 +104,10 @@ def check_no_tangents(names: Iterable[str], tensors: Iterable[object], function:
             raise RuntimeError(NO_FORWARD.format(function, name))
 
 
+def tensors_among(given: Given) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+
+
 def check_no_gradient(tensors: dict[str, torch.Tensor], function: str, trained: str) -> None:
     check_no_tangents(tensors, tensors.values(), function)
     if not torch.is_grad_enabled():
