@@ -55,6 +55,15 @@ def test_attention_functions_take_the_same_arguments(name):
     assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
 
 
+@pytest.mark.parametrize("count", range(6, 12))
+def test_arguments_of_a_cache_after_the_fifth_are_given_by_name(count):
+    """Even those that would fit."""
+    x = np.ones((1, 4, 1, 8), np.float32)
+    with pytest.raises(TypeError, match=f"takes up to 5 positional arguments but {count} were given"):
+        attnmask.flash_attention_with_kvcache(x, x, x, *[None] * (count - 3))
+    assert attnmask.flash_attention_with_kvcache(x, x, x, None, None).shape == x.shape
+
+
 def test_type_checkers_read_what_follows_from_the_table():
     made = runpy.run_path(str(ROOT / ".ci" / "make_signatures.py"))
     for path, contents in made["STUBS"].items():

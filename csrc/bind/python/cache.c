@@ -14,7 +14,7 @@ enum {
     V_CACHE,
     KEY,
     VALUE,
-    CACHE_SEQLENS,
+    CACHE_SEQLENS, /* by name from here on */
     BLOCK_TABLE,
     CU_SEQLENS_Q,
     CU_SEQLENS_K_NEW,
@@ -407,7 +407,7 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
     if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < OTHERS ||
         PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
         PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(names) || !PyTuple_Check(args[2]) ||
-        PyTuple_GET_SIZE(args[2]) > K_SCALE || !PyDict_Check(args[3])) {
+        PyTuple_GET_SIZE(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3])) {
         PyErr_SetString(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
         return -1;
     }
