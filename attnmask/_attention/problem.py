@@ -393,7 +393,7 @@ def _named_arrays(given: Given) -> Iterator[tuple[str, object]]:
 
 
 def check_out(out: object, given: Given) -> None:
-    """Check that `out` is an array apart from all arguments `given`."""
+    """Check that `out` is an array that shares no memory with the arguments `given`."""
     if not isinstance(out, np.ndarray):
         hint = "; it takes only the result; the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")

@@ -175,7 +175,7 @@ def _check_finite(given: Array, scales: Array) -> None:
         return
     wrong = np.argwhere(~np.isfinite(given.astype(np.float32)))
     if not len(wrong):
-        raise ValueError("x must have no numbers in a group that are farther apart than float32 reaches")
+        raise ValueError("x must have numbers whose differences within a group fit float32")
     index = tuple(wrong[0].tolist())
     raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
 

@@ -124,7 +124,7 @@ def join(
 ) -> tuple[Node, Terms, bool]:
     """Return the base and terms of ``left operator right``, and whether it begins as `left` does.
 
-    The core lets only so many operands wait. Where that is not enough `right`, of `right_shape`, is written out.
+    If the program would need more than MAX_DEPTH waiting operands, `right`, of `right_shape`, is written out.
     """
     (base, terms), (other_base, other_terms) = left, right
     if max(terms.depth, other_terms.depth + 1) <= MAX_DEPTH:

@@ -52,8 +52,8 @@ from attnmask._masks.terms import (
 )
 from attnmask._sequences import packed
 
-_DRAWN = 2**20  # so many random numbers are drawn at a time
-_SLAB = 2**18  # a function is asked for so many pairs at a time
+_DRAWN = 2**20  # random numbers that are drawn at a time
+_SLAB = 2**18  # pairs that a function is called with at a time
 
 
 def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
@@ -375,7 +375,9 @@ def _asked(ask: Callable[[_Index], object], index: _Index, slab: Shape) -> Array
 
 
 def _tiles_of(live: Array, shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
-    """Return the places of the tiles of each row and head; new bits are added to `known`."""
+    """Return 0 for each empty tile, 1 for each full one, and for others 2 plus their index in `known`, which new tiles
+    are added to.
+    """
     words = _packed(live, shape)
     full = np.bitwise_or.reduce(words ^ _whole(shape), axis=3) == 0
     mixed = np.nonzero((np.bitwise_or.reduce(words, axis=3) != 0) & ~full)

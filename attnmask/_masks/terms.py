@@ -76,8 +76,8 @@ def diagonal(low: Limit, high: Limit, offset: PerRow, at: NDArray[np.int32]) -> 
 def chunk(size: int, offset: PerRow = 0) -> Node:
     """Return the chunks of keys, and of queries that are `offset` positions further.
 
-    What the core adds to a place is not negative. So both sides move on by as many chunks as put a query of place 0
-    behind the start; further than 2**57 before it, no query would reach a key.
+    The core adds only nonnegative numbers to positions. For a negative offset, both sides are therefore moved on by as
+    many chunks as bring query 0 back to 0 or more. Offsets stop at -2**57: there no query shares a chunk with a key.
     """
     size = min(size, ALL_PLACES)
     if isinstance(offset, int):

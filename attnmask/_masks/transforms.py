@@ -135,7 +135,7 @@ def _clipped(value: PerRow, low: int, high: int) -> PerRow:
 
 
 def _kept_labels(state: State) -> Labels:
-    """What is to be held where the base, which may tell segments without ids, goes."""
+    """Return the labels to keep when the base is replaced, which may define segments without ids."""
     return labels_of_tokens(state) if state.segment_based else state.labels
 
 
@@ -375,14 +375,14 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
 
 
 def _by_row(value: PerRow, axes: int) -> PerRow:
-    """Return an array to add to one of so many axes, the first of which are batch rows."""
+    """Return `value` with a first axis for batch rows, so that it broadcasts to an array of so many axes."""
     return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
 
 def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:
     """Number the chunks of each row's segments from 1, counted from each segment's start; -1 for padding.
 
-    Queries are `shift` places further, and have -1, too, where that is in no chunk of their segment.
+    Queries are moved by `shift` positions; one that leaves the chunks of its segment gets -1, too.
     """
     same = q_ids is kv_ids and isinstance(shift, int) and shift == 0
     shifts = np.atleast_1d(np.asarray(shift, np.int64))

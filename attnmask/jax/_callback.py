@@ -57,8 +57,11 @@ def backward(
     wanted: Sequence[str],
     of_result: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
+    """Return what `_call.backward` returns, given all arguments by name."""
+
     def compute(learned: Arguments, others: Arguments, *of_result: ArrayLike) -> tuple[Array, ...]:
-        dout, out, lse, *dlse = (as_array(x, "out") for x in of_result)
+        names = ("dout", "out", "lse", "dlse")
+        dout, out, lse, *dlse = (as_array(x, name) for x, name in zip(of_result, names, strict=False))
         extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
         arguments = on_host(learned | others) | static | extras
         grads = flash_attention_bwd(dout, out=out, lse=lse, dlse=dlse[0] if dlse else None, **arguments)

@@ -17,7 +17,7 @@ from attnmask._masks.program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
 from attnmask.operations._registry import OperationRegistry
 
-_PAIRS = 2**22  # NumPy computes so many at once, and answers no signal meanwhile
+_PAIRS = 2**22  # that NumPy computes at once, during which signals have to wait
 _MORE = DEFAULTS.keys() - {"attention_mask", "bias", "causal"}
 
 

@@ -95,7 +95,7 @@ def _limits(mask: SymbolicMask) -> dict[str, Any]:
             highs += [] if node[2] is None else [node[2]]
         elif node not in ("and", ("all",)):
             raise NotImplementedError(
-                f"in a step of a PagedCache masks must be causal, windows or chunks, got one of {node[0]}"
+                f"attention_mask must be causal, a window or chunks in a step of a PagedCache, got one of {node[0]}"
             )
     window = (-max(lows) if lows else None), min(highs, default=None)
     return {"causal": False, "sliding_window": window, "attention_chunk": chunks[0] if chunks else None}
@@ -205,7 +205,9 @@ def attention(
     if isinstance(attention_mask, SymbolicMask) and in_step:
         given |= _limits(attention_mask)
     elif attention_mask is not None and in_step:
-        raise NotImplementedError("in a step of a PagedCache masks must be the model's own, got a tensor")
+        raise NotImplementedError(
+            "attention_mask must be the model's own in a step of a PagedCache, got a tensor"
+        )
     elif isinstance(attention_mask, SymbolicMask):
         given["attention_mask"], complete = attention_mask.info, attention_mask.complete
     elif attention_mask is None:

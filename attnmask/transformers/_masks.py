@@ -149,7 +149,9 @@ def _padding(tokens: torch.Tensor, place: _Place) -> Program:
 
 
 def _remapped(function: AnyFunction, positions: torch.Tensor, place: _Place) -> Program:
-    """A mask function of positions in packed sequences. They grow by one, and so distances are those of places."""
+    """Return the program of a mask function of positions in packed sequences. These increase by one, so that distances
+    are the same as in the row.
+    """
     array, sequences = _numpy(positions), place.sequences
     if sequences is None or sequences.shape != array.shape:
         raise _Unknown

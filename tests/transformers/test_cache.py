@@ -214,14 +214,14 @@ def test_a_step_that_fails_changes_nothing():
             model(tokens, **inputs | {"position_ids": None})
     mask = torch.tensor([[0, 1, 1, 1, 1]])
     with (
-        pytest.raises(NotImplementedError, match="masks must be causal, windows or chunks, got one of keys"),
+        pytest.raises(NotImplementedError, match="attention_mask must be causal, a window or chunks"),
         torch.no_grad(),
         cache.step([a], 5) as inputs,
     ):
         model(prompt[None], **inputs, attention_mask=mask)
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     with (
-        pytest.raises(NotImplementedError, match="masks must be the model's own, got a tensor"),
+        pytest.raises(NotImplementedError, match="attention_mask must be the model's own"),
         torch.no_grad(),
         cache.step([a], 5) as inputs,
     ):
