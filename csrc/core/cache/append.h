@@ -11,9 +11,9 @@ typedef struct {
     am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
     const ptrdiff_t *begins; /* the lengths before it */
     const ptrdiff_t *starts; /* where the rows of each sequence begin if they are packed; NULL: batch rows */
-    const ptrdiff_t *slots; /* where each of `count` packed rows goes, whatever is said of sequences: the slot
-                             * of a token is its page times the size of pages, plus its place there; -1:
-                             * nowhere; NULL: behind those of its sequence */
+    const ptrdiff_t *slots;  /* where each of `count` packed rows goes: page * pages.size + place in the page,
+                              * or -1 for nowhere; sequences are not looked at. NULL: behind those of its
+                              * sequence */
     ptrdiff_t count;
     am_kv_scales scales; /* of a quantized cache; those of tokens are found and written, too */
 } am_kv_append;

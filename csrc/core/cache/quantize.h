@@ -17,12 +17,12 @@ typedef struct {
     const char *from;
     char *to;
     char *scales;    /* float32, one of a row; of groups a scale and an offset for each, side by side */
-    ptrdiff_t group; /* numbers of a row that share those, which divides them; 0: there are no groups */
+    ptrdiff_t group; /* numbers that share a scale and an offset; divides a row; 0: there are no groups */
     int axes;        /* at least one; the last is along rows */
     am_quantized_axis axis[AM_QUANTIZED_AXES];
 } am_quantization;
 
-/* Scales of numbers that are not all finite in float32 are not finite, and the numbers anything. */
+/* Where numbers are not all finite in float32, their scale is not finite, and their values may be any. */
 am_status am_quantize(const am_context *context, const am_quantization *q);
 
 #endif

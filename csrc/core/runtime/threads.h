@@ -41,7 +41,8 @@ int am_threads_for(const am_context *context, double microseconds);
  * AM_OK ends the loop and is returned. */
 am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
-/* The same for tasks that do little beside reading and writing so many bytes each, by am_threads_for. */
+/* The same for tasks that do little more than read and write `bytes` each: with the threads of
+ * am_threads_for, and a grain that follows from the bytes. */
 am_status am_parallel_bytes(const am_context *context, ptrdiff_t count, ptrdiff_t bytes, am_task task,
                             void *job);
 

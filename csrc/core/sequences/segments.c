@@ -352,7 +352,7 @@ static am_status count_up(const numbered_row *row, const id_run *run, ptrdiff_t 
     return AM_OK;
 }
 
-/* Writes the chunks of a run, of whose segment there are `count`. */
+/* Writes the chunks of a run, whose segment has `count` of them. */
 static void write_chunks(const numbered_row *row, const id_run *run, ptrdiff_t size, ptrdiff_t count)
 {
     const ptrdiff_t shift = run->of_keys ? 0 : row->shift, before = am_floor_to(shift, size);

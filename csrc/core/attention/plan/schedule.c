@@ -231,7 +231,8 @@ static ptrdiff_t item_work(const am_scheduled *g) { return am_length(g->section.
 
 typedef enum { ANY_ITEM, SPLIT_ITEM } long_item; /* SPLIT_ITEM: one that its splits can divide */
 
-/* Whether an item is long beside what each thread has to do: others would wait for the thread that has it. */
+/* Whether an item is long compared to the work of each thread: others would wait for the thread that has it.
+ */
 static bool has_long_item(const am_schedule *s, int threads, long_item which)
 {
     double longest = 0, all = 0;
