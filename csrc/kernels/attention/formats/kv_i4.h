@@ -105,6 +105,20 @@ static inline vf add_up_halves(const vf v[2])
     return vf_add(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
+/* P of a row times the scales of some groups, as i16x2, their units, and the sums of P times offsets. */
+typedef struct {
+    float p[4][AM_FLASH_TILE / 2], units[4], offsets[4];
+} weights_i4;
+
+/* What is computed at once: rows of a block from `row` on, with keys begin … end - 1 of a tile. */
+typedef struct {
+    const am_flash_rows *block;
+    const am_flash_tile *tile;
+    ptrdiff_t row, begin, end;
+    ptrdiff_t column;          /* of values: where the chunk begins */
+    const weights_i4 *weights; /* of values: of each row */
+} part_i4;
+
 /* How the channels of a row of keys fill vectors. */
 typedef enum {
     WHOLE_I4,   /* chunks */
@@ -112,19 +126,20 @@ typedef enum {
     PARTIAL_I4, /* any number, behind which lanes are 0 */
 } layout_i4;
 
-/* Logits of some rows with four or eight keys `fours` times, of which the last may be missing; those from
- * `last` on are read as that. It prefetches as many lines as it reads. */
+/* Logits of some rows with four or eight keys `fours` times, from k on, where the part begins. Keys behind
+ * `last` are read as that, and have no logits. It prefetches as many lines as it reads. */
 static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                          const layout_i4 layout, const am_flash_rows *block,
-                                                          ptrdiff_t row, const am_flash_tile *tile,
-                                                          ptrdiff_t key, const uint8_t *k, ptrdiff_t last,
+                                                          const layout_i4 layout, const part_i4 at,
+                                                          const uint8_t *k, ptrdiff_t last,
                                                           prefetch_lines *prefetch)
 {
+    const am_flash_rows *block = at.block;
+    const am_flash_tile *tile = at.tile;
     const bool whole = layout == WHOLE_I4, twice = layout == TWICE_I4;
     const ptrdiff_t some = twice ? 8 : 4;
     const ptrdiff_t head_dim = block->head_dim, q_step = am_packed_query_lanes(head_dim),
                     shift = __builtin_ctzll((unsigned long long)tile->k_group);
-    const float *q = (const float *)block->q_packed + row * q_step, *scales = tile->k_scales;
+    const float *q = (const float *)block->q_packed + at.row * q_step, *scales = tile->k_scales;
     vf sums[] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
     for (ptrdiff_t c = 0; c < head_dim; c += CHUNK_I4, k += CHUNK_I4 / 2) {
         const ptrdiff_t width = whole ? CHUNK_I4 : twice ? CHUNK_I4 / 2 : width_i4(head_dim, c);
@@ -138,9 +153,9 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
             UNROLL(4)
             for (ptrdiff_t j = 0; j < 4; j++) {
                 const ptrdiff_t i = some * f + j, other = i + 4;
-                const uint8_t *at = k + (i < last ? i : last) * tile->k.step;
-                x[j] = twice ? load_both_i4(at, k + (other < last ? other : last) * tile->k.step)
-                             : load_i4(at, lanes);
+                const uint8_t *from = k + (i < last ? i : last) * tile->k.step;
+                x[j] = twice ? load_both_i4(from, k + (other < last ? other : last) * tile->k.step)
+                             : load_i4(from, lanes);
             }
             UNROLL(4)
             for (int part = 0; part < 4; part++) {
@@ -165,7 +180,8 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
                             channel = whole || twice || quarter * QUARTER_I4 < width
                                           ? c + quarter * QUARTER_I4
                                           : head_dim - 1;
-            of_scales[i] = scales + (channel >> shift) * 2 * AM_FLASH_TILE + key + (twice ? i / 2 * 4 : 0);
+            of_scales[i] =
+                scales + (channel >> shift) * 2 * AM_FLASH_TILE + at.begin + (twice ? i / 2 * 4 : 0);
             of_offsets[i] = of_scales[i] + AM_FLASH_TILE;
         }
         UNROLL(4)
@@ -189,7 +205,7 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
     UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++) {
         const __m128 unit = _mm_set1_ps(q[r * q_step + q_step - VF_LANES]);
-        float *logits = (float *)block->logits + (row + r) * AM_FLASH_TILE + key;
+        float *logits = (float *)block->logits + (at.row + r) * AM_FLASH_TILE + at.begin;
         UNROLL(8)
         for (ptrdiff_t i = 0; i < some * fours; i += 4) {
             const __m128 four = _mm_mul_ps(unit, _mm_loadu_ps(all + r * some * fours + i));
@@ -201,34 +217,32 @@ static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, 
     }
 }
 
-/* Logits of up to four rows with the keys of a run. */
+/* Logits of up to four rows with keys of one run. */
 static inline __attribute__((always_inline)) void dots_of_run_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                                 const layout_i4 layout,
-                                                                 const am_flash_rows *block, ptrdiff_t row,
-                                                                 const am_flash_tile *tile, ptrdiff_t begin,
-                                                                 ptrdiff_t end, prefetch_lines *prefetch)
+                                                                 const layout_i4 layout, part_i4 at,
+                                                                 prefetch_lines *prefetch)
 {
-    const uint8_t *k = row_at(&tile->k, begin);
-    const ptrdiff_t step = tile->k.step, some = layout == TWICE_I4 ? 8 : 4;
-    for (; end - begin >= some * fours; begin += some * fours, k += some * fours * step)
-        dots_i4(rows, fours, layout, block, row, tile, begin, k, some * fours - 1, prefetch);
-    for (; fours > 1 && end - begin >= some; begin += some, k += some * step)
-        dots_i4(rows, 1, layout, block, row, tile, begin, k, some - 1, prefetch);
-    if (begin < end) dots_i4(rows, 1, layout, block, row, tile, begin, k, end - begin - 1, prefetch);
+    const uint8_t *k = row_at(&at.tile->k, at.begin);
+    const ptrdiff_t step = at.tile->k.step, some = layout == TWICE_I4 ? 8 : 4;
+    for (; at.end - at.begin >= some * fours; at.begin += some * fours, k += some * fours * step)
+        dots_i4(rows, fours, layout, at, k, some * fours - 1, prefetch);
+    for (; fours > 1 && at.end - at.begin >= some; at.begin += some, k += some * step)
+        dots_i4(rows, 1, layout, at, k, some - 1, prefetch);
+    if (at.begin < at.end) dots_i4(rows, 1, layout, at, k, at.end - at.begin - 1, prefetch);
 }
 
 #define DOTS_I4(n, fours)                                                                                    \
     case n:                                                                                                  \
-        if (block->head_dim % CHUNK_I4 == 0)                                                                 \
-            dots_of_run_i4(n, fours, WHOLE_I4, block, row, tile, begin, end, prefetch);                      \
-        else if (block->head_dim == CHUNK_I4 / 2)                                                            \
-            dots_of_run_i4(n, fours, TWICE_I4, block, row, tile, begin, end, prefetch);                      \
+        if (head_dim % CHUNK_I4 == 0)                                                                        \
+            dots_of_run_i4(n, fours, WHOLE_I4, *at, prefetch);                                               \
+        else if (head_dim == CHUNK_I4 / 2)                                                                   \
+            dots_of_run_i4(n, fours, TWICE_I4, *at, prefetch);                                               \
         else                                                                                                 \
-            dots_of_run_i4(n, fours, PARTIAL_I4, block, row, tile, begin, end, prefetch);                    \
+            dots_of_run_i4(n, fours, PARTIAL_I4, *at, prefetch);                                             \
         break;
-APART void find_dots_i4(ptrdiff_t rows, const am_flash_rows *block, ptrdiff_t row, const am_flash_tile *tile,
-                        ptrdiff_t begin, ptrdiff_t end, prefetch_lines *prefetch)
+APART void find_dots_i4(ptrdiff_t rows, const part_i4 *at, prefetch_lines *prefetch)
 {
+    const ptrdiff_t head_dim = at->block->head_dim;
     switch (rows) {
         DOTS_I4(1, 4)
         DOTS_I4(2, 2)
@@ -270,17 +284,13 @@ static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile
         next = end_of_run(&tile->k, i, end);
         for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
             rows = some_rows_i4(block->rows - row);
-            find_dots_i4(rows, block, row, tile, i, next, row == 0 ? prefetch : &none);
+            const part_i4 at = {block, tile, .row = row, .begin = i, .end = next};
+            find_dots_i4(rows, &at, row == 0 ? prefetch : &none);
         }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (isnan(unit_of_query(block, r))) find_logits_apart_i4(block, tile, r, begin, end);
 }
-
-/* P of a row times the scales of some groups, as i16x2, their units, and the sums of P times offsets. */
-typedef struct {
-    float p[4][AM_FLASH_TILE / 2], units[4], offsets[4];
-} weights_i4;
 
 /* O + P V of a group's channels from one on in float32, where P times scales has no unit. */
 static void add_group_apart_i4(float *out, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
@@ -293,13 +303,14 @@ static void add_group_apart_i4(float *out, const am_flash_tile *tile, ptrdiff_t 
     }
 }
 
+/* Finds the weights of one row in the groups of a chunk, from `count` vectors of P from the first on. */
 static inline __attribute__((always_inline)) void
-weigh_groups_i4(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin,
-                ptrdiff_t end, ptrdiff_t first, const int count, ptrdiff_t column, ptrdiff_t groups,
-                weights_i4 *to)
+weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int count, weights_i4 *to)
 {
-    const float *p = (const float *)block->logits + row * AM_FLASH_TILE + first,
-                *scales = (const float *)tile->v_scales + column / tile->v_group * 2 * AM_FLASH_TILE + first;
+    const am_flash_tile *tile = at->tile;
+    const float *p = (const float *)at->block->logits + at->row * AM_FLASH_TILE + first,
+                *scales =
+                    (const float *)tile->v_scales + at->column / tile->v_group * 2 * AM_FLASH_TILE + first;
     for (ptrdiff_t g = 0; g < groups; g++, scales += 2 * AM_FLASH_TILE) {
         vf x[AM_FLASH_TILE / VF_LANES], sum = vf_set1(0);
         UNROLL(4)
@@ -314,8 +325,8 @@ weigh_groups_i4(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t
         float apart[AM_FLASH_TILE];
         UNROLL(4)
         for (int j = 0; j < count; j++) vf_store(apart + first + j * VF_LANES, x[j]);
-        add_group_apart_i4((float *)block->out + row * block->out_dim, tile, begin, end,
-                           column + g * tile->v_group, apart);
+        add_group_apart_i4((float *)at->block->out + at->row * at->block->out_dim, tile, at->begin, at->end,
+                           at->column + g * tile->v_group, apart);
         memset(to->p[g], 0, sizeof to->p[g]);
         to->units[g] = 0;
     }
@@ -360,19 +371,31 @@ static inline void straighten_i4(vf v[8])
     }
 }
 
-/* Adds products of some rows of P with pairs of keys, from v on, to sums of half of a chunk's columns or of
+/* Lanes of a chunk, and of each of its groups. */
+typedef struct {
+    __mmask16 all, groups[4];
+} lanes_i4;
+
+/* Halves of a chunk that are added up at once: as many as there are registers for. */
+static inline __attribute__((always_inline)) int halves_i4(const int rows) { return rows <= 2 ? 2 : 1; }
+
+/* Adds products of some rows of P with pairs of keys of one run to sums of half of a chunk's columns or of
  * both. A lane has eight channels of a key, and those of two keys are joined word by word to four vectors a
  * half; sums of the second of these are sixteen times as great. The last key may have no other. */
-static inline __attribute__((always_inline)) void
-add_pairs_i4(const int rows, const int groups, const int half, const int halves, const __mmask16 all,
-             const __mmask16 *lanes, const float *p, const char *v, ptrdiff_t step, ptrdiff_t keys,
-             vf sums[4][8], prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, const int groups,
+                                                               const int half, const part_i4 at,
+                                                               const lanes_i4 *lanes, vf sums[4][8],
+                                                               prefetch_lines *prefetch)
 {
+    const int halves = halves_i4(rows);
+    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.column / 2;
+    const float *p = at.weights->p[0] + at.begin / 2;
+    ptrdiff_t step = at.tile->v.step, keys = at.end - at.begin;
     const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
     prefetch_lines current = half == 0 ? *prefetch : (prefetch_lines){0};
 #pragma GCC unroll 4
     for (; keys > 0; keys -= 2, v += 2 * step, p++) {
-        const __m512i x = load_i4(v, all), y = load_i4(v + (keys > 1 ? step : 0), all);
+        const __m512i x = load_i4(v, lanes->all), y = load_i4(v + (keys > 1 ? step : 0), lanes->all);
         vf n[8];
         UNROLL(2)
         for (int h = 0; h < halves; h++) {
@@ -388,7 +411,7 @@ add_pairs_i4(const int rows, const int groups, const int half, const int halves,
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
             const vf weight = of_groups_i4(p + r * (ptrdiff_t)(sizeof(weights_i4) / sizeof *p),
-                                           AM_FLASH_TILE / 2, groups, lanes);
+                                           AM_FLASH_TILE / 2, groups, lanes->groups);
             UNROLL(8)
             for (int j = 0; j < 4 * halves; j++) sums[r][j] = vf_fma_i16x2(n[j], weight, sums[r][j]);
         }
@@ -397,18 +420,16 @@ add_pairs_i4(const int rows, const int groups, const int half, const int halves,
 }
 
 /* O + P V of some rows and a chunk of columns. */
-static inline __attribute__((always_inline)) void
-add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const am_flash_tile *tile,
-             ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const weights_i4 *weights,
-             prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, const int groups, part_i4 at,
+                                                               prefetch_lines *prefetch)
 {
-    const int halves = rows <= 2 ? 2 : 1; /* at once: as many as there are registers for */
-    const ptrdiff_t width = width_i4(2 * tile->value_bytes, column), group = tile->v_group / 8;
-    const __mmask16 all = v_mask_32(width / 8);
-    __mmask16 lanes[4];
+    const int halves = halves_i4(rows);
+    const am_flash_tile *tile = at.tile;
+    const ptrdiff_t width = width_i4(2 * tile->value_bytes, at.column), group = tile->v_group / 8; /* lanes */
+    lanes_i4 lanes = {.all = v_mask_32(width / 8)};
     vf out[4][8];
     UNROLL(4)
-    for (int g = 0; g < groups; g++) lanes[g] = (__mmask16)(((1u << group) - 1) << g * group);
+    for (int g = 0; g < groups; g++) lanes.groups[g] = (__mmask16)(((1u << group) - 1) << g * group);
     UNROLL(2)
     for (int half = 0; half < 2; half += halves) {
         vf sums[4][8];
@@ -417,16 +438,15 @@ add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const
             UNROLL(8)
             for (int i = 0; i < 4 * halves; i++) sums[r][i] = vf_set1(0);
         }
-        for (ptrdiff_t i = begin, next; i < end; i = next) {
-            next = end_of_run(&tile->v, i, end);
-            add_pairs_i4(rows, groups, half, halves, all, lanes, weights->p[0] + i / 2,
-                         (const char *)row_at(&tile->v, i) + column / 2, tile->v.step, next - i, sums,
-                         prefetch);
+        part_i4 run = at;
+        for (; run.begin < at.end; run.begin = run.end) {
+            run.end = end_of_run(&tile->v, run.begin, at.end);
+            add_pairs_i4(rows, groups, half, run, &lanes, sums, prefetch);
         }
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
-            const vf unit = of_groups_i4(weights[r].units, 1, groups, lanes),
-                     offset = of_groups_i4(weights[r].offsets, 1, groups, lanes);
+            const vf unit = of_groups_i4(at.weights[r].units, 1, groups, lanes.groups),
+                     offset = of_groups_i4(at.weights[r].offsets, 1, groups, lanes.groups);
             UNROLL(8)
             for (int j = 0; j < 4 * halves; j++) {
                 const vf its = j % 4 == 1 ? vf_mul(unit, vf_set1(0x1p-4f)) : unit;
@@ -436,7 +456,7 @@ add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const
     }
     UNROLL(4)
     for (int r = 0; r < rows; r++) {
-        float *to = (float *)block->out + (row + r) * block->out_dim + column;
+        float *to = (float *)at.block->out + (at.row + r) * at.block->out_dim + at.column;
         straighten_i4(out[r]);
         for (ptrdiff_t i = 0; i < width / VF_LANES; i++)
             vf_store(to + i * VF_LANES, vf_add(vf_load(to + i * VF_LANES), out[r][i]));
@@ -446,15 +466,13 @@ add_chunk_i4(const int rows, const int groups, const am_flash_rows *block, const
 #define ROWS_I4(n)                                                                                           \
     case n:                                                                                                  \
         switch (groups) {                                                                                    \
-        case 1: add_chunk_i4(n, 1, block, tile, row, begin, end, column, weights, prefetch); break;          \
-        case 2: add_chunk_i4(n, 2, block, tile, row, begin, end, column, weights, prefetch); break;          \
-        default: add_chunk_i4(n, 4, block, tile, row, begin, end, column, weights, prefetch); break;         \
+        case 1: add_chunk_i4(n, 1, *at, prefetch); break;                                                    \
+        case 2: add_chunk_i4(n, 2, *at, prefetch); break;                                                    \
+        default: add_chunk_i4(n, 4, *at, prefetch); break;                                                   \
         }                                                                                                    \
         break;
 /* Three groups are four, of which the last has no columns. */
-APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const am_flash_rows *block,
-                           const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end,
-                           ptrdiff_t column, const weights_i4 *weights, prefetch_lines *prefetch)
+APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const part_i4 *at, prefetch_lines *prefetch)
 {
     switch (rows) {
         ROWS_I4(1)
@@ -474,17 +492,18 @@ static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, p
         const ptrdiff_t groups = width_i4(2 * tile->value_bytes, column) / tile->v_group;
         for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
             weights_i4 weights[4];
+            part_i4 at = {block, tile, row, begin, end, column, weights};
             rows = some_rows_i4(block->rows - row);
-            for (ptrdiff_t r = 0; r < rows; r++) {
+            for (ptrdiff_t r = 0; r < rows; r++, at.row++) {
                 if (both)
-                    weigh_groups_i4(block, tile, row + r, begin, end, 0, AM_FLASH_TILE / VF_LANES, column,
-                                    groups, &weights[r]);
+                    weigh_groups_i4(&at, groups, 0, AM_FLASH_TILE / VF_LANES, &weights[r]);
                 else
-                    weigh_groups_i4(block, tile, row + r, begin, end, begin - begin % PANEL_f32,
-                                    PANEL_f32 / VF_LANES, column, groups, &weights[r]);
+                    weigh_groups_i4(&at, groups, begin - begin % PANEL_f32, PANEL_f32 / VF_LANES,
+                                    &weights[r]);
             }
-            add_weighted_i4(rows, groups, block, tile, row, begin - begin % 2, end, column, weights,
-                            row == 0 ? prefetch : &none);
+            at.row = row;
+            at.begin = begin - begin % 2;
+            add_weighted_i4(rows, groups, &at, row == 0 ? prefetch : &none);
         }
     }
 }
