@@ -26,7 +26,7 @@ from attnmask._attention.forward import _schedule
 
 THREADS = (1, 2, 8, 16, 64, 128)
 ROUNDS = 20
-ADD = 0.4  # of the cost of a visit: adding its sum reads two blocks and writes one, loading it two each
+ADD = 0.4  # share of a visit that adds its sum: an estimate by the blocks that are read and written
 
 
 @dataclass
@@ -137,12 +137,13 @@ def balance(shape: Shape, threads: int, item: float, tile: float, waking: float 
     return total / threads / span
 
 
-# A visit of a task to a block: its tiles, the block and its head, the sum that it adds to, and the first of these.
+# A task's visit to a block of queries: how many tiles it computes; section, block and head; the number of the sum of
+# d_q that it adds; and the number of the block's first sum.
 Visit = tuple[int, tuple[int, int, int], int, int]
 
 
 def visits(schedule: dict[str, Any], task: list[tuple[int, int, int]], heads: range) -> list[Visit]:
-    """What a task does, in order: the last block comes first. A block gets a sum for each ``sum_tiles`` tiles."""
+    """Return the visits of a task in order, from the last block to the first: one per ``sum_tiles`` tiles of keys."""
     found = []
     for index, begin, end in task:
         section = schedule["sections"][index]
@@ -159,7 +160,7 @@ def visits(schedule: dict[str, Any], task: list[tuple[int, int, int]], heads: ra
 def backward_makespan(
     schedule: dict[str, Any], heads: tuple[int, int], threads: int, tile: float, visit: float
 ) -> tuple[float, float]:
-    """The time of all tasks, and when the last one ends if each waits for its turn to add to a block."""
+    """Return the time that all tasks take together, and when the last one ends if each waits for its turn."""
     shared = heads[0] // heads[1]
     tasks = [
         visits(schedule, task, range(head * shared, (head + 1) * shared))
@@ -204,7 +205,7 @@ def backward_makespan(
 
 
 def backward_costs() -> tuple[float, float]:
-    """The cost of a tile, and of a visit that is more than its tiles: of one long sequence, and of short ones."""
+    """Return the seconds of a tile, and of a visit without its tiles, from one long sequence and many short ones."""
     attnmask.set_num_threads(1)
     work, times = [], []
     for lengths in ([1024], [64] * 64):
