@@ -179,7 +179,7 @@ del _name, _thing, by_public_path
 if not TYPE_CHECKING:  # a checker would take every name
 
     def __getattr__(name: str) -> object:
-        """What needs more than NumPy is loaded when it is first asked for."""
+        """Load submodules that need more than NumPy when they are first used."""
         import sys
         from importlib import import_module
 

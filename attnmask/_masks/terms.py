@@ -221,8 +221,9 @@ KEY_STARTS = Field("the key starts", lambda array: (None, None, None, int(array[
 
 
 class Crop:
-    """A rectangle out of every batch row: `q_len` queries from `q_start` on, `kv_len` keys from `k_start` on. Or out of
-    some `rows` and `heads`, slices from a start to a stop; None for all.
+    """A rectangle cut out of each batch row: `q_len` queries from `q_start` on, `kv_len` keys from `k_start` on.
+
+    `rows` and `heads` are slices with a start and a stop that choose some of them; None means all.
     """
 
     def __init__(

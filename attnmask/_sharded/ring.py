@@ -50,7 +50,7 @@ Table = NDArray[np.int64]
 
 
 class Conditions(NamedTuple):
-    """What makes a pair of tokens live, apart from the mask."""
+    """The conditions for a pair of tokens to be live, besides the mask, and how its logits are computed."""
 
     low: int | None  # limits of k - q, None for none
     high: int | None
@@ -98,9 +98,9 @@ class Call(NamedTuple):
 
 
 class Ring:
-    """What each process does, for given shards of a sequence and conditions of live pairs.
+    """The work of each process, for given shards of a sequence and conditions of live pairs.
 
-    Arguments `queries` and `keys` are the processes that own them; None for keys of all.
+    Arguments `queries` and `keys` are the processes that own them; None means the keys of all processes.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ BY_HEAD = tuple(name for name in TERMS if name in RING_DEFAULTS and name in ARRA
 
 
 def check_whole(given: Given, batch: int) -> None:
-    """Refuse descriptions that fit no whole sequence."""
+    """Check the arguments that describe the whole sequence."""
     mask = given["attention_mask"]
     if mask is not None and not isinstance(mask, MaskInfo):
         hint = "; write MaskInfo.from_attention_mask(array) with the mask of the whole sequence"

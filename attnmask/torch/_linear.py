@@ -66,8 +66,8 @@ def _operands(given: Arguments) -> list[object]:
 
 
 def _prepared(given: Arguments, tensors: dict[str, bool], cast: Sequence[str]) -> Arguments:
-    """Check that arguments are tensors, and cast them under autocast: `cast`, and what is of another type of 16 bits.
-    What is float32 may stay so.
+    """Check that arguments are tensors. Under autocast, cast those named in `cast` and all of 16-bit types, but no
+    others.
     """
     for name, is_optional in tensors.items():
         x = given[name]
@@ -83,9 +83,9 @@ def _prepared(given: Arguments, tensors: dict[str, bool], cast: Sequence[str]) -
 
 
 class _Function:
-    """A function of sequences, which returns a result and the states after it, and has gradients.
+    """A differentiable function of sequences that returns a result and the final states.
 
-    Its parameters are those with gradients, then cu_seqlens, then what is no tensor.
+    Parameters that have gradients come first, then cu_seqlens, then those that are not tensors.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class _Learning(torch.autograd.Function):
 
 
 def _in_one_call(given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
-    """Fold mapped rows into the batch: what has an entry for each batch row has three axes and more."""
+    """Fold mapped rows into the batch. Arrays with an entry for each batch row are those of three or more axes."""
     tensors = tensors_among(given)
     by_row = {name for name, x in tensors.items() if x.ndim - (dims[name] is not None) > 2}
     summed = (name not in by_row for name in itertools.compress(tuple(given)[2:], given.get("wanted", ())))

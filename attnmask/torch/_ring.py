@@ -199,7 +199,7 @@ class _Messages:
         self.outgoing.append((work, tensor))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
-        """The same tensor, which is filled once this has `arrived`."""
+        """Return `tensor`, which is filled once `arrived` has returned."""
         self.incoming.append(torch.distributed.irecv(tensor, group=self.group, group_src=peer, tag=tag))
         return tensor
 
@@ -249,8 +249,8 @@ _QUERIES = 2048
 
 
 def _steps(task: _Task, key: torch.Tensor, parts: int) -> list[_Step]:
-    """The steps of a call, of at most so many parts of each round. A step sends as large a part of a round as it
-    computes with: so all processes take about as long for it, and none waits for messages.
+    """Return the steps of a call, at most `parts` per round. Each step sends a part as large as the one it computes
+    with, so that all processes take about the same time and none waits for messages.
     """
     tokens, heads = key.shape[1:3]
     everything = _Part(slice(0, tokens), slice(0, heads))
@@ -408,7 +408,7 @@ class _Merged:
 
 
 class _Sum:
-    """A sum of tensors that each have some of the tokens and heads; the first may be the sum itself."""
+    """A sum of tensors, each for some of the tokens and heads. The first may become the sum without a copy."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
