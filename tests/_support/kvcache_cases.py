@@ -80,6 +80,7 @@ OPTIONS_OF_8_HEADS: list[dict[str, Any]] = [  # for caches of at most 300 keys
         "relative_bias": np.random.default_rng(5).standard_normal((8, 30)),
         "relative_low": -20,
     },
+    {"attention_chunk": 50},
 ]
 
 
