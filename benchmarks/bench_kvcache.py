@@ -65,7 +65,7 @@ def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> lis
 
 
 def formats(batch: int, keys: int, seconds: float) -> list[object]:
-    """A row: tokens a second in each type relative to bfloat16, with a scale for each token, channel or group of 64.
+    """A row: tokens per second in each type relative to bfloat16, with a scale per token, channel or group of 64.
 
     All sequences have the same numbers. 64 of 8,192 tokens take 7 GB.
     """

@@ -24,8 +24,8 @@ static inline bool has_unit(float greatest)
     return greatest == 0 || (0x1p-100f < greatest && greatest < INFINITY);
 }
 
-/* Writes the unit of a packed row of queries, whose greatest number becomes `most`, or NaN and returns false
- * if it has none. `factor` is what numbers are multiplied by. */
+/* Writes the unit of a packed row of queries, and finds the factor by which its greatest number becomes
+ * `most`. If the row has no unit, writes NaN and returns false. */
 static inline bool write_unit(float *to, const float *q, ptrdiff_t head_dim, float most, vf *factor)
 {
     const float greatest = greatest_of(q, head_dim);

@@ -1,31 +1,32 @@
 /* kv_i4.h – attention of few rows to keys and values of four bits by dot products of sixteen-bit integers,
- * as i16x2_tpl.h has those of int8. A chunk of 128 channels is a vector, of which a lane holds eight. Its
- * four quarters have a scale and an offset each, which several share if groups are longer:
+ * as i16x2_tpl.h for int8. A vector holds a chunk of 128 channels, eight per lane. Each quarter of a chunk
+ * (32 channels) is multiplied by one scale and has one offset; quarters of one group have the same:
  *
  *     q·k = Σ scale Σ q n + offset Σ q             over quarters, n from 0 to 15
  *     O + P V = Σ (P scale) n + Σ P offset         over keys
  *
- * Queries, and P times the scales of a group, are rounded to sixteen bits, and sums of one chunk and tile are
- * exact. A row of queries is in chunks of four vectors, part p of which has channels 4 w + p as words w; then
- * each chunk's sums of quarters, and the unit. */
+ * Queries, and P times the scales of a group, are rounded to sixteen bits; sums within a chunk and a tile are
+ * exact. A packed row of queries begins with its chunks, each of four vectors: word w of vector p is channel
+ * 4 w + p. Behind them are the sums of each chunk's quarters, and then the unit of the row. */
 
 enum { CHUNK_I4 = 128, QUARTER_I4 = 32 };
 
-/* The chunk's width from a channel on: of fewer channels lanes behind them are 0. */
+/* Channels of the chunk that begins at a channel: the last chunk may have fewer, and its other lanes
+ * are 0. */
 static inline ptrdiff_t width_i4(ptrdiff_t channels, ptrdiff_t begin)
 {
     return channels - begin < CHUNK_I4 ? channels - begin : CHUNK_I4;
 }
 static inline __m512i load_i4(const void *p, __mmask16 lanes) { return _mm512_maskz_loadu_epi32(lanes, p); }
 
-/* Chunks of half as many channels are taken two by two: those of two keys make a vector. */
+/* Loads half a chunk of each of two keys into one vector. */
 static inline __m512i load_both_i4(const void *p, const void *other)
 {
     const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(p));
     return _mm512_inserti64x4(low, _mm256_loadu_si256(other), 1);
 }
 
-/* Channels 4 w + part as words w. */
+/* Returns channels 4 w + part as words w. */
 static inline __m512i part_of_i4(__m512i x, const int part)
 {
     const __m512i low = _mm512_set1_epi16(15);
@@ -66,7 +67,7 @@ static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_
     }
 }
 
-/* In each quarter of a vector, four numbers from where its own begin. */
+/* Loads four numbers into each quarter of a vector, from a pointer per quarter. */
 static inline vf load_quarters(const float *const quarters[4])
 {
     vf v = _mm512_broadcast_f32x4(_mm_loadu_ps(quarters[0]));
@@ -75,7 +76,7 @@ static inline vf load_quarters(const float *const quarters[4])
     return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(quarters[3]));
 }
 
-/* In each quarter of a vector, its sums in four vectors. */
+/* Adds up each quarter of four vectors: lane i of a quarter is the sum of that quarter of vector i. */
 static inline __m512i add_quarters_i32(const __m512i v[4])
 {
     vf pairs[2];
@@ -272,7 +273,7 @@ static void find_logits_apart_i4(const am_flash_rows *block, const am_flash_tile
     }
 }
 
-/* How many of the rows that are left are multiplied at once. */
+/* How many of the remaining rows are multiplied at once. */
 static inline ptrdiff_t some_rows_i4(ptrdiff_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : left; }
 
 static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
@@ -292,7 +293,7 @@ static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile
         if (isnan(unit_of_query(block, r))) find_logits_apart_i4(block, tile, r, begin, end);
 }
 
-/* O + P V of a group's channels from one on in float32, where P times scales has no unit. */
+/* O + P V of one group, whose first channel is `channel`, in float32: for P times scales without a unit. */
 static void add_group_apart_i4(float *out, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
                                ptrdiff_t channel, const float *p)
 {
@@ -332,7 +333,7 @@ weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int 
     }
 }
 
-/* In the lanes of each group, its number. */
+/* Sets the lanes of each group to its number. */
 static inline vf of_groups_i4(const float *first, ptrdiff_t step, const int groups, const __mmask16 *lanes)
 {
     vf v = vf_set1(*first);
@@ -342,7 +343,7 @@ static inline vf of_groups_i4(const float *first, ptrdiff_t step, const int grou
     return v;
 }
 
-/* Puts lanes of channels 8 l + i of vectors i in order. */
+/* Puts channels in order, where lane l of vector i has channel 8 l + i. */
 static inline void straighten_i4(vf v[8])
 {
     vf fours[8];
@@ -471,7 +472,7 @@ static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, c
         default: add_chunk_i4(n, 4, *at, prefetch); break;                                                   \
         }                                                                                                    \
         break;
-/* Three groups are four, of which the last has no columns. */
+/* Three groups are taken as four, of which the last has no columns. */
 APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const part_i4 *at, prefetch_lines *prefetch)
 {
     switch (rows) {
