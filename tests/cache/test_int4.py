@@ -344,7 +344,7 @@ def test_rotated_caches_give_the_same_results(dtype, packed):
     rng = np.random.default_rng(0)
     sizes = (4, 64), (2, 64), (2, 32)
     tokens = [rng.standard_normal((2, 5, *size)).astype(dtype) for size in sizes]
-    given = {"cache_seqlens": [0, 3]}
+    given = {"cache_seqlens": [0, 3], "sliding_window": (4, None), "softmax_aux": np.ones((4, 1))}
     if packed:
         tokens = [x.reshape(10, *x.shape[2:]) for x in tokens]
         given["cu_seqlens_q"] = [0, 4, 10]
@@ -356,7 +356,7 @@ def test_rotated_caches_give_the_same_results(dtype, packed):
         options = given | {"rotate": rotate, "return_lse": True, "out": out}
         got = attnmask.flash_attention_with_kvcache(query, *caches, *new, **options)
         assert got[0] is out
-        results.append(got)
+        results.append((*got, *(x @ sylvester(x.shape[-1]) if rotate else x for x in caches)))
     error = {8: 1e-12, 4: 1e-5, 2: 3e-2}[np.dtype(dtype).itemsize]
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=error, atol=error)
