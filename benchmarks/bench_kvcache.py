@@ -244,7 +244,7 @@ def main() -> None:
             report.row(*peers.row(step))
     report.end_table()
     peers.close()
-    report.text("The same beside keys and values in arrays of their own, without a new token.")
+    report.text("The same without a new token. `two arrays`: keys and values are stored separately.")
     report.table("case", "latent", "two arrays", "ratio")
     for step in latents:
         if options.only in f"latent views {step}" and not step.is_quantized:

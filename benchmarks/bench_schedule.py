@@ -7,7 +7,7 @@ Backward, they are those of a tile and of the visit of a task to a block, whose 
 earlier keys: a task whose turn it is not waits. Shapes with one query are for forward alone.
 
 The tables show the shortest possible makespan, total / threads, relative to the simulated one. With --waking 1, each
-loop also takes the time to wake all threads one by one, a microsecond each, as it was measured for sleeping threads.
+loop also takes a microsecond per thread to wake all one by one, as was measured for sleeping threads.
 """
 
 import argparse

@@ -230,9 +230,10 @@ static const am_linear_kernels kernels = {
     .find_pairs = find_pairs_bf16x2,
     .forward = forward_bf16x2,
 };
-/* --- Large products of what is rounded --- */
 
-/* Room for the factors of a product. */
+/* --- Chunks of float32 whose large products round their factors --- */
+
+/* Numbers of scratch for the rounded factors of a product. */
 static ptrdiff_t rounded_numbers(const am_linear_shape *s)
 {
     ptrdiff_t widest = s->row_step > s->channel_step ? s->row_step : s->channel_step;
