@@ -6,6 +6,7 @@ Eager calls go to the NumPy functions.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -85,7 +86,7 @@ def _on_host(arrays: AnyByName) -> dict[str, Array]:
 
 def _scale_of(scale: float | None, channels: int) -> float:
     if scale is None:
-        return channels**-0.5 if channels else 1.0
+        return 1 / math.sqrt(channels) if channels else 1.0  # as the core rounds it
     return real(scale, "scale")
 
 

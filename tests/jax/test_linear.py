@@ -68,6 +68,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 32])
+def test_the_default_scale_has_the_bits_of_numpys(channels):
+    """In float64 another formula shows."""
+    q, k, v = np.random.default_rng(channels).standard_normal((3, 1, 20, 1, channels))
+    with jax.enable_x64(True):
+        out = jax.jit(ours.linear_attention)(q, k, v)
+    np.testing.assert_array_equal(out, attnmask.linear_attention(q, k, v))
+
+
 def split(x, count):
     """Weights of results, for sums with gradients that all differ."""
     return np.cos(np.arange(x.size, dtype=np.float32) + count).reshape(x.shape).astype(x.dtype)
