@@ -3,9 +3,10 @@
  * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3, two by two, accumulate; 4 and 5 hold
  * a, 6 and 7 hold b.
  *
- * To configure tiles takes as long as to multiply a dozen of them. So a thread keeps them from step to step,
- * until am_end_tiles, and products are ordered by the shapes of tiles that they need: where head_dim is a
- * multiple of 32 and blocks have 32 or 64 rows, that is one. */
+ * A thread keeps the shapes of tiles from step to step, until am_end_tiles. Products are ordered by the
+ * shapes that they need: where head_dim is a multiple of 32 and blocks have 32 or 64 rows, there is one.
+ * (What it costs to configure tiles was not measured.)
+ */
 
 enum {
     AMX_TILE_ROWS = 16,

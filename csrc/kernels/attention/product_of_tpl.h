@@ -16,8 +16,9 @@
         LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
-/* Bytes from row 0 of a to rows 1, 3, 5 …, from which those to all rows are made within an address: a strip
- * of more rows than this leaves no registers for the addresses of each. */
+/* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
+ * more: their addresses are that of row 0 plus the bytes to an odd row, times 1, 2, 4 or 8, which one
+ * instruction adds. */
 #ifndef ROWS_WITH_ADDRESSES
 #    define ROWS_WITH_ADDRESSES 6
 #endif
