@@ -137,15 +137,31 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
            (WIDTH == 1 || !tile->v_scales);
 }
 
+/* What such a tile may have beside products; NULL: it has none. */
+typedef struct {
+    const uint64_t *live, *kept;
+    const T *bias;
+    ptrdiff_t bias_step;
+    const V *unit;   /* NULL for 1, and if `row_max` is not needed */
+    const T *scales; /* of values */
+} STEP(extras);
+
+/* Some vectors of logits, split into whole numbers and the rest. */
+typedef struct {
+    V x[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
+} STEP(in_flight);
+
 /* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
- * The call for column `begin` first rescales the row if needed. `bias`: of this row, or NULL. `unit`: NULL
- * for 1, and if `row_max` is not needed. */
-static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
-                                                                    const uint64_t *live, const T *bias,
-                                                                    const V *unit, ptrdiff_t begin,
-                                                                    ptrdiff_t end, ptrdiff_t column,
-                                                                    const int count, V *x, V *whole)
+ * The call for the first column of a strip first rescales the row if needed. */
+static inline __attribute__((always_inline)) void
+STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) strip, ptrdiff_t row,
+                  ptrdiff_t column, const int count, STEP(in_flight) * next)
 {
+    const ptrdiff_t begin = strip.begin, end = strip.end;
+    const uint64_t *live = extras.live;
+    const T *bias = extras.bias ? extras.bias + row * extras.bias_step : NULL;
+    const V *unit = extras.unit;
+    V *x = next->x;
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     const T *ref_max = (const T *)block->ref_max + row;
     const V factor = VOP(set1)((T)block->factor);
@@ -176,7 +192,7 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
         x[j] = WIDTH > 1 && !bias ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
         if (unit) x[j] = VOP(mul)(x[j], *unit);
     }
-    FN(exp2_begin)(x, whole, count);
+    FN(exp2_begin)(x, next->whole, count);
 }
 
 /* P times the scales of values. That of a dead pair is 0, and stays so whatever is its scale. */
@@ -186,36 +202,32 @@ static inline V STEP(scale_p)(V p, V scales)
     return VOP(pick_equal)(p, zero, zero, VOP(mul)(p, scales));
 }
 
-/* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
- * if all pairs are so; `bias`: NULL if there is none; `scales` of values: NULL if they have none. The next
- * vectors are begun before the powers of these are taken, whose steps wait for one another. */
+/* `softmax_rows` for such tiles, `count` vectors at a time. The next vectors are begun before the powers of
+ * these are taken, whose steps wait for one another. */
 static inline __attribute__((always_inline)) void
-STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const T *bias,
-                    ptrdiff_t bias_step, const V *unit, const T *scales, ptrdiff_t row, ptrdiff_t rows,
-                    ptrdiff_t begin, ptrdiff_t end, const int count)
+STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) s, const int count)
 {
-#define BIAS_OF(row) (bias ? bias + (row) * bias_step : NULL)
-    const ptrdiff_t last = row + rows, some = count * LANES;
+    const uint64_t *live = extras.live, *kept = extras.kept;
+    const T *scales = extras.scales;
+    const ptrdiff_t last = s.row + s.rows, some = count * LANES;
     T *const exact_sum = WIDTH > 1 ? block->exact_sum : NULL;
-    V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
-    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, begin, count, next, next_whole);
-    while (row < last) {
+    STEP(in_flight) next;
+    STEP(begin_plain)(block, extras, s, s.row, s.begin, count, &next);
+    for (ptrdiff_t row = s.row; row < last;) {
         const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
         V lanes[LANES], exact_lanes[LANES];
         for (; row < behind; row++) {
             T *logits = (T *)block->logits + row * AM_FLASH_TILE;
             V total = VOP(set1)(0), exact_total = total;
             UNROLL(16)
-            for (ptrdiff_t i = begin; i < end; i += some) {
+            for (ptrdiff_t i = s.begin; i < s.end; i += some) {
                 V p[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
                 UNROLL(16)
-                for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
-                if (i + some < end)
-                    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, i + some, count, next,
-                                      next_whole);
+                for (int j = 0; j < count; j++) p[j] = next.x[j], whole[j] = next.whole[j];
+                if (i + some < s.end)
+                    STEP(begin_plain)(block, extras, s, row, i + some, count, &next);
                 else if (row + 1 < last)
-                    STEP(begin_plain)(block, row + 1, live, BIAS_OF(row + 1), unit, begin, end, begin, count,
-                                      next, next_whole);
+                    STEP(begin_plain)(block, extras, s, row + 1, s.begin, count, &next);
                 FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
                 for (int j = 0; j < count; j++)
@@ -236,49 +248,47 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
         STEP(add_lanes)((T *)block->sum + first, lanes, row - first);
         if (exact_sum) STEP(add_lanes)(exact_sum + first, exact_lanes, row - first);
     }
-#undef BIAS_OF
 }
 
 /* The same for whole tiles that are not plain: terms other than a bias are applied first. */
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
-    const ptrdiff_t rows = block->rows, step = tile->bias_step;
+    const ptrdiff_t step = tile->bias_step;
+    const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
     am_flash_rows with_terms = *block;
     const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
     if (block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
-        for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t r = 0; r < block->rows; r++)
             FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
         with_terms.factor = 1, bias = NULL;
     }
     if (scales)
-        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, bias, step, &unit, scales, 0, rows, 0,
-                            AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, scales},
+                            all, FN(IN_FLIGHT));
     else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
-        STEP(softmax_plain)(block, NULL, NULL, bias, step, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
-                            FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_step = step}, all, FN(IN_FLIGHT));
     else if (bias)
-        STEP(softmax_plain)(block, tile->live, tile->kept, bias, step, &unit, NULL, 0, rows, 0, AM_FLASH_TILE,
+        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, NULL}, all,
                             FN(IN_FLIGHT));
     else
-        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, NULL, 0, &unit, NULL, 0, rows, 0,
-                            AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, NULL, 0, &unit, NULL}, all,
+                            FN(IN_FLIGHT));
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
  * whether it has. If a lane holds two numbers, leaving out dead vectors costs more than it saves. */
 static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    const ptrdiff_t rows = block->rows;
+    const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
     if (WIDTH == 1 && tile->live) return false;
     if (!STEP(is_plain)(block, tile))
         STEP(softmax_with_terms)(block, tile);
     else if (tile->live)
-        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
-                            FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.live = tile->live}, all, FN(IN_FLIGHT));
     else
-        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.live = NULL}, all, FN(IN_FLIGHT));
     return true;
 }
 
@@ -291,8 +301,8 @@ APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block
 {
 #    define VECTORS(n)                                                                                       \
     case n:                                                                                                  \
-        STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, NULL, s->row, s->rows, begin,                  \
-                            begin + (n) * LANES, n);                                                         \
+        STEP(softmax_plain)(block, (STEP(extras)){.live = live},                                             \
+                            (FN(strip)){s->row, s->rows, begin, begin + (n) * LANES}, n);                    \
         break;
     switch ((end - begin) / LANES) {
         VECTORS(1)
