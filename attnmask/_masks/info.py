@@ -17,7 +17,6 @@ starts from a base (segments or an array) and applies terms in order, each of wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal, Never, Self
 
@@ -855,7 +854,7 @@ class MaskInfo(OtherWays):
                [0, 1, 0],
                [0, 1, 1]])
         """
-        return self._joined(other, "and", lambda mine, others: mine or others)
+        return self._joined(other, "and")
 
     def __or__(self, other: MaskInfo) -> Self:
         """Allow the pairs that either allows; ids, positions and axes are handled as in ``&``.
@@ -869,7 +868,7 @@ class MaskInfo(OtherWays):
         >>> (first | last).density() == 7 / 9
         True
         """
-        return self._joined(other, "or", lambda mine, others: mine and others)
+        return self._joined(other, "or")
 
     def __invert__(self) -> Self:
         """Allow exactly the masked pairs, including padding. The result has no segment ids and nothing baked in.
@@ -886,7 +885,7 @@ class MaskInfo(OtherWays):
 
     __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
 
-    def _joined(self, other: object, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
+    def _joined(self, other: object, operator: str) -> Self:
         if not isinstance(other, MaskInfo):
             if not hasattr(other, "__array__"):
                 return NotImplemented  # type: ignore[no-any-return]
@@ -894,7 +893,7 @@ class MaskInfo(OtherWays):
                 f"the other operand must be a MaskInfo, got {describe(other)}; "
                 "write MaskInfo.from_attention_mask(array)"
             )
-        return self._of(transforms.joined(self._state, other._state, operator, baked))
+        return self._of(transforms.joined(self._state, other._state, operator))
 
     def __getitem__(self, index: object) -> Self:
         """Return a part of the mask, ``mask[rows, heads, queries, keys]``, still as a description.
@@ -1225,7 +1224,7 @@ class MaskInfo(OtherWays):
         >>> [name for name, applied in info.baked_in_masks.items() if applied]
         ['causal', 'chunked']
         """
-        return dict(zip(FLAGS, self._state.baked, strict=True))
+        return {kind: kind in self._state.baked for kind in FLAGS}
 
     @property
     def batch_axis_name(self) -> AxisName:

@@ -346,7 +346,7 @@ class OtherWays(Held):
         >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().causal_mask_baked_in
         True
         """
-        return self._state.baked[0]
+        return "causal" in self._state.baked
 
     @property
     def sliding_window_baked_in(self) -> bool:
@@ -358,7 +358,7 @@ class OtherWays(Held):
         >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().sliding_window_baked_in
         False
         """
-        return self._state.baked[1]
+        return "sliding_window" in self._state.baked
 
     @property
     def chunked_mask_baked_in(self) -> bool:
@@ -370,7 +370,7 @@ class OtherWays(Held):
         >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_chunked(2).chunked_mask_baked_in
         True
         """
-        return self._state.baked[2]
+        return "chunked" in self._state.baked
 
     @property
     def token_type_ids_baked_in(self) -> bool:
@@ -383,4 +383,4 @@ class OtherWays(Held):
         >>> info.apply_token_type_ids([[1, 2]]).token_type_ids_baked_in
         True
         """
-        return self._state.baked[3]
+        return "token_type_ids" in self._state.baked

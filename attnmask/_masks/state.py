@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ MaybeIds: TypeAlias = Ids | None
 BOOL = np.dtype(bool)
 QUERIES = ("[B, Q]", "[B, H, Q]")
 KEYS = ("[B, K]", "[B, H, K]")
-FLAGS = {  # each term that can be baked in, and the argument that says so
+FLAGS = {  # what can be baked in, and the argument that says so
     "causal": "causal_mask_baked_in",
     "sliding_window": "sliding_window_baked_in",
     "chunked": "chunked_mask_baked_in",
@@ -140,7 +141,9 @@ class State:
     cu_seqlens_kv: Array | None = None
     q_positions: MaybeIds = None
     kv_positions: MaybeIds = None
-    baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
+    baked: frozenset[str] = (
+        frozenset()
+    )  # the names in FLAGS of what was applied, or is said to be in the array
     axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
     cache: Arguments = field(default_factory=dict, init=False)
     kept: tuple[Shape, Node] | None = field(default=None, init=False)
@@ -278,9 +281,10 @@ def changed(state: State, given: Given) -> State:
         for name, layouts in POSITIONS.items()
         if name in given
     }
-    baked, axes = zip(FLAGS.values(), state.baked, strict=True), zip(AXES, state.axes, strict=True)
-    changes["baked"] = tuple(flag(given[name], name) if name in given else old for name, old in baked)
-    changes["axes"] = tuple(axis_name(given[name], name) if name in given else old for name, old in axes)
+    said = {kind: flag(given.get(name, kind in state.baked), name) for kind, name in FLAGS.items()}
+    changes["baked"] = frozenset(compress(said, said.values()))
+    axes = zip(AXES, state.axes, strict=True)
+    changes["axes"] = tuple(axis_name(given.get(name, old), name) for name, old in axes)
     fixed: list[tuple[str, Extent]] = []
     new = [
         None if given.get(name) is None else integers(given[name], name, layouts)

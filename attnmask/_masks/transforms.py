@@ -3,7 +3,6 @@
 Each function returns a new state, or the one that it was given if there is nothing to change.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from attnmask._common.types import Arguments, Array
 from attnmask._common.warnings import warn_once
 from attnmask._masks.derived import labels_of_tokens, mask_of_dtype, segment_ids
 from attnmask._masks.program import Shape, Terms, agree, axis_length, cropped, extents, fill, join, same
-from attnmask._masks.state import BOOL, FLAGS, Ids, Labels, State
+from attnmask._masks.state import BOOL, Ids, Labels, State
 from attnmask._masks.terms import (
     ALL_PLACES,
     Crop,
@@ -47,9 +46,9 @@ from attnmask._masks.terms import (
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-def _with_terms(state: State, *nodes: Node, flag: str | None = None, **changes: Any) -> State:
+def _with_terms(state: State, *nodes: Node, kind: str | None = None, **changes: Any) -> State:
     """Add one term or more; the result is no longer the mask that came with lengths and a dtype."""
-    baked = tuple(is_set or name == flag for name, is_set in zip(FLAGS, state.baked, strict=True))
+    baked = state.baked if kind is None else state.baked | {kind}
     changes = {"terms": state.terms.plus(*nodes), "baked": baked, **changes}
     return replace(state, **changes, dtype=BOOL, cu_seqlens_q=None, cu_seqlens_kv=None)
 
@@ -171,10 +170,10 @@ def with_segment_ids(state: State, per_head: bool) -> State:
 
 def inverted(state: State) -> State:
     state.shape("invert it")
-    return _with_terms(state, "not", baked=(False,) * len(FLAGS), labels=Labels(), segment_based=False)
+    return _with_terms(state, "not", baked=frozenset(), labels=Labels(), segment_based=False)
 
 
-def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool], bool]) -> State:
+def joined(left: State, right: State, operator: str) -> State:
     """Return the pairs that both allow, or that either does; ids and positions come from the left one if it has any."""
     left.shape("combine masks")
     right_shape = right.shape("combine masks")
@@ -201,7 +200,7 @@ def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool
         segment_based=left.segment_based and in_order,
         labels=labels.for_batch(batch),
         dtype=BOOL,
-        baked=tuple(map(baked, left.baked, right.baked)),
+        baked=left.baked | right.baked if operator == "and" else left.baked & right.baked,
         cu_seqlens_q=None,
         cu_seqlens_kv=None,
         q_positions=right.q_positions if left.q_positions is None else left.q_positions,
@@ -290,7 +289,7 @@ def causal(state: State, offset: object, within_segments: bool) -> State:
     state.shape("apply a causal term")
     near = _near(state, (None, 0), offset, within_segments)
     extent = state.extent if len(near) == 2 else _extent_with(state, near)
-    return _with_terms(state, *near, flag="causal", extent=extent)
+    return _with_terms(state, *near, kind="causal", extent=extent)
 
 
 def sliding_window(
@@ -307,7 +306,7 @@ def sliding_window(
     if index is None and mode == "decode":
         raise ValueError("index must be given with mode='decode', got None")
     near = _near(state, (None if left is None else -left, right), offset, within_segments)
-    state = _with_terms(state, *near, flag="sliding_window", extent=_extent_with(state, near))
+    state = _with_terms(state, *near, kind="sliding_window", extent=_extent_with(state, near))
     if mode not in ("decode", "prefill"):
         return state
     left, right = (None if side is None else int(np.max(side, initial=0)) for side in (left, right))
@@ -352,7 +351,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         chunks = _chunks_of_segments(*ids, size, shift)
         nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
         labels, extent = Labels(*chunks), _extent_with(state, nodes)
-        return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
+        return _with_terms(state, *nodes, kind="chunked", labels=labels, extent=extent)
     if have_other_starts(state):
         warn_once("packed sequences")
 
@@ -370,7 +369,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
     still = isinstance(shift, int) and shift == 0
     labels = labels_of_tokens(state).map(numbered if still else moved, numbered, shape[2], shape[3])
     return _with_terms(
-        state, chunk(size, shift), "and", band(*up_to, shift), "and", flag="chunked", labels=labels
+        state, chunk(size, shift), "and", band(*up_to, shift), "and", kind="chunked", labels=labels
     )
 
 
@@ -413,7 +412,7 @@ def token_type_ids(
         if types.shape != (batch, length):
             raise ValueError(f"{name} must be of shape {(batch, length)} for this mask, got {types.shape}")
     term = equal(q_types, kv_types, zero_policy != "none")
-    changes: Arguments = {"flag": "token_type_ids"}
+    changes: Arguments = {"kind": "token_type_ids"}
     updates = update_segment_ids
     if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
         q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))

@@ -1,5 +1,6 @@
 """The state of a `MaskInfo` as the leaves of a tree, for JAX and pickle."""
 
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ def flatten(state: State) -> Tree:
     batch, _, queries, keys = state.extent
     if any(extent[0] is not None for _, extent in array_extents(state)):
         batch = None  # the arrays tell it, also where they are divided among devices
-    aux = (*state.axes, *state.baked, batch, queries, keys, state.dtype, state.segment_based, program)
+    baked = (kind in state.baked for kind in FLAGS)
+    aux = (*state.axes, *baked, batch, queries, keys, state.dtype, state.segment_based, program)
     return tuple(leaves), aux
 
 
@@ -98,7 +100,7 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
         cu_seqlens_kv=checked.get(4),
         q_positions=checked.get(5),
         kv_positions=checked.get(6),
-        baked=tuple(details[len(AXES) :]),
+        baked=frozenset(compress(FLAGS, details[len(AXES) :])),
         axes=tuple(details[: len(AXES)]),
     )
     known = [("the mask", (None if batch == 1 else batch, None, queries, keys))]

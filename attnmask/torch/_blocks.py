@@ -1,7 +1,6 @@
 """Convert a `MaskInfo` to a BlockMask of FlexAttention, and back."""
 
 from collections.abc import Callable
-from operator import and_, or_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -191,9 +190,8 @@ def from_block_mask(block_mask: object) -> State:
 
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     mask = sources.of_function(live, queries, keys, batch, heads)
-    mask = transforms.joined(mask, blocks(block_mask.kv_num_blocks, block_mask.kv_indices), "and", or_)
+    mask = transforms.joined(mask, blocks(block_mask.kv_num_blocks, block_mask.kv_indices), "and")
     if block_mask.full_kv_num_blocks is None:
         return mask
-    return transforms.joined(
-        mask, blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices), "or", and_
-    )
+    full = blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return transforms.joined(mask, full, "or")
