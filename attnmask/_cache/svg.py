@@ -95,30 +95,10 @@ def svg(
     sequences: Mapping[int, tuple[Sequence[int], int]],
     taken: Sequence[int] = (),
 ) -> str:
-    """Draw the pages of a cache as a small SVG picture.
+    """Return the pages of a cache as an ``<svg>`` element.
 
-    Parameters
-    ----------
-    words : list of str
-        Lines beside the picture. The first one is its title.
-    pages, page_size : int
-        How many pages there are, and how many tokens each has room for.
-    sequences : mapping of int to (sequence of int, int)
-        The pages and the length of each sequence.
-    taken : sequence of int
-        The pages of the open step.
-
-    Returns
-    -------
-    str
-        An ``<svg>`` element, whose lines and letters have the colour of the text around it.
-
-    Examples
-    --------
-    >>> from attnmask._cache import svg
-    >>> picture = svg.svg(["KVCache"], 4, 16, {0: ([0, 1], 20), 3: ([0], 16)})
-    >>> "<title>page 0: sequences 0, 3; 16 of 16 tokens</title>" in picture
-    True
+    `words` are the lines beside the picture, the first of which is its title; `sequences` are the pages and the length
+    of each sequence, and `taken` the pages of the open step.
     """
     of_cells = _Pages(pages, page_size, sequences, taken)
     cells, each = [of_cells.cell(number) for number in range(len(of_cells.owners))], of_cells.each

@@ -261,53 +261,10 @@ def visualize(
     coloured: bool = False,
     words: str = "",
 ) -> str:
-    """Draw one plane of a mask in text: each cell is empty, mixed or full.
+    """Return the drawing of `MaskInfo.visualize`, `coloured` for a terminal; `words` say what the mask is made of.
 
-    A cell at the edge is as large as the others; pairs beyond the mask count as masked out.
-
-    Parameters
-    ----------
-    info : MaskInfo
-        The mask.
-    block_size : int or (int, int), optional
-        Tokens along the sides of a cell: as many queries as keys, or queries and keys. The smallest that fit
-        `max_rows`, `max_cols` and the terminal by default, or 32 without `fit_in_screen`.
-    batch, head : int
-        Which plane. IndexError outside the mask, or if `head` is not 0 in a mask that all heads share.
-    fit_in_screen : bool
-        Make cells larger, by whole numbers of blocks, so that no more than `max_rows` × `max_cols` are drawn.
-    max_rows, max_cols : int
-        At least 1.
-    charset : {"unicode", "ascii"}
-        Shades of grey, or letters that every terminal has.
-    show_segments : bool
-        Write the segment of the queries to the left of each row of cells and that of the keys above each column, by
-        its last two digits. A cell of nothing but padding is ``PAD`` or blank; one with several, ``MIX`` or ``??``.
-    coloured : bool
-        With the codes by which a terminal gives each segment the colour that it has in other pictures.
-    words : str
-        What the mask is made of, for the title.
-
-    Returns
-    -------
-    str
-
-    Examples
-    --------
-    >>> from attnmask import MaskInfo
-    >>> from attnmask._masks import render
-    >>> info = MaskInfo.from_segments([[0, 0, 0, 0, 1, 1, -1, -1]]).apply_causal()
-    >>> print(render.visualize(info, block_size=2, charset="ascii"))  # doctest: +NORMALIZE_WHITESPACE
-    mask [1, 1, 8, 8], batch 0, head 0; 20.3 % allowed; a cell is 2 x 2 pairs
-             000001
-            ========
-         0 ||..      ||
-         0 ||##..    ||
-         1 ||    ..  ||
-       PAD ||        ||
-            ========
-    '##' all allowed, '..' some allowed, '  ' none
-    left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several
+    A cell at the edge is as large as the others; pairs beyond the mask count as masked out. A cell of nothing but
+    padding has the label PAD or blank; one with several segments, MIX or ??.
     """
     batch, head = places(info, batch, head)
     fit_in_screen = flag(fit_in_screen, "fit_in_screen")
@@ -389,21 +346,8 @@ _PIXELS = 512  # of each side, at most
 
 
 def plot(info: Drawable, ax: Axes | None = None, batch: int = 0, head: int = 0) -> Axes:
-    """Draw one plane of a mask with matplotlib, which must be installed.
-
-    Parameters
-    ----------
-    info : MaskInfo
-        The mask.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; in a new figure if it is left out.
-    batch, head : int
-        Which plane. IndexError outside the mask, or if `head` is not 0 in a mask that all heads share.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        Its coordinates are tokens: key 3 is centred on x = 3, query 3 on y = 3.
+    """Draw one plane of a mask with matplotlib, which must be installed. Coordinates are tokens: key 3 is centred on
+    x = 3, query 3 on y = 3.
     """
     batch, head = places(info, batch, head)
     try:

@@ -271,32 +271,7 @@ def frame(width: int, height: int, title: str, drawn: str) -> str:
 
 
 def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
-    """Draw one plane of a mask as a small SVG picture, for notebooks.
-
-    Queries run down the left, keys along the top. The more of a cell is allowed, the stronger its colour. If segments
-    are known, strips along both sides show them, and cells inside one of them have its colour. A legend at the right
-    says what the colours mean, and rows and strips tell on hovering which tokens they show.
-
-    Parameters
-    ----------
-    info : MaskInfo
-        The mask.
-    batch, head : int
-        Which plane. IndexError outside the mask, or if `head` is not 0 in a mask that all heads share.
-
-    Returns
-    -------
-    str
-        An ``<svg>`` element of 40 KB at most, whose lines and letters have the colour of the text around it.
-
-    Examples
-    --------
-    >>> from attnmask import MaskInfo
-    >>> from attnmask._masks import svg
-    >>> picture = svg.svg(MaskInfo.from_segments([[0, 0, 1, 1]]))
-    >>> "<title>query 2 (segment 1) attends to 2 of 4 keys: 2–3</title>" in picture
-    True
-    """
+    """Return one plane of a mask as an ``<svg>`` element of 40 KB at most."""
     batches, queries, keys = info.shape
     if batches and info.heads:
         batch, head = render.places(info, batch, head)
