@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -19,7 +19,7 @@ from attnmask._common.arguments import (
     of_ml_dtypes,
 )
 from attnmask._common.loading import _core
-from attnmask._common.types import Array, DType, JaxArray
+from attnmask._common.types import AnyFunction, Array, DType, JaxArray
 
 __all__ = ["quantize_kv"]
 
@@ -237,3 +237,13 @@ def rotated(x: Array) -> Array:
         sums, other, half = other, sums, 2 * half
     sums *= wide(1 / math.sqrt(channels))
     return sums.T.astype(x.dtype, order="C").reshape(x.shape)
+
+
+def rotated_tokens(key: Any, value: Any, rotate: AnyFunction) -> tuple[Any, Any]:
+    """Return new keys and values, arrays or None, rotated by `rotate` without a query to compare them with."""
+    if value is None:
+        raise ValueError("value must be given with key and rotate=True, got None")
+    for x, name in ((key, "key"), (value, "value")):
+        if x is not None and x.ndim:
+            check_rotates(x.shape[-1], f"the channels of {name}")
+    return key if key is None else rotate(key), rotate(value)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from attnmask._cache.quantize import check_rotates, rotated
+from attnmask._cache.quantize import rotated, rotated_tokens
 from attnmask._common.arguments import as_array, flag, integer_array, suit_hint
+from attnmask._common.graphs import left_to_python
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 
@@ -69,14 +70,12 @@ def write_kvcache(
     try:
         slots = integer_array(slot_mapping, "slot_mapping")
         if flag(rotate, "rotate"):
-            if value is None:
-                raise ValueError("value must be given with key and rotate=True, got None")
-            key, value = as_array(key, "key"), as_array(value, "value")
-            for tokens, name in ((key, "key"), (value, "value")):
-                if tokens.ndim:
-                    check_rotates(tokens.shape[-1], f"the channels of {name}")
-            key, value = rotated(key), rotated(value)
+            arrays = as_array(key, "key"), None if value is None else as_array(value, "value")
+            key, value = rotated_tokens(*arrays, rotated)
         _core.write_kvcache(k_cache, v_cache, key, value, k_scale, v_scale, slots)
     except (TypeError, ValueError) as error:
         suit_hint(error, {"k_cache": k_cache, "v_cache": v_cache, "key": key})
         raise
+
+
+left_to_python(write_kvcache, "call attnmask.torch.write_kvcache, which goes into graphs")

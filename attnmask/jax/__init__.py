@@ -54,6 +54,7 @@ from attnmask._attention.arguments import (
 )
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
+from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
 from attnmask._common.arguments import as_array, describe, flag
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments
@@ -84,6 +85,7 @@ __all__ = [
     "ring_attention",
     "short_convolution",
     "short_convolution_step",
+    "write_kvcache",
 ]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
@@ -316,17 +318,87 @@ def flash_attention_with_kvcache(
 
 def _eager(given: Arguments) -> KVCacheResult:
     """Compute with NumPy, on a copy of caches that are written to."""
+    arrays, copies = _on_copies(given, given["key"] is not None)
+    found = kvcache_in_numpy(**arrays | copies)
+    out, *lse = found if given["return_lse"] else (found,)
+    caches = {name: given[name] for name in kvcache.CACHES}
+    caches |= {name: to_jax(copy) for name, copy in copies.items()}
+    return KVCacheResult(to_jax(out), to_jax(lse[0]) if lse else None, **caches)
+
+
+def _on_copies(given: Arguments, writes: bool) -> tuple[Arguments, Arguments]:
+    """Return NumPy's arguments, and copies of the caches if they are written to."""
     arrays: Arguments = {
         name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
     }
-    caches = {name: given[name] for name in KVCacheResult._fields[2:]}
-    copies = {}
-    if given["key"] is not None:
-        copies = {name: np.array(arrays[name]) for name, cache in caches.items() if cache is not None}
-    found = kvcache_in_numpy(**arrays | copies)
-    out, *lse = found if given["return_lse"] else (found,)
-    caches |= {name: to_jax(copy) for name, copy in copies.items()}
-    return KVCacheResult(to_jax(out), to_jax(lse[0]) if lse else None, **caches)
+    names = kvcache.CACHES if writes else ()
+    return arrays, {name: np.array(arrays[name]) for name in names if given[name] is not None}
+
+
+def write_kvcache(
+    k_cache: jax.typing.ArrayLike,
+    v_cache: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    slot_mapping: jax.typing.ArrayLike,
+    *,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    rotate: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Apply `attnmask.write_kvcache` in JAX, and return the caches with the new tokens.
+
+    Compiled functions write to their caches in place as `flash_attention_with_kvcache` does.
+
+    Parameters
+    ----------
+    k_cache, v_cache, key, value : array
+        As in `attnmask.write_kvcache`. `value` is required, since arrays in JAX share no memory.
+    slot_mapping : array of integers, shape [total]
+        May be traced, like all arrays. Errors in its numbers are raised when the function runs.
+    k_scale, v_scale : array, optional
+        The scales of a quantized cache.
+    rotate : bool
+
+    Returns
+    -------
+    k_cache, v_cache : array
+        The caches as they are after the call.
+    k_scale, v_scale : array or None
+        Their scales; None for caches that have none.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> @partial(jax.jit, donate_argnums=0)
+    ... def write(caches, tokens, slots):
+    ...     return attnmask.jax.write_kvcache(*caches, tokens, tokens, slots)[:2]
+    >>> caches = jnp.zeros((2, 4, 1, 8)), jnp.zeros((2, 4, 1, 8))
+    >>> caches = write(caches, jnp.ones((2, 1, 8)), jnp.array([5, -1]))
+    >>> caches[0][:, :, 0, 0].tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    """
+    given: Arguments = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "key": key,
+        "value": value,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "rotate": rotate,
+    }
+    check_known(rotate, "rotate")
+    if any(map(is_traced, given.values())):
+        register()
+        written: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None] = kvcache.write(given)
+        return written
+    arrays, copies = _on_copies(given, True)
+    write_in_numpy(**arrays | copies)
+    k, v, k_scales, v_scales = (to_jax(copies.get(name)) for name in kvcache.CACHES)
+    return k, v, k_scales, v_scales
 
 
 @overload

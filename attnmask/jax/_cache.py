@@ -3,6 +3,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,17 @@ from attnmask._attention.arguments import ARRAYS, KVCACHE_DEFAULTS, KVCACHE_NAME
 from attnmask._attention.problem import mask_nodes
 from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
-from attnmask._cache.quantize import check_tokens_rotate
-from attnmask._common.arguments import as_array, fields_in_a_line, flag, is_floating, wide_dtype
+from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
+from attnmask._common.arguments import (
+    as_array,
+    fields_in_a_line,
+    flag,
+    integer_array,
+    is_floating,
+    wide_dtype,
+)
 from attnmask._common.loading import _core
-from attnmask._common.types import Given
+from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
 from attnmask._masks.terms import Node
@@ -32,7 +40,7 @@ from attnmask.jax._arguments import (
 )
 from attnmask.jax._types import AnyArray, Shaped
 
-__all__ = ["TRACED", "KVCacheResult", "attend"]
+__all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
 
 _LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED, _NEW_PACKED = (1 << i for i in range(8))
 _FIRST = (
@@ -44,6 +52,7 @@ _FIRST = (
     "k_scale",
     "v_scale",
 )  # in the call's order
+CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TRACED = (
     *_FIRST,
     "cache_seqlens",
@@ -118,29 +127,64 @@ def attend(given: Given) -> KVCacheResult:
     shapes: list[Shaped] = [((batch, queries, heads, value_dim), query.dtype)]
     if with_lse:
         shapes.append(((batch, heads, queries), wide_dtype(query.dtype)))
-    by_token = (*k_cache.shape[:3], 1)
+    results, caches = _call("flash_attention_with_kvcache", words, first, arrays, shapes, appends)
+    out, *lse = (x[0] if packed else x for x in results)
+    return KVCacheResult(_rotated(out) if rotate else out, lse[0] if with_lse else None, **caches)
+
+
+def write(given: Given) -> Any:
+    """Write, given the arguments of `attnmask.write_kvcache` by name, some of them traced."""
+    given = dict(given) | {
+        name: jax.numpy.asarray(given[name]) for name in _FIRST[1:] if given[name] is not None
+    }
+    if flag(given.pop("rotate"), "rotate"):
+        given["key"], given["value"] = rotated_tokens(given["key"], given["value"], _rotated)
+    known = {name: _known(name, x, given) for name, x in given.items()}
+    slots = integer_array(known.pop("slot_mapping"), "slot_mapping")
+    _core.check_write_kvcache(*[*(known[name] for name in _FIRST[1:]), slots])
+    first = {name: given[name] for name in _FIRST[1:] if given[name] is not None}
+    first |= {name: first[name][None] for name in ("key", "value")}
+    arrays = Arrays()
+    place = arrays.place(given["slot_mapping"] if is_traced(given["slot_mapping"]) else slots)
+    flags = _K_SCALE * ("k_scale" in first) | _V_SCALE * ("v_scale" in first)
+    words = np.array([call.VERSION, flags, *call.operand_words(place)], np.int64)
+    _, caches = _call("write_kvcache", words, first, arrays, [], True)
+    return tuple(caches.values())
+
+
+_HANDLERS = {
+    "flash_attention_with_kvcache": "attnmask_flash_kvcache",
+    "write_kvcache": "attnmask_write_kvcache",
+}
+
+
+def _call(
+    function: str,
+    words: NDArray[np.int64],
+    first: Mapping[str, jax.Array],
+    arrays: Arrays,
+    shapes: list[Shaped],
+    writes: bool,
+) -> tuple[tuple[jax.Array, ...], Arguments]:
+    """Return results of these shapes, and the caches and scales as they are after the call."""
+    by_token = (*first["k_cache"].shape[:3], 1)
+    caches: Arguments = {name: first.get(name) for name in CACHES}
     scales = [
         name
-        for name in ("k_scale", "v_scale")
+        for name in CACHES[2:]
         if name in first and (first[name].ndim == 5 or first[name].shape == by_token)  # 5: of groups
     ]
-    written = ["k_cache", "v_cache", *scales] if appends else []
-    places = {list(first).index(name): len(shapes) + i for i, name in enumerate(written)}
-    shapes += [(first[name].shape, first[name].dtype) for name in written]
-    no_gradients = "attnmask.jax.flash_attention_with_kvcache has no gradients: flash_attention has them"
+    written = [*CACHES[:2], *scales] if writes else []
     results = call.call_handler(
-        "attnmask_flash_kvcache",
+        _HANDLERS[function],
         words,
         [*first.values(), *arrays.taken],
-        shapes,
-        no_gradients,
+        [*shapes, *((first[name].shape, first[name].dtype) for name in written)],
+        f"attnmask.jax.{function} has no gradients: flash_attention has them",
         "sequential",  # each call of a mapped function writes to a cache of its own
-        places,
+        {list(first).index(name): len(shapes) + i for i, name in enumerate(written)},
     )
-    out, *lse = (x[0] if packed else x for x in results[: 1 + with_lse])
-    caches = {name: given[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
-    caches |= dict(zip(written, results[1 + with_lse :], strict=True))
-    return KVCacheResult(_rotated(out) if rotate else out, lse[0] if with_lse else None, **caches)
+    return results[: len(shapes)], caches | dict(zip(written, results[len(shapes) :], strict=True))
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -240,6 +284,8 @@ def _known(name: str, value: Any, given: Given) -> Any:
     if name in ("cu_seqlens_q", "cu_seqlens_k_new"):
         tokens = given["query" if name == "cu_seqlens_q" else "key"]
         return starts_like(value, tokens.shape[0] if getattr(tokens, "ndim", 0) else 0)
+    if name == "slot_mapping" and value.dtype.kind in "iu":
+        return np.full(value.shape, -1)  # which may occur twice
     if name in ("k_scale", "v_scale"):
         return np.broadcast_to(np.ones((), value.dtype), value.shape)
     return like(value)

@@ -20,6 +20,7 @@ from attnmask.jax._arguments import Learned, Spec, Wide
 from attnmask.jax._types import ByName, Shaped
 
 __all__ = [
+    "VERSION",
     "alike",
     "backward",
     "call_handler",
@@ -32,7 +33,7 @@ __all__ = [
     "term_words",
 ]
 
-_VERSION = 3  # of the words
+VERSION = 3  # of the words
 _NORMALIZE, _GRAD_LSE, _PLACES, _PACKED, _PART = (1 << i for i in range(5))
 _NODES = _core.mask_nodes()  # by their numbers in exported programs
 _TERMS = _core.term_names()  # numbered in the same way
@@ -104,7 +105,7 @@ def operand_words(value: Any, learned: Sequence[str] = ()) -> tuple[int, int]:
 
 
 def first_words(flags: int, scale: float) -> list[int]:
-    return [_VERSION, flags, *_bits(scale)]
+    return [VERSION, flags, *_bits(scale)]
 
 
 def _bits(number: float) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
-from attnmask.torch._cache import flash_attention_with_kvcache
+from attnmask.torch._cache import flash_attention_with_kvcache, write_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._install import install, installed, uninstall
 from attnmask.torch._linear import (
@@ -50,6 +50,7 @@ __all__ = [
     "short_convolution",
     "short_convolution_step",
     "uninstall",
+    "write_kvcache",
 ]
 
 

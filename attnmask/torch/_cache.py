@@ -1,11 +1,12 @@
-"""`flash_attention_with_kvcache` for PyTorch, and the operator ``attnmask::flash_attention_with_kvcache``.
+"""`flash_attention_with_kvcache` and `write_kvcache` for PyTorch, and the operators of these names.
 
-The operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `MaskInfo` and a window as
-`flash_attention` does, and ``cache_seqlens`` as a tensor or, if that is None, as an integer. It declares that it writes
-to the caches and their scales, and returns both results.
+The first operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `MaskInfo` and a window as
+`flash_attention` does, and ``cache_seqlens`` as a tensor or, if that is None, as an integer. Both declare that they
+write to the caches and their scales. The first returns both results, the second nothing.
 """
 
-from typing import Literal, Unpack, overload
+from collections.abc import Iterable
+from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -20,8 +21,9 @@ from attnmask._attention.arguments import (
     spelled_out,
 )
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
+from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
 from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
-from attnmask._common.types import Arguments
+from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
@@ -47,25 +49,66 @@ _PARAMETERS = ", ".join(
 _NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 _MUST_BE_TENSORS = ("query", *_WRITTEN, "key", "value", "out")
-_REQUIRED = ("query", "k_cache", "v_cache")
+_REQUIRED = {
+    "flash_attention_with_kvcache": ("query", "k_cache", "v_cache"),
+    "write_kvcache": ("k_cache", "v_cache", "key"),
+}
 
 
-def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
-    operators.check_no_gradient(tensors, "flash_attention_with_kvcache", "flash_attention")
+def check_no_gradient(
+    tensors: dict[str, torch.Tensor], function: str = "flash_attention_with_kvcache"
+) -> None:
+    operators.check_no_gradient(tensors, function, "flash_attention")
+
+
+def _without_gradient(name: str, names: tuple[str, ...]) -> AnyFunction:
+    """Return the autograd rule of an operator that has no gradient."""
+
+    def autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> Any:
+        check_no_gradient(tensors_among(dict(zip(names, arguments, strict=True))), name)
+        with torch._C._AutoDispatchBelowAutograd():
+            operator = getattr(torch.ops.attnmask, name).default
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    return autograd
+
+
+def _ways(
+    given: Arguments, must_be_tensors: Iterable[str], function: str
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the tensors among checked arguments, and whether the operator must be called."""
+    tensors = tensors_among(given)
+    for name in must_be_tensors:
+        if name not in tensors and (given[name] is not None or name in _REQUIRED[function]):
+            check_tensor(given[name], name)
+    for name, x in tensors.items():
+        check_tensor(x, name)
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        check_no_gradient(tensors, function)
+    if not (compiling or needs_operator(tensors.values())):
+        return tensors, False
+    operators.check_tensors(given)
+    return tensors, True
+
+
+def _tell_written(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Tell autograd what was written to, as any in-place operator does."""
+    written = [tensors[name] for name in names if name in tensors and not tensors[name].is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 def _attend(
     given: Arguments, tensors: dict[str, torch.Tensor], with_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Attend on the CPU. Autograd must know what is written to, as for any in-place operator."""
+    """Attend on the CPU."""
     arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
     try:
         result = attend_in_numpy(**given | arrays, return_lse=with_lse)
     except (TypeError, ValueError) as error:
         suit_hint(error, tensors)
         raise
-    written = [tensors.get(name) for name in (*(() if given["key"] is None else _WRITTEN), "out")]
-    torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
+    _tell_written(tensors, (*(() if given["key"] is None else _WRITTEN), "out"))
     out, lse = result if isinstance(result, tuple) else (result, None)
     returned = tensors["out"] if "out" in tensors else to_tensor(out)
     return returned if lse is None else (returned, to_tensor(lse))
@@ -116,6 +159,13 @@ def _on_cpu(*arguments: object) -> torch.Tensor | tuple[torch.Tensor, ...]:
     return _attend(given, tensors_among(given), True)
 
 
+def _check_caches(given: Arguments) -> None:
+    for name in ("k_cache", "v_cache"):
+        if given[name].ndim != 4:
+            expected = "[B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]"
+            raise ValueError(f"{name} must be {expected}, got {describe(given[name])}")
+
+
 def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
     """Return results for tensors without data."""
     operators.check_devices(_NAMES, arguments)
@@ -124,21 +174,11 @@ def _fake(*arguments: object) -> tuple[torch.Tensor, ...]:
     expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
     if query.ndim != (3 if packed else 4):
         raise ValueError(f"query must be {expected}, got {describe(query)}")
-    for name in ("k_cache", "v_cache"):
-        if given[name].ndim != 4:
-            expected = "[B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]"
-            raise ValueError(f"{name} must be {expected}, got {describe(given[name])}")
+    _check_caches(given)
     v_cache = given["v_cache"]
     # A byte of a four-bit cache holds two channels.
     value = torch.cat([v_cache, v_cache], -1) if v_cache.dtype == torch.uint8 else v_cache
     return operators.new_results(query, value)
-
-
-def _autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> tuple[torch.Tensor, ...]:
-    check_no_gradient(tensors_among(dict(zip(_NAMES, arguments, strict=True))))
-    with torch._C._AutoDispatchBelowAutograd():
-        operator = torch.ops.attnmask.flash_attention_with_kvcache.default
-        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
 def _autocast(*arguments: object) -> tuple[torch.Tensor, ...]:
@@ -157,7 +197,7 @@ operators.register(
     _PARAMETERS,
     _on_cpu,
     _fake,
-    autograd=_autograd,
+    autograd=_without_gradient("flash_attention_with_kvcache", _NAMES),
     autocast=_autocast,
 )
 
@@ -289,17 +329,8 @@ def flash_attention_with_kvcache(
     }
     if not more.keys() <= CACHE_DEFAULTS.keys():
         check_options(flash_attention_with_kvcache, more)
-    tensors = tensors_among(given)
-    for name in _MUST_BE_TENSORS:
-        if name not in tensors and (given[name] is not None or name in _REQUIRED):
-            check_tensor(given[name], name)
-    for name, x in tensors.items():
-        check_tensor(x, name)
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling:
-        check_no_gradient(tensors)
-    if compiling or needs_operator(tensors.values()):
-        operators.check_tensors(given)
+    tensors, in_graph = _ways(given, _MUST_BE_TENSORS, "flash_attention_with_kvcache")
+    if in_graph:
         if out is not None:
             _check_out(out, query, v_cache)
         result, lse = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
@@ -311,3 +342,98 @@ def flash_attention_with_kvcache(
         given = _cast(given)
         tensors = tensors_among(given)
     return _attend(given, tensors, with_lse)
+
+
+# Writes to slots
+
+_WRITE_PARAMETERS = (
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor? value, Tensor slot_mapping, Tensor(c!)? k_scale, "
+    "Tensor(d!)? v_scale, bool rotate"
+)
+_WRITE_NAMES = tuple(parameter.split()[-1] for parameter in _WRITE_PARAMETERS.split(", "))
+
+
+def _write(given: Arguments, tensors: dict[str, torch.Tensor]) -> None:
+    arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
+    try:
+        write_in_numpy(**given | arrays)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, tensors)
+        raise
+    _tell_written(tensors, _WRITTEN)
+
+
+def _write_on_cpu(*arguments: object) -> None:
+    given: Arguments = dict(zip(_WRITE_NAMES, arguments, strict=True))
+    _write(given, tensors_among(given))
+
+
+def _write_fake(*arguments: object) -> None:
+    operators.check_devices(_WRITE_NAMES, arguments)
+    given: Arguments = dict(zip(_WRITE_NAMES, arguments, strict=True))
+    _check_caches(given)
+    for name in ("key", "value"):
+        if given[name] is not None and given[name].ndim != 3:
+            raise ValueError(f"{name} must be [total, Hkv, D] with slot_mapping, got {describe(given[name])}")
+
+
+operators.register(
+    "write_kvcache",
+    _WRITE_PARAMETERS,
+    _write_on_cpu,
+    _write_fake,
+    autograd=_without_gradient("write_kvcache", _WRITE_NAMES),
+    results="()",
+)
+
+
+def write_kvcache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: "torch.Tensor | None",
+    slot_mapping: "ArrayLike",
+    *,
+    k_scale: "torch.Tensor | None" = None,
+    v_scale: "torch.Tensor | None" = None,
+    rotate: bool = False,
+) -> None:
+    """Apply `attnmask.write_kvcache` to CPU tensors: write keys and values to given slots of a cache.
+
+    It has no gradient: with grad mode on, tensors that require one are an error. ``torch.compile`` and ``torch.export``
+    see one operator, which declares that it writes to the caches and their scales.
+
+    Parameters
+    ----------
+    k_cache, v_cache, key, value : Tensor
+        As in `attnmask.write_kvcache`, like all arguments.
+    slot_mapping : Tensor or array_like
+    k_scale, v_scale : Tensor, optional
+    rotate : bool
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> k_cache, v_cache = torch.zeros(2, 3, 4, 1, 1)
+    >>> tokens = torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1)
+    >>> attnmask.torch.write_kvcache(k_cache, v_cache, tokens, 10 * tokens, torch.tensor([10, -1, 3]))
+    >>> v_cache.reshape(3, 4).tolist()
+    [[0.0, 0.0, 0.0, 30.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 10.0, 0.0]]
+    """
+    given: Arguments = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "key": key,
+        "value": value,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "rotate": flag(rotate, "rotate"),
+    }
+    tensors, in_graph = _ways(given, (*_WRITTEN, "key", "value"), "write_kvcache")
+    if in_graph:
+        given["slot_mapping"] = operand(slot_mapping)
+        torch.ops.attnmask.write_kvcache(*given.values())
+    else:
+        _write(given, tensors)

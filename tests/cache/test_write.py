@@ -4,61 +4,13 @@ import contextlib
 import threading
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
-import reference_kvcache as twin
-from flash_cases import BF16, F16, F32, F64, laid_out
-from kvcache_cases import bits_of_memory, cache_layout, memory
+from flash_cases import F16, F32, F64, laid_out
+from kvcache_cases import bits_of_memory, memory
+from slot_cases import BAD, FORMATS, HKV, PAGES, SIZE, D, cache_of, copied, good, tokens_of, write_by_twin
 
 import attnmask
-
-PAGES, SIZE, HKV, D, DV = 5, 4, 2, 64, 32
-FORMATS = (
-    F32,
-    F16,
-    BF16,
-    F64,
-    *map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)),
-    "int4",
-)
-NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
-
-
-def cache_of(rng, kind, by_channel=False, layout="contiguous", depths=(D, DV)) -> dict:
-    """A cache full of numbers, with scales if it has any."""
-    shape = PAGES, SIZE, HKV
-    if kind == "int4":
-        caches = [rng.integers(0, 256, (*shape, depth // 2), np.uint8) for depth in depths]
-        scales = [rng.random((*shape, depth // 32, 2)).astype(F16) for depth in depths]
-    else:
-        caches = [(3 * rng.standard_normal((*shape, depth))).astype(kind) for depth in depths]
-        axes = [(1, 1, HKV, depth) if by_channel else (*shape, 1) for depth in depths]
-        scales = [rng.random(each, F32) + F32.type(0.5) for each in axes]
-    with np.errstate(invalid="ignore"):  # NaN as integers
-        made = dict(zip(NAMES, cache_layout(*caches, layout), strict=False))
-    if kind == "int4" or kind.name in twin.LARGEST:
-        made |= dict(zip(NAMES[2:], scales, strict=True))
-    return made
-
-
-def tokens_of(rng, count, dtype=F32, depths=(D, DV)) -> dict:
-    return {
-        name: rng.standard_normal((count, HKV, depth)).astype(dtype)
-        for name, depth in zip(("key", "value"), depths, strict=True)
-    }
-
-
-def copied(arguments: dict) -> dict:
-    return {name: x.copy() if name in NAMES else x for name, x in arguments.items()}
-
-
-def write_by_twin(key, value, slot_mapping, k_cache, v_cache, k_scale=None, v_scale=None) -> None:
-    """Appends each token to what lies before its slot in a page, one after the other."""
-    for cache, scale, tokens in ((k_cache, k_scale, key), (v_cache, v_scale, value)):
-        for token, slot in zip(tokens, slot_mapping, strict=True):
-            if slot >= 0:
-                twin.append(cache, scale, None, slot // SIZE, slot % SIZE, token[None])
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
@@ -158,59 +110,6 @@ def test_tensors(torch):
     assert caches[0].flatten(0, 1).any(-1).flatten().nonzero().tolist() == [[5]]
     with pytest.raises(ValueError, match="k_cache must be writeable"):
         attnmask.write_kvcache(torch._neg_view(caches[0]), caches[1], *torch.ones(2, 1, 1, 8), [5])
-
-
-def good() -> dict:
-    return {
-        **{
-            name: np.full((PAGES, SIZE, HKV, depth), 7, F32)
-            for name, depth in (("k_cache", 8), ("v_cache", 4))
-        },
-        "key": np.zeros((3, HKV, 8), F32),
-        "value": np.zeros((3, HKV, 4), F32),
-        "slot_mapping": np.array([19, -1, 0]),
-    }
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-BAD = [
-    ({"slot_mapping": [19, -1, 20]}, IndexError, "slot_mapping must be from -1 to 19, got 20 at index 2"),
-    ({"slot_mapping": [-2, -1, 0]}, IndexError, "slot_mapping must be from -1 to 19, got -2 at index 0"),
-    ({"slot_mapping": np.array([1, 2**64 - 1, 0], np.uint64)}, IndexError, "slot_mapping .* at index 1"),
-    ({"slot_mapping": [2**62, 1, 0]}, IndexError, "slot_mapping must be from -1 to 19, got 4611686018427387904 at"),
-    ({"slot_mapping": [3, 5, 3]}, ValueError,
-     "slot_mapping must give each token a slot of its own, got 3 at index 0 and 2"),
-    ({"slot_mapping": [0, 0, -1]}, ValueError, "slot_mapping must give each token .*, got 0 at index 0 and 1"),
-    ({"slot_mapping": [1.0, 2.0, 3.0]}, TypeError, "slot_mapping must be integers, got float64 array"),
-    ({"slot_mapping": [True, False, True]}, TypeError, "slot_mapping must be integers, got bool array"),
-    ({"slot_mapping": None}, TypeError, "slot_mapping must be integers, got"),
-    ({"slot_mapping": 3}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token, got"),
-    ({"slot_mapping": [1, 2]}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token, got int64"),
-    ({"slot_mapping": [[1, 2, 3]]}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token"),
-    ({"slot_mapping": []}, ValueError, r"slot_mapping must be of shape \(3,\), a slot for each token"),
-    ({"cache_seqlens": [4, 8]}, TypeError, "unexpected keyword argument 'cache_seqlens'"),
-    ({"block_table": [[4], [8]]}, TypeError, "unexpected keyword argument 'block_table'"),
-    ({"key": np.zeros((1, 3, HKV, 8), F32)}, ValueError, r"key must be \[total, Hkv, D\] with slot_mapping, got"),
-    ({"key": None}, TypeError, "key must be of float16, .* got None"),
-    ({"key": np.zeros((3, HKV, 8), int)}, TypeError, "key must be of float16"),
-    ({"key": np.zeros((3, HKV, 9), F32)}, ValueError, "key must have 2 heads of 8 channels as its cache"),
-    ({"value": None}, ValueError, "value must be given with key, got None"),
-    ({"value": np.zeros((2, HKV, 4), F32)}, ValueError, "value must have 3 tokens as key"),
-    ({"v_cache": np.zeros((PAGES, SIZE, 1, 4), F32)}, ValueError, r"v_cache must be of shape \(5, 4, 2\) and Dv"),
-    ({"v_cache": np.zeros((PAGES, SIZE, HKV, 4), F16)}, TypeError, "v_cache must be float32 as k_cache"),
-    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8), int)}, TypeError, "k_cache must be of float16"),
-    ({"k_cache": read_only(np.zeros((PAGES, SIZE, HKV, 8), F32))}, ValueError, "k_cache must be writeable to take"),
-    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8), ">f4")}, ValueError, "k_cache must be .* native byte order"),
-    ({"k_cache": np.zeros((PAGES, SIZE, HKV, 8)).tolist()}, TypeError, "v_cache must be float64 as k_cache"),
-    ({"k_scale": np.ones((PAGES, SIZE, HKV, 1), F32)}, ValueError, "k_scale must be None for a cache of float32"),
-    ({"rotate": 1}, TypeError, "rotate must be True or False, got 1"),
-    ({"rotate": True, "key": np.zeros((3, HKV, 6), F32)}, ValueError,
-     "the channels of key must be a power of two to be rotated, got 6"),
-]  # fmt: skip
 
 
 def refused(arguments, error, message) -> None:

@@ -29,7 +29,15 @@ NUMBERS = {
         ),
         1,
     )
-} | {np.dtype(np.complex64): 15, np.dtype(ml_dtypes.bfloat16): 16}
+} | {
+    np.dtype(dtype): number
+    for dtype, number in (
+        (np.complex64, 15),
+        (ml_dtypes.bfloat16, 16),
+        (ml_dtypes.float8_e5m2, 19),
+        (ml_dtypes.float8_e4m3fn, 20),
+    )
+}
 EXECUTE = 3  # a stage
 HEAD = [("struct_size", c_size_t), ("extensions", c_void_p)]
 

@@ -860,6 +860,37 @@ target(
 )
 
 
+def slots_handler_arguments(rng: Rng) -> Arguments:
+    """Of one call, or in a third of the cases of two at once."""
+    given, mapped = slots_arguments(rng), coin(rng, 0.3)
+    given.pop("rotate", None)
+    words = [3, 16 * ("k_scale" in given) | 32 * ("v_scale" in given), 2, 0]  # 2: an array of the words
+    for name in ("key", "value"):
+        given[name] = given[name][None]
+    if given["slot_mapping"].dtype == np.int64:
+        given["slot_mapping"] = given["slot_mapping"].view(np.int32).reshape(-1, 2)
+        words[2] = 3
+    if mapped:
+        given = {
+            name: np.repeat(x[None], 2 if "_cache" in name or "_scale" in name else pick(rng, [1, 2]), 0)
+            for name, x in given.items()
+        }
+    return {"words": np.array(words)} | given
+
+
+target(
+    "XLA write_kvcache",
+    slots_handler_arguments,
+    handler(
+        "write_kvcache",
+        "k_cache v_cache key value k_scale v_scale slot_mapping",
+        "k_cache v_cache k_scale v_scale",
+    ),
+    written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
+    subclasses=False,
+)
+
+
 def halves_arguments(rng: Rng) -> Arguments:
     arguments: Arguments = {
         "query": floats(rng, 2, 3, H, 64, dtype=pick(rng, [np.float32, ml_dtypes.bfloat16]))

@@ -332,7 +332,7 @@ def test_a_program_of_another_version():
     attnmask.jax.register()
     x = jax.numpy.ones((1, 4, 1, 8))
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    good = [attnmask.jax._call._VERSION, 1, 0, 3, 0]
+    good = [attnmask.jax._call.VERSION, 1, 0, 3, 0]
     start, cap = good[:4], [3, int(np.float64(2).view(np.int64)), 0, 0, 0, 0, 0]
     cases = [
         [],

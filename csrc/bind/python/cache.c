@@ -505,7 +505,8 @@ static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize
     return call(module, args, nargs, true);
 }
 
-static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* Writes, or checks only what does not depend on memory. */
+static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
     static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
     enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 }; /* the last: slot_mapping */
@@ -527,13 +528,24 @@ static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize
     if (done) {
         const am_view view = am_view_of(slots);
         look_at_caches(&a);
-        done = am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) == 0 && check_written(&a) == 0;
+        done = am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) == 0 &&
+               (only_check || check_written(&a) == 0);
     }
-    if (done) status = attend(module, &a, NULL, true);
+    if (done && !only_check) status = attend(module, &a, NULL, true);
     if (status != AM_OK) am_raise(status, NULL);
     release(&a);
     Py_XDECREF(slots);
     return done && status == AM_OK ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return write_slots(module, args, nargs, false);
+}
+
+static PyObject *check_write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return write_slots(module, args, nargs, true);
 }
 
 PyMethodDef am_kvcache_methods[] = {
@@ -544,5 +556,8 @@ PyMethodDef am_kvcache_methods[] = {
      "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
     {"write_kvcache", (PyCFunction)(void *)write_kvcache, METH_FASTCALL,
      "write_kvcache($module, k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping, /)\n--\n\n"},
+    {"check_write_kvcache", (PyCFunction)(void *)check_write_kvcache, METH_FASTCALL,
+     "check_write_kvcache($module, k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping, /)\n--\n\n"
+     "Check arguments of write_kvcache, but for the memory that is written to."},
     {.ml_name = NULL},
 };

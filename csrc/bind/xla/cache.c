@@ -1,4 +1,4 @@
-/* cache.c – attention over a cache of keys and values, called by XLA.
+/* cache.c – attention over a cache of keys and values, and writes to it, called by XLA.
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
  * the limits of distances, and the tokens of a chunk or none; cache_seqlens, block_table, cu_seqlens_q if
@@ -7,7 +7,10 @@
  *
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
  * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
- * the caches and the scales of their tokens, which are the memory of the arguments. */
+ * the caches and the scales of their tokens, which are the memory of the arguments.
+ *
+ * Writes to given slots have no query and no `out`; their words are version, flags and the operand
+ * slot_mapping. */
 #include "bind/request_cache.h"
 #include "bind/xla/xla.h"
 #include "core/arrays/convert.h"
@@ -54,15 +57,15 @@ static bool look_at_tokens(problem *p, am_view *v, bool packed)
     return true;
 }
 
-static bool look_at_arguments(problem *p)
+/* The caches, new tokens and scales. */
+static bool look_at_caches(problem *p, bool packed)
 {
     am_cached *cached = &p->cached;
-    if (!look_at_tokens(p, &cached->query, has(p, PACKED))) return false;
     for (int side = 0; side < 2; side++) {
         if (!look_at_next(p, &cached->caches[side])) return false;
     }
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
-        if (!look_at_tokens(p, &cached->rows[side], has(p, PACKED) || has(p, NEW_PACKED))) return false;
+        if (!look_at_tokens(p, &cached->rows[side], packed)) return false;
     }
     for (int side = 0; side < 2; side++) {
         if (has(p, side ? V_SCALE : K_SCALE) && !look_at_next(p, &cached->scale_arrays[side])) return false;
@@ -104,7 +107,9 @@ static bool read_arguments(problem *p)
     am_cached *cached = &p->cached;
     am_request *r = &c->request;
     am_operand lengths, table;
-    if (!look_at_arguments(p) || !read_limits(p) || !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
+    if (!look_at_tokens(p, &cached->query, has(p, PACKED)) ||
+        !look_at_caches(p, has(p, PACKED) || has(p, NEW_PACKED)) || !read_limits(p) ||
+        !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
         !am_xla_next_operand(c, false, AM_INT64, &table))
         return false;
     if (has(p, PACKED) &&
@@ -177,18 +182,9 @@ static bool look_at_written(problem *p, const am_view *v)
     return empty || written.data == v->data ? true : am_xla_fail(p->c, "a cache must be written to in place");
 }
 
-static bool read_results(problem *p)
+static bool look_at_all_written(problem *p)
 {
-    am_attn *attn = &p->c->request.attn;
     const am_cached *cached = &p->cached;
-    am_view out = {.type = attn->q.type,
-                   .axes = 4,
-                   .shape = {attn->batch, attn->queries, attn->heads, attn->value_dim, 1}},
-            lse = {.type = am_wide_type(out.type),
-                   .axes = 3,
-                   .shape = {attn->batch, attn->heads, attn->queries, 1, 1}};
-    if (!look_at_result(p, &out) || (has(p, LSE) && !look_at_result(p, &lse))) return false;
-    attn->out = am_tokens_of(&out), attn->lse = lse.data;
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
         if (!look_at_written(p, &cached->caches[side])) return false;
     }
@@ -198,6 +194,20 @@ static bool read_results(problem *p)
             return false;
     }
     return true;
+}
+
+static bool read_results(problem *p)
+{
+    am_attn *attn = &p->c->request.attn;
+    am_view out = {.type = attn->q.type,
+                   .axes = 4,
+                   .shape = {attn->batch, attn->queries, attn->heads, attn->value_dim, 1}},
+            lse = {.type = am_wide_type(out.type),
+                   .axes = 3,
+                   .shape = {attn->batch, attn->heads, attn->queries, 1, 1}};
+    if (!look_at_result(p, &out) || (has(p, LSE) && !look_at_result(p, &lse))) return false;
+    attn->out = am_tokens_of(&out), attn->lse = lse.data;
+    return look_at_all_written(p);
 }
 
 static bool compute(problem *p)
@@ -218,4 +228,17 @@ bool am_xla_kvcache(am_xla_call *c)
     const bool done = read_arguments(&p) && read_attention(&p) && read_results(&p) && compute(&p);
     am_cached_free(&p.cached);
     return done;
+}
+
+bool am_xla_kvcache_write(am_xla_call *c)
+{
+    problem p = {.c = c};
+    am_operand slots;
+    if (!am_xla_read_flags(c)) return false;
+    c->flags |= APPEND;
+    c->first_array = 4 + has(&p, K_SCALE) + has(&p, V_SCALE);
+    c->arrays = c->frame->arguments.count - c->first_array;
+    return look_at_caches(&p, true) && am_xla_next_operand(c, false, AM_INT64, &slots) &&
+           am_cached_check_slots(&c->request, &p.cached, &slots.view) && look_at_all_written(&p) &&
+           am_refuse_status(&c->request, am_cached_append(&c->context, &p.cached));
 }

@@ -109,14 +109,18 @@ bool am_xla_read_terms(am_xla_call *c)
     return true;
 }
 
+bool am_xla_read_flags(am_xla_call *c)
+{
+    int64_t version;
+    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
+    return version == VERSION || am_xla_fail(c, "words: another version of attnmask has made them");
+}
+
 bool am_xla_read_numbers(am_xla_call *c)
 {
     am_attn *attn = &c->request.attn;
-    int64_t version;
     *attn = (am_attn){.mask = &c->request.mask};
-    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
-    if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
-    return next_double(c, &attn->scale) && am_check_numbers(&c->request);
+    return am_xla_read_flags(c) && next_double(c, &attn->scale) && am_check_numbers(&c->request);
 }
 
 /* Where a part of a larger problem begins. */
@@ -342,6 +346,7 @@ static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
 HANDLER(forward)
 HANDLER(backward)
 HANDLER(am_xla_kvcache)
+HANDLER(am_xla_kvcache_write)
 HANDLER(am_xla_linear)
 HANDLER(am_xla_linear_gradients)
 HANDLER(am_xla_linear_step)
@@ -364,6 +369,7 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
         {"attnmask_flash_forward", forward_handler},
         {"attnmask_flash_backward", backward_handler},
         {"attnmask_flash_kvcache", am_xla_kvcache_handler},
+        {"attnmask_write_kvcache", am_xla_kvcache_write_handler},
         {"attnmask_linear_forward", am_xla_linear_handler},
         {"attnmask_linear_backward", am_xla_linear_gradients_handler},
         {"attnmask_linear_step", am_xla_linear_step_handler},

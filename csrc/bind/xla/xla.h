@@ -4,7 +4,9 @@
 
 #include "bind/xla/buffers.h"
 
-/* The first words: version, flags and scale, to an am_attn that has nothing else. */
+/* The first words: version and flags. */
+bool am_xla_read_flags(am_xla_call *c);
+/* These and the scale, to an am_attn that has nothing else. */
 bool am_xla_read_numbers(am_xla_call *c);
 
 /* The terms of the logits, once shapes and places are known. */
@@ -12,6 +14,8 @@ bool am_xla_read_terms(am_xla_call *c);
 
 /* Attention over a cache, to which new tokens are appended. */
 bool am_xla_kvcache(am_xla_call *c);
+/* Writes of new tokens to given slots of a cache. */
+bool am_xla_kvcache_write(am_xla_call *c);
 
 /* Linear attention and short convolutions (linear.c). */
 bool am_xla_linear(am_xla_call *c);

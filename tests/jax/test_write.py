@@ -1,0 +1,175 @@
+"""attnmask.jax.write_kvcache writes the bytes of NumPy's function, in compiled functions and in place."""
+
+import numpy as np
+import pytest
+from flash_cases import F32, F64
+from slot_cases import BAD, FORMATS, PAGES, SIZE, D, cache_of, copied, good, tokens_of
+
+import attnmask
+
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
+NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
+KINDS = [*((kind, False) for kind in FORMATS), (np.dtype(np.int8), True)]
+SLOTS = np.array([19, -1, 3, 4, 0])
+
+
+def made(kind, by_channel=False) -> dict:
+    rng = np.random.default_rng(0)
+    new = tokens_of(rng, len(SLOTS), F64 if kind == F64 else F32)
+    return cache_of(rng, kind, by_channel) | new | {"slot_mapping": SLOTS}
+
+
+def same(got, wanted) -> None:
+    for name, x in zip(NAMES, got, strict=True):
+        assert (x is None) == (name not in wanted), name
+        if x is not None:
+            assert isinstance(x, jax.Array)
+            assert np.asarray(x).dtype == wanted[name].dtype, name
+            assert np.asarray(x).tobytes() == wanted[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_channel", "rotate"),
+    [*((*kind, False) for kind in KINDS), (F32, False, True), ("int4", False, True)],
+    ids=str,
+)
+def test_the_bytes_of_numpy(kind, by_channel, rotate):
+    """All traced, with slots that are known, and eager."""
+    with jax.enable_x64(kind == F64):
+        arguments = made(kind, by_channel)
+        wanted = copied(arguments)
+        attnmask.write_kvcache(**wanted, rotate=rotate)
+        rest = {name: x for name, x in arguments.items() if name != "slot_mapping"}
+        write = lambda given, **more: attnmask.jax.write_kvcache(**given, **more, rotate=rotate)  # noqa: E731
+        same(jax.jit(write)(arguments), wanted)
+        for slots in (SLOTS, SLOTS.tolist(), SLOTS.astype(np.int8)):
+            same(jax.jit(lambda given, slots=slots: write(given, slot_mapping=slots))(rest), wanted)
+        same(write(arguments), wanted)
+        for name, x in made(kind, by_channel).items():  # they are as they were
+            assert arguments[name].tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("kind", [F32, np.dtype(np.int8), "int4"], ids=str)
+def test_donated_caches_are_written_in_place(kind):
+    """By a loop over tokens, too, in which no cache is copied."""
+    arguments = made(kind)
+    caches = {name: jax.numpy.asarray(arguments.pop(name)) for name in NAMES if name in arguments}
+
+    def step(caches, new):
+        found = attnmask.jax.write_kvcache(**caches, **new)
+        return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}, ()
+
+    wanted = made(kind)
+    attnmask.write_kvcache(**wanted)
+    singles = {name: x[:, None] for name, x in arguments.items()}
+    once = jax.jit(lambda caches, new: step(caches, new)[0], donate_argnums=0)
+    loop = jax.jit(lambda caches, new: jax.lax.scan(step, caches, new)[0], donate_argnums=0)
+    for write, new in ((once, arguments), (loop, singles)):
+        given = jax.tree.map(jax.numpy.array, caches)
+        places = {name: x.unsafe_buffer_pointer() for name, x in given.items()}
+        after = write(given, new)
+        assert {name: x.unsafe_buffer_pointer() for name, x in after.items()} == places
+        assert all(x.is_deleted() for x in given.values())
+        same([after.get(name) for name in NAMES], {name: wanted[name] for name in after})
+
+
+def test_written_and_attended_to():
+    """The bits of a call that appends."""
+    arguments = made(F32)
+    caches, new = ([arguments[name] for name in names] for names in (NAMES[:2], ("key", "value")))
+    query, table = np.ones((1, 2, 4, D), F32), np.array([[3, 1]], np.int32)
+
+    @jax.jit
+    def step(caches, tokens, slots):
+        k_cache, v_cache, *_ = attnmask.jax.write_kvcache(*caches, *tokens, slots)
+        return attnmask.jax.flash_attention_with_kvcache(
+            query, k_cache, v_cache, cache_seqlens=5, block_table=table
+        )
+
+    tokens = [x[:2] for x in new]
+    wanted = attnmask.jax.flash_attention_with_kvcache(
+        query, *caches, *(x[None] for x in tokens), cache_seqlens=3, block_table=table
+    )
+    got = step(caches, tokens, np.array([3 * SIZE + 3, SIZE]))
+    for one, other in zip(got, wanted, strict=True):
+        assert one is other is None or np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_keys_alone():
+    """A latent cache has its values in its keys: a view without channels takes none."""
+    latent, key = jax.numpy.zeros((2, 4, 1, 24)), jax.numpy.ones((2, 1, 24))
+
+    def write(latent):
+        return attnmask.jax.write_kvcache(latent, latent[..., :0], key, key[..., :0], np.array([5, -1]))
+
+    for run in (write, jax.jit(write)):
+        assert np.argwhere(np.asarray(run(latent)[0]).any(axis=(2, 3))).tolist() == [[1, 1]]
+
+
+def test_mapped():
+    """Each call has caches of its own, whatever is mapped."""
+    arguments = made(F32)
+    slots = np.stack([SLOTS, SLOTS[::-1], np.roll(SLOTS, 1)])
+    write = jax.jit(
+        jax.vmap(lambda slots, given: attnmask.jax.write_kvcache(**given, slot_mapping=slots), (0, None))
+    )
+    found = write(slots, {name: x for name, x in arguments.items() if name != "slot_mapping"})
+    for i, one in enumerate(slots):
+        wanted = copied(arguments) | {"slot_mapping": one}
+        attnmask.write_kvcache(**wanted)
+        same([x if x is None else x[i] for x in found], {name: wanted[name] for name in NAMES[:2]})
+
+
+def test_no_gradients():
+    arguments = made(F32)
+    loss = lambda key: attnmask.jax.write_kvcache(**arguments | {"key": key})[0].sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"attnmask\.jax\.write_kvcache has no gradients"):
+        jax.jit(jax.grad(loss))(arguments["key"])
+
+
+# Bad input
+
+
+def is_taken(x) -> bool:
+    """Whether JAX takes it as it is."""
+    fits = x.dtype.isnative and x.dtype.itemsize <= 4 if isinstance(x, np.ndarray) else not isinstance(x, str)
+    return fits and not isinstance(x, list)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        case
+        for case in BAD
+        if (all(map(is_taken, case[0].values())) or "slot_mapping" in case[0]) and "writeable" not in case[2]
+    ],
+)
+def test_bad_input(wrong, error, message):
+    """The same words when it is traced; what depends on numbers, when it runs."""
+    arguments = good() | wrong
+    with pytest.raises(error, match=message):
+        attnmask.jax.write_kvcache(**arguments)
+    traced = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype.itemsize <= 4}
+    fixed = {name: x for name, x in arguments.items() if name not in traced}
+    function = jax.jit(lambda traced: attnmask.jax.write_kvcache(**traced, **fixed))
+    with pytest.raises((error, jax.errors.JaxRuntimeError), match=message):
+        jax.block_until_ready(function(traced))
+
+
+@pytest.mark.parametrize("slots", [[19, -1, 20], [-2, -1, 0], [3, 5, 3]], ids=str)
+def test_slots_that_are_wrong_when_it_runs(slots):
+    """A later call on the same memory finds the cache as it was."""
+    arguments = good() | {"slot_mapping": np.array(slots, np.int32)}
+    caches = {name: jax.numpy.asarray(arguments.pop(name)) for name in NAMES[:2]}
+    write = jax.jit(lambda given: attnmask.jax.write_kvcache(**caches, **given))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="slot_mapping must"):
+        jax.block_until_ready(write(arguments))
+    assert all((x == 7).all() for x in caches.values())
+
+
+def test_what_must_be_known():
+    x, cache = np.ones((1, 2, 8), F32), np.zeros((PAGES, SIZE, 2, 8), F32)
+    with pytest.raises(TypeError, match="rotate must be known at compile time"):
+        jax.jit(lambda rotate: attnmask.jax.write_kvcache(cache, cache, x, x, [3], rotate=rotate))(True)
