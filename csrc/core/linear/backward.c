@@ -68,6 +68,9 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
     am_linear_read(base->all_kernels, base->type, b->d_out, base->shape.channel_step,
                    am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
                    chunk->tokens, l->at->channels);
+    if (chunk->soon && l->index > 0)
+        am_linear_values_soon(base, &job->back->d_out, l->at, am_linear_token(base, l->at, l->index - 1),
+                              chunk->soon);
     if (kernel(chunk, g, l->from->pairs, b->scratch)) return AM_OK;
     if (!b->token_scratch) b->token_scratch = malloc((size_t)base->scratch.backward_tokens);
     if (!b->token_scratch) return AM_NO_MEMORY;

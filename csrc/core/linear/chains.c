@@ -55,16 +55,37 @@ typedef struct {
     am_workspaces workspaces;
 } whole_job;
 
-static am_status take_lane(const whole_job *job, am_linear_buffers *b, const am_linear_place *at,
-                           am_team *team)
+/* What is read after a chunk: the next one, or that of the next task. */
+static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t index)
 {
+    const am_linear_base *base = job->base;
+    const bool backward = job->chains->backward;
+    am_linear_place at = am_linear_place_of(base, task);
+    am_linear_soon soon = {.count = 0};
+    index += backward ? -1 : 1;
+    if (index < 0 || index >= am_linear_chunks(base, &at)) {
+        if (++task == lanes_of(base)) return soon;
+        at = am_linear_place_of(base, task);
+        index = backward ? am_max(am_linear_chunks(base, &at), 1) - 1 : 0;
+    }
+    const ptrdiff_t token = am_linear_token(base, &at, index);
+    am_linear_values_soon(base, &base->linear->value, &at, token, &soon);
+    am_linear_keys_soon(base, &at, token, &soon);
+    return soon;
+}
+
+static am_status take_lane(const whole_job *job, am_linear_buffers *b, ptrdiff_t task, am_team *team)
+{
+    const am_linear_place place = am_linear_place_of(job->base, task), *at = &place;
     const am_linear_chains *chains = job->chains;
     const ptrdiff_t count = am_linear_chunks(job->base, at);
     am_linear_link link = {.base = job->base, .at = at, .b = b, .from = b};
     chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
         link.index = chains->backward ? count - 1 - i : i;
-        const am_linear_chunk chunk = read_chunk(job->base, b, at, link.index, chains->backward);
+        am_linear_chunk chunk = read_chunk(job->base, b, at, link.index, chains->backward);
+        am_linear_soon soon = soon_after(job, task, link.index);
+        chunk.soon = &soon;
         am_status status = take_chunk(chains, &link, chunk, team);
         if (status != AM_OK) return status;
     }
@@ -75,13 +96,12 @@ static am_status take_lane(const whole_job *job, am_linear_buffers *b, const am_
 static am_status lane_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const whole_job *job = arg;
-    const am_linear_place at = am_linear_place_of(job->base, index);
     am_linear_buffers buffers;
     char *memory = am_workspace(&job->workspaces);
     am_linear_lay_out(job->base, &buffers, AM_LINEAR_READ | uses_of(job->chains), memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    am_status status = take_lane(job, &buffers, &at, team);
+    am_status status = take_lane(job, &buffers, index, team);
     am_float_mode_set(mode);
     am_linear_release(&buffers);
     return status;
@@ -137,7 +157,12 @@ static am_status take_group(rounds_job *job, ptrdiff_t task, am_team *team)
         const ptrdiff_t j = chains->backward ? count - 1 - i : i;
         link.index = first + j;
         link.from = &job->read[lane * job->group + j];
-        am_status status = take_chunk(chains, &link, job->chunks[lane * job->group + j], team);
+        am_linear_chunk chunk = job->chunks[lane * job->group + j];
+        am_linear_soon soon = {.count = 0};
+        const ptrdiff_t next = am_linear_token(link.base, &at, link.index + (chains->backward ? -1 : 1));
+        if (i + 1 < count) am_linear_values_soon(link.base, &link.base->linear->value, &at, next, &soon);
+        chunk.soon = &soon;
+        am_status status = take_chunk(chains, &link, chunk, team);
         if (status != AM_OK) return status;
     }
     if (job->round == (chains->backward ? 0 : job->last_round)) chains->end(chains->job, &link);

@@ -269,6 +269,32 @@ void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *
     read_values(base, base->chunks->rows, at, token, chunk->tokens, b->v);
 }
 
+static void add_soon(am_linear_soon *soon, am_strided_rows rows, ptrdiff_t count, ptrdiff_t columns)
+{
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(rows.type);
+    if (rows.element == size && count > 0)
+        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.stride, columns * size, count};
+}
+
+void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,
+                         am_linear_soon *soon)
+{
+    const am_linear *linear = base->linear;
+    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
+    const ptrdiff_t count = am_min(base->shape.tokens, at->end - token);
+    const am_linear_array *arrays[] = {&linear->decay, &linear->key, &linear->query};
+    for (int i = linear->by_channel ? 0 : 1; i < 3; i++)
+        add_soon(soon, am_linear_rows_at(arrays[i], at->batch, token, i ? key_head : at->head), count,
+                 linear->rows);
+}
+
+void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
+                           const am_linear_place *at, ptrdiff_t token, am_linear_soon *soon)
+{
+    add_soon(soon, am_linear_values_at(values, at, token), am_min(base->shape.tokens, at->end - token),
+             at->channels);
+}
+
 void am_linear_widen(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
                      ptrdiff_t token, am_linear_chunk *chunk)
 {

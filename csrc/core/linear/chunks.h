@@ -60,6 +60,12 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
 void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *buffers,
                            const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
 
+/* Adds rows that are read or written soon: queries, keys and decays by channel; and those of values. */
+void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,
+                         am_linear_soon *soon);
+void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
+                           const am_linear_place *at, ptrdiff_t token, am_linear_soon *soon);
+
 /* Where the chunk was read as bfloat16, reads it as the type of sums, for other kernels. */
 void am_linear_widen(const am_linear_base *base, const am_linear_buffers *buffers, const am_linear_place *at,
                      ptrdiff_t token, am_linear_chunk *chunk);

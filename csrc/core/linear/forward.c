@@ -33,6 +33,7 @@ static am_status take(void *results, const am_linear_link *l, am_linear_chunk *c
     chunk->next = state_of(to, l, l->index + 1);
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
     const ptrdiff_t token = am_linear_token(base, l->at, l->index);
+    if (chunk->soon) am_linear_values_soon(base, &to->out, l->at, token, chunk->soon);
     if (few || !base->chunks->forward(chunk, l->from->pairs, l->b->scratch)) {
         if (!few) am_linear_put_aside(base, l->b, chunk->tokens, chunk->out, chunk->next);
         am_linear_find_resets(base, l->from, l->b, chunk);

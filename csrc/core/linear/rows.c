@@ -13,15 +13,6 @@ am_strided_rows am_linear_rows_at(const am_linear_array *a, ptrdiff_t batch, ptr
     return (am_strided_rows){data, a->type, a->stride[1], a->stride[3]};
 }
 
-/* Rows often lie pages apart, where processors do not read ahead by themselves. Reading bfloat16 takes a
- * third less so; float32 gains nothing. */
-static void prefetch(const am_strided_rows *from, ptrdiff_t rows, ptrdiff_t bytes)
-{
-    enum { LINE = 64 };
-    for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from->data + r * from->stride + at);
-}
-
 /* Elements side by side, from or to places `stride` bytes apart. */
 static void gather(char *to, const char *from, ptrdiff_t stride, size_t size, ptrdiff_t count)
 {
@@ -37,7 +28,6 @@ void am_linear_read(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_
 {
     const size_t size = am_size_of(type), from_size = am_size_of(from.type);
     am_convert_row *convert = am_converter(from.type, type);
-    if (from_size == 2 && from.element == (ptrdiff_t)from_size) prefetch(&from, rows, columns * from.element);
     for (ptrdiff_t r = 0; r < rows; r++) {
         char *row = (char *)to + (size_t)(r * step) * size;
         const char *source = from.data + r * from.stride;

@@ -95,9 +95,10 @@ static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch
 }
 
 /* c = a b for rows of keys and a state. */
-static void FN(apply_state)(const am_linear_shape *s, const FN(work) * w, T *to, const T *rows,
+static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to, const T *rows,
                             const T *state, ptrdiff_t count)
 {
+    const am_linear_shape *s = c->shape;
     const FN(product) product = {.c = to,
                                  .a = rows,
                                  .b = state,
@@ -107,14 +108,16 @@ static void FN(apply_state)(const am_linear_shape *s, const FN(work) * w, T *to,
                                  .b_step = s->channel_step,
                                  .m = count,
                                  .n = s->channel_step,
-                                 .depth = s->rows};
+                                 .depth = s->rows,
+                                 .soon = c->soon};
     FN(multiply_large)(w, &product);
 }
 
 /* to = whole from + aᵀ b of `count` rows of keys and of values. */
-static void FN(move_state)(const am_linear_shape *s, const FN(work) * w, T *to, const T *from, const T *a,
+static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, const T *from, const T *a,
                            const T *b, ptrdiff_t count)
 {
+    const am_linear_shape *s = c->shape;
     const FN(product) product = {.c = to,
                                  .start = from,
                                  .factor = w->whole,
@@ -126,7 +129,8 @@ static void FN(move_state)(const am_linear_shape *s, const FN(work) * w, T *to, 
                                  .b_step = s->channel_step,
                                  .m = s->rows,
                                  .n = s->channel_step,
-                                 .depth = count};
+                                 .depth = count,
+                                 .soon = c->soon};
     FN(multiply_large)(w, &product);
 }
 
@@ -175,7 +179,8 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    FN(apply_state)(s, &w, w.x, w.heads, c->state, s->delta ? 2 * n : n);
+    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + s->rows, s->channel_step);
+    FN(apply_state)(c, &w, w.x, w.heads, c->state, s->delta ? 2 * n : n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * s->channel_step);
     const T *u = s->delta ? w.u : c->v;
     const FN(product) product = {.c = c->out,
@@ -189,9 +194,10 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
                                  .m = n,
                                  .n = s->channel_step,
                                  .depth = n,
-                                 .triangle = LOWER_LEFT};
+                                 .triangle = LOWER_LEFT,
+                                 .soon = c->soon};
     FN(multiply)(&product);
-    FN(move_state)(s, &w, c->next, c->state, w.tail, u, n);
+    FN(move_state)(c, &w, c->next, c->state, w.tail, u, n);
     return FN(all_finite)(c->out, n * s->channel_step) && FN(all_finite)(c->next, s->rows * s->channel_step);
 }
 
@@ -201,7 +207,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    FN(apply_state)(s, w, g->d_u, w->tail, g->d_next, c->tokens);
+    FN(apply_state)(c, w, g->d_u, w->tail, g->d_next, c->tokens);
     const FN(product) product = {.c = g->d_u,
                                  .start = g->d_u,
                                  .a = w->p,
@@ -247,7 +253,7 @@ static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradient
     }
     FN(back_to_rows)(c, g, w);
     if (!g->known)
-        FN(move_state)(s, w, g->d_state, g->d_next, w->heads, w->d_rows,
+        FN(move_state)(c, w, g->d_state, g->d_next, w->heads, w->d_rows,
                        s->delta ? 2 * c->tokens : c->tokens);
 }
 
@@ -301,8 +307,9 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
+    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + (g->known ? 0 : s->rows), s->channel_step);
     if (s->delta) {
-        FN(apply_state)(s, &w, w.x + values, w.heads + keys, c->state, n);
+        FN(apply_state)(c, &w, w.x + values, w.heads + keys, c->state, n);
         FN(solve_delta)(c, &w, w.x + values);
     }
     const T *u = s->delta ? w.u : c->v;
@@ -329,6 +336,7 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
 {
     const am_linear_shape *s = c->shape;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
+    if (c->soon) spread_soon(c->soon, c->tokens + s->rows, s->channel_step);
     FN(back_to_state)(c, g, &w);
     return FN(all_finite)(g->d_state, s->rows * s->channel_step);
 }

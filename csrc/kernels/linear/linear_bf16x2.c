@@ -205,7 +205,9 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
                            .b_step = step,
                            .m = n,
                            .n = step,
-                           .depth = (s->rows + 1) / 2};
+                           .depth = (s->rows + 1) / 2,
+                           .soon = c->soon};
+    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + s->rows, step);
     if (s->delta) {
         multiply_bf16x2(&product);
         find_w(c, &w);

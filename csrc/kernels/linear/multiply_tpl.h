@@ -69,6 +69,7 @@ static void FROM(multiply)(const FN(product) * p)
             for (ptrdiff_t at = column; columns > 0;) { /* more than needed where that is one vector */
                 const int width =
                     columns > 2 * LANES && VECTORS == 4 && p->n - at >= 4 * LANES ? 2 : columns > LANES;
+                if (p->soon) prefetch_soon(p->soon);
                 FROM(tiles)[rows / 2][width](p, row, at, begin, end);
                 columns -= (ptrdiff_t)LANES << width, at += (ptrdiff_t)LANES << width;
             }

