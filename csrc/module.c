@@ -26,10 +26,9 @@ static PyObject *available_levels(void) { return am_names(level_name); }
 static const am_kernels *find_kernels(const char *source, const char *name)
 {
     const am_kernels *kernels = am_isa_find(name);
-    PyObject *names = kernels ? NULL : available_levels();
+    am_owned PyObject *names = kernels ? NULL : available_levels();
     if (names)
         PyErr_Format(PyExc_ValueError, "%s must be one of %R on this machine, got '%s'", source, names, name);
-    Py_XDECREF(names);
     return kernels;
 }
 
@@ -110,14 +109,11 @@ static int initial_threads(int *threads)
     const char *wanted = getenv("ATTNMASK_NUM_THREADS");
     *threads = 0;
     if (!wanted || !*wanted) return 0;
-    PyObject *text = PyUnicode_FromString(wanted), *number = text ? PyLong_FromUnicodeObject(text, 10) : NULL;
-    if (text && !number && PyErr_ExceptionMatches(PyExc_ValueError)) {
+    am_owned PyObject *text = PyUnicode_FromString(wanted),
+                      *number = text ? PyLong_FromUnicodeObject(text, 10) : NULL;
+    if (text && !number && PyErr_ExceptionMatches(PyExc_ValueError))
         am_reject(PyExc_ValueError, "ATTNMASK_NUM_THREADS", "a positive integer", text);
-    }
-    int status = number ? to_threads(number, "ATTNMASK_NUM_THREADS", threads) : -1;
-    Py_XDECREF(text);
-    Py_XDECREF(number);
-    return status;
+    return number ? to_threads(number, "ATTNMASK_NUM_THREADS", threads) : -1;
 }
 
 static int module_exec(PyObject *module)

@@ -131,7 +131,7 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
            am_usual_scale(args[SCALE], attn->head_dim, &attn->scale);
 }
 
-static am_status compute(PyObject *module, call *c, result *r)
+static int compute(PyObject *module, call *c, result *r)
 {
     const ptrdiff_t low = -AM_FAR, high = c->diagonal;
     const am_view out = view_of(&r->managed.tensor);
@@ -141,12 +141,11 @@ static am_status compute(PyObject *module, call *c, result *r)
     attn->mask->nodes = &node, attn->mask->node_count = 1;
     attn->out = am_tokens_of(&out);
     am_call away;
-    am_enter(&away, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&away.context, attn->mask);
-    if (status == AM_OK) status = am_attn_forward(&away.context, attn);
-    am_leave(&away);
+    const am_context *context = am_enter(&away, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status == AM_OK) status = am_attn_forward(context, attn);
     am_request_free(&c->request);
-    return status;
+    return am_leave(&away, status);
 }
 
 static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs)
@@ -160,11 +159,12 @@ static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs
     }
     const am_attn *attn = &c.request.attn;
     result *r = new_result((npy_intp[]){attn->batch, attn->queries, attn->heads, attn->value_dim}, c.type);
-    const am_status status = r ? compute(PyTuple_GET_ITEM(bound, MODULE), &c, r) : AM_NO_MEMORY;
     void *tensor = NULL;
-    if (status == AM_OK) return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;
-    if (r) release(&r->managed);
-    return am_raise(status, NULL);
+    if (!r) return PyErr_NoMemory();
+    if (compute(PyTuple_GET_ITEM(bound, MODULE), &c, r) == 0)
+        return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;
+    release(&r->managed);
+    return NULL;
 }
 
 static PyMethodDef attend_method = {"attend", (PyCFunction)(void *)attend, METH_FASTCALL, NULL};
@@ -178,12 +178,10 @@ static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ss
     if (!PyCapsule_IsValid(capsule, TABLE)) return Py_NewRef(other);
     const am_dl_exchange *exchange = PyCapsule_GetPointer(capsule, TABLE);
     if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(other);
-    PyObject *bound =
+    am_owned PyObject *bound =
         Py_BuildValue("OOONN", module, capsule, other, PyUnicode_InternFromString("requires_grad"),
                       PyUnicode_InternFromString("is_neg"));
-    PyObject *function = bound ? PyCFunction_New(&attend_method, bound) : NULL;
-    Py_XDECREF(bound);
-    return function;
+    return bound ? PyCFunction_New(&attend_method, bound) : NULL;
 }
 
 /* --- Properties for PyTorch's compiler --- */

@@ -35,10 +35,8 @@ static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
              Py_ssize_t count)
 {
-    if (nargs != count) {
-        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
-        return -1;
-    }
+    if (nargs != count)
+        return am_fail(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
     for (Py_ssize_t i = 0; i < count; i++) {
         if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
     }
@@ -53,10 +51,8 @@ int am_reject(PyObject *exception, const char *name, const char *expected, PyObj
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
     PyErr_Clear(); /* the message below says more */
-    PyObject *what = am_describe(got);
-    if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
-    Py_XDECREF(what);
-    return -1;
+    am_owned PyObject *what = am_describe(got);
+    return what ? am_fail(exception, "%s must be %s, got %U", name, expected, what) : -1;
 }
 
 PyObject *am_position(PyArrayObject *array, npy_intp index)
@@ -73,11 +69,9 @@ PyObject *am_position(PyArrayObject *array, npy_intp index)
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
                       long long value)
 {
-    PyObject *where = am_position(array, index);
-    if (where)
-        PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
-    Py_XDECREF(where);
-    return -1;
+    am_owned PyObject *where = am_position(array, index);
+    if (!where) return -1;
+    return am_fail(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
 }
 
 /* Types of ml_dtypes, which may not be installed, are recognized by their names. */
@@ -93,9 +87,8 @@ PyObject *am_names(const char *name_of(ptrdiff_t i))
     PyObject *names = PyList_New(0);
     const char *text;
     for (ptrdiff_t i = 0; names && (text = name_of(i)); i++) {
-        PyObject *name = PyUnicode_FromString(text);
+        am_owned PyObject *name = PyUnicode_FromString(text);
         if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
-        Py_XDECREF(name);
     }
     return names;
 }
@@ -164,7 +157,7 @@ static PyArrayObject *convert_array_like(PyObject *object, const char *name)
 /* As am_to_readable, but with `allow_same` the result may be the caller's own object. */
 static int to_readable(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
 {
-    PyArrayObject *array =
+    am_owned PyArrayObject *array =
         PyArray_Check(object) ? (PyArrayObject *)Py_NewRef(object) : convert_array_like(object, name);
     /* A new array has one reference: nobody else can change it. */
     if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT(array) > 1)))
@@ -175,26 +168,21 @@ static int to_readable(PyObject *object, const char *name, bool allow_same, PyAr
         PyArrayObject *copy =
             native ? am_of_memory(PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0)) : NULL;
         if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
-        Py_DECREF(array);
-        if (!copy) return -1;
-        array = copy;
+        Py_SETREF(array, copy);
     }
-    *dst = array;
-    return 0;
+    *dst = (PyArrayObject *)Py_XNewRef(array);
+    return array ? 0 : -1;
 }
 
 /* As am_to_array, but with `allow_same` the result may be the caller's own object. */
 static int to_array(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
 {
-    PyArrayObject *array = NULL;
+    am_owned PyArrayObject *array = NULL;
     if (to_readable(object, name, allow_same, &array) < 0) return -1;
-    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
-        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
-                  (PyObject *)array);
-        Py_DECREF(array);
-        return -1;
-    }
-    *dst = array;
+    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER)
+        return am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
+                         (PyObject *)array);
+    *dst = (PyArrayObject *)Py_NewRef(array);
     return 0;
 }
 
@@ -217,17 +205,12 @@ int am_to_array_or_none(PyObject *object, const char *name, void *dst)
 
 int am_to_mask(PyObject *object, const char *name, void *dst)
 {
-    PyObject *array = PyArray_Check(object) ? (PyObject *)plain_view((PyArrayObject *)object)
-                                            : (PyObject *)convert_array_like(object, name);
+    am_owned PyArrayObject *array =
+        PyArray_Check(object) ? plain_view((PyArrayObject *)object) : convert_array_like(object, name);
     if (!array) return -1;
-    PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)array);
-    if (dtype->kind == 'f' && am_dtype_of(dtype) == AM_OTHER) {
-        Py_SETREF(array, am_ask(AM_MASK_ARRAY, "(Os)", array, name));
-        if (!array) return -1;
-    }
-    int status = am_to_array(array, name, dst);
-    Py_DECREF(array);
-    return status;
+    if (PyArray_DESCR(array)->kind == 'f' && am_dtype_of(PyArray_DESCR(array)) == AM_OTHER)
+        Py_SETREF(array, (PyArrayObject *)am_ask(AM_MASK_ARRAY, "(Os)", array, name));
+    return array ? am_to_array((PyObject *)array, name, dst) : -1;
 }
 
 int am_to_out(PyObject *object, const char *name, void *dst)
@@ -242,14 +225,14 @@ int am_to_out(PyObject *object, const char *name, void *dst)
 
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
-    return out->given ? (PyArrayObject *)Py_NewRef(out->array) : am_new_array(ndim, shape, dtype);
+    if (!out->given) return am_new_array(ndim, shape, dtype);
+    return am_check_out(out->array, "out", ndim, shape, dtype) < 0 ? NULL
+                                                                   : (PyArrayObject *)Py_NewRef(out->array);
 }
 
 PyObject *am_returned(const am_out *out, PyArrayObject *target)
 {
-    if (!out->given) return (PyObject *)target;
-    Py_DECREF(target);
-    return Py_NewRef(out->given);
+    return target ? Py_NewRef(out->given ? out->given : (PyObject *)target) : NULL;
 }
 
 int am_to_bool(PyObject *object, const char *name, void *dst)
@@ -264,10 +247,9 @@ static int to_integer(PyObject *object, const char *name, Py_ssize_t lowest, con
 {
     if (PyBool_Check(object) || !PyIndex_Check(object))
         return am_reject(PyExc_TypeError, name, expected, object);
-    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL);          /* clips */
-    if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) { /* an array of several integers, say */
+    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL);        /* clips */
+    if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) /* an array of several integers, say */
         return am_reject(PyExc_TypeError, name, expected, object);
-    }
     if (value == -1 && PyErr_Occurred()) return -1;
     if (value < lowest) return am_reject(PyExc_ValueError, name, expected, object);
     *(npy_intp *)dst = value;
@@ -287,7 +269,7 @@ int am_to_length(PyObject *object, const char *name, void *dst)
 int am_to_scale(PyObject *object, const char *name, void *dst)
 {
     am_scale *scale = dst;
-    PyArrayObject *array = NULL; /* an array of one number, if the object is not a number itself */
+    am_owned PyArrayObject *array = NULL; /* of one number, if the object is not a number itself */
     if (object == Py_None) return 0;
     bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
                   PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
@@ -295,11 +277,9 @@ int am_to_scale(PyObject *object, const char *name, void *dst)
         return -1;
     if (array) number = PyArray_NDIM(array) == 0 && am_dtype_of(PyArray_DESCR(array)) != AM_BOOL;
     if (number) scale->value = PyFloat_AsDouble(array ? (PyObject *)array : object);
-    Py_XDECREF(array);
     if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
-    if (scale->value == -1 && PyErr_Occurred()) { /* an int that exceeds all floats */
+    if (scale->value == -1 && PyErr_Occurred()) /* an int that exceeds all floats */
         return am_reject(PyExc_ValueError, name, "a number that fits float64", object);
-    }
     scale->given = true;
     return 0;
 }
@@ -307,21 +287,18 @@ int am_to_scale(PyObject *object, const char *name, void *dst)
 int am_to_dtype(PyObject *object, const char *name, void *dst)
 {
     if (object == Py_None) return 0;
-    PyArray_Descr *dtype = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     if (!PyArray_DescrConverter(object, &dtype)) {
         /* NumPy raises ValueError for text that is not UTF-8. */
         if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError))
             am_reject(PyExc_TypeError, name, "a dtype", object);
         return -1;
     }
-    if (am_dtype_of(dtype) == AM_OTHER || !PyArray_ISNBO(dtype->byteorder)) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
-                     name, dtype);
-        Py_DECREF(dtype);
-        return -1;
-    }
-    *(PyArray_Descr **)dst = dtype;
+    if (am_dtype_of(dtype) == AM_OTHER || !PyArray_ISNBO(dtype->byteorder))
+        return am_fail(PyExc_TypeError,
+                       "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
+                       name, dtype);
+    *(PyArray_Descr **)dst = (PyArray_Descr *)Py_NewRef(dtype);
     return 0;
 }
 
@@ -377,18 +354,12 @@ int am_raise_refused(const am_request *r, bool done)
 {
     PyObject *const errors[] = {PyExc_ValueError, PyExc_TypeError, PyExc_IndexError};
     if (done) return 0;
-    if (r->status != AM_OK) {
-        am_raise(r->status, NULL);
-        return -1;
-    }
+    if (r->status != AM_OK) return am_raise(r->status);
     const am_refusal *said = r->refusal;
-    PyObject *what = said->got.data ? am_describe(said->got.object) : NULL;
-    if (what)
-        PyErr_Format(errors[said->wrong], "%s, got %U%s", said->words, what, said->hint ? said->hint : "");
-    else if (!said->got.data)
-        PyErr_SetString(errors[said->wrong], said->words);
-    Py_XDECREF(what);
-    return -1;
+    if (!said->got.data) return am_fail(errors[said->wrong], "%s", said->words);
+    am_owned PyObject *what = am_describe(said->got.object);
+    if (!what) return -1;
+    return am_fail(errors[said->wrong], "%s, got %U%s", said->words, what, said->hint ? said->hint : "");
 }
 
 int am_read_starts(am_starts *s, PyObject *object, const char *name)
@@ -419,23 +390,17 @@ static PyObject *start_of(const am_starts *s, npy_intp index)
 static int reject_start(const am_starts *s, const char *name, const char *expected, npy_intp index,
                         const char *hint)
 {
-    PyObject *start = start_of(s, index);
-    if (start)
-        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index,
-                     hint);
-    Py_XDECREF(start);
-    return -1;
+    am_owned PyObject *start = start_of(s, index);
+    if (!start) return -1;
+    return am_fail(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index, hint);
 }
 
 static int reject_decrease(const am_starts *s, const char *name, npy_intp index)
 {
-    PyObject *start = start_of(s, index), *before = start ? start_of(s, index - 1) : NULL;
-    if (before)
-        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
-                     before, index, other_forms);
-    Py_XDECREF(before);
-    Py_XDECREF(start);
-    return -1;
+    am_owned PyObject *start = start_of(s, index), *before = start ? start_of(s, index - 1) : NULL;
+    if (!before) return -1;
+    return am_fail(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
+                   before, index, other_forms);
 }
 
 int am_check_starts(am_starts *s, const char *name)
@@ -443,10 +408,7 @@ int am_check_starts(am_starts *s, const char *name)
     const npy_intp count = s->entries.shape[0];
     s->sequences = count - 1;
     s->starts = am_new(ptrdiff_t, count);
-    if (!s->starts) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!s->starts) return am_raise(AM_NO_MEMORY);
     npy_intp beyond = am_widen(&s->entries, s->starts);
     if (s->starts[0] != 0) return reject_start(s, name, "start at 0", 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
@@ -502,13 +464,9 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
 {
     const extent a_extent = extent_of(a), b_extent = extent_of(b);
     if (!meet(&a_extent, &b_extent)) return 0;
-    PyArrayObject *plain_a = plain_view(a), *plain_b = plain_a ? plain_view(b) : NULL;
-    PyObject *answer = plain_b ? am_ask(AM_SHARE_MEMORY, "OO", plain_a, plain_b) : NULL;
-    const int shared = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(plain_a);
-    Py_XDECREF(plain_b);
-    Py_XDECREF(answer);
-    return shared;
+    am_owned PyArrayObject *plain_a = plain_view(a), *plain_b = plain_a ? plain_view(b) : NULL;
+    am_owned PyObject *answer = plain_b ? am_ask(AM_SHARE_MEMORY, "OO", plain_a, plain_b) : NULL;
+    return answer ? PyObject_IsTrue(answer) : -1;
 }
 
 /* Whether two elements of `array` may have the same address: an axis may not reach beyond the next larger
@@ -557,32 +515,24 @@ int am_check_written(PyArrayObject *const *arrays, const char *const *names, int
 int am_check_no_overlap(PyArrayObject *array, const char *name)
 {
     if (PyArray_SIZE(array) == 0 || !overlaps_itself(array)) return 0;
-    PyErr_Format(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice",
-                 name);
-    return -1;
+    return am_fail(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice",
+                   name);
 }
 
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     if (PyArray_NDIM(out) != ndim || !PyArray_CompareLists(PyArray_DIMS(out), shape, ndim) ||
         am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
-        PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape), *what = am_describe((PyObject *)out);
-        if (expected && what) {
-            PyErr_Format(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype,
-                         expected, what);
-        }
-        Py_XDECREF(expected);
-        Py_XDECREF(what);
-        return -1;
+        am_owned PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape),
+                          *what = am_describe((PyObject *)out);
+        if (!expected || !what) return -1;
+        return am_fail(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype,
+                       expected, what);
     }
-    if (!PyArray_ISWRITEABLE(out)) {
-        PyErr_Format(PyExc_ValueError, "%s must be writeable, got a read-only array", name);
-        return -1;
-    }
-    if (!PyArray_ISNOTSWAPPED(out) || !is_aligned(out)) {
-        PyErr_Format(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name,
-                     PyArray_DESCR(out));
-        return -1;
-    }
+    if (!PyArray_ISWRITEABLE(out))
+        return am_fail(PyExc_ValueError, "%s must be writeable, got a read-only array", name);
+    if (!PyArray_ISNOTSWAPPED(out) || !is_aligned(out))
+        return am_fail(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name,
+                       PyArray_DESCR(out));
     return am_check_no_overlap(out, name);
 }

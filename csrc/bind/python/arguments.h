@@ -54,11 +54,12 @@ typedef struct {
     PyObject *given;      /* borrowed; the function returns it */
     PyArrayObject *array; /* owned; a view as above, which is checked and written to */
 } am_out;
+static inline void am_free_out(am_out *out) { Py_CLEAR(out->array); }
 am_to am_to_out;
-/* Returns a new reference to the array that results are written to, which is created if the caller gave none.
- * Returns NULL with the exception set. */
+/* Returns a new reference to the array that results are written to: a new one, or the caller's, which is
+ * checked. Returns NULL with the exception set. */
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
-/* Returns the result of a function once `target` is filled; takes over the reference to `target`. */
+/* Returns a new reference to the result of a function once `target` is filled; NULL for NULL. */
 PyObject *am_returned(const am_out *out, PyArrayObject *target);
 /* bool *: a bool of Python or NumPy. */
 am_to am_to_bool;

@@ -25,10 +25,9 @@ typedef struct {
 
 static int to_seed(PyObject *object, const char *name, void *dst)
 {
-    PyObject *number = PyNumber_Index(object);
+    am_owned PyObject *number = PyNumber_Index(object);
     if (!number) return am_reject(PyExc_TypeError, name, "an integer", object);
     uint64_t seed = PyLong_AsUnsignedLongLong(number);
-    Py_DECREF(number);
     if (seed == UINT64_MAX && PyErr_Occurred()) {
         PyErr_Clear();
         return am_reject(PyExc_ValueError, name, "from 0 to 2**64 - 1", object);
@@ -86,38 +85,27 @@ static PyArrayObject *wide_result(PyArrayObject *out)
 static PyObject *compute(PyObject *module, arguments *a)
 {
     am_attn *attn = &a->mask.request.attn;
-    PyArrayObject *lse = NULL, *wide = NULL;
-    PyObject *result = NULL;
+    am_owned PyArrayObject *lse = NULL, *wide = NULL;
     npy_intp const dims[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim};
-    PyArray_Descr *dtype = result_dtype(a);
-    PyArrayObject *out = dtype ? am_target(&a->out, 4, dims, dtype) : NULL;
-    if (!out) goto fail;
-    if (a->out.given && am_check_out(out, "out", 4, dims, dtype) < 0) goto fail;
+    am_owned PyArray_Descr *dtype = result_dtype(a);
+    am_owned PyArrayObject *out = dtype ? am_target(&a->out, 4, dims, dtype) : NULL;
+    if (!out) return NULL;
     if (a->return_lse) {
         npy_intp const rows[3] = {attn->batch, attn->heads, attn->queries};
         lse = am_new_array_of(3, rows, attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
-        if (!lse) goto fail;
+        if (!lse) return NULL;
         attn->lse = PyArray_DATA(lse);
     }
-    if (a->return_wide && !(wide = wide_result(out))) goto fail;
+    if (a->return_wide && !(wide = wide_result(out))) return NULL;
     attn->out = am_tokens_of_array(out);
     if (wide && wide != out) attn->wide_out = am_tokens_of_array(wide);
     am_call call;
-    am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.context, attn->mask);
-    if (status == AM_OK) status = am_attn_forward(&call.context, attn);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
-                              lse ? (PyObject *)lse : Py_None, wide);
-    else
-        am_raise(status, NULL);
-fail:
-    Py_XDECREF(dtype);
-    Py_XDECREF(out);
-    Py_XDECREF(lse);
-    Py_XDECREF(wide);
-    return result;
+    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status == AM_OK) status = am_attn_forward(context, attn);
+    if (am_leave(&call, status) < 0) return NULL;
+    return PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
+                        lse ? (PyObject *)lse : Py_None, wide);
 }
 
 /* arguments *: reads and checks the fields of a Problem (attnmask/_attention/problem.py), in their order. */
@@ -169,29 +157,23 @@ static void release(arguments *a)
 
 static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"problem", to_problem, &a},
         {"return_lse", am_to_bool, &a.return_lse},
         {"out", am_to_out, &a.out},
     };
-    PyObject *result = NULL;
-    if (am_parse("flash_forward", args, nargs, params, 3) == 0 && check_out_apart(&a) == 0)
-        result = compute(module, &a);
-    release(&a);
-    return result;
+    if (am_parse("flash_forward", args, nargs, params, 3) < 0 || check_out_apart(&a) < 0) return NULL;
+    return compute(module, &a);
 }
 
 /* The same for gradients: with the logsumexp, and the result in the type of the arithmetic, which rounding to
  * a narrower type would make the largest error of the gradients. */
 static PyObject *flash_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {.return_lse = true, .return_wide = true};
+    am_scoped(release) arguments a = {.return_lse = true, .return_wide = true};
     const am_param params[] = {{"problem", to_problem, &a}};
-    PyObject *result = NULL;
-    if (am_parse("flash_forward_vjp", args, nargs, params, 1) == 0) result = compute(module, &a);
-    release(&a);
-    return result;
+    return am_parse("flash_forward_vjp", args, nargs, params, 1) < 0 ? NULL : compute(module, &a);
 }
 
 /* --- Usual calls --- */
@@ -302,25 +284,18 @@ static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
 static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool return_lse,
                               bool return_wide)
 {
-    arguments a = {.part = Py_None, .return_wide = return_wide};
-    PyObject *taken[USUAL] = {NULL}, *result = NULL;
-    if (nargs != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
-        return NULL;
-    }
+    am_scoped(release) arguments a = {.part = Py_None, .return_wide = return_wide};
+    PyObject *taken[USUAL] = {NULL};
+    if (nargs != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
     if (!find_usual(args[0], args[1], args[2], taken)) Py_RETURN_NOTIMPLEMENTED;
     const ptrdiff_t low = -AM_FAR;
     ptrdiff_t high = 0;
     a.return_lse = return_lse || taken[RETURN_LSE] == Py_True;
-    if (read_usual(taken, &a, &high)) {
-        am_node node = {.kind = AM_TERM_ALL};
-        if (taken[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
-        if (am_read_nodes_and(&a.mask, NULL, &node, 1) == 0) result = compute(module, &a);
-    } else if (!PyErr_Occurred()) {
-        result = Py_NewRef(Py_NotImplemented);
-    }
-    release(&a);
-    return result;
+    if (!read_usual(taken, &a, &high)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    am_node node = {.kind = AM_TERM_ALL};
+    if (taken[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+    return am_read_nodes_and(&a.mask, NULL, &node, 1) < 0 ? NULL : compute(module, &a);
 }
 
 static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -354,55 +329,36 @@ static int to_threads(PyObject *object, const char *name, void *dst)
 
 static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    am_sections sections = {0};
-    am_schedule schedule = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
+    am_scoped(am_sections_free) am_sections sections = {0};
+    am_scoped(am_schedule_free) am_schedule schedule = {0};
     int threads;
     const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &threads}};
-    if (am_parse("attention_schedule", args, nargs, params, 2) < 0) goto fail;
+    if (am_parse("attention_schedule", args, nargs, params, 2) < 0) return NULL;
     const am_attn *attn = &a.mask.request.attn;
     am_call call;
-    am_enter(&call, module, 0);
-    const am_attn_base base = am_attn_base_of(&call.context, attn);
-    am_status status = am_mask_prepare(&call.context, attn->mask);
+    const am_context *context = am_enter(&call, module, 0);
+    const am_attn_base base = am_attn_base_of(context, attn);
+    am_status status = am_mask_prepare(context, attn->mask);
     if (status == AM_OK) status = am_sections_make(&sections, attn->mask, true);
     if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, threads);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        goto fail;
-    }
-    result = am_schedule_data(&(am_schedule_view){&base, &sections, &schedule}, threads);
-fail:
-    am_schedule_free(&schedule);
-    am_sections_free(&sections);
-    release(&a);
-    return result;
+    if (am_leave(&call, status) < 0) return NULL;
+    return am_schedule_data(&(am_schedule_view){&base, &sections, &schedule}, threads);
 }
 
 /* The same of backward, without gradients of terms. */
 static PyObject *backward_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    am_backward_plan plan = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
+    am_scoped(am_backward_plan_free) am_backward_plan plan = {0};
     const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &plan.threads}};
-    if (am_parse("backward_schedule", args, nargs, params, 2) < 0) goto fail;
+    if (am_parse("backward_schedule", args, nargs, params, 2) < 0) return NULL;
     am_call call;
-    am_enter(&call, module, 0);
-    plan.base = am_attn_base_of(&call.context, &a.mask.request.attn);
-    am_status status = am_mask_prepare(&call.context, plan.base.attn->mask);
+    const am_context *context = am_enter(&call, module, 0);
+    plan.base = am_attn_base_of(context, &a.mask.request.attn);
+    am_status status = am_mask_prepare(context, plan.base.attn->mask);
     if (status == AM_OK) status = am_backward_plan_make(&plan, true);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = am_backward_schedule_data(&plan);
-    else
-        am_raise(status, NULL);
-fail:
-    am_backward_plan_free(&plan);
-    release(&a);
-    return result;
+    return am_leave(&call, status) < 0 ? NULL : am_backward_schedule_data(&plan);
 }
 
 /* --- Backward --- */
@@ -412,6 +368,15 @@ typedef struct {
     PyArrayObject *d_out, *out, *lse, *d_lse;
     PyObject *wanted; /* the names of terms whose gradients are returned; borrowed */
 } backward_arguments;
+
+static void release_backward(backward_arguments *g)
+{
+    release(&g->a);
+    Py_XDECREF(g->d_out);
+    Py_XDECREF(g->out);
+    Py_XDECREF(g->lse);
+    Py_XDECREF(g->d_lse);
+}
 
 static int check_backward(backward_arguments *g, am_attn_gradients *problem)
 {
@@ -424,34 +389,25 @@ static int check_backward(backward_arguments *g, am_attn_gradients *problem)
 
 static PyArrayObject *like(const arguments *a, PyArrayObject *array)
 {
-    PyArray_Descr *dtype = result_dtype(a);
-    PyArrayObject *made = dtype ? am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), dtype) : NULL;
-    Py_XDECREF(dtype);
-    return made;
+    am_owned PyArray_Descr *dtype = result_dtype(a);
+    return dtype ? am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), dtype) : NULL;
 }
 
 /* Makes an array for the gradient of a term, and puts it into a dict under its name if that is wanted. */
 static int add_term_gradient(const backward_arguments *g, int i, am_logit_term *term, PyObject *made)
 {
-    PyObject *name = PyUnicode_FromString(am_row_of_term(term)->name);
-    PyArrayObject *array = NULL;
-    int bad = -1, wanted = name ? PySequence_Contains(g->wanted, name) : -1;
-    if (wanted <= 0 || !am_can_learn(term)) {
-        bad = wanted < 0 ? -1 : 0;
-        goto fail;
-    }
+    am_owned PyObject *name = PyUnicode_FromString(am_row_of_term(term)->name);
+    const int wanted = name ? PySequence_Contains(g->wanted, name) : -1;
+    if (wanted <= 0 || !am_can_learn(term)) return wanted < 0 ? -1 : 0;
     npy_intp shape[4];
     memcpy(shape, term->shape, sizeof shape);
     if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = g->a.mask.request.attn.heads;
     PyArray_Descr *dtype = PyArray_DESCR(g->a.term_arrays[i]);
-    if (am_dtype_of(dtype) == term->array.type) array = am_new_array(4, shape, dtype);
-    if (!array) goto fail;
+    am_owned PyArrayObject *array =
+        am_dtype_of(dtype) == term->array.type ? am_new_array(4, shape, dtype) : NULL;
+    if (!array) return -1;
     term->gradient = PyArray_DATA(array);
-    bad = PyDict_SetItem(made, name, (PyObject *)array);
-fail:
-    Py_XDECREF(name);
-    Py_XDECREF(array);
-    return bad;
+    return PyDict_SetItem(made, name, (PyObject *)array);
 }
 
 /* Makes arrays for the gradients of all terms that are wanted, by name; those that there are none of have
@@ -467,33 +423,24 @@ static PyObject *new_term_gradients(const backward_arguments *g, am_terms *terms
 
 static PyObject *compute_backward(PyObject *module, backward_arguments *g, am_attn_gradients *problem)
 {
-    PyArrayObject *const inputs[] = {g->a.query, g->a.key, g->a.value};
     am_tokens *const places[] = {&problem->d_q, &problem->d_k, &problem->d_v};
-    PyObject *result = NULL, *of_terms = new_term_gradients(g, &problem->forward.terms);
-    PyArrayObject *made[3] = {NULL};
-    for (int i = 0; i < 3; i++) {
-        made[i] = of_terms ? like(&g->a, inputs[i]) : NULL;
-        if (!made[i]) goto fail;
-        *places[i] = am_tokens_of_array(made[i]);
-    }
+    am_owned PyObject *of_terms = new_term_gradients(g, &problem->forward.terms);
+    if (!of_terms) return NULL;
+    am_owned PyArrayObject *d_q = like(&g->a, g->a.query), *d_k = d_q ? like(&g->a, g->a.key) : NULL,
+                           *d_v = d_k ? like(&g->a, g->a.value) : NULL;
+    if (!d_v) return NULL;
+    PyArrayObject *const made[] = {d_q, d_k, d_v};
+    for (int i = 0; i < 3; i++) *places[i] = am_tokens_of_array(made[i]);
     am_call call;
-    am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.context, problem->forward.mask);
-    if (status == AM_OK) status = am_attn_backward(&call.context, problem);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyTuple_Pack(4, made[0], made[1], made[2], of_terms);
-    else
-        am_raise(status, NULL);
-fail:
-    Py_XDECREF(of_terms);
-    for (int i = 0; i < 3; i++) Py_XDECREF(made[i]);
-    return result;
+    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(context, problem->forward.mask);
+    if (status == AM_OK) status = am_attn_backward(context, problem);
+    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(4, d_q, d_k, d_v, of_terms);
 }
 
 static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    backward_arguments g = {0};
+    am_scoped(release_backward) backward_arguments g = {0};
     const am_param params[] = {
         {"problem", to_problem, &g.a},
         {"dout", am_to_array, &g.d_out},
@@ -502,62 +449,41 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"dlse", am_to_array_or_none, &g.d_lse},
         {"wanted", am_to_object, &g.wanted},
     };
-    PyObject *result = NULL;
     am_attn_gradients problem;
-    if (am_parse("flash_backward", args, nargs, params, 6) == 0 && check_backward(&g, &problem) == 0)
-        result = compute_backward(module, &g, &problem);
-    release(&g.a);
-    Py_XDECREF(g.d_out);
-    Py_XDECREF(g.out);
-    Py_XDECREF(g.lse);
-    Py_XDECREF(g.d_lse);
-    return result;
+    if (am_parse("flash_backward", args, nargs, params, 6) < 0 || check_backward(&g, &problem) < 0)
+        return NULL;
+    return compute_backward(module, &g, &problem);
 }
 
 static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     uint64_t seed;
     am_scale probability;
-    PyObject *shape, *result = NULL;
-    am_out out = {0};
-    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
-    PyArrayObject *target = NULL;
+    PyObject *shape;
+    am_scoped(am_free_out) am_out out = {0};
     const am_param params[] = {
         {"seed", to_seed, &seed},
         {"prob", am_to_scale, &probability},
         {"shape", am_to_object, &shape},
         {"out", am_to_out, &out},
     };
-    if (am_parse("dropout_keep_mask", args, nargs, params, 4) < 0) goto fail;
+    if (am_parse("dropout_keep_mask", args, nargs, params, 4) < 0) return NULL;
     npy_intp dims[4];
     if (!PyArg_ParseTuple(shape, "nnnn;shape must be four integers", &dims[0], &dims[1], &dims[2], &dims[3]))
-        goto fail;
-    if (!(probability.value >= 0 && probability.value < 1)) {
-        PyErr_SetString(PyExc_ValueError, "prob must be at least 0 and less than 1");
-        goto fail;
-    }
-    if (dims[3] > AM_MOST_KEYS_OF_DROPOUT) {
-        PyErr_Format(PyExc_ValueError, "shape: dropout takes up to 2**32 keys, got %zd; compute without it",
-                     dims[3]);
-        goto fail;
-    }
-    if (out.given && am_check_out(out.array, "out", 4, dims, dtype) < 0) goto fail;
-    target = am_target(&out, 4, dims, dtype);
-    if (!target) goto fail;
+        return NULL;
+    if (!(probability.value >= 0 && probability.value < 1))
+        return PyErr_Format(PyExc_ValueError, "prob must be at least 0 and less than 1");
+    if (dims[3] > AM_MOST_KEYS_OF_DROPOUT)
+        return PyErr_Format(PyExc_ValueError,
+                            "shape: dropout takes up to 2**32 keys, got %zd; compute without it", dims[3]);
+    am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
+    am_owned PyArrayObject *target = am_target(&out, 4, dims, dtype);
+    if (!target) return NULL;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(target));
-    am_status status = am_dropout_keep_mask(&call.context, seed, probability.value, dims,
-                                            PyArray_STRIDES(target), PyArray_DATA(target));
-    am_leave(&call);
-    if (status == AM_OK)
-        result = am_returned(&out, (PyArrayObject *)Py_NewRef(target));
-    else
-        am_raise(status, NULL);
-fail:
-    Py_XDECREF(target);
-    Py_XDECREF(out.array);
-    Py_DECREF(dtype);
-    return result;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(target));
+    const am_status status = am_dropout_keep_mask(context, seed, probability.value, dims,
+                                                  PyArray_STRIDES(target), PyArray_DATA(target));
+    return am_leave(&call, status) < 0 ? NULL : am_returned(&out, target);
 }
 
 PyMethodDef am_flash_methods[] = {

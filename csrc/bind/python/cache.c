@@ -86,7 +86,8 @@ static bool is_usual_length(PyObject *given, ptrdiff_t sequences, am_operand *o)
 /* Reads the tokens that each sequence has. Python converts unusual numbers. */
 static int read_lengths(arguments *a)
 {
-    PyObject *given = a->given[CACHE_SEQLENS], *array = NULL;
+    PyObject *given = a->given[CACHE_SEQLENS];
+    am_owned PyObject *array = NULL;
     const ptrdiff_t sequences = a->cached.sequences;
     am_operand lengths = {0};
     if (!is_usual_length(given, sequences, &lengths)) {
@@ -95,9 +96,7 @@ static int read_lengths(arguments *a)
         lengths = (am_operand){.kind = AM_ARRAY, .view = am_view_of((PyArrayObject *)array)};
     }
     am_request *r = &a->mask.request;
-    const int bad = am_raise_refused(r, am_cached_read_lengths(r, &a->cached, &lengths));
-    Py_XDECREF(array);
-    return bad;
+    return am_raise_refused(r, am_cached_read_lengths(r, &a->cached, &lengths));
 }
 
 /* --- Numbers and masks --- */
@@ -122,26 +121,24 @@ static int read_options(arguments *a)
         a->with_lse = given[RETURN_LSE] == Py_True;
         return 0;
     }
-    int lse, bad = -1;
+    int lse;
     Py_ssize_t chunk;
-    PyObject *by_name = PyDict_New();
+    am_owned PyObject *by_name = PyDict_New(), *options = NULL;
     for (int i = RETURN_LSE; by_name && i < a->count; i++) {
         if (PyDict_SetItemString(by_name, a->names[i], given[i]) < 0) Py_CLEAR(by_name);
     }
     if (!by_name) return -1;
-    PyObject *low, *high, *terms,
-        *options = am_ask(AM_OPTIONS, "(O(nnnn)nnN)", a->arrays[QUERY], mask->batch, mask->heads,
-                          mask->queries, a->cached.layout.longest, a->cached.sequences, q[2], by_name);
-    if (options && PyArg_ParseTuple(options, "dOOOnp", &a->scale, &terms, &low, &high, &chunk, &lse)) {
-        a->terms = Py_NewRef(terms);
-        a->cached.limits =
-            (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
-                           high == Py_None ? 0 : PyLong_AsSsize_t(high), chunk};
-        a->with_lse = lse;
-        bad = PyErr_Occurred() ? -1 : 0;
-    }
-    Py_XDECREF(options);
-    return bad;
+    PyObject *low, *high, *terms;
+    options = am_ask(AM_OPTIONS, "(O(nnnn)nnO)", a->arrays[QUERY], mask->batch, mask->heads, mask->queries,
+                     a->cached.layout.longest, a->cached.sequences, q[2], by_name);
+    if (!options || !PyArg_ParseTuple(options, "dOOOnp", &a->scale, &terms, &low, &high, &chunk, &lse))
+        return -1;
+    a->terms = Py_NewRef(terms);
+    a->cached.limits =
+        (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
+                       high == Py_None ? 0 : PyLong_AsSsize_t(high), chunk};
+    a->with_lse = lse;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
@@ -165,36 +162,30 @@ static PyObject *list_sequences(const am_kv_cache *cache)
 static int read_masks(arguments *a)
 {
     am_mask *mask = &a->mask.request.mask;
-    PyObject *nodes, *sequences = list_sequences(&a->cached.layout);
+    PyObject *nodes;
+    am_owned PyObject *sequences = list_sequences(&a->cached.layout), *masks = NULL;
     mask->keys = a->cached.layout.longest;
-    PyObject *masks = sequences ? am_ask(AM_MASK_PROGRAMS, "(OOnnn)", a->given[ATTENTION_MASK], sequences,
-                                         mask->heads, mask->queries, mask->keys)
-                                : NULL;
-    int bad = -1;
-    if (masks && PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) {
-        Py_INCREF(a->masks);
-        bad = am_read_nodes(&a->mask, nodes);
-    }
-    Py_XDECREF(sequences);
-    Py_XDECREF(masks);
-    return bad;
+    if (sequences)
+        masks = am_ask(AM_MASK_PROGRAMS, "(OOnnn)", a->given[ATTENTION_MASK], sequences, mask->heads,
+                       mask->queries, mask->keys);
+    if (!masks || !PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) return -1;
+    Py_INCREF(a->masks);
+    return am_read_nodes(&a->mask, nodes);
 }
 
 static int read_whole_mask(arguments *a)
 {
     if (is_one_by_one(a)) return read_masks(a);
     const am_mask *mask = &a->mask.request.mask;
-    PyObject *given = a->given[ATTENTION_MASK], *nodes = NULL;
+    PyObject *given = a->given[ATTENTION_MASK];
+    am_owned PyObject *nodes = NULL;
     am_node terms[AM_KV_TERMS];
     if (given != Py_None) {
         nodes =
             am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, mask->batch, mask->heads, mask->queries, mask->keys);
         if (!nodes) return -1;
     }
-    const int count = am_cached_terms(&a->cached, nodes, terms),
-              bad = am_read_nodes_and(&a->mask, nodes, terms, count);
-    Py_XDECREF(nodes);
-    return bad;
+    return am_read_nodes_and(&a->mask, nodes, terms, am_cached_terms(&a->cached, nodes, terms));
 }
 
 /* --- What is written --- */
@@ -203,21 +194,14 @@ static int check_in_place(const arguments *a, int i)
 {
     PyArrayObject *array = a->arrays[i];
     PyObject *given = a->given[i];
-    if (!PyArray_ISWRITEABLE(array)) {
-        PyErr_Format(PyExc_ValueError, "%s must be writeable to take new tokens, got a read-only array",
-                     a->names[i]);
-        return -1;
-    }
+    if (!PyArray_ISWRITEABLE(array))
+        return am_fail(PyExc_ValueError, "%s must be writeable to take new tokens, got a read-only array",
+                       a->names[i]);
     const bool in_place = PyArray_Check(given) ? PyArray_DATA((PyArrayObject *)given) == PyArray_DATA(array)
                                                : PyObject_HasAttrString(given, "__dlpack__");
     if (in_place || PyArray_SIZE(array) == 0) return am_check_no_overlap(array, a->names[i]);
-    PyObject *what = am_describe(given);
-    if (what)
-        PyErr_Format(PyExc_ValueError,
-                     "%s must be an aligned array in native byte order to take new tokens, got %U",
-                     a->names[i], what);
-    Py_XDECREF(what);
-    return -1;
+    return am_reject(PyExc_ValueError, a->names[i],
+                     "an aligned array in native byte order to take new tokens", given);
 }
 
 /* Checks that an array to write to shares no memory with those of the terms. */
@@ -296,15 +280,14 @@ static int check_all(arguments *a, bool only_check)
     return read_options(a);
 }
 
-static am_status attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
+static int attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
 {
     am_call call;
-    am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = first ? am_cached_append(&call.context, &a->cached) : AM_OK;
-    if (status == AM_OK && attn) status = am_mask_prepare(&call.context, attn->mask);
-    if (status == AM_OK && attn) status = am_attn_forward(&call.context, attn);
-    am_leave(&call);
-    return status;
+    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
+    am_status status = first ? am_cached_append(context, &a->cached) : AM_OK;
+    if (status == AM_OK && attn) status = am_mask_prepare(context, attn->mask);
+    if (status == AM_OK && attn) status = am_attn_forward(context, attn);
+    return am_leave(&call, status);
 }
 
 /* Attends with the queries of one packed sequence. The logsumexp of `attn` is that of all. */
@@ -321,17 +304,13 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
                              .high = cache->high + s,
                              .q_shift = cache->q_shift + s,
                              .k_shift = cache->k_shift + s};
-    am_mask_arg mask = {
+    am_scoped(am_free_mask) am_mask_arg mask = {
         .request.mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
     am_node terms[AM_KV_TERMS];
     const int term_count = am_kv_cache_terms(&own, &a->cached.limits, terms);
-    char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
-    int bad = -1;
-    if (all->lse && !lse) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) goto fail;
+    am_freed char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
+    if (all->lse && !lse) return am_raise(AM_NO_MEMORY);
+    if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) return -1;
     am_attn one = *all;
     one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.request.mask,
     one.lse = lse;
@@ -343,19 +322,11 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
         am_tokens *array = &one.terms.list[i].array;
         array->data += s * array->batch + queries.begin * array->token;
     }
-    const am_status status = attend(module, a, &one, false);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        goto fail;
-    }
+    if (attend(module, a, &one, false) < 0) return -1;
     for (ptrdiff_t h = 0; lse && h < all->heads; h++)
         memcpy((char *)all->lse + (h * all->queries + queries.begin) * size, lse + h * count * size,
                (size_t)(count * size));
-    bad = 0;
-fail:
-    am_free_mask(&mask);
-    free(lse);
-    return bad;
+    return 0;
 }
 
 static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
@@ -363,33 +334,25 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     const bool packed = is_packed(a);
     const npy_intp *q = q_shape(a),
                    rows[3] = {packed ? q[1] : a->cached.sequences, packed ? q[0] : q[1], q[0]};
-    PyArrayObject *lse = NULL,
-                  *out = am_target(&a->out, packed ? 3 : 4, shape, PyArray_DESCR(a->arrays[QUERY]));
-    PyObject *result = NULL;
+    am_owned PyArrayObject *lse = NULL, *out = a->out.given ? (PyArrayObject *)Py_NewRef(a->out.array)
+                                                            : am_new_array(packed ? 3 : 4, shape,
+                                                                           PyArray_DESCR(a->arrays[QUERY]));
     if (!out) return NULL;
     if (a->with_lse) {
         lse = am_new_array_of(packed ? 2 : 3, rows,
                               a->cached.query.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
-        if (!lse) goto fail;
+        if (!lse) return NULL;
     }
     am_request *r = &a->mask.request;
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
     r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
     const am_attn attn = r->attn;
-    const am_status status = attend(module, a, is_one_by_one(a) ? NULL : &attn, true);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        goto fail;
-    }
+    if (attend(module, a, is_one_by_one(a) ? NULL : &attn, true) < 0) return NULL;
     for (ptrdiff_t s = 0; is_one_by_one(a) && s < a->cached.sequences; s++) {
-        if (attend_one(module, a, &attn, s) < 0) goto fail;
+        if (attend_one(module, a, &attn, s) < 0) return NULL;
     }
-    result = a->out.given ? a->out.given : (PyObject *)out;
-    result = lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
-fail:
-    Py_XDECREF(lse);
-    Py_DECREF(out);
-    return result;
+    PyObject *result = a->out.given ? a->out.given : (PyObject *)out;
+    return lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
 }
 
 /* The place of a name that is not interned. */
@@ -407,10 +370,8 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
     if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < OTHERS ||
         PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
         PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(names) || !PyTuple_Check(args[2]) ||
-        PyTuple_GET_SIZE(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
-        return -1;
-    }
+        PyTuple_GET_SIZE(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3]))
+        return am_fail(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
     const Py_ssize_t by_place = PyTuple_GET_SIZE(args[2]);
     a->defaults = args[1];
     a->count = (int)PyTuple_GET_SIZE(names);
@@ -426,10 +387,7 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
         Py_ssize_t i = by_place;
         while (i < a->count && PyTuple_GET_ITEM(names, i) != name) i++;
         if (i == a->count) i = place_of(names, name, by_place);
-        if (i == a->count) {
-            PyErr_Format(PyExc_TypeError, "unexpected argument '%S'", name);
-            return -1;
-        }
+        if (i == a->count) return am_fail(PyExc_TypeError, "unexpected argument '%S'", name);
         a->given[i] = value;
     }
     return am_parse("flash_kvcache", a->given, a->count, params, a->count);
@@ -452,8 +410,7 @@ static void release(arguments *a)
 /* Computes, or checks only what check_all does. */
 static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     am_param params[ARGUMENTS] = {
         [QUERY] = {"query", am_to_readable, &a.arrays[QUERY]},
         [K_CACHE] = {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
@@ -473,26 +430,20 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [RETURN_LSE] = {"return_lse", to_given, NULL},
         [OUT] = {"out", am_to_out, &a.out},
     };
-    if (take(&a, params, args, nargs) < 0 || check_all(&a, only_check) < 0) goto fail;
-    if (only_check) {
-        result = Py_NewRef(Py_None);
-        goto fail;
-    }
+    if (take(&a, params, args, nargs) < 0 || check_all(&a, only_check) < 0) return NULL;
+    if (only_check) Py_RETURN_NONE;
     am_request *r = &a.mask.request;
     npy_intp shape[4];
     memcpy(shape, a.cached.query.shape, sizeof shape);
     shape[is_packed(&a) ? 2 : 3] = am_cached_channels(&a.cached.caches[1]);
-    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_whole_mask(&a) < 0) goto fail;
+    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_whole_mask(&a) < 0) return NULL;
     am_cached_describe(r, &a.cached);
-    if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) goto fail;
-    if (check_result(&a, shape) < 0) goto fail;
+    if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) return NULL;
+    if (check_result(&a, shape) < 0) return NULL;
     if (a.arrays[KEY] &&
         (check_written(&a) < 0 || am_raise_refused(r, am_cached_check_pages(r, &a.cached)) < 0))
-        goto fail;
-    result = compute(module, &a, shape);
-fail:
-    release(&a);
-    return result;
+        return NULL;
+    return compute(module, &a, shape);
 }
 
 static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -510,10 +461,9 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
     enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 }; /* the last: slot_mapping */
-    arguments a = {0};
+    am_scoped(release) arguments a = {0};
     am_request *r = &a.mask.request;
-    am_status status = AM_OK;
-    PyArrayObject *slots = NULL;
+    am_owned PyArrayObject *slots = NULL;
     const am_param params[PARAMS] = {
         {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
         {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
@@ -523,19 +473,13 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
         {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
         {"slot_mapping", am_to_readable, &slots},
     };
-    bool done = am_parse("write_kvcache", args, nargs, params, PARAMS) == 0;
-    for (int i = 0; done && i < ARRAYS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
-    if (done) {
-        const am_view view = am_view_of(slots);
-        look_at_caches(&a);
-        done = am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) == 0 &&
-               (only_check || check_written(&a) == 0);
-    }
-    if (done && !only_check) status = attend(module, &a, NULL, true);
-    if (status != AM_OK) am_raise(status, NULL);
-    release(&a);
-    Py_XDECREF(slots);
-    return done && status == AM_OK ? Py_NewRef(Py_None) : NULL;
+    if (am_parse("write_kvcache", args, nargs, params, PARAMS) < 0) return NULL;
+    for (int i = 0; i < ARRAYS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
+    const am_view view = am_view_of(slots);
+    look_at_caches(&a);
+    if (am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) < 0) return NULL;
+    if (!only_check && (check_written(&a) < 0 || attend(module, &a, NULL, true) < 0)) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -18,24 +18,20 @@ static npy_intp largest(am_dtype type)
 int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *name, const char *what)
 {
     if (value <= largest(am_dtype_of(dtype))) return 0;
-    PyErr_Format(PyExc_OverflowError, "%s must have %s that fits %S, got %zd", name, what, dtype, value);
-    return -1;
+    return am_fail(PyExc_OverflowError, "%s must have %s that fits %S, got %zd", name, what, dtype, value);
 }
 
 int am_working_type(PyArray_Descr *dtype) { return am_dtype_of(dtype) == AM_INT32 ? NPY_INT32 : NPY_INT64; }
 
 PyObject *am_finish(PyArrayObject *result, PyArray_Descr *dtype)
 {
-    if (PyArray_EquivTypes(PyArray_DESCR(result), dtype)) return (PyObject *)result;
-    Py_INCREF(dtype);
-    PyObject *cast = PyArray_CastToType(result, dtype, 0);
-    Py_DECREF(result);
-    return cast;
+    if (PyArray_EquivTypes(PyArray_DESCR(result), dtype)) return Py_NewRef(result);
+    return PyArray_CastToType(result, (PyArray_Descr *)Py_NewRef(dtype), 0);
 }
 
 PyObject *am_counts_as(const ptrdiff_t *counts, npy_intp count, PyArray_Descr *dtype)
 {
-    PyArrayObject *result = am_new_array_of(1, &count, am_working_type(dtype));
+    am_owned PyArrayObject *result = am_new_array_of(1, &count, am_working_type(dtype));
     if (!result) return NULL;
     if (PyArray_TYPE(result) == NPY_INT32) {
         for (npy_intp i = 0; i < count; i++) ((int32_t *)PyArray_DATA(result))[i] = (int32_t)counts[i];

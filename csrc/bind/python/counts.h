@@ -9,7 +9,7 @@
 int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *name, const char *what);
 
 /* Results are computed as int32 or int64: am_working_type is that type, and am_finish converts to the
- * caller's. It steals `result`. */
+ * caller's. */
 int am_working_type(PyArray_Descr *dtype);
 PyObject *am_finish(PyArrayObject *result, PyArray_Descr *dtype);
 

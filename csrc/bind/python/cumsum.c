@@ -16,15 +16,10 @@ typedef struct {
 /* Returns 1, 0, or -1 with the exception set, for an integer of any size. */
 static int is_power_of_two(PyObject *object)
 {
-    PyObject *number = PyNumber_Index(object), *one = PyLong_FromLong(1), *less = NULL, *common = NULL;
-    if (number && one) less = PyNumber_Subtract(number, one);
-    if (less) common = PyNumber_And(number, less);
-    int answer = common ? PyObject_Not(common) : -1;
-    Py_XDECREF(number);
-    Py_XDECREF(one);
-    Py_XDECREF(less);
-    Py_XDECREF(common);
-    return answer;
+    am_owned PyObject *number = PyNumber_Index(object), *one = PyLong_FromLong(1),
+                      *less = number && one ? PyNumber_Subtract(number, one) : NULL,
+                      *common = less ? PyNumber_And(number, less) : NULL;
+    return common ? PyObject_Not(common) : -1;
 }
 
 static int to_chunk_size(PyObject *object, const char *name, void *dst)
@@ -49,31 +44,22 @@ static int check(arguments *a, const char *name)
     if (type == AM_BOOL)
         return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers",
                          (PyObject *)array);
-    if (!a->dtype) {
-        a->dtype = PyArray_DESCR(array);
-        Py_INCREF(a->dtype);
-    }
+    if (!a->dtype) a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(array));
     am_dtype result = am_dtype_of(a->dtype);
-    if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result))) {
-        PyErr_Format(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",
-                     am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type",
-                     name, PyArray_DESCR(array), a->dtype);
-        return -1;
-    }
-    if (a->starts.array) {
-        npy_intp batch = PyArray_DIM(array, 0), time = PyArray_DIM(array, a->head_first ? 2 : 1);
-        if (batch != 1) {
-            PyErr_Format(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd",
-                         name, batch);
-            return -1;
-        }
-        if (a->starts.starts[a->starts.sequences] != time) {
-            PyErr_Format(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd",
-                         time, name, a->starts.starts[a->starts.sequences], a->starts.sequences);
-            return -1;
-        }
-    }
-    return a->out.given ? am_check_out(a->out.array, "out", ndim, PyArray_DIMS(array), a->dtype) : 0;
+    if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result)))
+        return am_fail(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",
+                       am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type",
+                       name, PyArray_DESCR(array), a->dtype);
+    if (!a->starts.array) return 0;
+    const npy_intp batch = PyArray_DIM(array, 0), time = PyArray_DIM(array, a->head_first ? 2 : 1),
+                   end = a->starts.starts[a->starts.sequences];
+    if (batch != 1)
+        return am_fail(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd", name,
+                       batch);
+    return end == time
+               ? 0
+               : am_fail(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd",
+                         time, name, end, a->starts.sequences);
 }
 
 static PyObject *compute(PyObject *module, arguments *a, const char *name)
@@ -81,7 +67,7 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     if (check(a, name) < 0) return NULL;
     PyArrayObject *array = a->array;
     int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
-    PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->dtype);
+    am_owned PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->dtype);
     if (!out) return NULL;
 
     ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
@@ -108,12 +94,10 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
         job.dst_stride[n++] = PyArray_STRIDE(out, i);
     }
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_cumsum_compute(&call.context, &job);
-    am_leave(&call);
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
+    const am_status status = am_cumsum_compute(context, &job);
+    if (am_leave(&call, status == AM_OVERFLOW ? AM_OK : status) < 0) return NULL;
     if (status == AM_OK) return am_returned(&a->out, out);
-    Py_DECREF(out);
-    if (status != AM_OVERFLOW) return am_raise(status, NULL);
     if (am_is_integer(job.dst_type))
         return PyErr_Format(PyExc_OverflowError, "a sum of %s, or what it is scaled to, does not fit %S",
                             name, a->dtype);
@@ -131,8 +115,7 @@ static void release(arguments *a)
 
 static PyObject *chunk_local_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"g", am_to_array, &a.array},
         {"chunk_size", to_chunk_size, &a.chunk_size},
@@ -143,15 +126,12 @@ static PyObject *chunk_local_cumsum(PyObject *module, PyObject *const *args, Py_
         {"output_dtype", am_to_dtype, &a.dtype},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse("chunk_local_cumsum", args, nargs, params, 8) == 0) result = compute(module, &a, "g");
-    release(&a);
-    return result;
+    return am_parse("chunk_local_cumsum", args, nargs, params, 8) < 0 ? NULL : compute(module, &a, "g");
 }
 
 static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"s", am_to_array, &a.array},
         {"reverse", am_to_bool, &a.reverse},
@@ -161,9 +141,7 @@ static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py
         {"output_dtype", am_to_dtype, &a.dtype},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse("chunk_global_cumsum", args, nargs, params, 7) == 0) result = compute(module, &a, "s");
-    release(&a);
-    return result;
+    return am_parse("chunk_global_cumsum", args, nargs, params, 7) < 0 ? NULL : compute(module, &a, "s");
 }
 
 PyMethodDef am_cumsum_methods[] = {

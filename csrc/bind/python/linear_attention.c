@@ -54,10 +54,7 @@ static int check(arguments *a, bool step)
     }
     linear->starts = a->starts.starts, linear->sequences = a->starts.sequences;
     if (am_raise_refused(&a->request, am_read_linear(&a->request, inputs, step, linear)) < 0) return -1;
-    if (isnan(a->scale.value)) {
-        PyErr_SetString(PyExc_ValueError, "scale must be a number, got nan");
-        return -1;
-    }
+    if (isnan(a->scale.value)) return am_fail(PyExc_ValueError, "scale must be a number, got nan");
     linear->scale = a->scale.given ? a->scale.value : 1 / sqrt((double)am_max(linear->rows, 1));
     linear->normalize = a->normalize;
     linear->chunk = a->chunk;
@@ -102,85 +99,56 @@ static PyArrayObject *new_kept(const arguments *a)
 }
 
 /* Computes the result; and unless NULL, the state and what gradients need. */
-static PyArrayObject *compute(PyObject *module, arguments *a, PyArrayObject *state, PyArrayObject *kept)
+static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, PyArrayObject *kept)
 {
-    npy_intp const *shape = PyArray_DIMS(a->arrays[AM_VALUE]);
-    if (a->out.given && am_check_out(a->out.array, "out", 4, shape, PyArray_DESCR(a->arrays[AM_QUERY])) < 0)
-        return NULL;
-    PyArrayObject *out = am_target(&a->out, 4, shape, PyArray_DESCR(a->arrays[AM_QUERY]));
+    am_owned PyArrayObject *out =
+        am_target(&a->out, 4, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     am_linear_results results = {.out = array_of(out), .kept = kept ? PyArray_DATA(kept) : NULL};
     if (state) results.state = array_of(state);
-    am_status status = AM_OK;
     if (PyArray_SIZE(out) || (state && PyArray_SIZE(state)) || (kept && PyArray_SIZE(kept))) {
         am_call call;
-        am_enter(&call, module, work_of(a));
-        status = am_linear_forward_all(&call.context, &a->linear, &results);
-        am_leave(&call);
+        const am_context *context = am_enter(&call, module, work_of(a));
+        if (am_leave(&call, am_linear_forward_all(context, &a->linear, &results)) < 0) return NULL;
     }
-    if (status == AM_OK) return out;
-    Py_DECREF(out);
-    am_raise(status, NULL);
-    return NULL;
+    return am_returned(&a->out, out);
 }
 
 static PyObject *linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyArrayObject *state = NULL, *out;
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
+    am_owned PyArrayObject *state = NULL;
     const am_param params[] = {
         PROBLEM(&a), {"return_state", am_to_bool, &a.with_state}, {"out", am_to_out, &a.out}};
-    if (am_parse("linear_attention", args, nargs, params, PROBLEM_PARAMS + 2) < 0 || check(&a, false) < 0)
-        goto fail;
-    if (a.with_state && !(state = new_states(&a))) goto fail;
-    out = compute(module, &a, state, NULL);
-    if (!out) goto fail;
-    result = am_returned(&a.out, out);
-    if (state) result = Py_BuildValue("NN", result, Py_NewRef(state));
-fail:
-    Py_XDECREF(state);
-    release(&a);
-    return result;
+    if (am_parse("linear_attention", args, nargs, params, PROBLEM_PARAMS + 2) < 0 || check(&a, false) < 0 ||
+        (a.with_state && !(state = new_states(&a))))
+        return NULL;
+    am_owned PyObject *out = compute(module, &a, state, NULL);
+    return out && state ? PyTuple_Pack(2, out, state) : Py_XNewRef(out);
 }
 
 /* Checks the arguments alone; returns the shape of what linear_forward_vjp keeps. */
 static PyObject *check_linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
+    am_scoped(release) arguments a = {0};
     ptrdiff_t states, numbers;
-    PyObject *result = NULL;
     const am_param params[] = {PROBLEM(&a)};
     (void)module;
-    if (am_parse("check_linear_attention", args, nargs, params, PROBLEM_PARAMS) == 0 &&
-        check(&a, false) == 0) {
-        if (am_linear_kept(&a.linear, &states, &numbers))
-            result = Py_BuildValue("nn", states, numbers);
-        else
-            PyErr_NoMemory();
-    }
-    release(&a);
-    return result;
+    if (am_parse("check_linear_attention", args, nargs, params, PROBLEM_PARAMS) < 0 || check(&a, false) < 0)
+        return NULL;
+    return am_linear_kept(&a.linear, &states, &numbers) ? Py_BuildValue("nn", states, numbers)
+                                                        : PyErr_NoMemory();
 }
 
 static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyArrayObject *state = NULL, *kept = NULL, *out;
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {PROBLEM(&a), {"out", am_to_out, &a.out}};
     if (am_parse("linear_forward_vjp", args, nargs, params, PROBLEM_PARAMS + 1) < 0 || check(&a, false) < 0)
-        goto fail;
-    state = new_states(&a);
-    kept = state ? new_kept(&a) : NULL;
-    out = kept ? compute(module, &a, state, kept) : NULL;
-    if (!out) goto fail;
-    result = Py_BuildValue("NOO", am_returned(&a.out, out), state, kept);
-fail:
-    Py_XDECREF(state);
-    Py_XDECREF(kept);
-    release(&a);
-    return result;
+        return NULL;
+    am_owned PyArrayObject *state = new_states(&a), *kept = state ? new_kept(&a) : NULL;
+    am_owned PyObject *out = kept ? compute(module, &a, state, kept) : NULL;
+    return out ? PyTuple_Pack(3, out, state, kept) : NULL;
 }
 
 /* --- Gradients --- */
@@ -190,6 +158,15 @@ typedef struct {
     PyArrayObject *kept, *d_out, *d_state;
     PyArrayObject *results[AM_LINEAR_INPUTS]; /* owned; NULL: not given */
 } gradients;
+
+static void release_gradients(gradients *g)
+{
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_XDECREF(g->results[i]);
+    Py_XDECREF(g->kept);
+    Py_XDECREF(g->d_out);
+    Py_XDECREF(g->d_state);
+    release(&g->a);
+}
 
 static bool check_gradient(am_request *r, PyArrayObject *array, const char *name, const char *words,
                            const ptrdiff_t shape[4])
@@ -234,14 +211,11 @@ static PyObject *compute_gradients(PyObject *module, gradients *g)
     if (g->d_state) back.d_state = array_of(g->d_state);
     am_view results[AM_LINEAR_INPUTS];
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(g->results[i]);
-    am_status status = AM_OK;
     if (am_set_linear_gradients(&back, results)) {
         am_call call;
-        am_enter(&call, module, work_of(a));
-        status = am_linear_backward_all(&call.context, &a->linear, &back);
-        am_leave(&call);
+        const am_context *context = am_enter(&call, module, work_of(a));
+        if (am_leave(&call, am_linear_backward_all(context, &a->linear, &back)) < 0) return NULL;
     }
-    if (status != AM_OK) return am_raise(status, NULL);
     PyObject *result = PyTuple_New(AM_LINEAR_INPUTS);
     for (int i = 0; result && i < AM_LINEAR_INPUTS; i++)
         PyTuple_SET_ITEM(result, i, Py_NewRef(g->results[i] ? (PyObject *)g->results[i] : Py_None));
@@ -250,21 +224,15 @@ static PyObject *compute_gradients(PyObject *module, gradients *g)
 
 static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    gradients g = {0};
-    PyObject *result = NULL;
+    am_scoped(release_gradients) gradients g = {0};
     const am_param params[] = {PROBLEM(&g.a),
                                {"kept", am_to_array, &g.kept},
                                {"dout", am_to_array, &g.d_out},
                                {"dstate", am_to_array_or_none, &g.d_state}};
-    if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) == 0 &&
-        check(&g.a, false) == 0 && check_gradients(&g) == 0 && make_results(&g) == 0)
-        result = compute_gradients(module, &g);
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_XDECREF(g.results[i]);
-    Py_XDECREF(g.kept);
-    Py_XDECREF(g.d_out);
-    Py_XDECREF(g.d_state);
-    release(&g.a);
-    return result;
+    if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) < 0 || check(&g.a, false) < 0 ||
+        check_gradients(&g) < 0 || make_results(&g) < 0)
+        return NULL;
+    return compute_gradients(module, &g);
 }
 
 /* --- One token --- */
@@ -275,6 +243,13 @@ typedef struct {
     PyArrayObject *indices;
     const ptrdiff_t *slots; /* NULL: each row has its own */
 } token_step;
+
+static void release_step(token_step *s)
+{
+    Py_XDECREF(s->state.array);
+    Py_XDECREF(s->indices);
+    release(&s->a);
+}
 
 static int read_slots(token_step *s)
 {
@@ -301,10 +276,8 @@ static int check_step(token_step *s)
         return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", s->state.given);
     npy_intp const slots = PyArray_DIM(s->state.array, 0);
     npy_intp const shape[] = {slots, a->linear.heads, a->linear.rows, a->linear.channels};
-    PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
-    int status = am_check_out(s->state.array, "state", 4, shape, dtype);
-    Py_DECREF(dtype);
-    if (status < 0 || read_slots(s) < 0) return -1;
+    am_owned PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
+    if (am_check_out(s->state.array, "state", 4, shape, dtype) < 0 || read_slots(s) < 0) return -1;
     if (!a->out.given) return 0;
     return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[AM_VALUE]),
                         PyArray_DESCR(a->arrays[AM_QUERY]));
@@ -313,29 +286,24 @@ static int check_step(token_step *s)
 static PyObject *compute_step(PyObject *module, token_step *s)
 {
     arguments *a = &s->a;
-    PyArrayObject *out =
+    am_owned PyArrayObject *out =
         am_target(&a->out, 3, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
-    am_status status = AM_OK;
     if (PyArray_SIZE(out)) {
         const am_view tokens = am_with_token(am_view_of(out));
         const am_linear_step step = {am_linear_array_of(&tokens), array_of(s->state.array), s->slots};
         am_call call;
-        am_enter(&call, module, work_of(a));
-        status = am_linear_step_all(&call.context, &a->linear, &step);
-        am_leave(&call);
+        const am_context *context = am_enter(&call, module, work_of(a));
+        if (am_leave(&call, am_linear_step_all(context, &a->linear, &step)) < 0) return NULL;
     }
-    if (status == AM_OK) return am_returned(&a->out, out);
-    Py_DECREF(out);
-    return am_raise(status, NULL);
+    return am_returned(&a->out, out);
 }
 
 /* `compute_it` is NULL where the arguments are only checked. */
 static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
                            PyObject *(*compute_it)(PyObject *, token_step *))
 {
-    token_step s = {.a.chunk = 16};
-    PyObject *result = NULL;
+    am_scoped(release_step) token_step s = {.a.chunk = 16};
     const am_param params[] = {
         {"query", am_to_array, &s.a.arrays[AM_QUERY]},
         {"key", am_to_array, &s.a.arrays[AM_KEY]},
@@ -348,12 +316,8 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"state_indices", am_to_array_or_none, &s.indices},
         {"out", am_to_out, &s.a.out},
     };
-    if (am_parse(name, args, nargs, params, 10) == 0 && check_step(&s) == 0)
-        result = compute_it ? compute_it(module, &s) : Py_NewRef(Py_None);
-    Py_XDECREF(s.state.array);
-    Py_XDECREF(s.indices);
-    release(&s.a);
-    return result;
+    if (am_parse(name, args, nargs, params, 10) < 0 || check_step(&s) < 0) return NULL;
+    return compute_it ? compute_it(module, &s) : Py_NewRef(Py_None);
 }
 
 static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

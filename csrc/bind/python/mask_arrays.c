@@ -29,17 +29,13 @@ int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense
 
 static int reject_additive(PyArrayObject *array, const char *name, npy_intp index)
 {
-    PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
-    PyObject *where = number ? am_position(array, index) : NULL;
-    if (where)
-        PyErr_Format(
-            PyExc_ValueError,
-            "%s must be zero for what is masked out and positive for the rest, got %S at index %S; if "
-            "it is to be added to logits, pass it as `bias`",
-            name, number, where);
-    Py_XDECREF(number);
-    Py_XDECREF(where);
-    return -1;
+    am_owned PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index),
+                      *where = number ? am_position(array, index) : NULL;
+    if (!where) return -1;
+    return am_fail(PyExc_ValueError,
+                   "%s must be zero for what is masked out and positive for the rest, got %S at index %S; if "
+                   "it is to be added to logits, pass it as `bias`",
+                   name, number, where);
 }
 
 int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
@@ -54,13 +50,8 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
     if (!am_is_floating(numbers.type)) return 0;
     ptrdiff_t index;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_find_additive(&call.context, &numbers, &index);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        return -1;
-    }
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
+    if (am_leave(&call, am_find_additive(context, &numbers, &index)) < 0) return -1;
     return index < 0 ? 0 : reject_additive(array, name, index);
 }
 
@@ -73,11 +64,10 @@ int am_to_mask_dtype(PyObject *object, const char *name, void *dst)
 int am_bytes_of(PyObject *number, PyArray_Descr *dtype, uint64_t *bytes)
 {
     Py_INCREF(dtype); /* PyArray_FromAny steals it */
-    PyArrayObject *scalar =
+    am_owned PyArrayObject *scalar =
         (PyArrayObject *)PyArray_FromAny(number, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
     if (!scalar) return -1;
     *bytes = 0;
     memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));
-    Py_DECREF(scalar);
     return 0;
 }

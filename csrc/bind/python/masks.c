@@ -62,10 +62,8 @@ static int read_term(am_mask_arg *arg, PyObject *term)
     /* Python has added the offsets of sequences, which come last, to the limits. */
     const Py_ssize_t most = (Py_ssize_t)strlen(row->operands),
                      least = most - (row->kind == AM_TERM_SEQUENCES);
-    if (size - 1 < least || size - 1 > most) {
-        PyErr_Format(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
-        return -1;
-    }
+    if (size - 1 < least || size - 1 > most)
+        return am_fail(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
     if (size - 1 < most) operands[most - 1] = (am_operand){0};
     for (Py_ssize_t i = 1; i < size; i++) {
         if (am_read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
@@ -159,108 +157,67 @@ int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const 
 static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 {
     /* The number of pairs to compute is not known before, so the call always counts as large. */
-    am_enter(call, module, NPY_MAX_INTP);
-    return am_mask_prepare(&call->context, &arg->request.mask);
-}
-
-static int check_out(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype, const am_mask_arg *mask)
-{
-    if (am_check_out(out, "out", 4, dims, dtype) < 0) return -1;
-    return am_check_apart_from_mask(out, mask, "the mask's arrays");
+    return am_mask_prepare(am_enter(call, module, NPY_MAX_INTP), &arg->request.mask);
 }
 
 static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_mask_arg mask = {0};
-    PyObject *shape, *nodes, *live, *dead, *result = NULL;
-    PyArray_Descr *dtype = NULL;
-    PyArrayObject *out = NULL;
-    am_out given = {0};
+    am_scoped(am_free_mask) am_mask_arg mask = {0};
+    PyObject *shape, *nodes, *live, *dead;
+    am_owned PyArray_Descr *dtype = NULL;
+    am_scoped(am_free_out) am_out given = {0};
     const am_param params[] = {
         {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}, {"dtype", am_to_dtype, &dtype},
         {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &given},
     };
-    if (am_parse("mask_fill", args, nargs, params, 6) < 0) goto fail;
-    if (read_mask(&mask, shape, nodes) < 0) goto fail;
-    npy_intp const dims[4] = {mask.request.mask.batch, mask.request.mask.heads, mask.request.mask.queries,
-                              mask.request.mask.keys};
-    am_mask_target target = {.size = dtype ? PyDataType_ELSIZE(dtype) : 0};
-    if (!dtype) {
-        PyErr_SetString(PyExc_TypeError, "dtype must be a dtype, got None");
-        goto fail;
-    }
-    if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) goto fail;
-    if (given.given && check_out(given.array, dims, dtype, &mask) < 0) goto fail;
-    out = am_target(&given, 4, dims, dtype);
-    if (!out) goto fail;
+    if (am_parse("mask_fill", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
+    const am_mask *m = &mask.request.mask;
+    npy_intp const dims[4] = {m->batch, m->heads, m->queries, m->keys};
+    if (!dtype) return PyErr_Format(PyExc_TypeError, "dtype must be a dtype, got None");
+    am_mask_target target = {.size = PyDataType_ELSIZE(dtype)};
+    if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) return NULL;
+    am_owned PyArrayObject *out = am_target(&given, 4, dims, dtype);
+    if (!out || (given.given && am_check_apart_from_mask(out, &mask, "the mask's arrays") < 0)) return NULL;
     target.data = PyArray_BYTES(out);
     target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
     target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
     am_call call;
     am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_fill(&call.context, &mask.request.mask, &target);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = am_returned(&given, (PyArrayObject *)Py_NewRef(out));
-    else
-        am_raise(status, NULL);
-fail:
-    am_free_mask(&mask);
-    Py_XDECREF(out);
-    Py_XDECREF(given.array);
-    Py_XDECREF(dtype);
-    return result;
+    if (status == AM_OK) status = am_mask_fill(&call.context, m, &target);
+    return am_leave(&call, status) < 0 ? NULL : am_returned(&given, out);
 }
 
 static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_mask_arg mask = {0};
+    am_scoped(am_free_mask) am_mask_arg mask = {0};
     PyObject *shape, *nodes;
-    PyArrayObject *counts = NULL;
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_count", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
+    if (am_parse("mask_count", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
     npy_intp const dims[2] = {mask.request.mask.batch, mask.request.mask.heads};
-    counts = am_new_array_of(2, dims, NPY_INT64);
-    if (!counts) goto fail;
+    PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
+    if (!counts) return NULL;
     am_call call;
     am_status status = enter(&call, module, &mask);
     if (status == AM_OK) status = am_mask_count(&call.context, &mask.request.mask, PyArray_DATA(counts));
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        Py_CLEAR(counts);
-    }
-fail:
-    am_free_mask(&mask);
+    if (am_leave(&call, status) < 0) Py_CLEAR(counts);
     return (PyObject *)counts;
 }
 
 static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_mask_arg mask = {0};
-    PyObject *shape, *nodes, *result = NULL;
-    PyArrayObject *queries = NULL, *keys = NULL;
+    am_scoped(am_free_mask) am_mask_arg mask = {0};
+    PyObject *shape, *nodes;
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_any", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
-    npy_intp const q_dims[3] = {mask.request.mask.batch, mask.request.mask.heads, mask.request.mask.queries};
-    npy_intp const k_dims[3] = {mask.request.mask.batch, mask.request.mask.heads, mask.request.mask.keys};
-    queries = am_new_array_of(3, q_dims, NPY_BOOL);
-    keys = queries ? am_new_array_of(3, k_dims, NPY_BOOL) : NULL;
-    if (!keys) goto fail;
+    if (am_parse("mask_any", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
+    const am_mask *m = &mask.request.mask;
+    npy_intp const q_dims[3] = {m->batch, m->heads, m->queries}, k_dims[3] = {m->batch, m->heads, m->keys};
+    am_owned PyArrayObject *queries = am_new_array_of(3, q_dims, NPY_BOOL),
+                           *keys = queries ? am_new_array_of(3, k_dims, NPY_BOOL) : NULL;
+    if (!keys) return NULL;
     am_call call;
     am_status status = enter(&call, module, &mask);
-    if (status == AM_OK)
-        status = am_mask_any(&call.context, &mask.request.mask, PyArray_DATA(queries), PyArray_DATA(keys));
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyTuple_Pack(2, queries, keys);
-    else
-        am_raise(status, NULL);
-fail:
-    am_free_mask(&mask);
-    Py_XDECREF(queries);
-    Py_XDECREF(keys);
-    return result;
+    if (status == AM_OK) status = am_mask_any(&call.context, m, PyArray_DATA(queries), PyArray_DATA(keys));
+    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(2, queries, keys);
 }
 
 /* Converts an index of the batch, or of the heads. */
@@ -268,45 +225,34 @@ static int to_index(PyObject *object, const char *name, ptrdiff_t count, ptrdiff
 {
     Py_ssize_t index = PyNumber_AsSsize_t(object, PyExc_IndexError);
     if (index == -1 && PyErr_Occurred()) return -1;
-    if (index < 0 || index >= count) {
-        PyErr_Format(PyExc_IndexError, "%s must be from 0 to %zd, got %zd", name, count - 1, index);
-        return -1;
-    }
+    if (index < 0 || index >= count)
+        return am_fail(PyExc_IndexError, "%s must be from 0 to %zd, got %zd", name, count - 1, index);
     *result = index;
     return 0;
 }
 
 static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_mask_arg mask = {0};
+    am_scoped(am_free_mask) am_mask_arg mask = {0};
     PyObject *shape, *nodes, *batch, *head;
-    PyArrayObject *counts = NULL;
     npy_intp q_cell, k_cell;
-    ptrdiff_t b, h;
+    ptrdiff_t b = 0, h = 0;
     const am_param params[] = {
         {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes},  {"batch", am_to_object, &batch},
         {"head", am_to_object, &head},   {"q_cell", am_to_count, &q_cell}, {"k_cell", am_to_count, &k_cell},
     };
-    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
-    if (to_index(batch, "batch", mask.request.mask.batch, &b) < 0 ||
-        to_index(head, "head", mask.request.mask.heads, &h) < 0)
-        goto fail;
-    npy_intp q = mask.request.mask.queries, k = mask.request.mask.keys;
-    q_cell = q_cell < q ? q_cell : q + (q == 0), k_cell = k_cell < k ? k_cell : k + (k == 0);
-    npy_intp const dims[2] = {(q + q_cell - 1) / q_cell, (k + k_cell - 1) / k_cell};
-    counts = am_new_array_of(2, dims, NPY_INT64);
-    if (!counts) goto fail;
+    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
+    const am_mask *m = &mask.request.mask;
+    if (to_index(batch, "batch", m->batch, &b) < 0 || to_index(head, "head", m->heads, &h) < 0) return NULL;
+    q_cell = q_cell < m->queries ? q_cell : m->queries + (m->queries == 0);
+    k_cell = k_cell < m->keys ? k_cell : m->keys + (m->keys == 0);
+    npy_intp const dims[2] = {(m->queries + q_cell - 1) / q_cell, (m->keys + k_cell - 1) / k_cell};
+    PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
+    if (!counts) return NULL;
     am_call call;
     am_status status = enter(&call, module, &mask);
-    if (status == AM_OK)
-        status = am_mask_grid(&call.context, &mask.request.mask, b, h, q_cell, k_cell, PyArray_DATA(counts));
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        Py_CLEAR(counts);
-    }
-fail:
-    am_free_mask(&mask);
+    if (status == AM_OK) status = am_mask_grid(&call.context, m, b, h, q_cell, k_cell, PyArray_DATA(counts));
+    if (am_leave(&call, status) < 0) Py_CLEAR(counts);
     return (PyObject *)counts;
 }
 
@@ -323,15 +269,11 @@ static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_
     am_mask_arg *mask = am_new(am_mask_arg, 1);
     if (!mask) return PyErr_NoMemory();
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_prepare", args, nargs, params, 2) < 0 || read_mask(mask, shape, nodes) < 0) goto fail;
-    am_call call;
-    am_status status = enter(&call, module, mask);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyCapsule_New(mask, PREPARED, free_prepared);
-    else
-        am_raise(status, NULL);
-fail:
+    if (am_parse("mask_prepare", args, nargs, params, 2) == 0 && read_mask(mask, shape, nodes) == 0) {
+        am_call call;
+        if (am_leave(&call, enter(&call, module, mask)) == 0)
+            result = PyCapsule_New(mask, PREPARED, free_prepared);
+    }
     if (!result) {
         am_free_mask(mask);
         free(mask);

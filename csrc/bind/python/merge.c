@@ -51,13 +51,11 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name, int sta
     }
     bool alike = ndim == a->ndim && PyArray_CompareLists(dims, a->dims, ndim);
     if (alike && am_dtype_of(PyArray_DESCR(out)) == type_of(a)) return 0;
-    PyObject *what = am_describe((PyObject *)out), *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
-    if (what && shape)
-        PyErr_Format(alike ? PyExc_TypeError : PyExc_ValueError,
-                     "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
-    Py_XDECREF(what);
-    Py_XDECREF(shape);
-    return -1;
+    am_owned PyObject *what = am_describe((PyObject *)out),
+                      *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
+    if (!what || !shape) return -1;
+    return am_fail(alike ? PyExc_TypeError : PyExc_ValueError,
+                   "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
 }
 
 /* Reads one out, or if `stacked` is 1, an array of all outs. */
@@ -88,13 +86,10 @@ static int read_lses(arguments *a, PyObject *object, const char *name, int stack
     const npy_intp *shape = shapes[a->ndim == 4] + !stacked;
     if (PyArray_NDIM(lse) != axes + stacked ||
         !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes + stacked)) {
-        PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape);
-        PyObject *what = am_describe((PyObject *)lse);
-        if (expected && what)
-            PyErr_Format(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
-        Py_XDECREF(expected);
-        Py_XDECREF(what);
-        return -1;
+        am_owned PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape),
+                          *what = am_describe((PyObject *)lse);
+        if (!expected || !what) return -1;
+        return am_fail(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
     }
     PyArray_Descr *wide = PyArray_DescrFromType(type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
     lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
@@ -135,23 +130,15 @@ static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
 {
     a->count = count_list(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
     if (a->count < 0) return -1;
-    if (a->count == 0) {
-        PyErr_SetString(PyExc_ValueError, "outs must be one array or more, got none");
-        return -1;
-    }
+    if (a->count == 0) return am_fail(PyExc_ValueError, "outs must be one array or more, got none");
     npy_intp others = count_list(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
     if (others < 0) return -1;
-    if (others != a->count) {
-        PyErr_Format(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
-        return -1;
-    }
+    if (others != a->count)
+        return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
     a->arrays = PyList_New(0);
     a->parts = am_new(am_merge_part, a->count + 1);
     if (!a->arrays) return -1;
-    if (!a->parts) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!a->parts) return am_raise(AM_NO_MEMORY);
     return read_list(a, outs, "outs", read_outs) < 0 ? -1 : read_list(a, lses, "lses", read_lses);
 }
 
@@ -180,11 +167,9 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
     for (int i = skip; i < 4; i++) {
         if (i != 1 || batched) lse_dims[lse_axes++] = lse_shape[i];
     }
-    PyObject *result = NULL;
-    PyArrayObject *out = am_new_array(axes, dims, a->dtype);
-    PyArrayObject *lse =
-        am_new_array_of(lse_axes, lse_dims, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
-    if (!out || !lse) goto fail;
+    am_owned PyArrayObject *out = am_new_array(axes, dims, a->dtype), *lse = NULL;
+    if (out) lse = am_new_array_of(lse_axes, lse_dims, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
+    if (!lse) return NULL;
     am_merge merge = {
         .type = type_of(a),
         .shape = {shape[0], shape[1], shape[2], shape[3]},
@@ -197,47 +182,35 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
     am_call call;
     npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
-    am_enter(&call, module, work);
-    am_status status = function(&call.context, &merge);
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyTuple_Pack(2, out, lse);
-    else
-        am_raise(status, NULL);
-fail:
-    Py_XDECREF(out);
-    Py_XDECREF(lse);
-    return result;
+    const am_context *context = am_enter(&call, module, work);
+    return am_leave(&call, function(context, &merge)) < 0 ? NULL : PyTuple_Pack(2, out, lse);
 }
 
 static PyObject *merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyObject *outs, *lses, *result = NULL;
+    am_scoped(release) arguments a = {0};
+    PyObject *outs, *lses;
     const am_param params[] = {{"outs", am_to_object, &outs}, {"lses", am_to_object, &lses}};
-    if (am_parse("merge_attention_states", args, nargs, params, 2) == 0 && read_parts(&a, outs, lses) == 0)
-        result = run_merge(module, &a, am_merge_states, false);
-    release(&a);
-    return result;
+    if (am_parse("merge_attention_states", args, nargs, params, 2) < 0 || read_parts(&a, outs, lses) < 0)
+        return NULL;
+    return run_merge(module, &a, am_merge_states, false);
 }
 
 static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyObject *outs, *lses, *dout, *dlse, *result = NULL;
+    am_scoped(release) arguments a = {0};
+    PyObject *outs, *lses, *dout, *dlse;
     const am_param params[] = {
         {"outs", am_to_object, &outs},
         {"lses", am_to_object, &lses},
         {"dout", am_to_object, &dout},
         {"dlse", am_to_object, &dlse},
     };
-    if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0) goto fail;
-    if (read_outs(&a, dout, "dout", 0, a.count) < 0) goto fail;
-    if (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0) goto fail;
-    result = run_merge(module, &a, am_merge_backward, true);
-fail:
-    release(&a);
-    return result;
+    if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0 ||
+        read_outs(&a, dout, "dout", 0, a.count) < 0 ||
+        (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0))
+        return NULL;
+    return run_merge(module, &a, am_merge_backward, true);
 }
 
 PyMethodDef am_merge_methods[] = {

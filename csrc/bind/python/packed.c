@@ -15,8 +15,7 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
 {
     am_call call;
     bool valid;
-    am_enter(&call, module, sequences);
-    const am_kernels *k = call.context.kernels;
+    const am_kernels *k = am_enter(&call, module, sequences)->kernels;
     if (type == AM_INT32) {
         valid = chunk ? k->sequences.chunk_offsets_32(dst, starts, sequences, chunk)
                       : k->sequences.lens_32(dst, starts, sequences);
@@ -26,8 +25,7 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
                       : k->sequences.lens_64(dst, starts, sequences);
         valid &= *(const int64_t *)starts == 0;
     }
-    am_leave(&call);
-    return valid;
+    return am_leave(&call, AM_OK) == 0 && valid;
 }
 
 /* Computes the same for contiguous int32 or int64 in one pass. Returns NULL without an exception for other
@@ -46,24 +44,15 @@ static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chu
 
 static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp chunk)
 {
-    am_starts s = {0};
-    ptrdiff_t *counts = NULL;
-    PyObject *result = NULL;
-    if (am_read_starts(&s, cu_seqlens, "cu_seqlens") < 0) goto fail;
-    result = quick_counts(module, &s, chunk);
-    if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
+    am_scoped(am_free_starts) am_starts s = {0};
+    if (am_read_starts(&s, cu_seqlens, "cu_seqlens") < 0) return NULL;
+    PyObject *result = quick_counts(module, &s, chunk);
+    if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) return result;
     npy_intp entries = s.sequences + (chunk ? 1 : 0);
-    counts = am_new(ptrdiff_t, entries);
-    if (!counts) {
-        PyErr_NoMemory();
-        goto fail;
-    }
+    am_freed ptrdiff_t *counts = am_new(ptrdiff_t, entries);
+    if (!counts) return PyErr_NoMemory();
     count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
-    result = am_counts_as(counts, entries, s.dtype);
-fail:
-    free(counts);
-    am_free_starts(&s);
-    return result;
+    return am_counts_as(counts, entries, s.dtype);
 }
 
 /* Returns checked starts as a new array of int64. */
@@ -72,15 +61,13 @@ static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssiz
     (void)module;
     const char *name = NULL;
     PyObject *object;
-    PyArrayObject *result = NULL;
-    am_starts s = {0};
+    am_scoped(am_free_starts) am_starts s = {0};
     const am_param params[] = {{"cu_seqlens", am_to_object, &object}, {"name", am_to_text, &name}};
-    if (am_parse("checked_starts", args, nargs, params, 2) == 0 && am_to_starts(object, name, &s) == 0) {
-        npy_intp const entries = s.sequences + 1;
-        result = am_new_array_of(1, &entries, NPY_INT64);
-        if (result) memcpy(PyArray_DATA(result), s.starts, (size_t)PyArray_NBYTES(result));
-    }
-    am_free_starts(&s);
+    if (am_parse("checked_starts", args, nargs, params, 2) < 0 || am_to_starts(object, name, &s) < 0)
+        return NULL;
+    npy_intp const entries = s.sequences + 1;
+    PyArrayObject *result = am_new_array_of(1, &entries, NPY_INT64);
+    if (result) memcpy(PyArray_DATA(result), s.starts, (size_t)PyArray_NBYTES(result));
     return (PyObject *)result;
 }
 
@@ -111,31 +98,22 @@ static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff
         npy_intp last = am_sequence_of(starts, sequences, shape[0] - 1);
         if (am_check_fits(last, dtype, "cu_seqlens", "a last sequence id") < 0) return NULL;
     }
-    PyArrayObject *result = am_new_array_of(kind == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
+    am_owned PyArrayObject *result = am_new_array_of(kind == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
     if (!result) return NULL;
     am_call call;
-    am_enter(&call, module, shape[0]);
     am_dtype type = PyArray_TYPE(result) == NPY_INT32 ? AM_INT32 : AM_INT64;
-    am_status status = am_fill_tokens(&call.context, kind, type, PyArray_DATA(result), starts, sequences);
-    am_leave(&call);
-    if (status != AM_OK) {
-        Py_DECREF(result);
-        return am_raise(status, NULL);
-    }
-    return am_finish(result, dtype);
+    const am_context *context = am_enter(&call, module, shape[0]);
+    am_status status = am_fill_tokens(context, kind, type, PyArray_DATA(result), starts, sequences);
+    return am_leave(&call, status) < 0 ? NULL : am_finish(result, dtype);
 }
 
 static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                                 const char *function, am_token_kind kind)
 {
-    am_starts s = {0};
-    PyObject *result = NULL;
+    am_scoped(am_free_starts) am_starts s = {0};
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
-    if (am_parse(function, args, nargs, params, 1) < 0) goto fail;
-    result = fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
-fail:
-    am_free_starts(&s);
-    return result;
+    if (am_parse(function, args, nargs, params, 1) < 0) return NULL;
+    return fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
 }
 
 static PyObject *prepare_position_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -156,23 +134,14 @@ static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, 
 /* The offsets of chunks have the form of starts: the chunks of a sequence take the place of its tokens. */
 static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_starts s = {0};
+    am_scoped(am_free_starts) am_starts s = {0};
     npy_intp chunk;
-    ptrdiff_t *offsets = NULL;
-    PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk}};
-    if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) goto fail;
-    offsets = am_new(ptrdiff_t, s.sequences + 1);
-    if (!offsets) {
-        PyErr_NoMemory();
-        goto fail;
-    }
+    if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) return NULL;
+    am_freed ptrdiff_t *offsets = am_new(ptrdiff_t, s.sequences + 1);
+    if (!offsets) return PyErr_NoMemory();
     count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
-    result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, s.dtype);
-fail:
-    free(offsets);
-    am_free_starts(&s);
-    return result;
+    return fill_tokens(module, AM_PAIRS, offsets, s.sequences, s.dtype);
 }
 
 /* Returns the number of live tokens in each row of a 2-D mask, as int64. */
@@ -195,69 +164,48 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
         .lens = PyArray_DATA(lens),
     };
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
-    am_status status = am_count_rows(&call.context, &job);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        Py_CLEAR(lens);
-    }
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
+    if (am_leave(&call, am_count_rows(context, &job)) < 0) Py_CLEAR(lens);
     return lens;
 }
 
 static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *mask = NULL, *lens = NULL;
-    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
-    PyObject *result = NULL;
+    am_owned PyArrayObject *mask = NULL, *lens = NULL;
+    am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
     const am_param params[] = {{"mask", am_to_mask, &mask}};
-    if (am_parse("prepare_lens_from_mask", args, nargs, params, 1) < 0) goto fail;
+    if (am_parse("prepare_lens_from_mask", args, nargs, params, 1) < 0) return NULL;
     lens = count_mask(module, mask);
-    if (!lens) goto fail;
+    if (!lens) return NULL;
     const int64_t *values = PyArray_DATA(lens);
     npy_intp longest = 0;
     for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) longest = values[i] > longest ? values[i] : longest;
-    if (am_check_fits(longest, dtype, "mask", "a length") < 0) goto fail;
-    result = am_finish(lens, dtype);
-    lens = NULL;
-fail:
-    Py_XDECREF(lens);
-    Py_XDECREF(mask);
-    Py_DECREF(dtype);
-    return result;
+    return am_check_fits(longest, dtype, "mask", "a length") < 0 ? NULL : am_finish(lens, dtype);
 }
 
 static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *mask = NULL, *lens = NULL, *starts = NULL;
-    PyArray_Descr *dtype = NULL;
-    PyObject *result = NULL;
+    am_owned PyArrayObject *mask = NULL, *lens = NULL, *starts = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     const am_param params[] = {{"mask", am_to_mask, &mask}, {"out_dtype", am_to_integer_dtype, &dtype}};
-    if (am_parse("prepare_cu_seqlens_from_mask", args, nargs, params, 2) < 0) goto fail;
+    if (am_parse("prepare_cu_seqlens_from_mask", args, nargs, params, 2) < 0) return NULL;
     lens = count_mask(module, mask);
-    if (!lens) goto fail;
+    if (!lens) return NULL;
     npy_intp rows = PyArray_DIM(lens, 0), entries = rows + 1;
     starts = am_new_array_of(1, &entries, NPY_INT64);
-    if (!starts) goto fail;
+    if (!starts) return NULL;
     const int64_t *values = PyArray_DATA(lens);
     int64_t *sums = PyArray_DATA(starts);
     sums[0] = 0;
     /* A mask with a stride of zero may have more live tokens than int64 holds. */
     for (npy_intp i = 0; i < rows; i++) {
-        if (__builtin_add_overflow(sums[i], values[i], &sums[i + 1])) {
-            PyErr_SetString(PyExc_OverflowError, "mask must have a total length that fits int64, got more");
-            goto fail;
-        }
+        if (__builtin_add_overflow(sums[i], values[i], &sums[i + 1]))
+            return PyErr_Format(PyExc_OverflowError,
+                                "mask must have a total length that fits int64, got more");
     }
-    if (am_check_fits((npy_intp)sums[rows], dtype, "mask", "a total length") < 0) goto fail;
-    result = am_finish(starts, dtype);
-    starts = NULL;
-fail:
-    Py_XDECREF(starts);
-    Py_XDECREF(lens);
-    Py_XDECREF(mask);
-    Py_XDECREF(dtype);
-    return result;
+    return am_check_fits((npy_intp)sums[rows], dtype, "mask", "a total length") < 0
+               ? NULL
+               : am_finish(starts, dtype);
 }
 
 static int to_integers(PyObject *object, const char *name, void *dst)
@@ -278,13 +226,8 @@ static PyArrayObject *widened(PyArrayObject *array)
 /* NumPy's rule: a Python integer takes the dtype of the array that it meets. */
 static PyArray_Descr *cdiv_type(PyArrayObject *a, bool a_is_int, PyArrayObject *b, bool b_is_int)
 {
-    PyArray_Descr *dtype = NULL;
-    if (a_is_int || b_is_int) {
-        dtype = PyArray_DESCR(b_is_int ? a : b);
-        Py_INCREF(dtype);
-        return dtype;
-    }
-    dtype = PyArray_PromoteTypes(PyArray_DESCR(a), PyArray_DESCR(b));
+    if (a_is_int || b_is_int) return (PyArray_Descr *)Py_NewRef(PyArray_DESCR(b_is_int ? a : b));
+    PyArray_Descr *dtype = PyArray_PromoteTypes(PyArray_DESCR(a), PyArray_DESCR(b));
     if (dtype && !PyTypeNum_ISINTEGER(dtype->type_num)) {
         PyErr_Format(PyExc_TypeError, "a and b must have a common integer type, got %S and %S",
                      PyArray_DESCR(a), PyArray_DESCR(b));
@@ -306,12 +249,9 @@ static int check_divisors(PyArrayObject *b)
 
 static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
 {
-    PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
-    if (what_a && what_b)
-        PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
-    Py_XDECREF(what_a);
-    Py_XDECREF(what_b);
-    return -1;
+    am_owned PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
+    if (!what_a || !what_b) return -1;
+    return am_fail(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
 }
 
 /* The shape that a and b broadcast to, and the strides of both in it. NumPy's iterator allows 32 axes, but
@@ -355,13 +295,9 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
         .quotients = PyArray_DATA(result),
     };
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(result));
-    am_status status = am_divide_broadcast(&call.context, &arrays);
-    am_leave(&call);
-    if (status == AM_OK) return result;
-    Py_DECREF(result);
-    am_raise(status, NULL);
-    return NULL;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(result));
+    if (am_leave(&call, am_divide_broadcast(context, &arrays)) < 0) Py_CLEAR(result);
+    return result;
 }
 
 /* Divides a contiguous array of int32 or int64 by one number, or by an array of the same shape and type if
@@ -380,15 +316,14 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
     void *dst = PyArray_DATA(result), *dividends = PyArray_DATA(a), *divisors = b ? PyArray_DATA(b) : NULL;
     bool valid = true;
     am_call call;
-    am_enter(&call, module, size);
+    const am_kernels *kernels = am_enter(&call, module, size)->kernels;
     if (b)
         valid = am_divide_each(type, dst, dividends, divisors, size);
     else if (type == AM_INT32)
-        call.context.kernels->sequences.divide_32(dst, dividends, size, divisor);
+        kernels->sequences.divide_32(dst, dividends, size, divisor);
     else
-        call.context.kernels->sequences.divide_64(dst, dividends, size, divisor);
-    am_leave(&call);
-    if (!valid) Py_CLEAR(result);
+        kernels->sequences.divide_64(dst, dividends, size, divisor);
+    if (am_leave(&call, AM_OK) < 0 || !valid) Py_CLEAR(result);
     return (PyObject *)result;
 }
 
@@ -396,33 +331,27 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
  * may not. */
 static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
 {
-    Py_INCREF(dtype);
-    PyArrayObject *narrow = (PyArrayObject *)PyArray_CastToType(quotients, dtype, 0);
-    PyArrayObject *again = narrow ? widened(narrow) : NULL;
-    if (!again) {
-        Py_XDECREF(narrow);
-        return NULL;
-    }
+    am_owned PyArrayObject *narrow = (PyArrayObject *)PyArray_CastToType(
+                               quotients, (PyArray_Descr *)Py_NewRef(dtype), 0),
+                           *again = narrow ? widened(narrow) : NULL;
+    if (!again) return NULL;
     const int64_t *wanted = PyArray_DATA(quotients), *got = PyArray_DATA(again);
     bool same_sign = PyArray_ISSIGNED(again) == PyArray_ISSIGNED(quotients);
     for (npy_intp i = 0; i < PyArray_SIZE(quotients); i++) {
         if (wanted[i] == got[i] && (same_sign || wanted[i] >= 0)) continue;
-        PyObject *quotient = PyArray_GETITEM(quotients, (char *)&wanted[i]);
+        am_owned PyObject *quotient = PyArray_GETITEM(quotients, (char *)&wanted[i]);
         if (quotient)
             PyErr_Format(PyExc_OverflowError, "a and b must have quotients that fit %S, got %S at index %zd",
                          dtype, quotient, i);
-        Py_XDECREF(quotient);
-        Py_CLEAR(narrow);
-        break;
+        return NULL;
     }
-    Py_DECREF(again);
-    return narrow;
+    return (PyArrayObject *)Py_NewRef(narrow);
 }
 
 static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *a = NULL, *b = NULL, *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
-    PyArray_Descr *dtype = NULL;
+    am_owned PyArrayObject *a = NULL, *b = NULL, *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     PyObject *result = NULL;
     if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
         int overflow; /* then the divisor is -1, which quick_quotients does not take */
@@ -431,32 +360,23 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         if (result || PyErr_Occurred()) return result;
     }
     const am_param params[] = {{"a", to_integers, &a}, {"b", to_integers, &b}};
-    if (am_parse("cdiv", args, nargs, params, 2) < 0) goto fail;
+    if (am_parse("cdiv", args, nargs, params, 2) < 0) return NULL;
     dtype = cdiv_type(a, PyLong_CheckExact(args[0]), b, PyLong_CheckExact(args[1]));
-    if (!dtype) goto fail;
+    if (!dtype) return NULL;
     bool one = PyArray_NDIM(b) == 0;
-    if (one && !(wide_b = widened(b))) goto fail;
+    if (one && !(wide_b = widened(b))) return NULL;
     /* A divisor of uint64 above the range of int64 turns negative, which quick_quotients does not take. */
     int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
     if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
         result = quick_quotients(module, a, one ? NULL : b, divisor);
-        if (result || PyErr_Occurred()) goto fail;
+        if (result || PyErr_Occurred()) return result;
     }
     wide_a = widened(a);
     if (!one) wide_b = widened(b);
-    if (!wide_a || !wide_b || check_divisors(wide_b) < 0) goto fail;
+    if (!wide_a || !wide_b || check_divisors(wide_b) < 0) return NULL;
     quotients = (PyArrayObject *)quick_quotients(module, wide_a, one ? NULL : wide_b, divisor);
     if (!quotients && !PyErr_Occurred()) quotients = divide(module, wide_a, wide_b);
-    if (!quotients) goto fail;
-    result = PyArray_Return(narrowed(quotients, dtype));
-fail:
-    Py_XDECREF(quotients);
-    Py_XDECREF(wide_a);
-    Py_XDECREF(wide_b);
-    Py_XDECREF(dtype);
-    Py_XDECREF(a);
-    Py_XDECREF(b);
-    return result;
+    return quotients ? PyArray_Return(narrowed(quotients, dtype)) : NULL;
 }
 
 PyMethodDef am_packed_methods[] = {

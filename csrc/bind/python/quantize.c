@@ -34,28 +34,18 @@ static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values
  * group. */
 static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *x = NULL, *values = NULL, *scales = NULL;
+    am_owned PyArrayObject *x = NULL, *values = NULL, *scales = NULL;
     am_quantization q = {0};
-    am_status status = AM_OK;
-    bool done = false;
     const am_param params[] = {
         {"x", am_to_array, &x}, {"values", am_to_readable, &values}, {"scales", am_to_array, &scales}};
-    if (am_parse("quantize", args, nargs, params, 3) < 0) goto fail;
+    if (am_parse("quantize", args, nargs, params, 3) < 0) return NULL;
     if (!describe(&q, x, values, scales)) {
         am_reject(PyExc_ValueError, "values", "made for x and scales", (PyObject *)values);
-        goto fail;
+        return NULL;
     }
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(x));
-    status = am_quantize(&call.context, &q);
-    am_leave(&call);
-    done = status == AM_OK;
-    if (!done) am_raise(status, NULL);
-fail:
-    Py_XDECREF(x);
-    Py_XDECREF(values);
-    Py_XDECREF(scales);
-    return done ? Py_NewRef(Py_None) : NULL;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(x));
+    return am_leave(&call, am_quantize(context, &q)) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyMethodDef am_quantize_methods[] = {AM_METHOD(quantize, "x, values, scales"), {.ml_name = NULL}};

@@ -33,8 +33,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     npy_intp size = PyArray_SIZE(p->array);
     if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     if (!integers && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
-        Py_DECREF(p->array);
-        p->array = am_new_array_of(1, &size, NPY_INT64);
+        Py_SETREF(p->array, am_new_array_of(1, &size, NPY_INT64));
         if (!p->array) return -1;
         integers = am_entries_of(p->array, &entries);
     }
@@ -42,10 +41,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     p->count = size / 2;
     p->ranges = (void *)am_new(ptrdiff_t, size);
-    if (!p->ranges) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!p->ranges) return am_raise(AM_NO_MEMORY);
     p->beyond = am_widen(&entries, *p->ranges) >= 0;
     return 0;
 }
@@ -58,29 +54,23 @@ static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_r
     am_extent *extents = am_new(am_extent, mask->batch);
     if (!extents) return (am_extent *)PyErr_NoMemory();
     am_call call;
-    am_enter(&call, module, work);
-    am_status status = am_find_extents(&call.context, mask, rule, extents);
-    am_leave(&call);
-    if (status == AM_OK) return extents;
+    const am_context *context = am_enter(&call, module, work);
+    if (am_leave(&call, am_find_extents(context, mask, rule, extents)) == 0) return extents;
     free(extents);
-    return (am_extent *)am_raise(status, NULL);
+    return NULL;
 }
 
 static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype,
                           const char *name)
 {
-    ptrdiff_t *ends = am_new(ptrdiff_t, 2 * batch);
+    am_freed ptrdiff_t *ends = am_new(ptrdiff_t, 2 * batch);
     if (!ends) return PyErr_NoMemory();
-    PyObject *result = NULL;
     for (npy_intp b = 0; b < batch; b++) {
         ends[2 * b] = of_keys ? extents[b].k_begin : extents[b].q_begin;
         ends[2 * b + 1] = of_keys ? extents[b].k_end : extents[b].q_end;
-        if (am_check_fits(ends[2 * b + 1], dtype, name, "an end") < 0) goto fail;
+        if (am_check_fits(ends[2 * b + 1], dtype, name, "an end") < 0) return NULL;
     }
-    result = am_counts_as(ends, 2 * batch, dtype);
-fail:
-    free(ends);
-    return result;
+    return am_counts_as(ends, 2 * batch, dtype);
 }
 
 /* Returns two new arrays: the ranges of the queries (or of the keys if `of_keys`) of `q`, and those of the
@@ -88,12 +78,9 @@ fail:
 static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k, npy_intp batch,
                             PyArray_Descr *dtype, const char *q_name, const char *k_name)
 {
-    PyObject *q_pairs = pairs_of(q, batch, of_keys, dtype, q_name),
-             *k_pairs = q_pairs ? pairs_of(k, batch, true, dtype, k_name) : NULL;
-    PyObject *result = k_pairs ? PyTuple_Pack(2, q_pairs, k_pairs) : NULL;
-    Py_XDECREF(q_pairs);
-    Py_XDECREF(k_pairs);
-    return result;
+    am_owned PyObject *q_pairs = pairs_of(q, batch, of_keys, dtype, q_name),
+                      *k_pairs = q_pairs ? pairs_of(k, batch, true, dtype, k_name) : NULL;
+    return k_pairs ? PyTuple_Pack(2, q_pairs, k_pairs) : NULL;
 }
 
 /* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
@@ -115,42 +102,30 @@ static int to_token_mask(PyArrayObject *array, const char *name, am_dense *mask)
 
 static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *kv_object = NULL, *result = NULL;
-    PyArrayObject *q_mask = NULL, *kv_mask = NULL;
-    PyArray_Descr *dtype = NULL;
-    am_extent *q = NULL, *k = NULL;
+    PyObject *kv_object = NULL;
+    am_owned PyArrayObject *q_mask = NULL, *kv_mask = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
+    am_freed am_extent *q = NULL, *k = NULL;
     am_dense queries, keys;
     const am_param params[] = {{"q_mask", am_to_mask, &q_mask},
                                {"kv_mask", am_to_object, &kv_object},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
-    if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
+    if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
     if (to_token_mask(q_mask, "q_mask", &queries) < 0 || am_check_mask(module, q_mask, "q_mask") < 0)
-        goto fail;
+        return NULL;
     if (kv_object != Py_None) {
         if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0 ||
             am_check_mask(module, kv_mask, "kv_mask") < 0)
-            goto fail;
-        if (queries.batch != keys.batch) {
-            PyErr_Format(PyExc_ValueError,
-                         "q_mask and kv_mask must have the same batch, got %zd and %zd rows", queries.batch,
-                         keys.batch);
-            goto fail;
-        }
+            return NULL;
+        if (queries.batch != keys.batch)
+            return PyErr_Format(PyExc_ValueError,
+                                "q_mask and kv_mask must have the same batch, got %zd and %zd rows",
+                                queries.batch, keys.batch);
     }
     q = find_extents(module, &queries, AM_ANY_HEAD, PyArray_SIZE(q_mask));
-    if (!q) goto fail;
-    if (kv_mask) {
-        k = find_extents(module, &keys, AM_ANY_HEAD, PyArray_SIZE(kv_mask));
-        if (!k) goto fail;
-    }
-    result = both_pairs(q, true, k ? k : q, queries.batch, dtype, "q_mask", k ? "kv_mask" : "q_mask");
-fail:
-    free(q);
-    free(k);
-    Py_XDECREF(q_mask);
-    Py_XDECREF(kv_mask);
-    Py_XDECREF(dtype);
-    return result;
+    if (!q) return NULL;
+    if (kv_mask && !(k = find_extents(module, &keys, AM_ANY_HEAD, PyArray_SIZE(kv_mask)))) return NULL;
+    return both_pairs(q, true, k ? k : q, queries.batch, dtype, "q_mask", k ? "kv_mask" : "q_mask");
 }
 
 typedef enum { ANY, ALL, FIRST } reduction;
@@ -168,39 +143,30 @@ static int to_reduction(PyObject *object, const char *name, void *dst)
 
 static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *result = NULL;
-    PyArrayObject *array = NULL;
-    PyArray_Descr *dtype = NULL;
-    am_extent *extents = NULL;
+    static const char name[] = "attention_mask";
+    am_owned PyArrayObject *array = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     reduction heads;
     am_dense mask;
-    const am_param params[] = {{"attention_mask", am_to_mask, &array},
+    const am_param params[] = {{name, am_to_mask, &array},
                                {"reduce_heads", to_reduction, &heads},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
-    if (am_parse("attention_mask_to_qkv_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
+    if (am_parse("attention_mask_to_qkv_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
     int ndim = PyArray_NDIM(array);
     if (ndim < 2 || ndim > 4) {
-        am_reject(PyExc_ValueError, "attention_mask", "[B, T], [B, Q, K] or [B, H, Q, K]", (PyObject *)array);
-        goto fail;
+        am_reject(PyExc_ValueError, name, "[B, T], [B, Q, K] or [B, H, Q, K]", (PyObject *)array);
+        return NULL;
     }
-    int failed = ndim == 2 ? to_token_mask(array, "attention_mask", &mask)
-                           : am_to_dense(array, "attention_mask", 3, &mask);
-    if (failed < 0 || am_check_mask(module, array, "attention_mask") < 0) goto fail;
+    int failed = ndim == 2 ? to_token_mask(array, name, &mask) : am_to_dense(array, name, 3, &mask);
+    if (failed < 0 || am_check_mask(module, array, name) < 0) return NULL;
     if (heads == FIRST && mask.heads == 0) {
-        am_reject(PyExc_ValueError, "attention_mask", "of one head or more to reduce to the first",
-                  (PyObject *)array);
-        goto fail;
+        am_reject(PyExc_ValueError, name, "of one head or more to reduce to the first", (PyObject *)array);
+        return NULL;
     }
     if (heads == FIRST) mask.heads = 1;
-    extents = find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
-    if (extents)
-        result =
-            both_pairs(extents, ndim == 2, extents, mask.batch, dtype, "attention_mask", "attention_mask");
-fail:
-    free(extents);
-    Py_XDECREF(array);
-    Py_XDECREF(dtype);
-    return result;
+    am_freed am_extent *extents =
+        find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
+    return extents ? both_pairs(extents, ndim == 2, extents, mask.batch, dtype, name, name) : NULL;
 }
 
 /* --- From pairs to masks --- */
@@ -232,15 +198,11 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     for (int i = 0; a->out.given && i < 2; i++) {
         if (inputs[i] && am_check_apart(a->out.array, "out", inputs[i], a->names[i]) < 0) return NULL;
     }
-    if (a->out.given && am_check_out(a->out.array, "out", ndim, shape, a->dtype) < 0) return NULL;
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
-    if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
-    PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
-    am_extent *extents = out ? am_new(am_extent, batch) : NULL;
-    if (!extents) {
-        Py_XDECREF(out);
-        return out ? PyErr_NoMemory() : NULL;
-    }
+    am_owned PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
+    if (!out || am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
+    am_freed am_extent *extents = am_new(am_extent, batch);
+    if (!extents) return PyErr_NoMemory();
     for (npy_intp b = 0; b < batch; b++) {
         extents[b] = (am_extent){0, 1, a->kv.ranges[b][0], a->kv.ranges[b][1]};
         if (ndim == 2) continue;
@@ -254,70 +216,53 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     boxes.query_stride = ndim == 4 ? PyArray_STRIDE(out, 2) : 0;
     boxes.key_stride = PyArray_STRIDE(out, ndim - 1);
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(out));
-    am_status status = am_fill_boxes(&call.context, &boxes);
-    am_leave(&call);
-    free(extents);
-    if (status == AM_OK) return am_returned(&a->out, out);
-    Py_DECREF(out);
-    return am_raise(status, NULL);
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(out));
+    return am_leave(&call, am_fill_boxes(context, &boxes)) < 0 ? NULL : am_returned(&a->out, out);
 }
 
 static PyObject *cu_seqlens_to_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    box_arguments a = {.names = {NULL, "cu_seqlens"}};
-    PyObject *result = NULL;
+    am_scoped(free_boxes) box_arguments a = {.names = {NULL, "cu_seqlens"}};
     const am_param params[] = {{"cu_seqlens", to_pairs, &a.kv},
                                {"max_len", am_to_length, &a.max_kv},
                                {"dtype", am_to_mask_dtype, &a.dtype},
                                {"out", am_to_out, &a.out}};
-    if (am_parse("cu_seqlens_to_mask", args, nargs, params, 4) == 0) result = fill_boxes(module, &a);
-    free_boxes(&a);
-    return result;
+    return am_parse("cu_seqlens_to_mask", args, nargs, params, 4) < 0 ? NULL : fill_boxes(module, &a);
 }
 
 static int check_batch(const box_arguments *a)
 {
     if (a->q.count == a->kv.count) return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "cu_seqlens_q and cu_seqlens_kv must have the same batch, got %zd and %zd pairs", a->q.count,
-                 a->kv.count);
-    return -1;
+    return am_fail(PyExc_ValueError,
+                   "cu_seqlens_q and cu_seqlens_kv must have the same batch, got %zd and %zd pairs",
+                   a->q.count, a->kv.count);
 }
 
 static PyObject *qkv_cu_seqlens_to_qkv_masks(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
-    PyObject *q_mask = NULL, *kv_mask = NULL, *result = NULL;
+    am_scoped(free_boxes) box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
     const am_param params[] = {{"cu_seqlens_q", to_pairs, &a.q},
                                {"max_q_len", am_to_length, &a.max_q},
                                {"cu_seqlens_kv", to_pairs, &a.kv},
                                {"max_kv_len", am_to_length, &a.max_kv},
                                {"dtype", am_to_mask_dtype, &a.dtype}};
-    if (am_parse("qkv_cu_seqlens_to_qkv_masks", args, nargs, params, 5) == 0 && check_batch(&a) == 0) {
-        const box_arguments q = {.kv = a.q, .max_kv = a.max_q, .dtype = a.dtype};
-        const box_arguments kv = {.kv = a.kv, .max_kv = a.max_kv, .dtype = a.dtype};
-        q_mask = fill_boxes(module, &q);
-        kv_mask = q_mask ? fill_boxes(module, &kv) : NULL;
-        result = kv_mask ? PyTuple_Pack(2, q_mask, kv_mask) : NULL;
-    }
-    Py_XDECREF(q_mask);
-    Py_XDECREF(kv_mask);
-    free_boxes(&a);
-    return result;
+    if (am_parse("qkv_cu_seqlens_to_qkv_masks", args, nargs, params, 5) < 0 || check_batch(&a) < 0)
+        return NULL;
+    const box_arguments q = {.kv = a.q, .max_kv = a.max_q, .dtype = a.dtype},
+                        kv = {.kv = a.kv, .max_kv = a.max_kv, .dtype = a.dtype};
+    am_owned PyObject *q_mask = fill_boxes(module, &q), *kv_mask = q_mask ? fill_boxes(module, &kv) : NULL;
+    return kv_mask ? PyTuple_Pack(2, q_mask, kv_mask) : NULL;
 }
 
 static PyObject *qkv_cu_seqlens_to_attention_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
-    PyObject *result = NULL;
+    am_scoped(free_boxes) box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
     const am_param params[] = {{"cu_seqlens_q", to_pairs, &a.q},      {"max_q_len", am_to_length, &a.max_q},
                                {"cu_seqlens_kv", to_pairs, &a.kv},    {"max_kv_len", am_to_length, &a.max_kv},
                                {"dtype", am_to_mask_dtype, &a.dtype}, {"out", am_to_out, &a.out}};
-    if (am_parse("qkv_cu_seqlens_to_attention_mask", args, nargs, params, 6) == 0 && check_batch(&a) == 0)
-        result = fill_boxes(module, &a);
-    free_boxes(&a);
-    return result;
+    if (am_parse("qkv_cu_seqlens_to_attention_mask", args, nargs, params, 6) < 0 || check_batch(&a) < 0)
+        return NULL;
+    return fill_boxes(module, &a);
 }
 
 /* --- Between the two forms --- */
@@ -325,59 +270,39 @@ static PyObject *qkv_cu_seqlens_to_attention_mask(PyObject *module, PyObject *co
 static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    pairs p = {0};
-    ptrdiff_t *starts = NULL;
-    PyObject *result = NULL;
+    am_scoped(free_pairs) pairs p = {0};
     const am_param params[] = {{"pairs", to_pairs, &p}};
-    if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) goto fail;
+    if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) return NULL;
     if (p.beyond) {
         am_reject(PyExc_OverflowError, "pairs", "below 2**63", (PyObject *)p.array);
-        goto fail;
+        return NULL;
     }
-    starts = am_new(ptrdiff_t, p.count + 1);
-    if (!starts) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    starts[0] = 0;
+    am_freed ptrdiff_t *starts = am_new(ptrdiff_t, p.count + 1);
+    if (!starts) return PyErr_NoMemory();
     for (npy_intp i = 0; i < p.count; i++) {
         ptrdiff_t begin = p.ranges[i][0] > 0 ? p.ranges[i][0] : 0, end = p.ranges[i][1];
-        if (__builtin_add_overflow(starts[i], end > begin ? end - begin : 0, &starts[i + 1])) {
-            PyErr_SetString(PyExc_OverflowError, "pairs must have a total length that fits int64, got more");
-            goto fail;
-        }
+        if (__builtin_add_overflow(starts[i], end > begin ? end - begin : 0, &starts[i + 1]))
+            return PyErr_Format(PyExc_OverflowError,
+                                "pairs must have a total length that fits int64, got more");
     }
     PyArray_Descr *dtype = PyArray_DESCR(p.array);
-    if (am_check_fits(starts[p.count], dtype, "pairs", "a total length") == 0)
-        result = am_counts_as(starts, p.count + 1, dtype);
-fail:
-    free(starts);
-    free_pairs(&p);
-    return result;
+    if (am_check_fits(starts[p.count], dtype, "pairs", "a total length") < 0) return NULL;
+    return am_counts_as(starts, p.count + 1, dtype);
 }
 
 static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    am_starts s = {0};
-    ptrdiff_t *ends = NULL;
-    PyObject *result = NULL;
+    am_scoped(am_free_starts) am_starts s = {0};
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
-    if (am_parse("cu_seqlens_to_pairs", args, nargs, params, 1) < 0) goto fail;
-    ends = am_new(ptrdiff_t, 2 * s.sequences);
-    if (!ends) {
-        PyErr_NoMemory();
-        goto fail;
-    }
+    if (am_parse("cu_seqlens_to_pairs", args, nargs, params, 1) < 0) return NULL;
+    am_freed ptrdiff_t *ends = am_new(ptrdiff_t, 2 * s.sequences);
+    if (!ends) return PyErr_NoMemory();
     for (ptrdiff_t i = 0; i < s.sequences; i++) {
         ends[2 * i] = s.starts[i];
         ends[2 * i + 1] = s.starts[i + 1];
     }
-    result = am_counts_as(ends, 2 * s.sequences, s.dtype);
-fail:
-    free(ends);
-    am_free_starts(&s);
-    return result;
+    return am_counts_as(ends, 2 * s.sequences, s.dtype);
 }
 
 PyMethodDef am_pairs_methods[] = {

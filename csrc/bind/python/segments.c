@@ -35,18 +35,17 @@ static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am
 
 static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
-    PyObject *result = NULL;
+    am_owned PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
     bool per_head, strict;
     am_dense dense;
     const am_param params[] = {
         {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
-    if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) goto fail;
-    if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) goto fail;
-    if (am_check_mask(module, mask, "mask") < 0) goto fail;
+    if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) return NULL;
+    if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) return NULL;
+    if (am_check_mask(module, mask, "mask") < 0) return NULL;
     if (!per_head && dense.heads == 0) {
         am_reject(PyExc_ValueError, "mask", "of one head or more, or per_head True", (PyObject *)mask);
-        goto fail;
+        return NULL;
     }
     int axes = PyArray_NDIM(mask) - 1 - (PyArray_NDIM(mask) == 4 && !per_head); /* batch, heads, tokens */
     npy_intp shape[3] = {dense.batch, dense.heads};
@@ -54,62 +53,42 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     q_ids = am_new_array_of(axes, shape, NPY_INT32);
     shape[axes - 1] = dense.keys;
     k_ids = q_ids ? am_new_array_of(axes, shape, NPY_INT32) : NULL;
-    if (!k_ids) goto fail;
+    if (!k_ids) return NULL;
     am_dense grouped = dense;
     if (!per_head) grouped.heads = 1;
     am_ungrouped found = {0};
-    am_status status = AM_OK;
     if (PyArray_SIZE(mask) > 0) {
         am_call call;
-        am_enter(&call, module, PyArray_SIZE(mask));
-        status = am_group_tokens(&call.context, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+        const am_context *context = am_enter(&call, module, PyArray_SIZE(mask));
+        am_status status = am_group_tokens(context, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
         if (status == AM_OK && strict)
-            status = am_find_ungrouped(&call.context, &dense, grouped.heads, PyArray_DATA(q_ids),
+            status = am_find_ungrouped(context, &dense, grouped.heads, PyArray_DATA(q_ids),
                                        PyArray_DATA(k_ids), &found);
-        am_leave(&call);
+        if (am_leave(&call, status) < 0) return NULL;
     } else { /* the mask has no pairs */
         memset(PyArray_DATA(q_ids), 0xff, (size_t)PyArray_NBYTES(q_ids));
         memset(PyArray_DATA(k_ids), 0xff, (size_t)PyArray_NBYTES(k_ids));
     }
-    if (status != AM_OK)
-        am_raise(status, NULL);
-    else if (found.any)
-        reject_ungrouped(mask, &dense, &found);
-    else
-        result = PyTuple_Pack(2, q_ids, k_ids);
-fail:
-    Py_XDECREF(mask);
-    Py_XDECREF(q_ids);
-    Py_XDECREF(k_ids);
-    return result;
+    if (found.any && reject_ungrouped(mask, &dense, &found) < 0) return NULL;
+    return PyTuple_Pack(2, q_ids, k_ids);
 }
 
 static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
-    PyObject *result = NULL;
+    am_owned PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
     am_dense dense;
     const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
-    if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) goto fail;
-    if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) goto fail;
-    if (am_check_mask(module, mask, "attention_mask") < 0) goto fail;
+    if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) return NULL;
+    if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) return NULL;
+    if (am_check_mask(module, mask, "attention_mask") < 0) return NULL;
     npy_intp const q_shape[2] = {dense.batch, dense.queries}, k_shape[2] = {dense.batch, dense.keys};
     q_ids = am_new_array_of(2, q_shape, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
-    if (!k_ids) goto fail;
+    if (!k_ids) return NULL;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(mask));
-    am_status status = am_mark_padding(&call.context, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
-    am_leave(&call);
-    if (status == AM_OK)
-        result = PyTuple_Pack(2, q_ids, k_ids);
-    else
-        am_raise(status, NULL);
-fail:
-    Py_XDECREF(mask);
-    Py_XDECREF(q_ids);
-    Py_XDECREF(k_ids);
-    return result;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(mask));
+    const am_status status = am_mark_padding(context, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(2, q_ids, k_ids);
 }
 
 /* --- Ids --- */
@@ -138,13 +117,10 @@ static int read_ids(PyArrayObject *array, const char *name, int low, int high, a
 
 static int reject_id(PyArrayObject *array, const char *name, const char *expected, ptrdiff_t index)
 {
-    PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
-    if (!value) return -1;
-    PyObject *where = am_position(array, index);
-    if (where) PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
-    Py_XDECREF(where);
-    Py_DECREF(value);
-    return -1;
+    am_owned PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index),
+                      *where = value ? am_position(array, index) : NULL;
+    if (!where) return -1;
+    return am_fail(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
 }
 
 /* The contents of a new array of int32. */
@@ -156,22 +132,19 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
 {
     am_ids ids;
     if (read_ids(array, name, what == INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
-    PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
+    am_owned PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
     if (!result) return NULL;
     int32_t *dst = PyArray_DATA(result);
     am_large_id large = {0};
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = what == IDS        ? am_narrow_ids(&call.context, &ids, dst, &large)
-                       : what == INTEGERS ? am_narrow_integers(&call.context, &ids, dst, &large)
-                                          : am_positions(&call.context, &ids, pad, dst, &large);
-    am_leave(&call);
-    if (status == AM_OK && !large.any) return result;
-    Py_DECREF(result);
-    if (status == AM_OK)
-        reject_id(array, name, what == INTEGERS ? "fit int32" : "be below 2**31", large.index);
-    else
-        am_raise(status, "a position does not fit int32");
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
+    call.overflow = "a position does not fit int32";
+    const am_status status = what == IDS        ? am_narrow_ids(context, &ids, dst, &large)
+                             : what == INTEGERS ? am_narrow_integers(context, &ids, dst, &large)
+                                                : am_positions(context, &ids, pad, dst, &large);
+    if (am_leave(&call, status) < 0) return NULL;
+    if (!large.any) return (PyArrayObject *)Py_NewRef(result);
+    reject_id(array, name, what == INTEGERS ? "fit int32" : "be below 2**31", large.index);
     return NULL;
 }
 
@@ -179,39 +152,33 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
 static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *name = NULL;
-    PyObject *object, *result = NULL;
-    PyArrayObject *array = NULL;
-    am_out out = {0};
+    PyObject *object;
+    am_owned PyArrayObject *array = NULL;
+    am_scoped(am_free_out) am_out out = {0};
     const am_param params[] = {
         {"ids", am_to_object, &object}, {"name", am_to_text, &name}, {"out", am_to_out, &out}};
     if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
-        goto fail;
+        return NULL;
     PyArrayObject *given =
         PyArray_Check(object) ? (PyArrayObject *)object : array; /* the caller's array, not a copy */
-    if (out.given && am_check_apart(out.array, "out", given, name) < 0) goto fail;
+    if (out.given && am_check_apart(out.array, "out", given, name) < 0) return NULL;
     am_ids ids;
-    if (read_ids(array, name, 2, 3, &ids) < 0) goto fail;
-    if (ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array))
-        result = Py_NewRef(array);
-    else
-        result = (PyObject *)new_int32(module, array, name, IDS, 0);
-fail:
-    Py_XDECREF(array);
-    Py_XDECREF(out.array);
-    return result;
+    if (read_ids(array, name, 2, 3, &ids) < 0) return NULL;
+    return ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array)
+               ? Py_NewRef(array)
+               : (PyObject *)new_int32(module, array, name, IDS, 0);
 }
 
 /* Returns a copy of integers as int32, of one to three axes. */
 static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *name = NULL;
-    PyObject *object, *result = NULL;
-    PyArrayObject *array = NULL;
+    PyObject *object;
+    am_owned PyArrayObject *array = NULL;
     const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
-    if (am_parse("int32_copy", args, nargs, params, 2) == 0 && am_to_array(object, name, &array) == 0)
-        result = (PyObject *)new_int32(module, array, name, INTEGERS, 0);
-    Py_XDECREF(array);
-    return result;
+    if (am_parse("int32_copy", args, nargs, params, 2) < 0 || am_to_array(object, name, &array) < 0)
+        return NULL;
+    return (PyObject *)new_int32(module, array, name, INTEGERS, 0);
 }
 
 /* Refuses additive biases: see am_check_mask. */
@@ -219,11 +186,10 @@ static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t 
 {
     const char *name = NULL;
     PyObject *object;
-    PyArrayObject *array = NULL;
+    am_owned PyArrayObject *array = NULL;
     const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
     bool fits = am_parse("check_mask", args, nargs, params, 2) == 0 &&
                 am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
-    Py_XDECREF(array);
     return fits ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -244,44 +210,33 @@ static int to_int32(PyObject *object, const char *name, void *dst)
 
 static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *array = NULL;
-    PyObject *result = NULL;
+    am_owned PyArrayObject *array = NULL;
     int32_t pad;
     const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
-    if (am_parse("positions_from_segment_ids", args, nargs, params, 2) == 0)
-        result = (PyObject *)new_int32(module, array, "segment_ids", POSITIONS, pad);
-    Py_XDECREF(array);
-    return result;
+    if (am_parse("positions_from_segment_ids", args, nargs, params, 2) < 0) return NULL;
+    return (PyObject *)new_int32(module, array, "segment_ids", POSITIONS, pad);
 }
 
 /* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */
 static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *ids = NULL, *result = NULL;
-    PyArray_Descr *dtype = NULL;
+    am_owned PyArrayObject *ids = NULL, *result = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     uint64_t one;
     const am_param params[] = {{"ids", am_to_array, &ids}, {"dtype", am_to_mask_dtype, &dtype}};
-    if (am_parse("segment_ids_to_token_mask", args, nargs, params, 2) < 0) goto fail;
+    if (am_parse("segment_ids_to_token_mask", args, nargs, params, 2) < 0) return NULL;
     if (am_dtype_of(PyArray_DESCR(ids)) != AM_INT32 || !PyArray_IS_C_CONTIGUOUS(ids)) {
         am_reject(PyExc_TypeError, "ids", "a C-contiguous array of int32", (PyObject *)ids);
-        goto fail;
+        return NULL;
     }
-    if (am_bytes_of(Py_True, dtype, &one) < 0) goto fail;
+    if (am_bytes_of(Py_True, dtype, &one) < 0) return NULL;
     result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
-    if (!result) goto fail;
+    if (!result) return NULL;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(ids));
-    am_status status = am_mark_valid(&call.context, PyArray_DATA(ids), PyArray_SIZE(ids),
-                                     PyArray_DATA(result), PyArray_ITEMSIZE(result), one);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        Py_CLEAR(result);
-    }
-fail:
-    Py_XDECREF(ids);
-    Py_XDECREF(dtype);
-    return (PyObject *)result;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(ids));
+    const am_status status = am_mark_valid(context, PyArray_DATA(ids), PyArray_SIZE(ids),
+                                           PyArray_DATA(result), PyArray_ITEMSIZE(result), one);
+    return am_leave(&call, status) < 0 ? NULL : Py_NewRef(result);
 }
 
 /* --- Lengths --- */
@@ -289,20 +244,11 @@ fail:
 /* Returns `entries` partial sums of counts, of which the first is 0; missing counts are 0. */
 static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entries, PyArray_Descr *dtype)
 {
-    ptrdiff_t total = 0;
-    for (ptrdiff_t i = 0; i < count; i++) total += counts[i];
-    if (am_check_fits(total, dtype, "segment_ids", "a total length") < 0) return NULL;
-    PyArrayObject *result = am_new_array_of(1, &entries, am_working_type(dtype));
-    if (!result) return NULL;
-    ptrdiff_t sum = 0;
-    for (npy_intp i = 0; i < entries; i++) {
-        if (PyArray_TYPE(result) == NPY_INT32)
-            ((int32_t *)PyArray_DATA(result))[i] = (int32_t)sum;
-        else
-            ((int64_t *)PyArray_DATA(result))[i] = sum;
-        if (i < count) sum += counts[i];
-    }
-    return am_finish(result, dtype);
+    am_freed ptrdiff_t *sums = am_new(ptrdiff_t, entries);
+    if (!sums) return PyErr_NoMemory();
+    for (npy_intp i = 1; i < entries; i++) sums[i] = sums[i - 1] + (i <= count ? counts[i - 1] : 0);
+    if (am_check_fits(sums[entries - 1], dtype, "segment_ids", "a total length") < 0) return NULL;
+    return am_counts_as(sums, entries, dtype);
 }
 
 typedef struct {
@@ -319,74 +265,52 @@ static int to_limit(PyObject *object, const char *name, void *dst)
 
 static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *array = NULL;
-    PyArray_Descr *dtype = NULL;
+    am_owned PyArrayObject *array = NULL;
+    am_owned PyArray_Descr *dtype = NULL;
     limit max_segments = {0};
-    PyObject *result = NULL;
-    ptrdiff_t *counts = NULL, segments = 0;
+    am_freed ptrdiff_t *counts = NULL;
+    ptrdiff_t segments = 0;
     am_large_id large = {0};
     am_ids ids;
     const am_param params[] = {{"segment_ids", am_to_array, &array},
                                {"out_dtype", am_to_integer_dtype, &dtype},
                                {"max_segments", to_limit, &max_segments}};
-    if (am_parse("segment_ids_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
-    if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) goto fail;
+    if (am_parse("segment_ids_to_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
+    if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) return NULL;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(array));
-    am_status status =
-        am_count_segments(&call.context, &ids, max_segments.given ? max_segments.value : PTRDIFF_MAX, &counts,
-                          &segments, &large);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-    } else if (large.any) {
+    const ptrdiff_t most = max_segments.given ? max_segments.value : PTRDIFF_MAX;
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
+    if (am_leave(&call, am_count_segments(context, &ids, most, &counts, &segments, &large)) < 0) return NULL;
+    if (large.any) {
         char expected[64];
-        PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd",
-                      (Py_ssize_t)max_segments.value);
+        PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
         reject_id(array, "segment_ids", max_segments.given ? expected : "be below 2**63 - 1", large.index);
-    } else {
-        npy_intp last = max_segments.given ? max_segments.value : segments;
-        if (last < NPY_MAX_INTP)
-            result = sums_of(counts, segments, last + 1, dtype);
-        else
-            PyErr_NoMemory();
+        return NULL;
     }
-fail:
-    free(counts);
-    Py_XDECREF(array);
-    Py_XDECREF(dtype);
-    return result;
+    const npy_intp last = max_segments.given ? most : segments;
+    return last < NPY_MAX_INTP ? sums_of(counts, segments, last + 1, dtype) : PyErr_NoMemory();
 }
 
 /* Returns the number of tokens of each segment up to the highest id, as int32, for ids from segment_ids(). */
 static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *array = NULL;
-    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
-    PyObject *result = NULL;
-    ptrdiff_t *counts = NULL, segments = 0;
+    am_owned PyArrayObject *array = NULL;
+    am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
+    am_freed ptrdiff_t *counts = NULL;
+    ptrdiff_t segments = 0;
     am_large_id large = {0};
     am_ids ids;
     const am_param params[] = {{"ids", am_to_array, &array}};
-    if (am_parse("segment_lens", args, nargs, params, 1) < 0) goto fail;
-    if (read_ids(array, "ids", 2, 3, &ids) < 0) goto fail;
+    if (am_parse("segment_lens", args, nargs, params, 1) < 0) return NULL;
+    if (read_ids(array, "ids", 2, 3, &ids) < 0) return NULL;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_count_segments(&call.context, &ids, PTRDIFF_MAX, &counts, &segments, &large);
-    am_leave(&call);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        goto fail;
-    }
+    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
+    if (am_leave(&call, am_count_segments(context, &ids, PTRDIFF_MAX, &counts, &segments, &large)) < 0)
+        return NULL;
     for (ptrdiff_t i = 0; i < segments; i++) {
-        if (am_check_fits(counts[i], dtype, "ids", "a length") < 0) goto fail;
+        if (am_check_fits(counts[i], dtype, "ids", "a length") < 0) return NULL;
     }
-    result = am_counts_as(counts, segments, dtype);
-fail:
-    free(counts);
-    Py_XDECREF(array);
-    Py_DECREF(dtype);
-    return result;
+    return am_counts_as(counts, segments, dtype);
 }
 
 /* --- Numbers of tokens --- */
@@ -414,94 +338,88 @@ static int read_sides(PyArrayObject *const arrays[2], am_ids ids[2])
     return 0;
 }
 
+/* Ids of queries and keys, and numbers of their tokens. */
+typedef struct {
+    PyArrayObject *ids[2], *numbers[2]; /* owned */
+} sides;
+
+static void free_sides(sides *s)
+{
+    for (int i = 0; i < 2; i++) Py_XDECREF(s->ids[i]), Py_XDECREF(s->numbers[i]);
+}
+
 /* Makes new arrays of numbers: of queries, and of keys if they have chunks. */
-static int number_tokens(PyObject *module, am_numbering *n, PyArrayObject *const arrays[2],
-                         PyArrayObject *numbers[2])
+static int number_tokens(PyObject *module, am_numbering *n, sides *s)
 {
     static const int64_t still = 0;
-    const int sides = n->what == AM_CHUNKS && arrays[1] ? 2 : 1;
-    const bool heads = PyArray_NDIM(arrays[0]) == 3 || (arrays[1] && PyArray_NDIM(arrays[1]) == 3);
-    npy_intp tokens = PyArray_SIZE(arrays[0]);
+    const int count = n->what == AM_CHUNKS && s->ids[1] ? 2 : 1;
+    const bool heads = PyArray_NDIM(s->ids[0]) == 3 || (s->ids[1] && PyArray_NDIM(s->ids[1]) == 3);
+    npy_intp tokens = PyArray_SIZE(s->ids[0]);
     if (!n->shifts) n->shifts = (const char *)&still;
-    for (int side = 0; side < sides; side++) {
+    for (int side = 0; side < count; side++) {
         npy_intp shape[AM_ID_AXES] = {n->ids[side].shape[0], n->ids[side].shape[1]};
         shape[1 + heads] = n->ids[side].shape[2];
-        numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
-        if (!numbers[side]) return -1;
-        n->dst[side] = PyArray_DATA(numbers[side]);
-        tokens += PyArray_SIZE(numbers[side]);
+        s->numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
+        if (!s->numbers[side]) return -1;
+        n->dst[side] = PyArray_DATA(s->numbers[side]);
+        tokens += PyArray_SIZE(s->numbers[side]);
     }
     am_call call;
-    am_enter(&call, module, tokens);
-    am_status status = am_number_tokens(&call.context, n);
-    am_leave(&call);
-    if (status == AM_OK) return 0;
-    am_raise(status, "the number of a token does not fit int32");
-    return -1;
+    const am_context *context = am_enter(&call, module, tokens);
+    call.overflow = "the number of a token does not fit int32";
+    return am_leave(&call, am_number_tokens(context, n));
 }
 
 /* Returns how many tokens of the same segment come before each token. */
 static PyObject *count_earlier_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL};
+    am_scoped(free_sides) sides s = {0};
     am_numbering n = {.what = AM_EARLIER_TOKENS};
-    const am_param params[] = {{"q_ids", am_to_array, &ids[0]}};
-    if (am_parse("count_earlier_tokens", args, nargs, params, 1) == 0 && read_sides(ids, n.ids) == 0 &&
-        number_tokens(module, &n, ids, numbers) < 0)
-        Py_CLEAR(numbers[0]);
-    Py_XDECREF(ids[0]);
-    return (PyObject *)numbers[0];
+    const am_param params[] = {{"q_ids", am_to_array, &s.ids[0]}};
+    if (am_parse("count_earlier_tokens", args, nargs, params, 1) < 0 || read_sides(s.ids, n.ids) < 0 ||
+        number_tokens(module, &n, &s) < 0)
+        return NULL;
+    return Py_NewRef(s.numbers[0]);
 }
 
 /* Returns where queries lie among the keys if the first (or last) token of each segment is the same; None if
  * all stay. */
 static PyObject *queries_among_keys(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL};
-    PyObject *result = NULL;
+    am_scoped(free_sides) sides s = {0};
     am_numbering n = {0};
     bool last;
     const am_param params[] = {
-        {"q_ids", am_to_array, &ids[0]}, {"kv_ids", am_to_array, &ids[1]}, {"last", am_to_bool, &last}};
-    if (am_parse("queries_among_keys", args, nargs, params, 3) < 0 || read_sides(ids, n.ids) < 0) goto fail;
+        {"q_ids", am_to_array, &s.ids[0]}, {"kv_ids", am_to_array, &s.ids[1]}, {"last", am_to_bool, &last}};
+    if (am_parse("queries_among_keys", args, nargs, params, 3) < 0 || read_sides(s.ids, n.ids) < 0)
+        return NULL;
     n.what = last ? AM_SAME_LAST_TOKEN : AM_SAME_FIRST_TOKEN;
-    if (number_tokens(module, &n, ids, numbers) == 0)
-        result = Py_NewRef(n.moved ? (PyObject *)numbers[0] : Py_None);
-fail:
-    Py_XDECREF(ids[0]);
-    Py_XDECREF(ids[1]);
-    Py_XDECREF(numbers[0]);
-    return result;
+    if (number_tokens(module, &n, &s) < 0) return NULL;
+    return Py_NewRef(n.moved ? (PyObject *)s.numbers[0] : Py_None);
 }
 
 /* Returns the chunks of queries and keys, which are one array if `kv_ids` is None. */
 static PyObject *chunks_of_segments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyArrayObject *ids[2] = {NULL}, *numbers[2] = {NULL}, *shifts = NULL;
-    PyObject *result = NULL;
+    am_scoped(free_sides) sides s = {0};
+    am_owned PyArrayObject *shifts = NULL;
     am_numbering n = {.what = AM_CHUNKS};
-    const am_param params[] = {{"q_ids", am_to_array, &ids[0]},
-                               {"kv_ids", am_to_array_or_none, &ids[1]},
+    const am_param params[] = {{"q_ids", am_to_array, &s.ids[0]},
+                               {"kv_ids", am_to_array_or_none, &s.ids[1]},
                                {"size", am_to_count, &n.size},
                                {"shifts", am_to_array, &shifts}};
-    if (am_parse("chunks_of_segments", args, nargs, params, 4) < 0 || read_sides(ids, n.ids) < 0) goto fail;
-    if (PyArray_NDIM(shifts) != 1 || am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 ||
-        (PyArray_DIM(shifts, 0) != 1 && PyArray_DIM(shifts, 0) != n.ids[0].shape[0])) {
+    if (am_parse("chunks_of_segments", args, nargs, params, 4) < 0 || read_sides(s.ids, n.ids) < 0)
+        return NULL;
+    const npy_intp count = PyArray_NDIM(shifts) == 1 ? PyArray_DIM(shifts, 0) : -1;
+    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n.ids[0].shape[0])) {
         am_reject(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", (PyObject *)shifts);
-        goto fail;
+        return NULL;
     }
     n.size = am_min(n.size, LONGEST_CHUNK);
     n.shifts = PyArray_BYTES(shifts);
-    n.shift_stride = PyArray_DIM(shifts, 0) == 1 ? 0 : PyArray_STRIDE(shifts, 0);
-    if (number_tokens(module, &n, ids, numbers) == 0)
-        result = PyTuple_Pack(2, numbers[0], numbers[numbers[1] != NULL]);
-fail:
-    Py_XDECREF(ids[0]);
-    Py_XDECREF(ids[1]);
-    Py_XDECREF(shifts);
-    Py_XDECREF(numbers[0]);
-    Py_XDECREF(numbers[1]);
-    return result;
+    n.shift_stride = count == 1 ? 0 : PyArray_STRIDE(shifts, 0);
+    if (number_tokens(module, &n, &s) < 0) return NULL;
+    return PyTuple_Pack(2, s.numbers[0], s.numbers[s.numbers[1] != NULL]);
 }
 
 PyMethodDef am_segments_methods[] = {

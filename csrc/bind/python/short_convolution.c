@@ -86,30 +86,19 @@ static PyArrayObject *new_state(const arguments *a)
 
 static PyObject *compute(PyObject *module, arguments *a)
 {
-    PyArrayObject *out = am_target(&a->out, 3, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
-    PyArrayObject *state = out && a->return_state ? new_state(a) : NULL;
-    PyObject *result = NULL;
-    if (!out || (a->return_state && !state)) goto fail;
+    am_owned PyArrayObject *out = am_target(&a->out, 3, PyArray_DIMS(a->x), PyArray_DESCR(a->x)),
+                           *state = out && a->return_state ? new_state(a) : NULL;
+    if (!out || (a->return_state && !state)) return NULL;
     if (PyArray_SIZE(a->x) > 0 || (state && PyArray_SIZE(state) > 0)) {
-        if (find_starts(a) < 0) goto fail;
+        if (find_starts(a) < 0) return NULL;
         a->conv.out = tokens_of(a, out);
         a->conv.after = rows_of(state, 0, 2, 1);
         am_call call;
-        am_enter(&call, module, PyArray_SIZE(a->x));
-        am_status status = am_short_conv_forward(&call.context, &a->conv);
-        am_leave(&call);
-        if (status != AM_OK) {
-            am_raise(status, NULL);
-            goto fail;
-        }
+        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
+        if (am_leave(&call, am_short_conv_forward(context, &a->conv)) < 0) return NULL;
     }
-    result = am_returned(&a->out, out);
-    out = NULL;
-    if (a->return_state) Py_SETREF(result, PyTuple_Pack(2, result, state));
-fail:
-    Py_XDECREF(out);
-    Py_XDECREF(state);
-    return result;
+    am_owned PyObject *result = am_returned(&a->out, out);
+    return state ? PyTuple_Pack(2, result, state) : Py_NewRef(result);
 }
 
 typedef PyObject *computation(PyObject *module, arguments *a);
@@ -118,8 +107,7 @@ typedef PyObject *computation(PyObject *module, arguments *a);
 static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
                           computation *compute_it)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"x", am_to_array, &a.x},
         {"weight", am_to_array, &a.weight},
@@ -130,10 +118,8 @@ static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t na
         {"return_state", am_to_bool, &a.return_state},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 8) == 0 && check_sequences(&a) == 0)
-        result = compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
-    release(&a);
-    return result;
+    if (am_parse(name, args, nargs, params, 8) < 0 || check_sequences(&a) < 0) return NULL;
+    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
 static PyObject *short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -146,23 +132,19 @@ static PyObject *check_short_convolution(PyObject *module, PyObject *const *args
     return convolve(module, args, nargs, "check_short_convolution", NULL);
 }
 
-/* A new array like `array`; NULL for NULL. */
-static PyArrayObject *like(PyArrayObject *array)
-{
-    return array ? am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array)) : NULL;
-}
-
 static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
     PyArrayObject *const of[] = {a->x, a->weight, a->bias, a->initial};
-    PyArrayObject *grads[4] = {NULL};
-    PyObject *result = NULL;
-    for (int i = 0; i < 4; i++) {
-        grads[i] = like(of[i]);
-        if (of[i] && !grads[i]) goto fail;
+    PyArrayObject *grads[4] = {NULL}; /* of the result */
+    am_owned PyObject *result = PyTuple_New(4);
+    for (int i = 0; result && i < 4; i++) {
+        if (of[i]) grads[i] = am_new_array(PyArray_NDIM(of[i]), PyArray_DIMS(of[i]), PyArray_DESCR(of[i]));
+        if (of[i] && !grads[i]) return NULL;
+        PyTuple_SET_ITEM(result, i, of[i] ? (PyObject *)grads[i] : Py_NewRef(Py_None));
     }
+    if (!result) return NULL;
     if (PyArray_SIZE(a->weight) > 0) {
-        if (find_starts(a) < 0) goto fail;
+        if (find_starts(a) < 0) return NULL;
         am_short_conv_gradients job = {.conv = a->conv,
                                        .d_x = tokens_of(a, grads[0]),
                                        .d_weight = rows_of(grads[1], -1, 1, 0),
@@ -171,28 +153,15 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
         job.conv.out = tokens_of(a, a->dout);
         job.conv.after = rows_of(a->dstate, 0, 2, 1);
         am_call call;
-        am_enter(&call, module, PyArray_SIZE(a->x));
-        am_status status = am_short_conv_backward(&call.context, &job);
-        am_leave(&call);
-        if (status != AM_OK) {
-            am_raise(status, NULL);
-            goto fail;
-        }
+        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
+        if (am_leave(&call, am_short_conv_backward(context, &job)) < 0) return NULL;
     }
-    result = PyTuple_New(4);
-    for (int i = 0; result && i < 4; i++) {
-        PyTuple_SET_ITEM(result, i, grads[i] ? (PyObject *)grads[i] : Py_NewRef(Py_None));
-        grads[i] = NULL;
-    }
-fail:
-    for (int i = 0; i < 4; i++) Py_XDECREF(grads[i]);
-    return result;
+    return Py_NewRef(result);
 }
 
 static PyObject *short_convolution_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"x", am_to_array, &a.x},
         {"weight", am_to_array, &a.weight},
@@ -203,10 +172,9 @@ static PyObject *short_convolution_backward(PyObject *module, PyObject *const *a
         {"dout", am_to_array, &a.dout},
         {"dstate", am_to_array_or_none, &a.dstate},
     };
-    if (am_parse("short_convolution_backward", args, nargs, params, 8) == 0 && check_sequences(&a) == 0)
-        result = compute_gradients(module, &a);
-    release(&a);
-    return result;
+    if (am_parse("short_convolution_backward", args, nargs, params, 8) < 0 || check_sequences(&a) < 0)
+        return NULL;
+    return compute_gradients(module, &a);
 }
 
 static int check_step(arguments *a)
@@ -230,36 +198,29 @@ static int check_step(arguments *a)
 
 static PyObject *compute_step(PyObject *module, arguments *a)
 {
-    PyArrayObject *out = am_target(&a->out, 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
+    am_owned PyArrayObject *out = am_target(&a->out, 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
     if (!out) return NULL;
-    am_status status = AM_OK;
     if (PyArray_SIZE(a->x) > 0) {
         a->conv.out = rows_of(out, 0, -1, 1);
         am_call call;
-        am_enter(&call, module, PyArray_SIZE(a->x));
-        status = am_short_conv_step(&call.context, &a->conv, a->slots);
-        am_leave(&call);
+        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
+        if (am_leave(&call, am_short_conv_step(context, &a->conv, a->slots)) < 0) return NULL;
     }
-    if (status == AM_OK) return am_returned(&a->out, out);
-    Py_DECREF(out);
-    return am_raise(status, NULL);
+    return am_returned(&a->out, out);
 }
 
 static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
                            computation *compute_it)
 {
-    arguments a = {0};
-    PyObject *result = NULL;
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
         {"x", am_to_array, &a.x},       {"weight", am_to_array, &a.weight},
         {"state", am_to_out, &a.state}, {"bias", am_to_array_or_none, &a.bias},
         {"silu", am_to_bool, &a.silu},  {"state_indices", am_to_array_or_none, &a.indices},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 7) == 0 && check_step(&a) == 0)
-        result = compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
-    release(&a);
-    return result;
+    if (am_parse(name, args, nargs, params, 7) < 0 || check_step(&a) < 0) return NULL;
+    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
 static PyObject *short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

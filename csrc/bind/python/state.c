@@ -52,13 +52,12 @@ PyObject *am_ask(am_helper helper, const char *format, ...)
 {
     va_list values;
     va_start(values, format);
-    PyObject *given = Py_VaBuildValue(format, values), *answer = NULL;
+    am_owned PyObject *given = Py_VaBuildValue(format, values);
     va_end(values);
-    if (given && helpers[helper]) answer = PyObject_CallObject(helpers[helper], given);
+    if (!given) return NULL;
     /* While the package is being imported, an argument is at most a variable of the environment. */
-    if (given && !helpers[helper]) answer = PyObject_Repr(PyTuple_GET_ITEM(given, 0));
-    Py_XDECREF(given);
-    return answer;
+    return helpers[helper] ? PyObject_CallObject(helpers[helper], given)
+                           : PyObject_Repr(PyTuple_GET_ITEM(given, 0));
 }
 
 /* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's
@@ -77,31 +76,42 @@ static bool interrupted(void *arg)
     return stop;
 }
 
-void am_enter(am_call *call, PyObject *module, npy_intp work)
+const am_context *am_enter(am_call *call, PyObject *module, npy_intp work)
 {
     am_state *state = am_state_of(module);
     const am_float_mode mode = am_float_mode_get();
     *call = (am_call){.mode = mode, .context = {.kernels = atomic_load(&state->kernels), .threads = 1}};
     am_float_mode_set(am_float_mode_quiet(mode));
-    if (work < SMALL) return;
+    if (work < SMALL) return &call->context;
     call->context.threads = am_threads(state);
     if (PyThread_get_thread_ident() == atomic_load(&main_thread)) call->context.stop = interrupted;
     call->context.stop_arg = call;
     call->python = PyEval_SaveThread();
+    return &call->context;
 }
 
-void am_leave(am_call *call)
+int am_leave(am_call *call, am_status status)
 {
     am_float_mode_set(call->mode);
     if (call->python) PyEval_RestoreThread(call->python);
+    return status == AM_OVERFLOW ? am_fail(PyExc_OverflowError, "%s", call->overflow) : am_raise(status);
 }
 
-PyObject *am_raise(am_status status, const char *overflow)
+int am_raise(am_status status)
 {
-    if (status == AM_NO_MEMORY) return PyErr_NoMemory();
-    if (status == AM_OVERFLOW) PyErr_SetString(PyExc_OverflowError, overflow);
+    if (status == AM_OK) return 0;
+    if (status == AM_NO_MEMORY) PyErr_NoMemory();
     if (status == AM_FORKED)
         PyErr_SetString(PyExc_RuntimeError, "a signal handler forked this process in the middle of a call, "
                                             "which the child cannot end: its other threads are gone");
-    return NULL; /* interrupted: the signal handler's exception is set */
+    return -1; /* interrupted: the signal handler's exception is set */
+}
+
+int am_fail(PyObject *exception, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyErr_FormatV(exception, format, values);
+    va_end(values);
+    return -1;
 }

@@ -3,10 +3,30 @@
 #define AM_BIND_PYTHON_STATE_H
 
 #include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "bind/python/numpy.h"
 #include "core/runtime/float_mode.h"
 #include "core/runtime/threads.h"
+
+/* Variables whose contents are released where their scope ends: by a function, as references to objects, or
+ * by `free`. They must be initialized. */
+#define am_scoped(release) __attribute__((cleanup(release)))
+#define am_owned am_scoped(am_release)
+#define am_freed am_scoped(am_free)
+static inline void am_release(void *reference)
+{
+    PyObject *object; /* the variable may point to another type */
+    memcpy(&object, reference, sizeof object);
+    Py_XDECREF(object);
+}
+static inline void am_free(void *pointer)
+{
+    void *memory;
+    memcpy(&memory, pointer, sizeof memory);
+    free(memory);
+}
 
 typedef struct {
     _Atomic(const am_kernels *) kernels;
@@ -43,13 +63,16 @@ PyObject *am_ask(am_helper helper, const char *format, ...);
 typedef struct {
     am_context context;
     PyThreadState *python;
-    am_float_mode mode; /* the caller's */
+    am_float_mode mode;   /* the caller's */
+    const char *overflow; /* the message of AM_OVERFLOW; NULL until it is set */
 } am_call;
-void am_enter(am_call *call, PyObject *module, npy_intp work);
-void am_leave(am_call *call);
+const am_context *am_enter(am_call *call, PyObject *module, npy_intp work);
+/* 0; or -1 with the exception for `status` set. */
+int am_leave(am_call *call, am_status status);
 
-/* Sets the exception for `status`; `overflow` is the message of AM_OVERFLOW. Returns NULL. */
-PyObject *am_raise(am_status status, const char *overflow);
+/* Set an exception: that for `status`, or the given one. Return -1. */
+int am_raise(am_status status);
+int am_fail(PyObject *exception, const char *format, ...);
 
 /* Return a new C-contiguous array, or NULL with the exception set; they steal no reference. Large arrays lie
  * in blocks (core/runtime/memory_blocks.h). */

@@ -381,9 +381,8 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
     for (size_t i = 0; capsules && i < sizeof handlers / sizeof *handlers; i++) {
         void *pointer;
         memcpy(&pointer, &handlers[i].handler, sizeof pointer);
-        PyObject *capsule = PyCapsule_New(pointer, NULL, NULL);
+        am_owned PyObject *capsule = PyCapsule_New(pointer, NULL, NULL);
         if (!capsule || PyDict_SetItemString(capsules, handlers[i].name, capsule) < 0) Py_CLEAR(capsules);
-        Py_XDECREF(capsule);
     }
     return capsules;
 }
