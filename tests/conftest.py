@@ -23,17 +23,10 @@ pytest.register_assert_rewrite(
 # and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the
 # tests of threads.
 NO_CALLS_OF_THEIR_OWN = (
-    "project/test_charts.py",
-    "project/test_demo.py",
-    "project/test_docs.py",
-    "project/test_examples.py",
-    "common/test_help.py",
-    "project/test_make.py",
-    "project/test_notebook.py",
-    "attention/test_reference.py",
-    "common/test_signatures.py",
-    "runtime/test_threads.py",
-)
+    "project/test_charts.py", "project/test_demo.py", "project/test_docs.py", "project/test_examples.py",
+    "common/test_help.py", "project/test_make.py", "project/test_notebook.py", "attention/test_reference.py",
+    "common/test_signatures.py", "runtime/test_threads.py",
+)  # fmt: skip
 if ASAN:
     collect_ignore = list(NO_CALLS_OF_THEIR_OWN)
 
@@ -46,24 +39,15 @@ AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
 # shapes, layouts, types and levels, and test_kernel, test_all_pairs_of_arguments and the tests of sequences go through
 # all of these.
 THINNED = {
-    "test_a_million_tokens",
-    "test_a_row_without_a_live_pair",
-    "test_a_sequence_gets_the_bits_that_it_gets_alone",
-    "test_a_signal_ends_a_long_call",
-    "test_any_number_of_threads_gives_the_same_bits",
-    "test_batch_rows_that_see_unlike_many_keys",
-    "test_dead_pairs_have_no_influence",
-    "test_few_queries_give_the_same_bits_in_any_layout",
-    "test_float32_over_a_million_steps",
-    "test_heads_that_share_keys_meet_them_in_turn",
-    "test_live_nan_comes_through",
-    "test_over_the_numbers_that_they_stand_for",
-    "test_results_larger_than_the_cache",
-    "test_sequences_of_any_length",
-    "test_tasks_of_many_tiles",
-    "test_terms_by_distance",
-    "test_the_gradient_of_a_bias_alters_no_other",
-}
+    "test_a_million_tokens", "test_a_row_without_a_live_pair",
+    "test_a_sequence_gets_the_bits_that_it_gets_alone", "test_a_signal_ends_a_long_call",
+    "test_any_number_of_threads_gives_the_same_bits", "test_batch_rows_that_see_unlike_many_keys",
+    "test_dead_pairs_have_no_influence", "test_few_queries_give_the_same_bits_in_any_layout",
+    "test_float32_over_a_million_steps", "test_heads_that_share_keys_meet_them_in_turn",
+    "test_live_nan_comes_through", "test_over_the_numbers_that_they_stand_for",
+    "test_results_larger_than_the_cache", "test_sequences_of_any_length", "test_tasks_of_many_tiles",
+    "test_terms_by_distance", "test_the_gradient_of_a_bias_alters_no_other",
+}  # fmt: skip
 
 # Folders with attention, but for files whose tests other files make at amx, too; and files with caches of integers.
 OF_ATTENTION = ("attention", "cache")

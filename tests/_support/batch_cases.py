@@ -39,22 +39,13 @@ MORE: tuple[dict[str, Any], ...] = (
 )
 # How sequences are put together, and which argument separates them from each other and from padding.
 KINDS = (
-    ("alone, laid out otherwise", None),
-    ("a batch row of many", None),
-    ("padded", "ids"),
-    ("padded", "MaskInfo of ids"),
-    ("padded", "MaskInfo of cu_seqlens"),
-    ("padded", "MaskInfo of kv lengths"),
-    ("padded", "an array of pairs"),
-    ("padded", "a MaskInfo of pairs"),
-    ("padded", "a MaskInfo of a function"),
-    ("packed", "cu_seqlens"),
-    ("packed", "ids"),
-    ("packed", "MaskInfo of ids"),
-    ("packed", "MaskInfo of cu_seqlens"),
-    ("packed in rows", "ids"),
+    ("alone, laid out otherwise", None), ("a batch row of many", None), ("padded", "ids"),
+    ("padded", "MaskInfo of ids"), ("padded", "MaskInfo of cu_seqlens"), ("padded", "MaskInfo of kv lengths"),
+    ("padded", "an array of pairs"), ("padded", "a MaskInfo of pairs"),
+    ("padded", "a MaskInfo of a function"), ("packed", "cu_seqlens"), ("packed", "ids"),
+    ("packed", "MaskInfo of ids"), ("packed", "MaskInfo of cu_seqlens"), ("packed in rows", "ids"),
     ("packed in rows", "MaskInfo of ids"),
-)
+)  # fmt: skip
 MOST_PAIRS = 10**6  # of an array that tells sequences from padding
 Kind = tuple[str, str | None]
 Shape = tuple[int, int, int]  # batch rows, queries, keys

@@ -17,16 +17,9 @@ from attnmask import MaskInfo
 F16, BF16, F32, F64 = (np.dtype(d) for d in ("float16", ml_dtypes.bfloat16, "float32", "float64"))
 FLOATS = (F16, BF16, F32, F64)
 LAYOUTS = (
-    "contiguous",
-    "heads first",
-    "sliced",
-    "reversed",
-    "strided",
-    "fortran",
-    "misaligned",
-    "swapped",
+    "contiguous", "heads first", "sliced", "reversed", "strided", "fortran", "misaligned", "swapped",
     "one head",
-)
+)  # fmt: skip
 LENGTHS = (64, 17, 0, 1, 2, 5, 6, 7, 15, 16, 63, 65, 127, 128, 129)
 DEPTHS = (16, 64, 1, 2, 7, 8, 9, 15, 17, 31, 32, 33, 80, 96, 128, 129, 256, 512)
 
@@ -366,34 +359,15 @@ def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
 
 
 LIMITS = (
-    "causal",
-    "causal, bottom-right",
-    "window",
-    "segments",
-    "segments, sinks",
-    "bool mask",
-    "padding mask",
-    "int mask",
-    "segment info",
-    "dense info",
-    "bias",
-    "bias, soft cap",
-    "causal, soft cap",
-    "causal, unnormalized",
-    "bias of the keys",
-    "causal, dropout",
-)
+    "causal", "causal, bottom-right", "window", "segments", "segments, sinks", "bool mask", "padding mask",
+    "int mask", "segment info", "dense info", "bias", "bias, soft cap", "causal, soft cap",
+    "causal, unnormalized", "bias of the keys", "causal, dropout",
+)  # fmt: skip
 POISON = [math.nan, math.inf, -math.inf, "huge"]
 SIZES = ((1, 70), (37, 45), (32, 200), (130, 140))
 LIVE = (
-    "attention_mask",
-    "bias",
-    "causal",
-    "sliding_window",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "causal_offset",
-)
+    "attention_mask", "bias", "causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "causal_offset",
+)  # fmt: skip
 
 
 def poison_of(dtype, kind) -> float:

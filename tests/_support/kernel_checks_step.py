@@ -151,12 +151,7 @@ def prefetch_of(rng, memory: Memory):
     address = lines.ctypes.data
     return rows(
         *[
-            (
-                address + int(rng.integers(64)),
-                pick(rng, [1024, 1000, 24]),
-                int(rng.integers(1, 600)),
-                count,
-            )
+            (address + int(rng.integers(64)), pick(rng, [1024, 1000, 24]), int(rng.integers(1, 600)), count)
             for count in rng.choice([0, 1, 7, 64], CONSTANTS["AM_PREFETCH_KINDS"]).tolist()
         ]
     )

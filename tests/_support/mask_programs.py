@@ -128,25 +128,9 @@ def diagonal_of(draw, batch: int):
 
 
 OPERATIONS = [
-    "causal",
-    "window",
-    "window by head",
-    "prefix",
-    "slice",
-    "decode",
-    "prefill",
-    "chunked",
-    "within",
-    "types",
-    "lengths",
-    "and",
-    "or",
-    "not",
-    "dtype",
-    "materialize",
-    "segments",
-    "relabel",
-]
+    "causal", "window", "window by head", "prefix", "slice", "decode", "prefill", "chunked", "within",
+    "types", "lengths", "and", "or", "not", "dtype", "materialize", "segments", "relabel",
+]  # fmt: skip
 
 
 def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo:

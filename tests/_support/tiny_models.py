@@ -32,10 +32,7 @@ DECODERS = {
     | {"layer_types": ["chunked_attention", "full_attention"]}
     | EXPERTS,
 }
-ENCODERS = {
-    "Bert": {},
-    "ModernBert": {"local_attention": WINDOW, "global_attn_every_n_layers": 2},
-}
+ENCODERS = {"Bert": {}, "ModernBert": {"local_attention": WINDOW, "global_attn_every_n_layers": 2}}
 BART = {
     "d_model": 32,
     "encoder_layers": 2,

@@ -20,19 +20,7 @@ from flash_backward_expected import (
     gradients,
     run,
 )
-from flash_cases import (
-    BF16,
-    CAPS,
-    F32,
-    F64,
-    FLOATS,
-    accumulator,
-    lse_dtype,
-    padding,
-    tensors,
-    thinned,
-    worst,
-)
+from flash_cases import BF16, CAPS, F32, F64, FLOATS, accumulator, lse_dtype, padding, tensors, thinned, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import arrange

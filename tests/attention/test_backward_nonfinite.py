@@ -167,10 +167,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, normalize):
             if not rows.any():
                 continue
             assert np.isnan(got.query.swapaxes(1, 2)[rows].astype(F64)).all(), case
-            if normalize or name in (
-                "key",
-                "query",
-            ):  # unnormalized, the sinks are not the maximum
+            if normalize or name in ("key", "query"):  # unnormalized, the sinks are not the maximum
                 assert np.isnan(got.softmax_aux.astype(F64)).all(), case
             reached = touched_by(live, rows)
             if normalize:

@@ -36,14 +36,8 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, segments):
 # Blocks and threads
 
 SHARED = (
-    "[1, H, Tq, Tk]",
-    "[1, 1, Tq, Tk]",
-    "[B, 1, Tq, 1]",
-    "[1, H, Tq, 1]",
-    "[H, 1, Tk]",
-    "[1, 1, 1, Tk]",
-    "[]",
-)
+    "[1, H, Tq, Tk]", "[1, 1, Tq, Tk]", "[B, 1, Tq, 1]", "[1, H, Tq, 1]", "[H, 1, Tk]", "[1, 1, 1, Tk]", "[]",
+)  # fmt: skip
 SHARED_BIAS = [
     Case(dtype, 300, 350, 16, 16, 2, (4, 2), causal=True, offset=40, bias=shape, seed=1)
     for dtype, shape in zip(itertools.cycle([F32, BF16, F64]), SHARED, strict=False)

@@ -2,18 +2,7 @@
 
 import numpy as np
 import pytest
-from flash_bad_input import (
-    BAD,
-    DV,
-    GOOD,
-    MESSAGES,
-    PACKED,
-    TK,
-    TQ,
-    B,
-    H,
-    zeros,
-)
+from flash_bad_input import BAD, DV, GOOD, MESSAGES, PACKED, TK, TQ, B, H, zeros
 from flash_cases import F32
 from numpy.lib.stride_tricks import as_strided
 
@@ -48,15 +37,11 @@ def test_what_errors_say(good, name, value, message):
         attnmask.flash_attention(**(good | {name: value}))
 
 
-@pytest.mark.parametrize(
-    ("more", "error"),
-    [
-        ({"causal_offset": [1, 2, 3]}, ValueError),
-        ({"q_segment_ids": np.zeros((1, TQ + 1), int), "kv_segment_ids": np.zeros((1, TK), int)}, ValueError),
-        ({"attention_mask": np.ones((2, 1, TQ, TK))}, ValueError),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("more", "error"), [
+    ({"causal_offset": [1, 2, 3]}, ValueError),
+    ({"q_segment_ids": np.zeros((1, TQ + 1), int), "kv_segment_ids": np.zeros((1, TK), int)}, ValueError),
+    ({"attention_mask": np.ones((2, 1, TQ, TK))}, ValueError),
+], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_bad_input_with_packed_rows(more, error):
     with pytest.raises(error, match=rf"\b{next(iter(more))}\b"):
         attnmask.flash_attention(**(PACKED | {"causal": True} | more))

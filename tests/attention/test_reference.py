@@ -20,15 +20,8 @@ SMALL = FACTORS | {
     "seed": tuple(range(3)),
 }
 NO_RESULT = (
-    "q_layout",
-    "kv_layout",
-    "return_lse",
-    "out_layout",
-    "threads",
-    "blocks",
-    "precision",
-    "logits_dtype",
-)
+    "q_layout", "kv_layout", "return_lse", "out_layout", "threads", "blocks", "precision", "logits_dtype",
+)  # fmt: skip
 SMALL = {name: levels for name, levels in SMALL.items() if name not in NO_RESULT}
 CASES = [Case(**levels) for levels in all_pairs(SMALL, 1)]
 

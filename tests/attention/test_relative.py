@@ -169,16 +169,10 @@ def test_the_gradient_of_the_table_by_finite_differences():
 
 X = np.zeros((1, 4, 2, 8), np.float32)
 BAD = (
-    ({"alibi_slopes": np.zeros(3)}, ValueError, r"alibi_slopes must be \[H\] or \[B, H\] with H = 2"),
-    ({"alibi_slopes": np.zeros((3, 2))}, ValueError, "alibi_slopes must be"),
     ({"alibi_slopes": [0.5, np.nan]}, ValueError, "alibi_slopes must be finite, got nan"),
     ({"alibi_slopes": [np.inf, 1.0]}, ValueError, "alibi_slopes must be finite, got inf"),
-    ({"alibi_slopes": [True, False]}, TypeError, "alibi_slopes must be real numbers"),
-    ({"relative_bias": np.zeros((3, 5))}, ValueError, r"relative_bias must be \[H, L\]"),
     ({"relative_bias": np.zeros((2, 0))}, ValueError, "relative_bias must be"),
-    ({"relative_bias": np.zeros((2, 5), int)}, TypeError, "relative_bias must be float16"),
     ({"relative_low": 3}, ValueError, "relative_low must be 0 without relative_bias, got 3"),
-    ({"relative_bias": np.zeros((2, 5)), "relative_low": 1.5}, TypeError, "relative_low must be an integer"),
     ({"relative_bias": np.zeros((2, 5)), "relative_low": 2**60}, ValueError, "relative_low must be from"),
 )
 
@@ -244,15 +238,10 @@ def test_t5_relative_bias_vjp():
         vjp(dbias[:1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((np.zeros(8), 3, 3), TypeError, "table must be"),
-        ((np.zeros((8, 2), int), 3, 3), TypeError, "table must be"),
-        ((np.zeros((3, 2)), 3, 3), ValueError, "at least 4 buckets"),
-        ((np.zeros((8, 2)), -1, 3), ValueError, "q_len must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ((np.zeros((3, 2)), 3, 3), ValueError, "at least 4 buckets"),
+    ((np.zeros((8, 2)), -1, 3), ValueError, "q_len must be at least 0"),
+])  # fmt: skip
 def test_bad_t5_tables(arguments, error, words):
     with pytest.raises(error, match=words):
         attnmask.t5_relative_bias(*arguments)

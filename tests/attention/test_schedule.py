@@ -39,22 +39,14 @@ def strategies(found: dict[str, Any]) -> set[str]:
 # Queries, keys, heads: on both sides of each boundary between two strategies.
 TABLE = [
     # Few rows are unpacked, also if they belong to several heads that share keys.
-    ((1, 1000, (4, 4)), "unpacked"),
-    ((16, 1000, (4, 4)), "unpacked"),
-    ((17, 1000, (4, 4)), "private"),
-    ((1, 1000, (16, 1)), "unpacked"),
-    ((4, 1000, (16, 4)), "unpacked"),
-    ((5, 1000, (16, 4)), "private"),
-    ((17, 64, (4, 4)), "private"),
-    ((64, 1000, (4, 4)), "private"),
-    ((32, 1000, (8, 4)), "private"),
+    ((1, 1000, (4, 4)), "unpacked"), ((16, 1000, (4, 4)), "unpacked"), ((17, 1000, (4, 4)), "private"),
+    ((1, 1000, (16, 1)), "unpacked"), ((4, 1000, (16, 4)), "unpacked"), ((5, 1000, (16, 4)), "private"),
+    ((17, 64, (4, 4)), "private"), ((64, 1000, (4, 4)), "private"), ((32, 1000, (8, 4)), "private"),
     # One group of heads has more rows than a block.
-    ((33, 1000, (8, 4)), "lockstep"),
-    ((64, 1000, (8, 1)), "lockstep"),
+    ((33, 1000, (8, 4)), "lockstep"), ((64, 1000, (8, 1)), "lockstep"),
     # There are more queries than a block has rows.
-    ((65, 1000, (4, 4)), "shared packing"),
-    ((1000, 1000, (8, 4)), "shared packing"),
-]
+    ((65, 1000, (4, 4)), "shared packing"), ((1000, 1000, (8, 4)), "shared packing"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "strategy"), TABLE, ids=str)
@@ -105,16 +97,13 @@ def test_keys_that_are_widened_for_every_few_rows(isa, dtype, depth, most):
         assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=dtype)) == {expected}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "heads", "strategy"),
-    [
-        (8192, 255, (16, 16), "local packing"),
-        (8192, 447, (16, 16), "local packing"),
-        (8192, 575, (16, 16), "shared packing"),  # a block sees more tiles than a task keeps
-        (8192, 255, (16, 4), "shared packing"),  # heads share keys
-        (1024, 255, (1, 1), "shared packing"),  # there are few blocks
-    ],
-)
+@pytest.mark.parametrize(("tokens", "window", "heads", "strategy"), [
+    (8192, 255, (16, 16), "local packing"),
+    (8192, 447, (16, 16), "local packing"),
+    (8192, 575, (16, 16), "shared packing"),  # a block sees more tiles than a task keeps
+    (8192, 255, (16, 4), "shared packing"),  # heads share keys
+    (1024, 255, (1, 1), "shared packing"),  # there are few blocks
+])  # fmt: skip
 def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
     assert strategies(schedule(tokens, tokens, heads, causal=True, sliding_window=(window, 0))) == {strategy}
 
@@ -128,31 +117,28 @@ def test_documents_have_a_strategy_each():
     assert {g["strategy"] for g in found[:3]} == {"shared packing"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "splits"),
-    [
-        # Enough splits for an item for each of 64 threads; items have at least 8 tiles.
-        ((64, 64 * 64, (1, 1)), 8),
-        ((64, 64 * 8, (1, 1)), 1),
-        ((64, 64 * 9, (1, 1)), 2),
-        # With 256 tiles of work, items may have 4 tiles.
-        ((64, 64 * 63, (4, 4)), 8),
-        ((64, 64 * 64, (4, 4)), 16),
-        ((64, 64 * 64, (16, 16)), 4),
-        ((64, 64 * 64, (64, 64)), 1),
-        ((128, 64 * 64, (4, 4)), 8),
-        # Unpacked items may have 4 tiles.
-        ((1, 64 * 4, (1, 1)), 1),
-        ((1, 64 * 5, (1, 1)), 2),
-        ((1, 64 * 512, (1, 1)), 64),
-        ((1, 64 * 512, (8, 8)), 8),
-        ((1, 64 * 512, (65, 65)), 1),
-        ((12, 64 * 5, (1, 1)), 2),
-        # Of many rows at least 8.
-        ((13, 64 * 8, (1, 1)), 1),
-        ((13, 64 * 9, (1, 1)), 2),
-    ],
-)
+@pytest.mark.parametrize(("shape", "splits"), [
+    # Enough splits for an item for each of 64 threads; items have at least 8 tiles.
+    ((64, 64 * 64, (1, 1)), 8),
+    ((64, 64 * 8, (1, 1)), 1),
+    ((64, 64 * 9, (1, 1)), 2),
+    # With 256 tiles of work, items may have 4 tiles.
+    ((64, 64 * 63, (4, 4)), 8),
+    ((64, 64 * 64, (4, 4)), 16),
+    ((64, 64 * 64, (16, 16)), 4),
+    ((64, 64 * 64, (64, 64)), 1),
+    ((128, 64 * 64, (4, 4)), 8),
+    # Unpacked items may have 4 tiles.
+    ((1, 64 * 4, (1, 1)), 1),
+    ((1, 64 * 5, (1, 1)), 2),
+    ((1, 64 * 512, (1, 1)), 64),
+    ((1, 64 * 512, (8, 8)), 8),
+    ((1, 64 * 512, (65, 65)), 1),
+    ((12, 64 * 5, (1, 1)), 2),
+    # Of many rows at least 8.
+    ((13, 64 * 8, (1, 1)), 1),
+    ((13, 64 * 9, (1, 1)), 2),
+])  # fmt: skip
 def test_splits(shape, splits):
     (section,) = schedule(*shape, logits_soft_cap=9.0)["sections"]
     assert section["splits"] == splits

@@ -109,19 +109,10 @@ MANY = 330 if SANITIZED else 700
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
 # Keys are packed or not; values are packed or not, depending on their depth; queries are not packed for few keys.
-@pytest.mark.parametrize(
-    ("queries", "keys", "value_depth"),
-    [
-        (1, MANY, 40),
-        (2, MANY, 40),
-        (16, MANY, 40),
-        (20, MANY, 40),
-        (20, MANY, 48),
-        (20, MANY, 64),
-        (64, MANY, 64),
-        (40, 100, 40),
-    ],
-)
+@pytest.mark.parametrize(("queries", "keys", "value_depth"), [
+    (1, MANY, 40), (2, MANY, 40), (16, MANY, 40), (20, MANY, 40), (20, MANY, 48), (20, MANY, 64),
+    (64, MANY, 64), (40, 100, 40),
+])  # fmt: skip
 def test_few_queries_give_the_same_bits_in_any_layout(each_isa, dtype, heads, queries, keys, value_depth):
     """Contiguous heads are read together."""
     more = {"causal": True, "offset": "bottom-right", "window": (keys - 70, 0)}

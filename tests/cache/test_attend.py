@@ -237,15 +237,11 @@ def test_batch_rows_get_the_bits_of_packed_sequences(isa, case):
         assert same_bits(row, packed), s
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((F32, F32), (16, 4), (64, 64), 1, (5000, 3000, 100, 0), "as many"),
-        Case((BF16, BF16), (16, 16), (64, 64), 130, (1000, 700, 1), "as many", window=(300, 0)),
-        Case((F16, F16), (8, 8), (64, 64), (1, 200, 1, 64), (3000, 100, 2000, 700), "as many", sinks="[S]"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [
+    Case((F32, F32), (16, 4), (64, 64), 1, (5000, 3000, 100, 0), "as many"),
+    Case((BF16, BF16), (16, 16), (64, 64), 130, (1000, 700, 1), "as many", window=(300, 0)),
+    Case((F16, F16), (8, 8), (64, 64), (1, 200, 1, 64), (3000, 100, 2000, 700), "as many", sinks="[S]"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_any_number_of_threads_gives_the_same_bits(set_threads, case, page_size):
     case, seen = replace(case, page_size=page_size), set()

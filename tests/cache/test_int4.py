@@ -241,27 +241,15 @@ def read_only(array):
 
 F32 = np.float32
 WRONG = [
-    (
-        {"k_scale": None},
-        ValueError,
-        r"k_scale must be given for a cache of uint8, got None; attnmask.quantize_kv",
-    ),
+    ({"k_scale": None}, ValueError, r"k_scale must be given for a cache of uint8, got None; attnmask.quantize_kv"),
     ({"v_scale": None}, ValueError, "v_scale must be given for a cache of uint8"),
-    (
-        {"k_scale": np.ones((3, 4, 2, 2, 2))},
-        TypeError,
-        "k_scale must be float32 or float16 for a cache of uint8",
-    ),
+    ({"k_scale": np.ones((3, 4, 2, 2, 2))}, TypeError, "k_scale must be float32 or float16 for a cache of uint8"),
     ({"k_scale": np.ones((3, 4, 2, 1), F32)}, ValueError, r"of shape \(3, 4, 2, 64 / group, 2\)"),
     ({"k_scale": np.ones((1, 1, 2, 2, 2), F32)}, ValueError, "k_scale must be of shape"),
     ({"v_scale": np.ones((3, 4, 2, 2, 1), F32)}, ValueError, "v_scale must be of shape"),
     ({"v_scale": np.ones((3, 4, 2, 4, 2), F32)}, ValueError, "with a group of 32, 64 or 128"),
     ({"v_scale": np.ones((3, 4, 2, 0, 2), F32)}, ValueError, "v_scale must be of shape"),
-    (
-        {"k_cache": np.zeros((3, 4, 2, 64), np.uint8)},
-        ValueError,
-        "must have 2 channels a byte and D = 64 as query",
-    ),
+    ({"k_cache": np.zeros((3, 4, 2, 64), np.uint8)}, ValueError, "must have 2 channels a byte and D = 64 as query"),
     ({"v_cache": np.zeros((3, 4, 2, 32), np.int8)}, TypeError, "v_cache must be uint8 as k_cache"),
     ({"value": np.ones((1, 1, 2, 32), F32)}, ValueError, "value must have 2 heads of 64 channels"),
     ({"query": np.zeros((1, 1, 4, 64))}, TypeError, "query must be uint8 as k_cache if either is float64"),
@@ -270,23 +258,16 @@ WRONG = [
     ({"key": np.zeros((1, 1, 2, 64), np.uint8)}, TypeError, "key must be of float16"),
     ({"cache_seqlens": [4]}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
     ({"block_table": [[3]]}, IndexError, "block_table must be from 0 to 2"),
-]
+]  # fmt: skip
 NOT_ROTATED = [
     ({"rotate": 1}, TypeError, "rotate must be"),
-    (
-        {"k_cache": np.zeros((3, 4, 2, 48), np.uint8), "query": np.zeros((1, 1, 4, 96), F32)},
-        ValueError,
-        "the channels of query must be a power of two to be rotated, got 96",
-    ),
-    (
-        {"v_cache": np.zeros((3, 4, 2, 48), np.uint8)},
-        ValueError,
-        "the channels of v_cache must be a power of two",
-    ),
+    ({"k_cache": np.zeros((3, 4, 2, 48), np.uint8), "query": np.zeros((1, 1, 4, 96), F32)}, ValueError,
+     "the channels of query must be a power of two to be rotated, got 96"),
+    ({"v_cache": np.zeros((3, 4, 2, 48), np.uint8)}, ValueError, "the channels of v_cache must be a power of two"),
     ({"key": np.zeros((1, 1, 2, 63), F32)}, ValueError, "key must have 2 heads of 64 channels"),
     ({"query": np.zeros((), F32)}, ValueError, r"query must be \[B, T, H, D\]"),
     ({"value": np.zeros((1, 1, 2, 64), int)}, TypeError, "value must be of float16"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -423,23 +404,16 @@ def test_kvcache_of_four_bits(group, rotate):
         assert advance(twin_cache, second, 6, 9).tobytes() == mine.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"group": 48}, ValueError, "group must be 32, 64 or 128, got 48"),
-        ({"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
-        ({"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
-        ({"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
-        ({"dtype": "int8", "group": 64}, ValueError, "group must be None for int8, got 64"),
-        ({"dtype": "uint8"}, TypeError, "dtype must be float16, .* or int4, got 'uint8'"),
-        ({"rotate": 1}, TypeError, "rotate must be"),
-        (
-            {"rotate": True, "value_depth": 192},
-            ValueError,
-            "value_depth must be a power of two to be rotated",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"group": 48}, ValueError, "group must be 32, 64 or 128, got 48"),
+    ({"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
+    ({"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
+    ({"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
+    ({"dtype": "int8", "group": 64}, ValueError, "group must be None for int8, got 64"),
+    ({"dtype": "uint8"}, TypeError, "dtype must be float16, .* or int4, got 'uint8'"),
+    ({"rotate": 1}, TypeError, "rotate must be"),
+    ({"rotate": True, "value_depth": 192}, ValueError, "value_depth must be a power of two to be rotated"),
+])  # fmt: skip
 def test_caches_that_cannot_be_made(change, error, words):
     with pytest.raises(error, match=words):
         attnmask.KVCache(2, 64, pages=4, **{"dtype": "int4"} | change)
@@ -470,26 +444,18 @@ def test_quantize_kv_of_equal_numbers_and_of_none():
     assert (values.shape, scale.shape) == ((0, 32), (0, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("x", "more", "error", "words"),
-    [
-        (np.zeros((2, 96)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 96"),
-        (np.zeros((2, 0)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
-        (np.zeros(()), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
-        (np.zeros((64, 64)), {"axis": 0}, ValueError, "axis must be -1 or None for int4, got 0"),
-        (np.zeros((64, 64)), {"axis": (0, 1)}, TypeError, "axis must be an integer"),
-        (np.zeros(64), {"group": 16}, ValueError, "group must be 32, 64 or 128, got 16"),
-        (np.zeros(64, int), {}, TypeError, "x must be of float16"),
-        (
-            np.array([0.0] * 63 + [np.nan]),
-            {},
-            ValueError,
-            r"x must be finite in float32, got nan at index \(63,\)",
-        ),
-        (np.array([-3e38] * 63 + [3e38]), {}, ValueError, "differences within a group fit float32"),
-        (np.zeros(64), {"group": 64, "dtype": "int8"}, ValueError, "group must be None for int8, got 64"),
-    ],
-)
+@pytest.mark.parametrize(("x", "more", "error", "words"), [
+    (np.zeros((2, 96)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 96"),
+    (np.zeros((2, 0)), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+    (np.zeros(()), {}, ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+    (np.zeros((64, 64)), {"axis": 0}, ValueError, "axis must be -1 or None for int4, got 0"),
+    (np.zeros((64, 64)), {"axis": (0, 1)}, TypeError, "axis must be an integer"),
+    (np.zeros(64), {"group": 16}, ValueError, "group must be 32, 64 or 128, got 16"),
+    (np.zeros(64, int), {}, TypeError, "x must be of float16"),
+    (np.array([0.0] * 63 + [np.nan]), {}, ValueError, r"x must be finite in float32, got nan at index \(63,\)"),
+    (np.array([-3e38] * 63 + [3e38]), {}, ValueError, "differences within a group fit float32"),
+    (np.zeros(64), {"group": 64, "dtype": "int8"}, ValueError, "group must be None for int8, got 64"),
+])  # fmt: skip
 def test_numbers_that_cannot_be_quantized(x, more, error, words):
     with pytest.raises(error, match=words):
         attnmask.quantize_kv(x, **{"dtype": "int4"} | more)

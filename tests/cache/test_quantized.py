@@ -217,36 +217,21 @@ def one_of_ones(shape, number):
     return array
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (
-            {"k_scale": None},
-            ValueError,
-            "k_scale must be given for a cache of int8, got None; write k_scale=np.ones",
-        ),
-        (
-            {"v_scale": None},
-            ValueError,
-            r"write v_scale=np.ones\(\(1, 1, 2, 8\), np.float32\) for scales of 1",
-        ),
-        ({"k_scale": np.ones((3, 4, 2, 1))}, TypeError, "k_scale must be float32"),
-        ({"k_scale": np.ones((3, 4, 1, 8), np.float32)}, ValueError, "k_scale must be of shape"),
-        ({"v_scale": np.ones((4, 2, 1), np.float32)}, ValueError, "v_scale must be of shape"),
-        (
-            {"v_scale": np.zeros((1, 1, 2, 8), np.float32)},
-            ValueError,
-            "finite and positive for each channel, got 0",
-        ),
-        ({"k_scale": np.full((1, 1, 2, 8), -1, np.float32)}, ValueError, "finite and positive"),
-        ({"k_scale": np.full((1, 1, 2, 8), np.nan, np.float32)}, ValueError, "finite and positive"),
-        ({"k_scale": np.full((1, 1, 2, 8), np.inf, np.float32)}, ValueError, "finite and positive"),
-        ({"k_scale": one_of_ones((1, 1, 2, 8), -3)}, ValueError, "for each channel, got -3"),
-        ({"v_scale": one_of_ones((1, 1, 2, 16), np.nan)[..., ::2]}, ValueError, "for each channel, got nan"),
-        ({"k_scale": np.ones((3, 1, 2, 1), np.float32)}, ValueError, "to take new tokens"),
-        ({"query": np.zeros((1, 1, 4, 8))}, TypeError, "query must be"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"k_scale": None}, ValueError, "k_scale must be given for a cache of int8, got None; write k_scale=np.ones"),
+    ({"v_scale": None}, ValueError, r"write v_scale=np.ones\(\(1, 1, 2, 8\), np.float32\) for scales of 1"),
+    ({"k_scale": np.ones((3, 4, 2, 1))}, TypeError, "k_scale must be float32"),
+    ({"k_scale": np.ones((3, 4, 1, 8), np.float32)}, ValueError, "k_scale must be of shape"),
+    ({"v_scale": np.ones((4, 2, 1), np.float32)}, ValueError, "v_scale must be of shape"),
+    ({"v_scale": np.zeros((1, 1, 2, 8), np.float32)}, ValueError, "finite and positive for each channel, got 0"),
+    ({"k_scale": np.full((1, 1, 2, 8), -1, np.float32)}, ValueError, "finite and positive"),
+    ({"k_scale": np.full((1, 1, 2, 8), np.nan, np.float32)}, ValueError, "finite and positive"),
+    ({"k_scale": np.full((1, 1, 2, 8), np.inf, np.float32)}, ValueError, "finite and positive"),
+    ({"k_scale": one_of_ones((1, 1, 2, 8), -3)}, ValueError, "for each channel, got -3"),
+    ({"v_scale": one_of_ones((1, 1, 2, 16), np.nan)[..., ::2]}, ValueError, "for each channel, got nan"),
+    ({"k_scale": np.ones((3, 1, 2, 1), np.float32)}, ValueError, "to take new tokens"),
+    ({"query": np.zeros((1, 1, 4, 8))}, TypeError, "query must be"),
+])  # fmt: skip
 def test_bad_scales(change, error, words):
     def given():
         caches = {name: np.zeros((3, 4, 2, 8), np.int8) for name in ("k_cache", "v_cache")}

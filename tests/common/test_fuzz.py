@@ -44,11 +44,7 @@ def test_everything_public_is_called():
     assert functions - called == {"AttnmaskWarning"}
     # The rest takes no argument, or objects of other libraries.
     methods = {f"MaskInfo.{name}" for name in vars(attnmask.MaskInfo) if name[0] != "_"}
-    assert methods - called == {
-        "MaskInfo.plot",
-        "MaskInfo.from_block_mask",
-        "MaskInfo.to_block_mask",
-    }
+    assert methods - called == {"MaskInfo.plot", "MaskInfo.from_block_mask", "MaskInfo.to_block_mask"}
     methods = {f"KVCache.{name}" for name in vars(attnmask.KVCache) if name[0] != "_"}
     assert methods - called == {"KVCache.free_pages", "KVCache.new_sequence"}
     helpers = {f"OperationImpl.{name}" for name in vars(operations.OperationImpl) if name[0] != "_"}
@@ -154,16 +150,10 @@ sys.exit(fuzzer.main())
 
 @on_linux
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer reports crashes itself")
-@pytest.mark.parametrize(
-    ("act", "status"),
-    [
-        ("ctypes.string_at(0)", "(-11)"),
-        (
-            "while True:\n            try: sum(range(9999))\n            except BaseException: pass",
-            "(-26)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("act", "status"), [
+    ("ctypes.string_at(0)", "(-11)"),
+    ("while True:\n            try: sum(range(9999))\n            except BaseException: pass", "(-26)"),
+])  # fmt: skip
 def test_a_crash_and_a_hang_are_told_with_their_call(act, status, tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(CRASH.format(folder=str(FUZZ), act=act))

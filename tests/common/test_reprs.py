@@ -17,29 +17,22 @@ REPRS = {
         "FlashAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
         "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None)",
     ),
-    "output of an operation": (
-        OperationOutput(X),
-        "OperationOutput(attention_outputs=float32[1, 3, 2, 8], attention_weights=None, lse=None)",
-    ),
+    "output of an operation": (OperationOutput(X),
+        "OperationOutput(attention_outputs=float32[1, 3, 2, 8], attention_weights=None, lse=None)"),
     "cache": (
         CACHE,
         "KVCache(kv_heads=2, depth=8, value_depth=4, layers=1, pages=4, page_size=16, dtype=int8, sequences=1, "
         "free_pages=4, nbytes=2560)",
     ),
-    "step": (
-        CACHE.step([0], 2),
-        "KVCacheStep(sequences=1, tokens=2, not begun, 0 of 1 layers attended)",
-    ),
-    "plan of shards": (
-        attnmask.ShardPlan(np.arange(1001), np.zeros(1000, int), 2),
-        "ShardPlan(world=2, tokens=1000, chunks=1000)",
-    ),
+    "step": (CACHE.step([0], 2), "KVCacheStep(sequences=1, tokens=2, not begun, 0 of 1 layers attended)"),
+    "plan of shards": (attnmask.ShardPlan(np.arange(1001), np.zeros(1000, int), 2),
+        "ShardPlan(world=2, tokens=1000, chunks=1000)"),
     "mask": (
         attnmask.MaskInfo.causal(131_072),
         "MaskInfo(batch_size=1, heads=1, q_len=131072, kv_len=131072, base=full, terms=[& causal], holds=[], "
         "cached=[])",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REPRS)

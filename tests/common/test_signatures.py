@@ -31,13 +31,9 @@ OWN = {  # arguments of a function that are not those of attention
     "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
 }
 DETAILS = (
-    "q_positions",
-    "kv_positions",
-    "batch_axis_name",
-    "qheads_axis_name",
-    "kvheads_axis_name",
+    "q_positions", "kv_positions", "batch_axis_name", "qheads_axis_name", "kvheads_axis_name",
     "sequence_axis_name",
-)
+)  # fmt: skip
 
 
 def parameters(function) -> dict[str, inspect.Parameter]:

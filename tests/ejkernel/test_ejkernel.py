@@ -155,20 +155,11 @@ LINEAR = {
     "gla, both": ("gla", linear_inputs(), ("g",), {"g_gamma": BY_HEAD, "reverse": True}),
     "gla, of nothing": ("gla", linear_inputs(), (), {}),
     "lightning": ("lightning_attn", linear_inputs(), (), {"layer_idx": 1, "num_layers": 4}),
-    "lightning, reverse": (
-        "lightning_attn",
-        linear_inputs(),
-        (),
-        {"layer_idx": 0, "num_layers": 2, "reverse": True},
-    ),
+    "lightning, reverse": ("lightning_attn", linear_inputs(), (), {"layer_idx": 0, "num_layers": 2, "reverse": True}),
     "delta": ("kernel_delta_attention", linear_inputs(delta=True), ("beta", "decay"), {"chunk_size": 16}),
-    "delta, as it is": (
-        "kda",
-        linear_inputs(delta=True),
-        ("beta",),
-        {"use_qk_l2norm": False, "softmax_scale": 0.1, "use_chunked": False},
-    ),
-}
+    "delta, as it is": ("kda", linear_inputs(delta=True), ("beta",),
+        {"use_qk_l2norm": False, "softmax_scale": 0.1, "use_chunked": False}),
+}  # fmt: skip
 
 
 def linear_kernels(ejkernel, algorithm):

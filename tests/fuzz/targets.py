@@ -40,6 +40,11 @@ def target(name: str, arguments: Callable[[Rng], Arguments], call: Callable[...,
     TARGETS[name] = Target(name, arguments, call, **more)
 
 
+def function(name: str, arguments: Callable[[Rng], Arguments], **more: Any) -> None:
+    """A target that is called as it is named, but for what follows a comma or "of"."""
+    target(name, arguments, getattr(attnmask, name.partition(",")[0].partition(" of ")[0]), **more)
+
+
 # Makers of parts
 
 
@@ -85,28 +90,21 @@ def sizes(rng: Rng, count: int, largest: int = 9) -> list[int]:
 # Packed sequences
 
 for _name in ("prepare_lens", "prepare_position_ids", "prepare_sequence_ids", "prepare_token_indices"):
-    target(_name, lambda rng: {"cu_seqlens": starts(rng, 20)}, getattr(attnmask, _name))
+    function(_name, lambda rng: {"cu_seqlens": starts(rng, 20)})
 for _name in ("prepare_chunk_indices", "prepare_chunk_offsets"):
     target(
         _name,
         lambda rng: {"cu_seqlens": starts(rng, 20), "chunk_size": pick(rng, [1, 2, 3, 64])},
         getattr(attnmask, _name),
     )
-target("cu_seqlens_to_pairs", lambda rng: {"cu_seqlens": starts(rng, 20)}, attnmask.cu_seqlens_to_pairs)
-target(
-    "pairs_to_cu_seqlens",
-    lambda rng: {"pairs": starts(rng, 20).repeat(2)[1:-1]},
-    attnmask.pairs_to_cu_seqlens,
-)
-target(
-    "prepare_lens_from_mask", lambda rng: {"mask": mask(rng, *sizes(rng, 2))}, attnmask.prepare_lens_from_mask
-)
-target(
+function("cu_seqlens_to_pairs", lambda rng: {"cu_seqlens": starts(rng, 20)})
+function("pairs_to_cu_seqlens", lambda rng: {"pairs": starts(rng, 20).repeat(2)[1:-1]})
+function("prepare_lens_from_mask", lambda rng: {"mask": mask(rng, *sizes(rng, 2))})
+function(
     "prepare_cu_seqlens_from_mask",
     lambda rng: {"mask": mask(rng, *sizes(rng, 2)), "out_dtype": pick(rng, [np.int32, np.int64])},
-    attnmask.prepare_cu_seqlens_from_mask,
 )
-target(
+function(
     "cdiv",
     lambda rng: {
         "a": pick(
@@ -114,7 +112,6 @@ target(
         ),
         "b": pick(rng, [np.int64(3), rng.integers(1, 9, 4), np.int16(5)]),
     },
-    attnmask.cdiv,
 )
 target(
     "identity_dtype_convert",
@@ -137,12 +134,7 @@ def cumsum_arguments(rng: Rng, first: str, kind: str, local: bool) -> Arguments:
     if batch == 1 and coin(rng):
         arguments["cu_seqlens"] = starts(rng, steps)
     arguments |= some(
-        rng,
-        {
-            "reverse": lambda: True,
-            "softmax_scale": lambda: 0.5,
-            "output_dtype": lambda: np.float64,
-        },
+        rng, {"reverse": lambda: True, "softmax_scale": lambda: 0.5, "output_dtype": lambda: np.float64}
     )
     if coin(rng, 0.4):
         arguments["out"] = np.zeros(shape, arguments.get("output_dtype", np.float32))
@@ -245,23 +237,11 @@ def linear_step_arguments(rng: Rng) -> Arguments:
     )
 
 
+function("linear_attention", lambda rng: linear_arguments(rng) | {"return_state": coin(rng)})
 target(
-    "linear_attention",
-    lambda rng: linear_arguments(rng) | {"return_state": coin(rng)},
-    attnmask.linear_attention,
+    "linear_attention_vjp", linear_vjp_arguments, pulled_back(attnmask.linear_attention_vjp), pullback=True
 )
-target(
-    "linear_attention_vjp",
-    linear_vjp_arguments,
-    pulled_back(attnmask.linear_attention_vjp),
-    pullback=True,
-)
-target(
-    "linear_attention_step",
-    linear_step_arguments,
-    attnmask.linear_attention_step,
-    written=frozenset({"out", "state"}),
-)
+function("linear_attention_step", linear_step_arguments, written=frozenset({"out", "state"}))
 
 # Short convolutions
 
@@ -308,23 +288,14 @@ def step_arguments(rng: Rng) -> Arguments:
     )
 
 
-target(
-    "short_convolution",
-    lambda rng: convolution_arguments(rng) | {"return_state": coin(rng)},
-    attnmask.short_convolution,
-)
+function("short_convolution", lambda rng: convolution_arguments(rng) | {"return_state": coin(rng)})
 target(
     "short_convolution_vjp",
     lambda rng: (a := convolution_arguments(rng)) | {"dout": floats(rng, *a["x"].shape)},
     pulled_back(attnmask.short_convolution_vjp),
     pullback=True,
 )
-target(
-    "short_convolution_step",
-    step_arguments,
-    attnmask.short_convolution_step,
-    written=frozenset({"out", "state"}),
-)
+function("short_convolution_step", step_arguments, written=frozenset({"out", "state"}))
 
 # The handlers of XLA for both, with arrays in their order
 
@@ -462,49 +433,43 @@ for _name, _arguments, _call in (
 
 # Masks
 
-target(
+function(
     "mask_to_segment_ids",
     lambda rng: {
         "mask": mask(rng, *sizes(rng, pick(rng, [2, 3, 4]))),
         "per_head": coin(rng),
         "strict": False,
     },
-    attnmask.mask_to_segment_ids,
 )
-target(
+function(
     "segment_ids_to_cu_seqlens",
     lambda rng: {
         "segment_ids": ids(rng, *sizes(rng, 2)),
         "out_dtype": np.int32,
         "max_segments": pick(rng, [None, 128, 4]),
     },
-    attnmask.segment_ids_to_cu_seqlens,
 )
-target(
+function(
     "positions_from_segment_ids",
     lambda rng: {"segment_ids": ids(rng, *sizes(rng, 2)), "pad_value": pick(rng, [-1, 0])},
-    attnmask.positions_from_segment_ids,
 )
-target(
+function(
     "attention_mask_to_padding_segment_ids",
     lambda rng: {"attention_mask": mask(rng, *sizes(rng, pick(rng, [2, 3, 4])))},
-    attnmask.attention_mask_to_padding_segment_ids,
 )
-target(
+function(
     "attention_mask_to_qkv_cu_seqlens",
     lambda rng: {
         "attention_mask": mask(rng, *sizes(rng, 4)),
         "reduce_heads": pick(rng, ["any", "all", "first"]),
         "out_dtype": np.int64,
     },
-    attnmask.attention_mask_to_qkv_cu_seqlens,
 )
-target(
+function(
     "qkv_masks_to_cu_seqlens",
     lambda rng: {"q_mask": mask(rng, 2, 5), "kv_mask": mask(rng, 2, 7), "out_dtype": np.int32},
-    attnmask.qkv_masks_to_cu_seqlens,
 )
-target(
+function(
     "segment_ids_to_mask",
     lambda rng: (
         {
@@ -513,18 +478,16 @@ target(
         }
         | some(rng, {"dtype": lambda: np.float32})
     ),
-    attnmask.segment_ids_to_mask,
 )
-target(
+function(
     "segment_ids_to_mask, out",
     lambda rng: {
         "segment_ids": ids(rng, 2, 5),
         "dtype": np.float32,
         "out": np.zeros((2, 1, 5, 5), np.float32),
     },
-    attnmask.segment_ids_to_mask,
 )
-target(
+function(
     "segment_ids_to_qkv_masks",
     lambda rng: {
         "q_segment_ids": ids(rng, 2, 5),
@@ -532,9 +495,8 @@ target(
         "dtype": np.int32,
         "out": np.zeros((2, 1, 5, 7), np.int32),
     },
-    attnmask.segment_ids_to_qkv_masks,
 )
-target(
+function(
     "cu_seqlens_to_mask",
     lambda rng: (
         {"cu_seqlens": pairs(rng, 9), "max_len": 9, "dtype": np.bool_}
@@ -546,7 +508,6 @@ target(
             "out": np.zeros((2, 8), bool),
         }
     ),
-    attnmask.cu_seqlens_to_mask,
 )
 for _name in ("qkv_cu_seqlens_to_qkv_masks", "qkv_cu_seqlens_to_attention_mask"):
     target(
@@ -560,10 +521,9 @@ for _name in ("qkv_cu_seqlens_to_qkv_masks", "qkv_cu_seqlens_to_attention_mask")
         },
         getattr(attnmask, _name),
     )
-target(
+function(
     "qkv_cu_seqlens_to_attention_mask, out",
     lambda rng: {"cu_seqlens_q": np.array([0, 4, 5, 8]), "max_q_len": 8, "out": np.zeros((2, 1, 8, 8), bool)},
-    attnmask.qkv_cu_seqlens_to_attention_mask,
 )
 
 # Attention
@@ -598,7 +558,7 @@ def attention_arguments(rng: Rng, more: Callable[[Rng, Any, int], Arguments] | N
             "bias": lambda: floats(rng, *pick(rng, [(tokens, TK), (1, H, 1, TK)]), dtype=pick(rng, FLOATS)),
             "softmax_scale": lambda: 0.5,
             "causal": lambda: True,
-            "causal_offset": lambda: pick(rng, [1, -2, "bottom-right"]),
+            "causal_offset": lambda: pick(rng, [1, -2, "bottom-right", np.array([2, -1], np.int32)]),
             "sliding_window": lambda: pick(rng, [2, (1, 0), (None, 3), 0]),
             "fwd_params": lambda: attnmask.FwdParams(16, 32),
             "bwd_params": lambda: attnmask.BwdParams(16, 32),
@@ -689,32 +649,23 @@ def vjp_more(rng: Rng, arguments: Arguments, tokens: int) -> Arguments:
     }
 
 
-target(
+function(
     "flash_attention",
     lambda rng: attention_arguments(rng, lambda *a: forward_more(*a) | {"return_lse": coin(rng)}),
-    attnmask.flash_attention,
 )
-target(
-    "flash_attention_fwd", lambda rng: attention_arguments(rng, forward_more), attnmask.flash_attention_fwd
-)
-target(
-    "flash_attention_bwd",
-    lambda rng: attention_arguments(rng, backward_more),
-    attnmask.flash_attention_bwd,
-    written=frozenset(),
-)
+function("flash_attention_fwd", lambda rng: attention_arguments(rng, forward_more))
+function("flash_attention_bwd", lambda rng: attention_arguments(rng, backward_more), written=frozenset())
 target(
     "flash_attention_vjp",
     lambda rng: attention_arguments(rng, vjp_more),
     pulled_back(attnmask.flash_attention_vjp),
 )
-target(
+function(
     "dropout_keep_mask",
     lambda rng: (
         {"seed": pick(rng, [None, 3]), "prob": 0.3, "shape": (1, 2, 5, 7)}
         | some(rng, {"out": lambda: np.zeros((1, 2, 5, 7), bool)})
     ),
-    attnmask.dropout_keep_mask,
 )
 
 
@@ -730,7 +681,7 @@ def merge_vjp(outs: Any, lses: Any, dout: Any, dlse: Any = None) -> Any:
     return merged, vjp(dout, dlse)
 
 
-target("merge_attention_states", states, attnmask.merge_attention_states)
+function("merge_attention_states", states)
 target(
     "merge_attention_states_vjp",
     lambda rng: (a := states(rng)) | {"dout": floats(rng, 2, 5, 4, 8, dtype=a["outs"][0].dtype)},
@@ -750,7 +701,7 @@ def t5_arguments(rng: Rng) -> Arguments:
     }
 
 
-target("t5_relative_bias", t5_arguments, attnmask.t5_relative_bias)
+function("t5_relative_bias", t5_arguments)
 target(
     "t5_relative_bias_vjp",
     lambda rng: t5_arguments(rng) | {"d_relative_bias": None},
@@ -814,29 +765,26 @@ def cache_arguments(rng: Rng) -> Arguments:
     return arguments
 
 
-target(
+function(
     "flash_attention_with_kvcache",
     cache_arguments,
-    attnmask.flash_attention_with_kvcache,
     written=frozenset({"out", "k_cache", "v_cache", "k_scale", "v_scale"}),
 )
-target(
+function(
     "quantize_kv",
     lambda rng: {
         "x": floats(rng, 2, 5, 3, 4, dtype=pick(rng, FLOATS)),
         "dtype": pick(rng, [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]),
         "axis": pick(rng, [-1, (0, 1), 2]),
     },
-    attnmask.quantize_kv,
 )
-target(
+function(
     "quantize_kv of four bits",
     lambda rng: {
         "x": floats(rng, 2, 5, 64, dtype=pick(rng, FLOATS)),
         "dtype": "int4",
         "group": pick(rng, [32, 64]),
     },
-    attnmask.quantize_kv,
 )
 
 
@@ -852,12 +800,7 @@ def slots_arguments(rng: Rng) -> Arguments:
     return arguments | some(rng, {"rotate": lambda: True})
 
 
-target(
-    "write_kvcache",
-    slots_arguments,
-    attnmask.write_kvcache,
-    written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
-)
+function("write_kvcache", slots_arguments, written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}))
 
 
 def slots_handler_arguments(rng: Rng) -> Arguments:
@@ -908,10 +851,9 @@ def halves_arguments(rng: Rng) -> Arguments:
     return arguments | some(rng, {"rotate": lambda: True, "return_lse": lambda: True}, 0.3)
 
 
-target(
+function(
     "flash_attention_with_kvcache of four bits",
     halves_arguments,
-    attnmask.flash_attention_with_kvcache,
     written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
 )
 
@@ -1167,8 +1109,7 @@ class Function:
 
 
 constructor(
-    "from_function",
-    lambda rng: {"f": None, "q_len": 5, "kv_len": 7, "batch": 2, "heads": pick(rng, [1, 2])},
+    "from_function", lambda rng: {"f": None, "q_len": 5, "kv_len": 7, "batch": 2, "heads": pick(rng, [1, 2])}
 )
 TARGETS["MaskInfo.from_function"] = TARGETS["MaskInfo.from_function"]._replace(
     call=lambda f=None, **a: look_at(MaskInfo.from_function(f if callable(f) else Function(f), **a))
@@ -1191,13 +1132,7 @@ def method(
             made.pop("within_segments", None)
         return {"info": info} | made
 
-    target(
-        f"MaskInfo.{name}{label}",
-        right,
-        call,
-        kept=frozenset({"info"}),
-        **more,
-    )
+    target(f"MaskInfo.{name}{label}", right, call, kept=frozenset({"info"}), **more)
 
 
 method(
@@ -1264,11 +1199,7 @@ for _name in ("__and__", "__or__"):
 method("__eq__", lambda rng: {"other": any_mask(rng, 2, 5, 7)})
 method("__invert__")
 method("create_bias", lambda rng: {"dtype": pick(rng, FLOATS)})
-method(
-    "create_bias",
-    lambda rng: {"dtype": np.float32, "out": np.zeros((2, 1, 5, 7), np.float32)},
-    ", out",
-)
+method("create_bias", lambda rng: {"dtype": np.float32, "out": np.zeros((2, 1, 5, 7), np.float32)}, ", out")
 method("get_or_compute_attention_mask", lambda rng: {"dtype": pick(rng, [np.bool_, np.int8, np.float16])})
 method(
     "get_or_compute_attention_mask",
@@ -1432,8 +1363,8 @@ def unpack_arguments(rng: Rng) -> Arguments:
     return {"packed": packed, "cu_seqlens": starts(rng, total), "max_len": 9, "fill": pick(rng, [0, -1])}
 
 
-target("pack", pack_arguments, attnmask.pack)
-target("unpack", unpack_arguments, attnmask.unpack)
+function("pack", pack_arguments)
+function("unpack", unpack_arguments)
 
 # Sequences that processes share
 
@@ -1450,12 +1381,9 @@ def shard_arguments(rng: Rng) -> Arguments:
             ((2, tokens), -1),
         ],
     )
-    return {
-        "x": floats(rng, *shape),
-        "axis": axis,
-        "world": 3,
-        "rank": int(rng.integers(3)),
-    } | some(rng, {"layout": lambda: "contiguous", "cu_seqlens": lambda: starts(rng, tokens)}, 0.5)
+    return {"x": floats(rng, *shape), "axis": axis, "world": 3, "rank": int(rng.integers(3))} | some(
+        rng, {"layout": lambda: "contiguous", "cu_seqlens": lambda: starts(rng, tokens)}, 0.5
+    )
 
 
 def unshard_arguments(rng: Rng) -> Arguments:
@@ -1463,8 +1391,8 @@ def unshard_arguments(rng: Rng) -> Arguments:
     return {"shards": [attnmask.shard_sequence(x, 3, rank, layout) for rank in range(3)], "layout": layout}
 
 
-target("shard_sequence", shard_arguments, attnmask.shard_sequence)
-target("unshard_sequence", unshard_arguments, attnmask.unshard_sequence)
+function("shard_sequence", shard_arguments)
+function("unshard_sequence", unshard_arguments)
 target(
     "plan_shards",
     lambda rng: {"mask": any_mask(rng, 1, 12, 12), "world": int(rng.integers(1, 5))},
@@ -1497,7 +1425,7 @@ def with_debug_mode(enabled: Any) -> bool:
 
 
 target("set_num_threads", lambda rng: {"n": 2}, with_threads)
-target("get_num_threads", lambda rng: {}, attnmask.get_num_threads)
+function("get_num_threads", lambda rng: {})
 target("set_debug_mode", lambda rng: {"enabled": True}, with_debug_mode)
-target("get_debug_mode", lambda rng: {}, attnmask.get_debug_mode)
+function("get_debug_mode", lambda rng: {})
 target("show_config", lambda rng: {"mode": "dict"}, lambda mode: sorted(attnmask.show_config(mode) or ()))

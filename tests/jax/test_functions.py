@@ -133,87 +133,12 @@ def arrays(jax):
     return [jax.numpy.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
 
 
-SOME = MaskInfo.from_random(2, 5, 6, 0.3, 1)
-ARGUMENTS = {
-    "plain": {},
-    "causal": {"causal": True, "causal_offset": 1},
-    "offsets": {"causal": True, "causal_offset": np.array([1, 0])},
-    "capped": {"logits_soft_cap": 2.0, "sliding_window": (3, 2)},
-    "not normalized": {"normalize_output": False},
-    "dropout": {"dropout_prob": 0.4, "dropout_seed": 3},
-    "mask": {"attention_mask": SOME.attention_mask},
-    "MaskInfo": {"attention_mask": SOME},
-    "segments": {"q_segment_ids": IDS[:, :5], "kv_segment_ids": IDS},
-}
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("more", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_attention_and_gradients(jax, arrays, more, compiled):
-    """The same bits as with NumPy, with all arguments given."""
-
-    def attend(query, key, value, bias, sinks, more):
-        both = attnmask.jax.flash_attention(
-            query, key, value, bias=bias, softmax_aux=sinks, return_lse=True, **more
-        )
-        return sum((x * x).sum() for x in both), both
-
-    fixed = {name: x for name, x in more.items() if not isinstance(x, (np.ndarray, MaskInfo))}
-    traced = {name: x for name, x in more.items() if name not in fixed}
-    run = jax.value_and_grad(
-        lambda *learned_and_traced: attend(*learned_and_traced[:5], learned_and_traced[5] | fixed),
-        argnums=(0, 1, 2, 3, 4),
-        has_aux=True,
-    )
-    (_, (out, lse)), grads = (jax.jit(run) if compiled else run)(*arrays, traced)
-
-    names = {"bias": arrays[3], "softmax_aux": arrays[4]}
-    (right, right_lse), vjp = attnmask.flash_attention_vjp(
-        *arrays[:3], **names, **more, return_lse=True, grad_bias=True, grad_softmax_aux=True
-    )
-    np.testing.assert_array_equal(out, right)
-    np.testing.assert_array_equal(lse, right_lse)
-    for got, wanted in zip(grads, vjp(2 * right, 2 * right_lse)[:5], strict=True):
-        np.testing.assert_array_equal(got, wanted)
-
-
-def test_attention_by_differences(jax, arrays):
-    from jax.test_util import check_grads
-
-    with jax.enable_x64(True):
-        wide = [jax.numpy.asarray(np.asarray(x), np.float64) for x in arrays]
-        attend = lambda q, k, v, b, s: attnmask.jax.flash_attention(q, k, v, bias=b, softmax_aux=s)  # noqa: E731
-        check_grads(attend, wide, order=1, modes=["rev"], eps=1e-5)
-
-
-def test_attention_mapped(jax, arrays):
-    def attend(query, key, value):
-        return attnmask.jax.flash_attention(query[None], key[None], value[None], causal=True)[0]
-
-    right, vjp = attnmask.flash_attention_vjp(*arrays[:3], causal=True)
-    np.testing.assert_array_equal(jax.vmap(attend)(*arrays[:3]), right)
-    grad = jax.jit(jax.vmap(jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))))
-    for got, wanted in zip(grad(*arrays[:3]), vjp(np.ones_like(right)), strict=False):
-        np.testing.assert_array_equal(got, wanted)
-
-
 def test_only_the_wanted_gradients(jax, arrays):
     query, key, value, bias, _ = arrays
     attend = jax.grad(lambda bias: attnmask.jax.flash_attention(query, key, value, bias=bias).sum())
     assert attend(bias).shape == bias.shape
     lse = jax.grad(lambda query: attnmask.jax.flash_attention(query, key, value, return_lse=True)[1].sum())
     assert lse(query).shape == query.shape
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_attention_in_16_bits(jax, arrays, dtype):
-    narrow = [x.astype(dtype) for x in arrays[:3]]
-    attend = jax.jit(attnmask.jax.flash_attention)
-    out = attend(*narrow)
-    assert out.dtype == dtype
-    np.testing.assert_array_equal(out, attnmask.flash_attention(*narrow))
-    grad = jax.grad(lambda *x: attnmask.jax.flash_attention(*x).astype("float32").sum())(*narrow)
-    assert grad.dtype == dtype
 
 
 def test_sinks_that_heads_share(jax, arrays):

@@ -6,7 +6,6 @@ import inspect
 import numpy as np
 import pytest
 from flash_cases import BF16, F16, F32, F64
-from kvcache_bad_input import BAD, BAD_TO_READ, KINDS, good
 from kvcache_cases import Case, arguments_of, attend, drawn
 
 import attnmask
@@ -121,34 +120,6 @@ def test_rotated(dtype, packed):
     function, traced = compiled(arguments | {"rotate": 1})
     with pytest.raises(TypeError, match="rotate must be True or False, got 1"):
         function(traced)
-
-
-@pytest.mark.parametrize("dtype", [np.dtype(np.int8), *FLOATS8], ids=str)
-@pytest.mark.parametrize("scale", ["tokens", "channels"])
-@pytest.mark.parametrize("new", [False, True])
-def test_quantized_caches(dtype, scale, new):
-    rng = np.random.default_rng(0)
-    tokens = rng.standard_normal((2, 6, 16, 2, 32)).astype(F32)
-    axis = -1 if scale == "tokens" else (0, 1)
-    (k_cache, k_scale), (v_cache, v_scale) = (attnmask.quantize_kv(x, dtype, axis) for x in tokens)
-    query, key, value = (rng.standard_normal((2, 3, heads, 32)).astype(BF16) for heads in (4, 2, 2))
-    arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
-    arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
-    arguments |= {"key": key, "value": value} if new else {}
-    compare(arguments | {"k_scale": k_scale, "v_scale": v_scale})
-
-
-@pytest.mark.parametrize("new", [False, True])
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_caches_of_four_bits(dtype, new):
-    rng = np.random.default_rng(0)
-    tokens = rng.standard_normal((2, 6, 16, 2, 64)).astype(F32)
-    (k_cache, k_scale), (v_cache, v_scale) = (attnmask.quantize_kv(x, "int4", group=32) for x in tokens)
-    query, key, value = (rng.standard_normal((2, 3, heads, 64)).astype(BF16) for heads in (4, 2, 2))
-    arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
-    arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
-    arguments |= {"key": key, "value": value} if new else {}
-    compare(arguments | {"k_scale": k_scale.astype(dtype), "v_scale": v_scale.astype(dtype)})
 
 
 def masks():
@@ -355,45 +326,6 @@ def test_heads_on_two_devices():
 # Bad input
 
 
-def is_taken(value) -> bool:
-    """Whether JAX takes it as it is: it has no lists, and by default nothing of 64 bits."""
-    if isinstance(value, np.ndarray):
-        return (
-            value.dtype.isnative
-            and value.dtype.itemsize <= 4
-            and value.flags.aligned
-            and value.flags.writeable
-        )
-    return not isinstance(value, (str, list))
-
-
-LEARNED = {"query", "k_cache", "v_cache", "key", "value", "softmax_aux"}  # always become arrays of JAX
-CASES = [
-    (kind, wrong, error, message, new)
-    for cases, new in ((BAD, True), (BAD_TO_READ, False))
-    for kind, wrong, error, message in cases
-    if "out" not in wrong and all(map(is_taken, (wrong[name] for name in wrong.keys() & LEARNED)))
-]
-
-
-@pytest.mark.parametrize(("kind", "wrong", "error", "message", "new"), CASES)
-def test_bad_input(kind, wrong, error, message, new):
-    """The same words when it is traced; what depends on numbers, when it runs."""
-    arguments = good(kind, new) | wrong
-    arguments.pop("out")
-    with pytest.raises(error, match=message):
-        attnmask.jax.flash_attention_with_kvcache(**arguments)
-    function, traced = compiled(arguments, [name for name, x in arguments.items() if not is_taken(x)])
-    if "packed" in kind and "attention_mask" in arguments:
-        error, message = NotImplementedError, "attention_mask must be None with cu_seqlens_q"
-    if arguments.get("block_table") is not None and arguments["block_table"].dtype == np.int64:
-        message = message.split(", got")[0]  # what is far outside has been clipped
-    with pytest.raises(
-        (error, jax.errors.JaxRuntimeError), match=message.replace(" .* MaskInfo of shape", "")
-    ):
-        jax.block_until_ready(function(traced))
-
-
 @pytest.mark.parametrize("place", range(3), ids=["low", "high", "chunk"])
 @pytest.mark.parametrize("number", [2**59 + 1, -(2**59) - 1, 2**63 - 1, -(2**63)])
 def test_a_program_of_limits_that_are_too_far(place, number):
@@ -411,30 +343,6 @@ def test_a_program_of_limits_that_are_too_far(place, number):
     limits[place] = number
     with pytest.raises(jax.errors.JaxRuntimeError, match="words: a number is out of its range"):
         call(x, x, x, words=words())
-
-
-@pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_good_arguments_are_good(kind, new):
-    arguments = good(kind, new)
-    arguments.pop("out")
-    compare(arguments)
-
-
-@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan])
-def test_bad_scales_of_channels(scale):
-    x, cache = np.ones((1, 1, 2, 8), F32), np.zeros((1, 4, 2, 8), np.int8)
-    scales = np.ones((1, 1, 2, 8), F32)
-    scales[0, 0, 1, 3] = scale
-    function = jax.jit(
-        lambda scales: attnmask.jax.flash_attention_with_kvcache(
-            x, cache, cache, k_scale=scales, v_scale=np.ones((1, 1, 2, 8), F32)
-        )
-    )
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="k_scale must be finite and positive for each channel"
-    ):
-        function(scales).out.block_until_ready()
 
 
 @pytest.mark.parametrize("missing", ["k_scale", "v_scale"])

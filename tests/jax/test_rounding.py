@@ -55,21 +55,6 @@ def test_how_far_they_are_off(jax, isa, given, callback):
         assert rms < LIMITS[given.dtype.type][multiplies_bf16(isa)], rms
 
 
-def test_with_the_logsumexp(jax, given):
-    """Its gradient is added to that of the result."""
-    (_, lse), vjp = attnmask.flash_attention_vjp(given, given, given, **MORE, return_lse=True)
-    right = vjp(given, np.ones_like(lse))
-    got = jax.vjp(partial(attend, return_lse=True), given, given, given)[1]((given, np.ones_like(lse)))
-    for one, other in zip(got, right, strict=False):
-        np.testing.assert_array_equal(np.asarray(one), other)
-
-
-def test_mapped(jax, given):
-    many = given.reshape(2, 8, *given.shape[1:])
-    got = jax.jit(jax.vmap(lambda x: gradients(jax, attend, x)))(many)
-    check([x.reshape(given.shape) for x in got], given)
-
-
 def test_checkpoints(jax, given):
     check(gradients(jax, jax.jit(jax.checkpoint(attend)), given), given)
 

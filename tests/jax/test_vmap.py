@@ -63,35 +63,6 @@ def compare(arguments, mapped, **fixed):
             jax.tree.map(np.testing.assert_array_equal, taken(got, call), jax.jit(f)(one))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("left_out", [(), ("query",), ("query", "key", "value")], ids=str)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        "bias",
-        "softmax_aux",
-        "attention_mask",
-        "causal_offset",
-        "alibi_slopes",
-        "relative_bias",
-        "ids",
-        "none",
-        "all",
-    ],
-)
-@pytest.mark.long
-def test_what_is_mapped(batch, left_out, extra):
-    arguments = mapped_arguments(batch)
-    tensors = {"query", "key", "value"} - set(left_out)
-    extras = {"ids": {"q_segment_ids", "kv_segment_ids"}, "none": set(), "all": set(arguments)}.get(
-        extra, {extra}
-    )
-    extras -= set(left_out)
-    mapped = tensors | extras
-    if mapped:
-        compare(arguments, mapped, causal=True)
-
-
 @pytest.mark.parametrize("mapped", [("query",), ("query", "key", "value"), ("attention_mask",)], ids=str)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_masks(mapped, by_head):
@@ -102,21 +73,6 @@ def test_masks(mapped, by_head):
     compare(
         arguments | {"attention_mask": jax.tree.map(lambda *x: np.stack(x), *infos)}, mapped, sliding_window=3
     )
-
-
-@pytest.mark.parametrize(
-    "mapped", [("query", "key"), ("starts",), ("query", "key", "value", "starts")], ids=str
-)
-def test_packed(mapped):
-    arguments = {
-        name: x[:, 0] for name, x in mapped_arguments(1).items() if name in ("query", "key", "value")
-    }
-    starts = np.array([[0, 2, 5], [0, 0, 5], [0, 4, 5]]), np.array([[0, 3, 6], [0, 5, 6], [0, 2, 6]])
-    arguments |= dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True))
-    arguments["alibi_slopes"] = rng.random((CALLS, H)).astype(np.float32)
-    if "starts" in mapped:
-        mapped = (*mapped, "cum_seqlens_q", "cum_seqlens_k")
-    compare(arguments, mapped, causal=True, causal_offset="bottom-right")
 
 
 @pytest.mark.parametrize("mapped", [("query",), ("dropout_seed",), ("query", "dropout_seed")], ids=str)

@@ -376,33 +376,17 @@ READ_ONLY = np.zeros((2, 5, 3), np.float32)
 READ_ONLY.setflags(write=False)
 
 BAD: list = [
-    ({"x": X[0]}, ValueError, r"x must be \[B, T, C\], got float32 array of shape \(5, 3\)"),
-    ({"x": X.astype(int)}, TypeError, "x must be a floating-point array, got int64"),
-    ({"weight": WEIGHT[0]}, ValueError, r"weight must be \[C, W\] with the 3 channels of x"),
     ({"weight": WEIGHT[:, :0]}, ValueError, "W at least 1"),
     ({"weight": WEIGHT[:, None]}, ValueError, r"write weight\[:, 0\]"),
     ({"weight": WEIGHT.T}, ValueError, r"write weight\.T"),
     ({"x": X.swapaxes(1, 2)}, ValueError, r"write x\.swapaxes\(1, 2\)"),
     ({"weight": WEIGHT.astype(np.float64)}, TypeError, r"weight must be float32 as x, .*astype\(x\.dtype\)"),
-    ({"weight": WEIGHT.astype(int)}, TypeError, "weight must be float32 as x"),
-    ({"bias": np.ones(4, np.float32)}, ValueError, r"bias must be of shape \(3,\)"),
-    ({"bias": np.ones(3)}, TypeError, "bias must be float32 as x"),
-    ({"activation": "relu"}, ValueError, "activation must be one of None, 'silu', got 'relu'"),
-    ({"activation": True}, ValueError, "activation must be one of"),
     ({"cu_seqlens": [0, 5]}, ValueError, "x must have batch size 1 when cu_seqlens is given, got 2"),
     (
         {"x": X[:1], "cu_seqlens": [0, 4]},
         ValueError,
         "cu_seqlens must end at the 5 tokens of x, got 4 at index 1",
     ),
-    ({"x": X[:1], "cu_seqlens": [0, 4, 3, 5]}, ValueError, "cu_seqlens must never decrease"),
-    ({"initial_state": STATE[:1]}, ValueError, r"initial_state must be of shape \(2, 3, 3\), got"),
-    ({"initial_state": STATE.astype(np.float64)}, TypeError, "initial_state must be float32 as x"),
-    ({"return_state": 1}, TypeError, "return_state must be"),
-    ({"out": np.zeros((2, 5, 3))}, ValueError, "out must be an array of float32"),
-    ({"out": READ_ONLY}, ValueError, "out must be writeable"),
-    ({"out": [1]}, TypeError, "out must be a NumPy array or None"),
-    ({"out": X}, ValueError, "out must share no memory with x"),
 ]
 
 
@@ -425,23 +409,11 @@ def test_bad_gradients():
 
 
 BAD_STEPS: list = [
-    ({"x": X}, ValueError, r"x must be \[B, C\]"),
-    ({"weight": WEIGHT[:2]}, ValueError, "weight must be"),
-    ({"state": STATE[0]}, ValueError, r"state must be of shape \(2, 3, 3\), got"),
-    ({"state": STATE[:1]}, ValueError, r"state must be of shape \(2, 3, 3\), got"),
-    ({"state": STATE.tolist()}, TypeError, "state must be a NumPy array"),
-    ({"state": None}, TypeError, "state must be a NumPy array"),
-    ({"state": STATE.astype(np.float16)}, TypeError, "state must be float32 as x"),
     ({"state": STATE.astype(">f4")}, ValueError, "state must be aligned and in native byte order"),
     ({"state": np.broadcast_to(STATE[:1], (2, 3, 3))}, ValueError, "state must be writeable"),
     ({"state_indices": [0, 0]}, ValueError, "state_indices must name each slot once, got 0 again at index 1"),
     ({"state_indices": [0, 2]}, IndexError, "state_indices must be from -1 to 1, got 2 at index 1"),
     ({"state_indices": [-2, 1]}, IndexError, "state_indices must be from -1 to 1, got -2 at index 0"),
-    ({"state_indices": [0]}, ValueError, r"state_indices must be of shape \(2,\)"),
-    ({"state_indices": [[0, 1]]}, ValueError, "state_indices must be a 1-D array|of shape"),
-    ({"state_indices": [0.0, 1.0]}, TypeError, "state_indices must be a 1-D array of integers"),
-    ({"activation": "gelu"}, ValueError, "activation must be one of"),
-    ({"out": np.zeros((2, 4), np.float32)}, ValueError, "out must be an array of float32"),
 ]
 
 

@@ -575,22 +575,17 @@ def test_large_ids_arrays(isa, set_threads):
 IDS, ROW = np.zeros((2, 3), np.int32), [0, 1]
 UNLIKE = [(), (IDS,), (IDS, IDS, IDS), (IDS, IDS[:1]), (IDS[:1], IDS), (IDS, IDS[0])]
 UNLIKE += [(np.zeros((2, 2, 3), int), np.zeros((2, 3, 3), int))]
-NO_IDS, FEW_IDS = (None, IDS * 0.5, IDS > 0), (0, np.int8(3), [[-1, 10**12]])
+FEW_IDS = (0, np.int8(3), [[-1, 10**12]])
 both, apart = attnmask.qkv_cu_seqlens_to_attention_mask, attnmask.qkv_cu_seqlens_to_qkv_masks
 NO_PAIRS = [[0], [0, 1, 2], [[0, 1]], np.zeros((0, 2), int), 3, np.int64(4)]
 BAD = [
     *((ValueError, "segment_ids", lambda x=x: attnmask.segment_ids_to_mask(x)) for x in UNLIKE),
-    *((TypeError, "segment_ids", lambda x=x: attnmask.segment_ids_to_mask((IDS, x))) for x in NO_IDS),
     *((ValueError, "segment_ids", lambda x=x: attnmask.segment_ids_to_cu_seqlens(x)) for x in FEW_IDS),
     *((ValueError, "cu_seqlens", lambda x=x: attnmask.cu_seqlens_to_mask(x, 3)) for x in NO_PAIRS),
     *((ValueError, "pairs", lambda x=x: attnmask.pairs_to_cu_seqlens(x)) for x in NO_PAIRS),
     *((ValueError, "cu_seqlens_q", lambda x=x: both(x, max_q_len=3)) for x in NO_PAIRS),
     (ValueError, "cu_seqlens_kv", lambda: apart(ROW, max_q_len=3, cu_seqlens_kv=ROW * 2)),
     (ValueError, "cu_seqlens_kv", lambda: both(ROW * 2, max_q_len=3, cu_seqlens_kv=ROW)),
-    (ValueError, "max_q_len", lambda: apart(ROW, max_q_len=-1)),
-    (ValueError, "max_kv_len", lambda: apart(ROW, max_q_len=3, max_kv_len=-(2**70))),
-    (ValueError, "max_len", lambda: attnmask.cu_seqlens_to_mask(ROW, -1)),
-    (ValueError, "mask", lambda: attnmask.mask_to_segment_ids(np.float64(1))),
 ]  # fmt: skip
 
 

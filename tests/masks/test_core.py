@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from attnmask import _core
 
-OPERATORS = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "xor": np.logical_xor,
-}
+OPERATORS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def per_batch(value, batch):
@@ -385,70 +381,67 @@ def test_same_bits_for_any_number_of_threads(set_threads):
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize(
-    ("shape", "nodes"),
-    [
-        ((1, 1, 2, 2), ()),
-        ((1, 1, 2, 2), (("all",), ("all",))),
-        ((1, 1, 2, 2), ("not",)),
-        ((1, 1, 2, 2), (("all",), "and")),
-        ((1, 1, 2, 2), (("all",), "nand")),
-        ((1, 1, 2, 2), (("sphere",),)),
-        ((1, 1, 2, 2), ((),)),
-        ((1, 1, 2, 2), ((3,),)),
-        ((1, 1, 2, 2), (("band", 0),)),
-        ((1, 1, 2, 2), (("chunk", 0, 0, 0),)),
-        ((1, 1, 2, 2), (("chunk", 2, -1, 0),)),
-        ((2, 1, 2, 2), (("band", 0, 0, np.zeros(3, int)),)),
-        ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
-        ((1, 2, 2, 2), (("band", np.zeros(3, int), 0, 0),)),
-        ((1, 2, 2, 2), (("band", 0, np.zeros((2, 1), int), 0),)),
-        ((1, 1, 2, 2), (("diagonal", 0, 0, 0),)),
-        ((1, 2, 2, 3), (("diagonal", 0, 0, 0, np.zeros((1, 3), np.int32)),)),
-        ((2, 2, 2, 2), (("diagonal", 0, 0, 0, np.zeros((1, 3, 2), np.int32)),)),
-        ((2, 2, 2, 2), (("diagonal", 0, 0, np.zeros(3, int), np.zeros((1, 2), np.int32)),)),
-        *(
-            ((2, 1, 70, 70), (("tiles", *parts),))
-            for parts in [
-                (np.zeros((1, 1, 1, 2), np.int32), 64, 64, NO_BITS, 0, 0),  # a query too many
-                (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 59),  # or a key
-                (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, -1, 0),
-                (np.zeros((1, 1, 2, 2), np.int32), 0, 64, NO_BITS, 0, 0),
-                (np.zeros((3, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-                (np.zeros((1, 3, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-                (np.zeros((2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-                (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, NO_BITS, 0, 0),
-                (np.full((1, 1, 2, 2), -1, np.int32), 64, 64, NO_BITS, 0, 0),
-                (np.full((1, 1, 2, 2), 2, np.int32), 64, 35, np.zeros((1, 64, 8), np.uint8), 0, 0),
-                (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, np.zeros((1, 64, 7), np.uint8), 0, 0),
-                (np.full((1, 1, 2, 2), 3, np.int32), 64, 64, np.zeros((1, 64, 8), np.uint8), 0, 0),
-            ]
-        ),
-        ((1, 1, 2, 2), (("equal", np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), False),)),
-        ((2, 1, 2, 2), (("equal", np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32), False),)),
-        ((1, 1, 2, 2), (("equal", np.zeros(2, np.int32), np.zeros((1, 2), np.int32), False),)),
-        ((1, 1, 2, 2), (("dense", np.ones((2, 2)), 0, 0),)),
-        ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 0, 2),)),
-        ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 1, 0),)),
-        ((1, 1, 3, 2), (("dense", np.ones((1, 1, 2, 2)), 0, 0),)),
-        *(
-            ((1, 1, 2, 2), (("sequences", *(np.array(part) for part in parts)),))
-            for parts in (
-                ([], [], [], []),
-                ([1, 2], [0, 2], [0], [0]),
-                ([0, 1], [0, 2], [0], [0]),
-                ([0, 2], [0, 3], [0], [0]),
-                ([0, 2], [0, 2, 2], [0], [0]),
-                ([0, 3, 2], [0, 2, 2], [0, 0], [0, 0]),
-                ([0, 2], [0, 2], [0, 0], [0]),
-                ([0, 2], [0, 2], [0], [[0]]),
-            )
-        ),
-        ((1, 1, -1, 2), (("all",),)),
-        ((1, 1, 2**60, 2), (("all",),)),
-        ((1, 1, 2, 2), (("all",),) * 17 + ("and",) * 16),
-    ],
-)
+@pytest.mark.parametrize(("shape", "nodes"), [
+    ((1, 1, 2, 2), ()),
+    ((1, 1, 2, 2), (("all",), ("all",))),
+    ((1, 1, 2, 2), ("not",)),
+    ((1, 1, 2, 2), (("all",), "and")),
+    ((1, 1, 2, 2), (("all",), "nand")),
+    ((1, 1, 2, 2), (("sphere",),)),
+    ((1, 1, 2, 2), ((),)),
+    ((1, 1, 2, 2), ((3,),)),
+    ((1, 1, 2, 2), (("band", 0),)),
+    ((1, 1, 2, 2), (("chunk", 0, 0, 0),)),
+    ((1, 1, 2, 2), (("chunk", 2, -1, 0),)),
+    ((2, 1, 2, 2), (("band", 0, 0, np.zeros(3, int)),)),
+    ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
+    ((1, 2, 2, 2), (("band", np.zeros(3, int), 0, 0),)),
+    ((1, 2, 2, 2), (("band", 0, np.zeros((2, 1), int), 0),)),
+    ((1, 1, 2, 2), (("diagonal", 0, 0, 0),)),
+    ((1, 2, 2, 3), (("diagonal", 0, 0, 0, np.zeros((1, 3), np.int32)),)),
+    ((2, 2, 2, 2), (("diagonal", 0, 0, 0, np.zeros((1, 3, 2), np.int32)),)),
+    ((2, 2, 2, 2), (("diagonal", 0, 0, np.zeros(3, int), np.zeros((1, 2), np.int32)),)),
+    *(
+        ((2, 1, 70, 70), (("tiles", *parts),))
+        for parts in [
+            (np.zeros((1, 1, 1, 2), np.int32), 64, 64, NO_BITS, 0, 0),  # a query too many
+            (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 59),  # or a key
+            (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, -1, 0),
+            (np.zeros((1, 1, 2, 2), np.int32), 0, 64, NO_BITS, 0, 0),
+            (np.zeros((3, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+            (np.zeros((1, 3, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+            (np.zeros((2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+            (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, NO_BITS, 0, 0),
+            (np.full((1, 1, 2, 2), -1, np.int32), 64, 64, NO_BITS, 0, 0),
+            (np.full((1, 1, 2, 2), 2, np.int32), 64, 35, np.zeros((1, 64, 8), np.uint8), 0, 0),
+            (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, np.zeros((1, 64, 7), np.uint8), 0, 0),
+            (np.full((1, 1, 2, 2), 3, np.int32), 64, 64, np.zeros((1, 64, 8), np.uint8), 0, 0),
+        ]
+    ),
+    ((1, 1, 2, 2), (("equal", np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), False),)),
+    ((2, 1, 2, 2), (("equal", np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32), False),)),
+    ((1, 1, 2, 2), (("equal", np.zeros(2, np.int32), np.zeros((1, 2), np.int32), False),)),
+    ((1, 1, 2, 2), (("dense", np.ones((2, 2)), 0, 0),)),
+    ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 0, 2),)),
+    ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 1, 0),)),
+    ((1, 1, 3, 2), (("dense", np.ones((1, 1, 2, 2)), 0, 0),)),
+    *(
+        ((1, 1, 2, 2), (("sequences", *(np.array(part) for part in parts)),))
+        for parts in (
+            ([], [], [], []),
+            ([1, 2], [0, 2], [0], [0]),
+            ([0, 1], [0, 2], [0], [0]),
+            ([0, 2], [0, 3], [0], [0]),
+            ([0, 2], [0, 2, 2], [0], [0]),
+            ([0, 3, 2], [0, 2, 2], [0, 0], [0, 0]),
+            ([0, 2], [0, 2], [0, 0], [0]),
+            ([0, 2], [0, 2], [0], [[0]]),
+        )
+    ),
+    ((1, 1, -1, 2), (("all",),)),
+    ((1, 1, 2**60, 2), (("all",),)),
+    ((1, 1, 2, 2), (("all",),) * 17 + ("and",) * 16),
+])  # fmt: skip
 def test_descriptions_that_make_no_sense(shape, nodes):
     for call in (_core.mask_count, _core.mask_any):
         with pytest.raises(ValueError, match=r"must|an operator|unknown|shift|many|expression"):

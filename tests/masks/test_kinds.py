@@ -55,10 +55,7 @@ KINDS = {  # of each, the mask, and what the function says
         SEGMENTS.apply_sliding_window((np.array([2, 0, 9]), 1)),
         lambda b, h, q, k: ids(b, h, q, k) & (k >= q - np.array([2, 0, 9])[h]) & (k <= q + 1),
     ),
-    "chunks": (
-        SEGMENTS.apply_chunked(2),
-        lambda b, h, q, k: ids(b, h, q, k) & (q // 2 == k // 2) & (k <= q),
-    ),
+    "chunks": (SEGMENTS.apply_chunked(2), lambda b, h, q, k: ids(b, h, q, k) & (q // 2 == k // 2) & (k <= q)),
     "causal within segments": (
         MaskInfo.from_segments(IDS, REVERSED).apply_causal(1, within_segments=True),
         lambda b, h, q, k: (
@@ -77,10 +74,7 @@ KINDS = {  # of each, the mask, and what the function says
         SEGMENTS[:1, ...].apply_causal().apply_prefix(2),
         lambda b, h, q, k: ids(b * 0, h, q, k) & ((k <= q) | np.isin(k, [0, 1, 3, 4])),
     ),
-    "packed": (
-        MaskInfo.from_cu_seqlens([0, 4, 4, 9], packed=True),
-        lambda b, h, q, k: (q < 4) == (k < 4),
-    ),
+    "packed": (MaskInfo.from_cu_seqlens([0, 4, 4, 9], packed=True), lambda b, h, q, k: (q < 4) == (k < 4)),
     "dense": (MaskInfo.from_attention_mask(DENSE), lambda b, h, q, k: DENSE[b, h, q, k]),
     "blocks": (
         MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), 9, 9),
@@ -221,20 +215,14 @@ BAD_FUNCTIONS = {
     "floats": (lambda b, h, q, k: (q == k) * 1.0, TypeError, "must be bools or integers, got float64 array"),
     "nothing": (lambda b, h, q, k: None, TypeError, "must be bools or integers, got None"),
     "text": (lambda b, h, q, k: "yes", TypeError, "must be bools or integers, got 'yes'"),
-    "a row short": (
-        lambda b, h, q, k: (q == k)[:, :, 1:],
-        ValueError,
-        r"the result of f must broadcast to shape \(2, 3, 5, 7\), got bool array of shape \(1, 1, 4, 7\)",
-    ),
+    "a row short": (lambda b, h, q, k: (q == k)[:, :, 1:], ValueError,
+        r"the result of f must broadcast to shape \(2, 3, 5, 7\), got bool array of shape \(1, 1, 4, 7\)"),
     "an axis too many": (lambda b, h, q, k: (q == k)[None], ValueError, "must broadcast to shape"),
     "too few arguments": (lambda q, k: q == k, TypeError, "takes 2 positional arguments"),
-    "an error that is not made of a text": (
-        lambda b, h, q, k: b"\xff".decode(),
-        RuntimeError,
-        "<lambda> failed: 'utf-8' codec can't decode byte",
-    ),
+    "an error that is not made of a text": (lambda b, h, q, k: b"\xff".decode(), RuntimeError,
+        "<lambda> failed: 'utf-8' codec can't decode byte"),
     "an object": (Refuses(), ZeroDivisionError, "Refuses failed: by what"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("f", "error", "words"), BAD_FUNCTIONS.values(), ids=BAD_FUNCTIONS)
@@ -252,16 +240,12 @@ def test_an_error_names_the_function_and_keeps_its_own():
     assert raised.value.__cause__.args == ("not today",)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"q_len": -1}, ValueError, "q_len must be at least 0, got -1"),
-        ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
-        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
-        ({"q_len": 2**40, "kv_len": 2**40}, MemoryError, "q_len and kv_len"),
-        ({"q_len": 2**70}, MemoryError, "q_len and kv_len"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
+    ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+    ({"q_len": 2**40, "kv_len": 2**40}, MemoryError, "q_len and kv_len"),
+    ({"q_len": 2**70}, MemoryError, "q_len and kv_len"),
+])  # fmt: skip
 def test_bad_sizes_of_functions(arguments, error, words):
     with pytest.raises(error, match=words):
         MaskInfo.from_function(lambda b, h, q, k: live(q), **{"q_len": 5, "kv_len": 7} | arguments)
@@ -285,21 +269,13 @@ def test_blocks_that_are_cut():
     assert huge[..., 2**40 - 5 : 2**40 + 5, -3:].attention_mask.all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"blocks": np.ones((2, 2))}, ValueError, r"blocks must be \[B, H, Q blocks, K blocks\]"),
-        ({"blocks": [[[["a"]]]]}, TypeError, "blocks must be bool, integers or floats"),
-        ({"blocks": [[[[-1.0]]]]}, ValueError, "pass it as `bias`"),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
-        ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or a pair, got 3 entries"),
-        ({"block_size": 2.5}, TypeError, "block_size must be an integer, got 2.5"),
-        ({"q_len": 9}, ValueError, "q_len must be from 5 to 8, which 2 blocks of 4 cover, got 9"),
-        ({"kv_len": 8}, ValueError, "kv_len must be from 9 to 12, which 3 blocks of 4 cover, got 8"),
-        ({"q_len": -1}, ValueError, "q_len must be at least 0, got -1"),
-        ({"block_size": 2**60}, ValueError, r"q_len must be at most 2\*\*56"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"blocks": np.ones((2, 2))}, ValueError, r"blocks must be \[B, H, Q blocks, K blocks\]"),
+    ({"blocks": [[[[-1.0]]]]}, ValueError, "pass it as `bias`"),
+    ({"q_len": 9}, ValueError, "q_len must be from 5 to 8, which 2 blocks of 4 cover, got 9"),
+    ({"kv_len": 8}, ValueError, "kv_len must be from 9 to 12, which 3 blocks of 4 cover, got 8"),
+    ({"block_size": 2**60}, ValueError, r"q_len must be at most 2\*\*56"),
+])  # fmt: skip
 def test_bad_blocks(arguments, error, words):
     with pytest.raises(error, match=words):
         MaskInfo.from_blocks(**{"blocks": np.ones((1, 1, 2, 3)), "block_size": 4} | arguments)
@@ -322,15 +298,12 @@ def test_prefix_and_what_comes_after_it():
     assert not row.apply_causal().apply_prefix(2).apply_kv_lengths(0).density()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "error", "words"),
-    [
-        (-1, ValueError, "lengths must be at least 0, got -1"),
-        ([1, -2], ValueError, "lengths must be at least 0, got -2 at index 1"),
-        ([1, 2, 3], ValueError, r"lengths must be an integer or of shape \(2,\)"),
-        (1.5, TypeError, "lengths must be an integer or one per batch row, got 1.5"),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "error", "words"), [
+    (-1, ValueError, "lengths must be at least 0, got -1"),
+    ([1, -2], ValueError, "lengths must be at least 0, got -2 at index 1"),
+    ([1, 2, 3], ValueError, r"lengths must be an integer or of shape \(2,\)"),
+    (1.5, TypeError, "lengths must be an integer or one per batch row, got 1.5"),
+])  # fmt: skip
 def test_bad_prefixes(lengths, error, words):
     with pytest.raises(error, match=words):
         SEGMENTS.apply_prefix(lengths)
@@ -354,21 +327,14 @@ def test_parts_of_windows_by_head(mode):
     assert far[:, 0, ...] == row
 
 
-@pytest.mark.parametrize(
-    ("window", "error", "words"),
-    [
-        (np.array([1, -2, 3]), ValueError, "sliding_window must be at least 0, got -2 at index 1"),
-        (
-            (None, [1, 2]),
-            ValueError,
-            r"sliding_window\[1\] must be an integer or of shape \(3,\), one per head",
-        ),
-        (np.ones((1, 3), int), ValueError, "sliding_window must be an integer or"),
-        ((np.array([1.0, 2, 3]), 0), TypeError, r"sliding_window\[0\] must be integers, got float64"),
-        ((1, 2, 3), ValueError, "sliding_window must be an integer or a pair, got 3 entries"),
-        (-1, ValueError, "write None for no limit"),
-    ],
-)
+@pytest.mark.parametrize(("window", "error", "words"), [
+    (np.array([1, -2, 3]), ValueError, "sliding_window must be at least 0, got -2 at index 1"),
+    ((None, [1, 2]), ValueError, r"sliding_window\[1\] must be an integer or of shape \(3,\), one per head"),
+    (np.ones((1, 3), int), ValueError, "sliding_window must be an integer or"),
+    ((np.array([1.0, 2, 3]), 0), TypeError, r"sliding_window\[0\] must be integers, got float64"),
+    ((1, 2, 3), ValueError, "sliding_window must be an integer or a pair, got 3 entries"),
+    (-1, ValueError, "write None for no limit"),
+])  # fmt: skip
 def test_bad_windows(window, error, words):
     with pytest.raises(error, match=words):
         MaskInfo.from_attention_mask(DENSE).apply_sliding_window(window)
@@ -464,13 +430,10 @@ def test_no_segments_to_count_in(apply):
     getattr(mask, apply)(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("offset", "words"),
-    [
-        ("top-left", "offset must be an integer or 'bottom-right', got 'top-left'; write 0 for top-left"),
-        ("bottom_right", "got 'bottom_right'; did you mean 'bottom-right'?"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "words"), [
+    ("top-left", "offset must be an integer or 'bottom-right', got 'top-left'; write 0 for top-left"),
+    ("bottom_right", "got 'bottom_right'; did you mean 'bottom-right'?"),
+])  # fmt: skip
 def test_bad_diagonals(offset, words):
     for apply in (SEGMENTS.apply_causal, lambda offset: SEGMENTS.apply_sliding_window(1, offset=offset)):
         with pytest.raises(ValueError, match=words):
@@ -554,29 +517,26 @@ def test_a_slice_of_a_slice(program, data):
     assert info[tuple(parts[0])][tuple(parts[1])] == info[both], words
 
 
-@pytest.mark.parametrize(
-    ("index", "error", "words"),
-    [
-        ((2, ...), IndexError, "the index of rows must be from -2 to 1, got 2"),
-        ((0, -4, ...), IndexError, "the index of heads must be from -3 to 2, got -4"),
-        ((..., -10), IndexError, "the index of keys must be from -9 to 8, got -10"),
-        ((slice(None, None, 2), ...), ValueError, "the step of rows must be 1, got 2"),
-        ((..., slice(None, None, -1)), ValueError, "the step of keys must be 1, got -1"),
-        ((0, 0, 0, 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 5 entries"),
-        ((0, 0, 0, ..., 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 6 entries"),
-        *(
-            (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d entries; write \.\.\.")
-            for index in (0, slice(None), (), (slice(2, None), slice(2, None)), (0, 0, 0), None, [0, 1], "a")
-        ),
-        ((..., 0, ...), IndexError, "one ellipsis"),
-        ((None, ...), TypeError, "the index of rows must be an integer or a slice, got None"),
-        ((0, True, ...), TypeError, "the index of heads must be an integer or a slice, got True"),
-        (([0, 1], ...), TypeError, "the index of rows must be an integer or a slice"),
-        ((np.array([0, 1]), ...), TypeError, "the index of rows must be an integer or a slice"),
-        (("a", ...), TypeError, "the index of rows must be an integer or a slice, got 'a'"),
-        ((slice(0.5, None), ...), TypeError, "the start of rows must be an integer, got 0.5"),
-    ],
-)
+@pytest.mark.parametrize(("index", "error", "words"), [
+    ((2, ...), IndexError, "the index of rows must be from -2 to 1, got 2"),
+    ((0, -4, ...), IndexError, "the index of heads must be from -3 to 2, got -4"),
+    ((..., -10), IndexError, "the index of keys must be from -9 to 8, got -10"),
+    ((slice(None, None, 2), ...), ValueError, "the step of rows must be 1, got 2"),
+    ((..., slice(None, None, -1)), ValueError, "the step of keys must be 1, got -1"),
+    ((0, 0, 0, 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 5 entries"),
+    ((0, 0, 0, ..., 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 6 entries"),
+    *(
+        (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d entries; write \.\.\.")
+        for index in (0, slice(None), (), (slice(2, None), slice(2, None)), (0, 0, 0), None, [0, 1], "a")
+    ),
+    ((..., 0, ...), IndexError, "one ellipsis"),
+    ((None, ...), TypeError, "the index of rows must be an integer or a slice, got None"),
+    ((0, True, ...), TypeError, "the index of heads must be an integer or a slice, got True"),
+    (([0, 1], ...), TypeError, "the index of rows must be an integer or a slice"),
+    ((np.array([0, 1]), ...), TypeError, "the index of rows must be an integer or a slice"),
+    (("a", ...), TypeError, "the index of rows must be an integer or a slice, got 'a'"),
+    ((slice(0.5, None), ...), TypeError, "the start of rows must be an integer, got 0.5"),
+])  # fmt: skip
 def test_bad_slices(index, error, words):
     with pytest.raises(error, match=words):
         MaskInfo.from_attention_mask(DENSE)[index]

@@ -26,24 +26,16 @@ MADE = {
     "full without tokens": (MaskInfo.full(0), zeros(1, 0, 0)),
     "full without rows": (MaskInfo.full(2, 3, 0), zeros(0, 2, 3)),
     "causal": (MaskInfo.causal(6), zeros(1, 6, 6).apply_causal()),
-    "causal, more keys": (
-        MaskInfo.causal(4, 7, "bottom-right"),
-        zeros(1, 4, 7).apply_causal("bottom-right"),
-    ),
+    "causal, more keys": (MaskInfo.causal(4, 7, "bottom-right"), zeros(1, 4, 7).apply_causal("bottom-right")),
     "causal, fewer keys": (MaskInfo.causal(7, 4, "bottom-right", 2), zeros(2, 7, 4).apply_causal(-3)),
     "causal, offsets": (MaskInfo.causal(4, 6, [1, -2], batch=2), zeros(2, 4, 6).apply_causal([1, -2])),
     "lengths": (MaskInfo.from_lengths(LENGTHS, 6), MaskInfo.from_padding_mask(TOKENS)),
-    "lengths, causal": (
-        MaskInfo.from_lengths([5, 0, 3]).apply_causal(),
-        MaskInfo.from_padding_mask(TOKENS[:, :5]).apply_causal(),
-    ),
+    "lengths, causal": (MaskInfo.from_lengths([5, 0, 3]).apply_causal(),
+        MaskInfo.from_padding_mask(TOKENS[:, :5]).apply_causal()),
     "one length": (MaskInfo.from_lengths([2], 4), MaskInfo.from_padding_mask([[1, 1, 0, 0]])),
-    "no lengths": (
-        MaskInfo.from_lengths([], 4),
-        MaskInfo.from_segments(np.zeros((0, 4), int)),
-    ),
+    "no lengths": (MaskInfo.from_lengths([], 4), MaskInfo.from_segments(np.zeros((0, 4), int))),
     "lengths of nothing": (MaskInfo.from_lengths([0, 0]), MaskInfo.from_segments(np.zeros((2, 0), int))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -102,16 +94,12 @@ def test_nothing_is_held(name):
     assert set(made.get_shardings(mesh={"dp": 1, "fsdp": 1, "tp": 1, "sp": 1})) == {None}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: MaskInfo.full(LONG),
-        lambda: MaskInfo.causal(LONG, offset="bottom-right", batch=64),
-        lambda: MaskInfo.from_lengths([LONG, 5] * 32),
-        lambda: MaskInfo.causal(LONG)[..., 5:-5, :] & MaskInfo.full(LONG)[..., 5:-5, :],
-    ],
-    ids=["full", "causal", "lengths", "slices"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: MaskInfo.full(LONG),
+    lambda: MaskInfo.causal(LONG, offset="bottom-right", batch=64),
+    lambda: MaskInfo.from_lengths([LONG, 5] * 32),
+    lambda: MaskInfo.causal(LONG)[..., 5:-5, :] & MaskInfo.full(LONG)[..., 5:-5, :],
+], ids=["full", "causal", "lengths", "slices"])  # fmt: skip
 def test_long_ones_cost_nothing(make):
     make()
     tracemalloc.start()
@@ -239,39 +227,21 @@ def test_types_of_padding_masks(dtype):
     )  # without a warning: it is said what it is
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "wrong"),
-    [
-        (TypeError, "q_len must be an integer", lambda: MaskInfo.causal(np.tri(3))),
-        (ValueError, "q_len must be at least 0", lambda: MaskInfo.full(-1)),
-        (ValueError, r"q_len must be at most 2\*\*56", lambda: MaskInfo.full(2**57)),
-        (ValueError, r"kv_len must be at most 2\*\*56", lambda: MaskInfo.causal(2, 10**400)),
-        (TypeError, "kv_len must be an integer", lambda: MaskInfo.causal(2, "bottom-right")),
-        (ValueError, "batch must be at least 0", lambda: MaskInfo.full(2, batch=-1)),
-        (ValueError, "did you mean 'bottom-right'", lambda: MaskInfo.causal(2, 3, "bottom-rigt")),
-        (
-            ValueError,
-            r"offset must be an integer or of shape \(2,\)",
-            lambda: MaskInfo.causal(2, 3, [1] * 3, 2),
-        ),
-        (ValueError, r"lengths must be \[B\]", lambda: MaskInfo.from_lengths(3)),
-        (ValueError, "lengths must be at least 0, got -1 at index 1", lambda: MaskInfo.from_lengths([2, -1])),
-        (
-            ValueError,
-            "lengths must be at most max_len, 4, got 5 at index 1",
-            lambda: MaskInfo.from_lengths([2, 5], 4),
-        ),
-        (
-            ValueError,
-            "got 18446744073709551615",
-            lambda: MaskInfo.from_lengths(np.array([2**64 - 1], "u8"), 4),
-        ),
-        (ValueError, r"at most 2\*\*56", lambda: MaskInfo.from_lengths(np.array([2**60]))),
-        (ValueError, r"max_len must be at most 2\*\*56", lambda: MaskInfo.from_lengths([2], 2**57)),
-        (ValueError, r"padding_mask must be \[B, T\]", lambda: MaskInfo.from_padding_mask([1, 1, 0])),
-        (ValueError, "bias", lambda: MaskInfo.from_padding_mask([[0.0, -np.inf]])),
-    ],
-)
+@pytest.mark.parametrize(("error", "match", "wrong"), [
+    (ValueError, r"q_len must be at most 2\*\*56", lambda: MaskInfo.full(2**57)),
+    (ValueError, r"kv_len must be at most 2\*\*56", lambda: MaskInfo.causal(2, 10**400)),
+    (ValueError, "batch must be at least 0", lambda: MaskInfo.full(2, batch=-1)),
+    (ValueError, "did you mean 'bottom-right'", lambda: MaskInfo.causal(2, 3, "bottom-rigt")),
+    (ValueError, r"offset must be an integer or of shape \(2,\)", lambda: MaskInfo.causal(2, 3, [1] * 3, 2)),
+    (ValueError, r"lengths must be \[B\]", lambda: MaskInfo.from_lengths(3)),
+    (ValueError, "lengths must be at least 0, got -1 at index 1", lambda: MaskInfo.from_lengths([2, -1])),
+    (ValueError, "lengths must be at most max_len, 4, got 5 at index 1", lambda: MaskInfo.from_lengths([2, 5], 4)),
+    (ValueError, "got 18446744073709551615", lambda: MaskInfo.from_lengths(np.array([2**64 - 1], "u8"), 4)),
+    (ValueError, r"at most 2\*\*56", lambda: MaskInfo.from_lengths(np.array([2**60]))),
+    (ValueError, r"max_len must be at most 2\*\*56", lambda: MaskInfo.from_lengths([2], 2**57)),
+    (ValueError, r"padding_mask must be \[B, T\]", lambda: MaskInfo.from_padding_mask([1, 1, 0])),
+    (ValueError, "bias", lambda: MaskInfo.from_padding_mask([[0.0, -np.inf]])),
+])  # fmt: skip
 def test_wrong_arguments(error, match, wrong):
     with pytest.raises(error, match=match):
         wrong()

@@ -242,14 +242,9 @@ def test_metadata():
 
 
 BAD_METADATA = [
-    (TypeError, "runtime_dtype", ["x", 3, object()]),
     (ValueError, "runtime_dtype", [int, bool, complex, object, "S4", np.longdouble]),
-    (TypeError, "runtime_softmax_dtype", ["x"]),
     (ValueError, "runtime_softmax_dtype", [np.int32]),
-    (TypeError, "softmax_scale", ["x", 1j, True, [1.0]]),
     (ValueError, "softmax_scale", [math.nan]),
-    (TypeError, "dropout_prob", ["x", None, False]),
-    (ValueError, "dropout_prob", [1.0, -0.5, math.nan]),
     (TypeError, "backend", [3, b"cpu", object()]),
     (TypeError, "mesh", [3, "dp", ("dp", 2), {"dp": 1.5}]),
     (ValueError, "mesh", [{"dp": 0}]),
@@ -378,12 +373,8 @@ BAD_OPERATORS = [
     (ValueError, "get_impl_name must return a name", [operator(), operator(""), operator("a", "")]),
     (ValueError, "names that differ", [operator("a", "a")]),
     (ValueError, "operation must have a new name, got 'flash'.* FlashAttention", [operator("flash")]),
-    (
-        ValueError,
-        "new name, got 'vanilla'.* VanillaAttention",
-        [operator("new", "vanilla"), VanillaAttention],
-    ),
-]
+    (ValueError, "new name, got 'vanilla'.* VanillaAttention", [operator("new", "vanilla"), VanillaAttention]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "match", "operations"), BAD_OPERATORS)
@@ -460,19 +451,16 @@ def test_split_a_mask_info():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("q_shape", "kv_shape", "shape"),
-    [
-        ((4,), (5,), (4, 5)),
-        ((2, 4), (2, 5), (2, 4, 5)),
-        ((2, 4), (1, 5), (2, 4, 5)),
-        ((4,), (2, 5), (2, 4, 5)),
-        ((2, 4), (2, 1, 5), (2, 4, 5)),
-        ((2, 4, 1), (2, 5), (2, 4, 5)),
-        ((2, 3, 4, 1), (2, 1, 1, 5), (2, 3, 4, 5)),
-        ((0, 4), (0, 5), (0, 4, 5)),
-    ],
-)
+@pytest.mark.parametrize(("q_shape", "kv_shape", "shape"), [
+    ((4,), (5,), (4, 5)),
+    ((2, 4), (2, 5), (2, 4, 5)),
+    ((2, 4), (1, 5), (2, 4, 5)),
+    ((4,), (2, 5), (2, 4, 5)),
+    ((2, 4), (2, 1, 5), (2, 4, 5)),
+    ((2, 4, 1), (2, 5), (2, 4, 5)),
+    ((2, 3, 4, 1), (2, 1, 1, 5), (2, 3, 4, 5)),
+    ((0, 4), (0, 5), (0, 4, 5)),
+])  # fmt: skip
 def test_combine_query_kv_masks(q_shape, kv_shape, shape, layout):
     queries, keys = (np.random.default_rng(2).integers(-1, 2, size) for size in (q_shape, kv_shape))
     got = OP.combine_query_kv_masks(arrange(queries, layout), arrange(keys != 0, layout))
@@ -535,40 +523,21 @@ BAD_CALLS = [
     (ValueError, r"attn_mask must be \[Q, K\] or", lambda: OP.split_attention_mask([1, 0])),
     (ValueError, r"attn_mask must be \[Q, K\] or", lambda: OP.split_attention_mask(HEADS[None])),
     (ValueError, "attn_mask must have a head", lambda: OP.split_attention_mask(np.ones((2, 0, 4, 5)))),
-    (
-        ValueError,
-        "attn_mask must have a head",
-        lambda: OP.split_attention_mask(MaskInfo(np.ones((2, 0, 4, 5)))),
-    ),
+    (ValueError, "attn_mask must have a head", lambda: OP.split_attention_mask(MaskInfo(np.ones((2, 0, 4, 5))))),
     (ValueError, "cannot split attn_mask", lambda: OP.split_attention_mask(MaskInfo())),
-    (TypeError, "attn_mask must be bool", lambda: OP.split_attention_mask(["x"])),
-    (TypeError, "q_mask must be bool", lambda: OP.combine_query_kv_masks([1j], [1])),
-    (TypeError, "kv_mask must be bool", lambda: OP.combine_query_kv_masks([1], None)),
     (ValueError, "q_mask must have an axis", lambda: OP.combine_query_kv_masks(1, [1])),
     (ValueError, "kv_mask must have an axis", lambda: OP.combine_query_kv_masks([1], True)),
-    (
-        ValueError,
-        r"kv_mask must broadcast with q_mask, of shape \(2, 4\), got .* array of shape \(3, 5\)",
-        lambda: OP.combine_query_kv_masks(np.ones((2, 4)), np.ones((3, 5))),
-    ),
-    (ValueError, "qseq must be at least 0, got -1", lambda: OP.create_causal_mask(-1)),
+    (ValueError, r"kv_mask must broadcast with q_mask, of shape \(2, 4\), got .* array of shape \(3, 5\)",
+     lambda: OP.combine_query_kv_masks(np.ones((2, 4)), np.ones((3, 5)))),
     (MemoryError, "2147483647", lambda: OP.create_causal_mask(2**31 - 1)),
     (MemoryError, "qseq", lambda: OP.create_causal_mask(2**70)),
-    (ValueError, r"v must be \[B, T, Hkv, Dv\]", lambda: OP.repeat_kv_heads(HEADS, HEADS[0], 2)),
-    (ValueError, "num_reps must be at least 0", lambda: OP.repeat_kv_heads(HEADS, HEADS, -1)),
     (ValueError, r"array must be \[B, H, Q, K\]", lambda: OP.handle_kvhead(HEADS[0], 8, 2)),
-    (
-        ValueError,
-        r"array must have 8, 2 or 1 heads, got .* \(2, 3, 4, 5\)",
-        lambda: OP.handle_kvhead(HEADS, 8, 2),
-    ),
+    (ValueError, r"array must have 8, 2 or 1 heads, got .* \(2, 3, 4, 5\)", lambda: OP.handle_kvhead(HEADS, 8, 2)),
     (ValueError, "num_q_heads must be a multiple of .*3, got 8", lambda: OP.handle_kvhead(HEADS, 8, 3)),
     (ValueError, "num_q_heads must be a multiple", lambda: OP.handle_kvhead(HEADS[:, :0], 8, 0)),
-    (TypeError, "num_kv_heads must be an integer", lambda: OP.handle_kvhead(HEADS, 8, None)),
-    (ValueError, "num_kv_heads must be at least 0", lambda: OP.handle_kvhead(HEADS, 8, -2)),
     *((MemoryError, "num_reps", lambda n=n: OP.repeat_kv_heads(HEADS, HEADS, n)) for n in TOO_MANY),
     *((MemoryError, "num_q_heads", lambda n=n: OP.handle_kvhead(HEADS, 3 * n, 3)) for n in TOO_MANY),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "match", "call"), BAD_CALLS)

@@ -148,13 +148,10 @@ def test_a_disk_that_is_full(tmp_path):
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("-fopenmp", "the compiler has no OpenMP, so attention will use one thread: apt install libomp-dev"),
-        ("-mavx512bf16", "the compiler does not know avx512bf16, amx, so it builds no kernels for that"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "said"), [
+    ("-fopenmp", "the compiler has no OpenMP, so attention will use one thread: apt install libomp-dev"),
+    ("-mavx512bf16", "the compiler does not know avx512bf16, amx, so it builds no kernels for that"),
+])  # fmt: skip
 def test_a_compiler_that_lacks_a_flag(flag, said, tmp_path):
     """It builds what it can."""
     if flag.startswith("-m") and platform.machine() not in ("x86_64", "AMD64"):

@@ -38,14 +38,8 @@ EVER = 2**62
 BY_OTHERS = {"csrc/bind/xla/buffers.c": "JAX", "csrc/bind/dlpack/tensors.c": "PyTorch"}
 # Other functions that allocate, which the build would not see.
 UNSEEN = [
-    "PyMem_Malloc",
-    "PyMem_Calloc",
-    "PyMem_RawMalloc",
-    "PyObject_Malloc",
-    "aligned_alloc",
-    "strdup",
-    "mmap",
-]
+    "PyMem_Malloc", "PyMem_Calloc", "PyMem_RawMalloc", "PyObject_Malloc", "aligned_alloc", "strdup", "mmap",
+]  # fmt: skip
 
 
 class Site(ctypes.Structure):

@@ -25,14 +25,9 @@ def v1(folder: str, quota: int, period: int = 100000) -> dict[str, str]:
 LIMITS = {
     "nothing is there": ({}, None),
     "no limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-    "the uppermost group of a container": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"},
-        1.5,
-    ),
-    "a path of the host's": (
-        {"proc/self/cgroup": "0::/pods/7\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"},
-        4.0,
-    ),
+    "the uppermost group of a container": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"},
+        1.5),
+    "a path of the host's": ({"proc/self/cgroup": "0::/pods/7\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4.0),
     "the tightest of the groups above": (
         {
             "proc/self/cgroup": "0::/a/b\n",
@@ -48,12 +43,9 @@ LIMITS = {
         },
         0.5,
     ),
-    "the first version without a limit": (
-        {"proc/self/cgroup": "1:cpu:/\n", **v1("sys/fs/cgroup/cpu", -1)},
-        None,
-    ),
+    "the first version without a limit": ({"proc/self/cgroup": "1:cpu:/\n", **v1("sys/fs/cgroup/cpu", -1)}, None),
     "no numbers": ({"proc/self/cgroup": "0::/\nnonsense\n", "sys/fs/cgroup/cpu.max": "many few\n"}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -163,16 +163,6 @@ def test_show_config_has_two_modes():
             attnmask.show_config(mode=mode)
 
 
-def test_text_that_is_no_utf8():
-    for call in (
-        lambda: attnmask.chunk_global_cumsum(np.ones((1, 2, 1)), output_dtype="\ud800"),
-        lambda: attnmask.prepare_cu_seqlens_from_mask([[1]], "\ud800"),
-        lambda: attnmask.segment_ids_to_mask([[0]], "\ud800"),
-    ):
-        with pytest.raises(TypeError, match="dtype must be"):
-            call()
-
-
 def test_use_isa(isa):
     assert attnmask.show_config(mode="dict")["isa"] == isa
     missing = set(ISA_LEVELS) - set(CONFIG["isa_available"])
@@ -350,60 +340,6 @@ def test_memory_that_is_kept():
     assert all(30 < size < 68 for size in kept[:7]), kept
     assert all(58 < size < 68 for size in kept[7:10]), kept  # two results
     assert kept[10] < 68, kept
-
-
-FORK = """
-import multiprocessing, os, sys, threading
-import numpy as np
-import attnmask
-
-attnmask.set_num_threads(4)
-values = np.random.default_rng(0).standard_normal((2, 100_000, 8)).astype(np.float32)
-ends = np.arange(0, 1_000_001, 100)
-
-def results():
-    sums, ids = attnmask.chunk_global_cumsum(values), attnmask.prepare_sequence_ids(ends)
-    return sums.tobytes(), ids.tobytes()
-
-expected = results()
-
-def same(_=None):
-    return results() == expected
-
-def forked(work):
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 1)
-        finally:
-            os._exit(2)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0, status
-    return True
-
-forked(same)
-forked(lambda: same() and forked(same))
-forked(lambda: attnmask.set_num_threads(2) is None and same())
-assert same()
-
-done = []
-thread = threading.Thread(target=lambda: done.append(forked(same)))
-thread.start()
-thread.join()
-assert done == [True]
-
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert pool.map(same, range(6)) == [True] * 6
-assert same()
-print("all the same")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_fork_after_use():
-    """Children of a process whose threads have run, forked by its main thread and by another one."""
-    result = python(FORK, timeout=100)
-    assert result.stdout == "all the same\n", result.stderr
 
 
 # Long calls. Inputs with strides of zero can be as long as needed without taking memory.

@@ -267,33 +267,29 @@ def test_cdiv_of_arrays(kind, data):
         np.testing.assert_array_equal(got, expected, err_msg=repr(case))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (7, 2, 4),
-        (-7, 2, -3),
-        (0, 5, 0),
-        (10**40, 3, -(-(10**40) // 3)),
-        (np.int64(INT64_MIN), 1, np.int64(INT64_MIN)),
-        (np.int64(INT64_MIN), INT64_MAX, np.int64(-1)),
-        (np.int64(INT64_MAX), np.int64(INT64_MAX), np.int64(1)),
-        (np.int64(INT64_MAX), 2**64, np.int64(1)),
-        (np.uint64(UINT64_MAX), 2, np.uint64(2**63)),
-        (np.uint64(UINT64_MAX), np.uint64(UINT64_MAX), np.uint64(1)),
-        (np.int8(-128), 1000, np.int8(0)),
-        (np.int8(127), 1000, np.int8(1)),
-        (np.uint8(200), np.int8(3), np.int16(67)),
-        (255, np.uint8(2), np.uint8(128)),
-        (2**70, np.array([2**62]), np.array([256])),
-        (-(2**64), np.int64(2**62), np.int64(-4)),
-        (np.int64(-(2**63)), np.int64(1), np.int64(-(2**63))),
-        (np.array([5, -5]), 2**70, np.array([1, 0])),
-        ([5, 6], 2, np.array([3, 3])),
-        ((5, -6), [2, 4], np.array([3, -1])),
-        (np.zeros((0, 3), np.int16), 2, np.zeros((0, 3), np.int16)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("a", "b", "expected"), [
+    (7, 2, 4),
+    (-7, 2, -3),
+    (0, 5, 0),
+    (10**40, 3, -(-(10**40) // 3)),
+    (np.int64(INT64_MIN), 1, np.int64(INT64_MIN)),
+    (np.int64(INT64_MIN), INT64_MAX, np.int64(-1)),
+    (np.int64(INT64_MAX), np.int64(INT64_MAX), np.int64(1)),
+    (np.int64(INT64_MAX), 2**64, np.int64(1)),
+    (np.uint64(UINT64_MAX), 2, np.uint64(2**63)),
+    (np.uint64(UINT64_MAX), np.uint64(UINT64_MAX), np.uint64(1)),
+    (np.int8(-128), 1000, np.int8(0)),
+    (np.int8(127), 1000, np.int8(1)),
+    (np.uint8(200), np.int8(3), np.int16(67)),
+    (255, np.uint8(2), np.uint8(128)),
+    (2**70, np.array([2**62]), np.array([256])),
+    (-(2**64), np.int64(2**62), np.int64(-4)),
+    (np.int64(-(2**63)), np.int64(1), np.int64(-(2**63))),
+    (np.array([5, -5]), 2**70, np.array([1, 0])),
+    ([5, 6], 2, np.array([3, 3])),
+    ((5, -6), [2, 4], np.array([3, -1])),
+    (np.zeros((0, 3), np.int16), 2, np.zeros((0, 3), np.int16)),
+], ids=repr)  # fmt: skip
 def test_cdiv_examples(a, b, expected):
     got = attnmask.cdiv(a, b)
     assert type(got) is type(expected)
@@ -348,17 +344,10 @@ def test_cdiv_of_many(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
-@pytest.mark.parametrize(
-    ("a_shape", "b_shape"),
-    [
-        ((301, 1, 113), (7, 113)),
-        ((301, 1, 113), (301, 7, 1)),
-        ((1,), (40_000,)),
-        ((40_000, 1), (1, 3)),
-        ((), (5, 3)),
-        ((3, 0, 2), (1, 2)),
-    ],
-)
+@pytest.mark.parametrize(("a_shape", "b_shape"), [
+    ((301, 1, 113), (7, 113)), ((301, 1, 113), (301, 7, 1)), ((1,), (40_000,)), ((40_000, 1), (1, 3)),
+    ((), (5, 3)), ((3, 0, 2), (1, 2)),
+])  # fmt: skip
 def test_cdiv_of_arrays_that_broadcast(dtype, a_shape, b_shape):
     """Longer than one task, so that tasks begin within rows; with negative and doubled strides, too."""
     ends, rng = np.iinfo(dtype), np.random.default_rng(0)
@@ -393,15 +382,12 @@ def test_cdiv_by_one_bad_of_many(dtype, bad):
             attnmask.cdiv(a, one)
 
 
-@pytest.mark.parametrize(
-    ("b", "index", "value"),
-    [
-        (0, "", "0"),
-        (np.array([3, 1, -7]), "2", "-7"),
-        (np.array([[1, 2], [3, 0]]), "1, 1", "0"),
-        ([-2, 0], "0", "-2"),
-    ],
-)
+@pytest.mark.parametrize(("b", "index", "value"), [
+    (0, "", "0"),
+    (np.array([3, 1, -7]), "2", "-7"),
+    (np.array([[1, 2], [3, 0]]), "1, 1", "0"),
+    ([-2, 0], "0", "-2"),
+])  # fmt: skip
 def test_the_first_bad_entry_of_b_is_told(b, index, value):
     with pytest.raises(ValueError, match=rf"b must be positive, got {value}\b.*{index}"):
         attnmask.cdiv(5, b)

@@ -65,19 +65,16 @@ def test_attention_is_the_same():
     np.testing.assert_array_equal(unpack(out, starts, 5), flash_attention(query, query, query, mask))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fills"),
-    [
-        ("bool", (0, 1, True, np.False_)),
-        ("int8", (-128, 127, np.int64(5), 3.0)),
-        ("uint64", (0, 2**64 - 1)),
-        ("float16", (65504, np.nan, -np.inf, 0.1, 1e-30, np.float32(2))),
-        ("float32", (2**24 + 1, 3.4e38, np.nan)),
-        (ml_dtypes.bfloat16, (np.inf, 0.3, np.array(1))),
-        (ml_dtypes.float8_e4m3fn, (448, np.nan, 0.3)),
-        ("complex64", (1j, np.inf)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "fills"), [
+    ("bool", (0, 1, True, np.False_)),
+    ("int8", (-128, 127, np.int64(5), 3.0)),
+    ("uint64", (0, 2**64 - 1)),
+    ("float16", (65504, np.nan, -np.inf, 0.1, 1e-30, np.float32(2))),
+    ("float32", (2**24 + 1, 3.4e38, np.nan)),
+    (ml_dtypes.bfloat16, (np.inf, 0.3, np.array(1))),
+    (ml_dtypes.float8_e4m3fn, (448, np.nan, 0.3)),
+    ("complex64", (1j, np.inf)),
+])  # fmt: skip
 def test_fill(dtype, fills):
     for fill in fills:
         got = unpack(np.zeros(1, dtype), [0, 1], 2, fill)[0, 1]
@@ -85,64 +82,43 @@ def test_fill(dtype, fills):
         np.testing.assert_array_equal(got.astype(wide), np.array(fill).astype(dtype).astype(wide))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fills"),
-    [
-        ("bool", (2, -1, 0.5, np.nan)),
-        ("int8", (128, -129, 0.5, np.nan, np.inf, 2**70, 1j)),
-        ("uint8", (-1, 256)),
-        ("uint64", (-1, 2**64)),
-        ("float16", (70000, 1e10, 10**400, 1j)),
-        ("float32", (1e300, 2**200)),
-        (ml_dtypes.float8_e4m3fn, (np.inf, 1e9)),
-        ("S3", (0,)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "fills"), [
+    ("bool", (2, -1, 0.5, np.nan)),
+    ("int8", (128, -129, 0.5, np.nan, np.inf, 2**70, 1j)),
+    ("uint8", (-1, 256)),
+    ("uint64", (-1, 2**64)),
+    ("float16", (70000, 1e10, 10**400, 1j)),
+    ("float32", (1e300, 2**200)),
+    (ml_dtypes.float8_e4m3fn, (np.inf, 1e9)),
+    ("S3", (0,)),
+])  # fmt: skip
 def test_fill_that_the_type_does_not_hold(dtype, fills):
     for fill in fills:
         with pytest.raises(ValueError, match=r"^fill must be a number that .* holds, got "):
             unpack(np.zeros(1, dtype), [0, 1], 2, fill)
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "wrong"),
-    [
-        (ValueError, r"x must be \[B, T, \.\.\.\], got int64 array of shape \(\)", lambda: pack(5, [3])),
-        (
-            ValueError,
-            r"lengths must be of shape \(3,\), or a mask of shape \(3, 5\)",
-            lambda: pack(X, [3, 5]),
-        ),
-        (ValueError, r"lengths must be of shape \(3,\)", lambda: pack(X, 3)),
-        (ValueError, r"lengths must be a mask of shape \(3, 5\)", lambda: pack(X, np.ones((3, 4)))),
-        (
-            ValueError,
-            "lengths must be at most 5, the tokens of x, got 6 at index 1",
-            lambda: pack(X, [0, 6, 1]),
-        ),
-        (ValueError, "lengths must be at least 0, got -1 at index 2", lambda: pack(X, [0, 1, -1])),
-        (TypeError, "lengths must be integers", lambda: pack(X, [1.0, 2.0, 3.0])),
-        (ValueError, "bias", lambda: pack(X, np.full((3, 5), -np.inf))),
-        (TypeError, "lengths must be bool, integers or floats", lambda: pack(X, np.full((3, 5), "a"))),
-        (
-            ValueError,
-            r"packed must be \[total, \.\.\.\], got int64 array of shape \(\)",
-            lambda: unpack(4, [0, 1], 3),
-        ),
-        (ValueError, "cu_seqlens must end at 8 tokens, got 7", lambda: unpack(np.zeros(8), [0, 3, 7], 5)),
-        (
-            ValueError,
-            "max_len must be at least 5, the length of sequence 1, got 4",
-            lambda: unpack(np.zeros(8), [0, 3, 8], 4),
-        ),
-        (ValueError, "max_len must be at least 0", lambda: unpack(np.zeros(0), [0, 0], -1)),
-        (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, "0")),
-        (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, [0])),
-        (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, None)),
-        (MemoryError, "max_len", lambda: unpack(np.zeros(8), [0, 3, 8], 2**60)),
-        (MemoryError, "max_len", lambda: unpack(np.zeros(8), [0, 3, 8], 10**400)),
-    ],
-)
+@pytest.mark.parametrize(("error", "match", "wrong"), [
+    (ValueError, r"x must be \[B, T, \.\.\.\], got int64 array of shape \(\)", lambda: pack(5, [3])),
+    (ValueError, r"lengths must be of shape \(3,\), or a mask of shape \(3, 5\)", lambda: pack(X, [3, 5])),
+    (ValueError, r"lengths must be of shape \(3,\)", lambda: pack(X, 3)),
+    (ValueError, r"lengths must be a mask of shape \(3, 5\)", lambda: pack(X, np.ones((3, 4)))),
+    (ValueError, "lengths must be at most 5, the tokens of x, got 6 at index 1", lambda: pack(X, [0, 6, 1])),
+    (ValueError, "lengths must be at least 0, got -1 at index 2", lambda: pack(X, [0, 1, -1])),
+    (TypeError, "lengths must be integers", lambda: pack(X, [1.0, 2.0, 3.0])),
+    (ValueError, "bias", lambda: pack(X, np.full((3, 5), -np.inf))),
+    (TypeError, "lengths must be bool, integers or floats", lambda: pack(X, np.full((3, 5), "a"))),
+    (ValueError, r"packed must be \[total, \.\.\.\], got int64 array of shape \(\)", lambda: unpack(4, [0, 1], 3)),
+    (ValueError, "cu_seqlens must end at 8 tokens, got 7", lambda: unpack(np.zeros(8), [0, 3, 7], 5)),
+    (ValueError, "max_len must be at least 5, the length of sequence 1, got 4",
+     lambda: unpack(np.zeros(8), [0, 3, 8], 4)),
+    (ValueError, "max_len must be at least 0", lambda: unpack(np.zeros(0), [0, 0], -1)),
+    (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, "0")),
+    (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, [0])),
+    (TypeError, "fill must be a number", lambda: unpack(np.zeros(8), [0, 3, 8], 5, None)),
+    (MemoryError, "max_len", lambda: unpack(np.zeros(8), [0, 3, 8], 2**60)),
+    (MemoryError, "max_len", lambda: unpack(np.zeros(8), [0, 3, 8], 10**400)),
+])  # fmt: skip
 def test_wrong_arguments(error, match, wrong):
     with pytest.raises(error, match=match):
         wrong()

@@ -147,16 +147,13 @@ def test_errors_of_an_axis_of_shards():
         unshard_sequence([np.zeros((2, 2), int), np.zeros((2, 3), int)], axis=0)
 
 
-@pytest.mark.parametrize(
-    ("error", "words", "arguments"),
-    [
-        (ValueError, "starts must start at 0", ([1, 2], [0], 1)),
-        (ValueError, r"owners must be of shape \(1,\), got int64 array of shape \(2,\)", ([0, 2], [0, 0], 1)),
-        (ValueError, "owners must be from 0 to 1, got 2 at index 1", ([0, 2, 3], [0, 2], 2)),
-        (ValueError, "world must be at least 1, got 0", ([0], [], 0)),
-        (ValueError, "world must be at most 1048576 processes", ([0], [], 2**63)),
-    ],
-)
+@pytest.mark.parametrize(("error", "words", "arguments"), [
+    (ValueError, "starts must start at 0", ([1, 2], [0], 1)),
+    (ValueError, r"owners must be of shape \(1,\), got int64 array of shape \(2,\)", ([0, 2], [0, 0], 1)),
+    (ValueError, "owners must be from 0 to 1, got 2 at index 1", ([0, 2, 3], [0, 2], 2)),
+    (ValueError, "world must be at least 1, got 0", ([0], [], 0)),
+    (ValueError, "world must be at most 1048576 processes", ([0], [], 2**63)),
+])  # fmt: skip
 def test_errors_of_plans(error, words, arguments):
     with pytest.raises(error, match=words):
         ShardPlan(*arguments)

@@ -50,26 +50,15 @@ MASKS = {
 DOCUMENTS = np.arange(37) // 9
 
 
-@pytest.mark.parametrize(
-    ("mask_mod", "same"),
-    [
-        (lambda torch: lambda b, h, q, k: (q - k).abs() < 3, lambda b, h, q, k: abs(q - k) < 3),
-        (
-            lambda torch: lambda b, h, q, k: torch.where(q > k, q - k < 4, k < 9),
-            lambda b, h, q, k: np.where(q > k, q - k < 4, k < 9),
-        ),
-        (
-            lambda torch: (
-                lambda b, h, q, k: (torch.tensor(DOCUMENTS)[q] == torch.tensor(DOCUMENTS)[k]) & (q >= k)
-            ),
-            lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
-        ),
-        (
-            lambda torch: lambda b, h, q, k: (k < torch.tensor([3, 4])[b]) | (q >= k),
-            lambda b, h, q, k: (k < np.array([3, 4])[b]) | (q >= k),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("mask_mod", "same"), [
+    (lambda torch: lambda b, h, q, k: (q - k).abs() < 3, lambda b, h, q, k: abs(q - k) < 3),
+    (lambda torch: lambda b, h, q, k: torch.where(q > k, q - k < 4, k < 9),
+     lambda b, h, q, k: np.where(q > k, q - k < 4, k < 9)),
+    (lambda torch: (lambda b, h, q, k: (torch.tensor(DOCUMENTS)[q] == torch.tensor(DOCUMENTS)[k]) & (q >= k)),
+     lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)),
+    (lambda torch: lambda b, h, q, k: (k < torch.tensor([3, 4])[b]) | (q >= k),
+     lambda b, h, q, k: (k < np.array([3, 4])[b]) | (q >= k)),
+])  # fmt: skip
 def test_functions_that_need_tensors(torch, mask_mod, same):
     """As FlexAttention gives them to a mask_mod."""
     assert MaskInfo.from_function(mask_mod(torch), 37, 30, 2) == MaskInfo.from_function(same, 37, 30, 2)

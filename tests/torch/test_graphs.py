@@ -122,11 +122,7 @@ def operands(torch, arguments, wanting):
     return [x.detach() if isinstance(x, torch.Tensor) else x for x in operands]
 
 
-PLAIN = (
-    {},
-    {"causal": True, "softmax_scale": 0.5, "bias": None},
-    {"causal": True, "causal_offset": 2},
-)
+PLAIN = ({}, {"causal": True, "softmax_scale": 0.5, "bias": None}, {"causal": True, "causal_offset": 2})
 NOT_PLAIN = (
     {"return_lse": True},
     {"sliding_window": 2},
@@ -326,68 +322,6 @@ def test_wrong_shapes_are_told_when_tracing(torch, query):
 # torch.func
 
 
-@pytest.mark.parametrize("randomness", ["error", "same"])
-def test_func_grad(torch, arguments, randomness):
-    names = learned(torch, arguments)
-    values = [x.detach() for x in names.values()]
-
-    def loss(*values):
-        out, lse = attnmask.torch.flash_attention(
-            **arguments | dict(zip(names, values, strict=True)), return_lse=True
-        )
-        return (
-            out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        ).sum() + lse.sum()
-
-    got = torch.func.grad(loss, argnums=tuple(range(len(values))))(*values)
-    _, _, *right = results(torch, attnmask.torch.flash_attention, arguments)
-    assert_same(torch, got, right)
-    _, pullback = torch.func.vjp(loss, *values)
-    assert_same(torch, pullback(torch.tensor(1.0, dtype=torch.float64)), right)
-
-
-@pytest.mark.parametrize("dim", [0, -1, None])
-def test_vmap(torch, arguments, dim):
-    """All tensors are mapped at once, or all but key and bias. Results and gradients are those of single calls."""
-    count = 3
-    names = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) and "cum" not in name]
-    kept = [] if dim is None else ["key", "bias"]
-    mapped = {}
-    for name in names:
-        x = arguments[name].detach()
-        if x.dtype.is_floating_point:
-            rows = [x + i * torch.rand_like(x) for i in range(count)]
-        else:
-            rows = [x.roll(i, -1) for i in range(count)]
-        mapped[name] = rows[:1] * count if name in kept else rows
-
-    def loss(values):
-        out, lse = attnmask.torch.flash_attention(**arguments | values, return_lse=True)
-        return (out.sin().sum() + lse.nan_to_num(0, 0, 0).sum()), out
-
-    places = {name: None if name in kept else (dim or 0) for name in names}
-    stacked = {
-        name: rows[0] if name in kept else torch.stack(rows, places[name]) for name, rows in mapped.items()
-    }
-    singles = [{name: rows[i] for name, rows in mapped.items()} for i in range(count)]
-    value, out = torch.func.vmap(loss, in_dims=(places,))(stacked)
-    for i, single in enumerate(singles):
-        assert_same(torch, (value[i], out[i]), loss(single))
-
-    def gradient(query, value, others):
-        return torch.func.grad(lambda q, v: loss(others | {"query": q, "value": v})[0], argnums=(0, 1))(
-            query, value
-        )
-
-    def split(values):
-        others = {name: x for name, x in values.items() if name not in ("query", "value")}
-        return values["query"], values["value"], others
-
-    got = torch.func.vmap(gradient, in_dims=split(places))(*split(stacked))
-    for i, single in enumerate(singles):
-        assert_same(torch, [x[i] for x in got], gradient(*split(single)))
-
-
 def test_vmap_folds(torch, query):
     """Where rows do not know of each other, all are computed by one call."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -458,16 +392,6 @@ def test_no_tangents_for_the_operator(torch, query):
 
 
 # torch.compile
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(torch, arguments, backend):
-    """One graph, forward and backward; a MaskInfo goes as `mask_tensors`."""
-    right = results(torch, attnmask.torch.flash_attention, arguments)
-    if isinstance(arguments.get("attention_mask"), MaskInfo):
-        arguments["attention_mask"] = attnmask.torch.mask_tensors(arguments["attention_mask"])
-    compiled = torch.compile(attnmask.torch.flash_attention, backend=backend, fullgraph=True)
-    assert_same(torch, results(torch, compiled, arguments), right)
 
 
 def test_specifications_have_a_version(torch):

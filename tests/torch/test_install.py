@@ -25,10 +25,7 @@ def calls(monkeypatch):
     from attnmask.torch import _install as _torch_install
 
     counted = []
-    for module, name in (
-        (_torch_install, "flash_attention_fwd"),
-        (_torch_install, "flash_attention_bwd"),
-    ):
+    for module, name in ((_torch_install, "flash_attention_fwd"), (_torch_install, "flash_attention_bwd")):
         function = getattr(module, name)
 
         def count(*args, _name=name, _function=function, **kwargs):

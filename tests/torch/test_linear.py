@@ -107,23 +107,6 @@ def gradients(torch, results, inputs):
     return torch.autograd.grad(results, list(inputs), cotangents)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_numpy(torch, kind, dtype):
-    results, grads = expected(kind, dtype)
-    inputs, more, function = made(torch, kind, dtype)
-    assert_same(function(**inputs, **more, return_state=True), results)
-    assert_same([function(**inputs, **more)], results[:1])
-    if "cu_seqlens" in more:
-        more["cu_seqlens"] = torch.tensor(more["cu_seqlens"])
-    inputs, _, _ = made(torch, kind, dtype, learn=True)
-    got = function(**inputs, **more, return_state=True)
-    assert all(x.requires_grad for x in got)
-    assert_same(got, results)
-    assert_same(gradients(torch, got, inputs.values()), grads)
-    with torch.no_grad():
-        assert not function(**inputs, **more).requires_grad
-
-
 def test_gradients(torch, kind):
     inputs, more, function = made(torch, kind, learn=True)
     names = list(inputs)
@@ -207,20 +190,6 @@ def test_in_place(torch, kind):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiled(torch, kind, backend):
-    results, grads = expected(kind)
-    inputs, more, function = made(torch, kind, learn=True)
-    if "cu_seqlens" in more:
-        more["cu_seqlens"] = torch.tensor(more["cu_seqlens"])
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    got = compiled(**inputs, **more, return_state=True)
-    assert_same(got, results)
-    assert_same(gradients(torch, got, inputs.values()), grads)
-    with torch.no_grad():
-        assert_same([compiled(**inputs, **more)], results[:1])
-
-
 def operands(torch, kind, learn=True):
     """An operator's operands."""
     inputs, more, _ = made(torch, kind, learn=learn)
@@ -250,34 +219,6 @@ def test_exported(torch, kind):
     starts = torch.tensor(STARTS)
     program = torch.export.export(Model(), (inputs, starts))
     assert torch.equal(program.module()(inputs, starts), function(**inputs, **more))
-
-
-def test_vmap(torch, kind):
-    """Over any argument and over all, with gradients: what the calls one by one give."""
-    inputs, more, function = made(torch, kind)
-    names = list(inputs)
-
-    def loss(*values):
-        out, state = function(**dict(zip(names, values, strict=True)), **more, return_state=True)
-        return out.sin().sum() + state.sin().sum(), (out, state)
-
-    learned = tuple(range(len(names)))
-    gradient = torch.func.grad(loss, learned, has_aux=True)
-    for dims in [(1,) * len(names), *(tuple(0 if i == j else None for j in learned) for i in learned)]:
-        many = [
-            x if dim is None else torch.stack([x, x + 0.25], dim)
-            for x, dim in zip(inputs.values(), dims, strict=True)
-        ]
-        for call in (lambda *values: loss(*values)[1], gradient):
-            got = torch.func.vmap(call, dims)(*many)
-            one_by_one = [
-                call(*(x if dim is None else x.select(dim, i) for x, dim in zip(many, dims, strict=True)))
-                for i in range(2)
-            ]
-            for i, one in enumerate(one_by_one):
-                flat, _ = torch.utils._pytree.tree_flatten(one)
-                for x, y in zip(torch.utils._pytree.tree_flatten(got)[0], flat, strict=True):
-                    assert torch.equal(x[i], y)
 
 
 def test_vmap_folds(torch):

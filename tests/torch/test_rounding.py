@@ -65,20 +65,6 @@ def test_through_the_operator(torch, given):
     check(torch, step(torch, through, given), given)
 
 
-def test_with_the_logsumexp(torch, given):
-    """Its gradient is added to that of the result."""
-
-    def attend(*tensors):
-        out, lse = attnmask.torch.flash_attention(*tensors, **MORE, return_lse=True)
-        return torch.cat([(out.float() * given[3].float()).flatten(), lse.flatten()]).sum()
-
-    got = step(torch, attend, [*given[:3], torch.tensor(1.0)])
-    arrays = [attnmask._common.arguments.as_array(x, "x") for x in given]
-    (_, lse), vjp = attnmask.flash_attention_vjp(*arrays[:3], **MORE, return_lse=True)
-    for one, right in zip(got, vjp(arrays[3], np.ones_like(lse)), strict=False):
-        assert np.array_equal(one.float().numpy(), np.asarray(right, np.float32))
-
-
 def test_twice(torch, given):
     """What is kept stays as it is."""
     *tensors, dout = given
@@ -95,11 +81,6 @@ def test_checkpoints(torch, given, use_reentrant):
     check(torch, step(torch, lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant), given), given)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiled(torch, given, backend):
-    check(torch, step(torch, torch.compile(attend, backend=backend, fullgraph=True), given), given)
-
-
 def test_exported(torch, given):
     """The program holds the operator of two results, and trains as well as the function."""
 
@@ -111,17 +92,6 @@ def test_exported(torch, given):
     names = [str(node.target) for node in program.graph.nodes]
     assert names.count("attnmask.flash_attention.default") == 1
     check(torch, step(torch, program.module(), given), given)
-
-
-def test_func(torch, given):
-    *tensors, dout = given
-    _, vjp = torch.func.vjp(attend, *tensors)
-    check(torch, vjp(dout), given)
-
-    def gradient(query, dout):
-        return torch.func.vjp(lambda x: attend(x, *tensors[1:]), query)[1](dout)[0]
-
-    check(torch, [torch.func.vmap(gradient)(tensors[0][None], dout[None])[0]], given)
 
 
 def test_autocast(torch, given):

@@ -1,0 +1,351 @@
+"""The functions for tensors and for JAX's arrays do what NumPy's do with the same arguments (tests/fuzz/targets.py)."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzzer import arrays_in, digest
+from targets import TARGETS, Arguments
+from tensors import tensor
+
+import attnmask
+from attnmask import MaskInfo
+from attnmask._common.arguments import as_array
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::attnmask.AttnmaskWarning"),  # of other shapes
+]
+WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
+NAMES = (
+    *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
+    "linear_attention_step", "short_convolution_step",
+)  # fmt: skip
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
+STATES = {
+    "linear_attention": "return_state",
+    "short_convolution": "return_state",
+    "flash_attention": "return_lse",
+}
+
+
+def drawn(name: str, seed: int) -> Arguments:
+    arguments = TARGETS[name].arguments(np.random.default_rng(seed))
+    return {key: x for key, x in arguments.items() if key != "out"}
+
+
+def right(name: str) -> Iterator[tuple[str, Arguments]]:
+    """The first arguments that were found with each of them."""
+    seen: set[str] = set()
+    for seed in range(30):
+        arguments = drawn(name, seed)
+        yield from ((argument, arguments) for argument in arguments.keys() - seen)
+        seen |= arguments.keys()
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.ndim > 0
+
+
+def changed(arguments: Arguments, change: Callable[[np.ndarray], Any]) -> Arguments:
+    """With what becomes of each array."""
+    several = {name: x for name, x in arguments.items() if isinstance(x, list) and is_array(x[0])}
+    return {name: change(x) if is_array(x) else x for name, x in arguments.items()} | {
+        name: [change(part) for part in x] for name, x in several.items()
+    }
+
+
+def function_of(module: Any, name: str) -> Callable[..., Any]:
+    return getattr(module, name.partition(" of ")[0])
+
+
+# Each takes a function's name, and gives a function of arguments in NumPy that gives bits.
+
+
+def by_numpy(name: str) -> Callable[[Arguments], Any]:
+    def call(arguments: Arguments) -> Any:
+        result = function_of(attnmask, name)(**arguments)
+        return digest([*arrays_in(result), *(arguments[key] for key in WRITTEN if key in arguments)])
+
+    return call
+
+
+def by_torch(name: str) -> Callable[[Arguments], Any]:
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    def call(arguments: Arguments) -> Any:
+        given = changed(arguments, lambda x: tensor(torch, x))
+        result = function_of(attnmask.torch, name)(**given)
+        made = result if isinstance(result, tuple) else (result,)
+        assert all(type(x) is torch.Tensor and x.is_contiguous() and not x.requires_grad for x in made)
+        made += tuple(given[key] for key in WRITTEN if key in given)
+        return digest([as_array(x, "x") for x in made])
+
+    return call
+
+
+def in_jax(arguments: Arguments) -> Any:
+    """JAX has numbers of 64 bits if that is asked for."""
+    jax = pytest.importorskip("jax")
+    return jax.enable_x64(any(x.itemsize == 8 for x in arrays_in([*arguments.values()])))
+
+
+def traced(arguments: Arguments) -> tuple[Arguments, Arguments]:
+    some = {name: x for name, x in arguments.items() if is_array(x) or isinstance(x, MaskInfo)}
+    return some, {name: x for name, x in arguments.items() if name not in some}
+
+
+def by_jax(name: str, compiled: bool = False) -> Callable[[Arguments], Any]:
+    jax = pytest.importorskip("jax")
+    import attnmask.jax
+
+    def call(arguments: Arguments) -> Any:
+        with in_jax(arguments):
+            arrays, fixed = traced(changed(arguments, np.asarray if compiled else jax.numpy.asarray))
+            run = lambda some: function_of(attnmask.jax, name)(**some, **fixed)  # noqa: E731
+            result = jax.block_until_ready((jax.jit(run) if compiled else run)(arrays))
+        made = result if isinstance(result, tuple) else (result,)
+        return digest([np.asarray(x) for x in made if x is not None])
+
+    return call
+
+
+DOORS = {"torch": by_torch, "jax": by_jax, "jax.jit": lambda name: by_jax(name, True)}
+EACH = [
+    (door, name) for door in DOORS for name in NAMES if door == "torch" or name != "merge_attention_states"
+]
+
+
+@pytest.mark.parametrize(("door", "name"), EACH)
+def test_the_bits_of_numpy(door, name):
+    call = DOORS[door](name)
+    for seed in range(16):
+        arguments = drawn(name, seed)
+        assert call(changed(arguments, np.copy)) == by_numpy(name)(changed(arguments, np.copy)), seed
+
+
+def other_forms(x: np.ndarray) -> Iterator[np.ndarray]:
+    """Of another shape, type, or with other numbers."""
+    yield x[None]
+    yield from [x[0]] if len(x) else []
+    yield from (np.concatenate([x, x.take([-1], axis)], axis) for axis in range(x.ndim) if x.shape[axis])
+    if x.dtype.kind != "b":
+        others = {np.dtype(t) for t in (np.int32, np.float32, np.float64, np.float16, np.complex64, bool)}
+        yield from (x.astype(dtype) for dtype in others - {x.dtype})
+    numbers = {
+        "f": (np.inf, -np.inf, np.nan, 0, -1),
+        "V": (np.inf, 0, -1),
+        "i": (99, 2, 1, 0),
+        "u": (99, 2, 0),
+    }
+    for place, number in itertools.product((0, -1), numbers.get(x.dtype.kind, ()) if x.size else ()):
+        other = x.copy()
+        other.flat[place] = number
+        yield other
+
+
+def outcome(call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    """Bits, or the error, in text."""
+    try:
+        return call(changed(arguments, np.copy))
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    except RuntimeError as error:  # of a compiled function of JAX, as it runs
+        return re.search(r"(\w+ must .*)", str(error))[1]
+
+
+def told_alike(one: str, other: str) -> bool:
+    """The same words, or the same argument."""
+    names = [re.search(r"\b([a-z_]+)\b[^a-z]* must\b", text) for text in (one, other)]
+    same = one.partition(", got")[0] == other.partition(", got")[0]
+    return same or (None not in names and (len({x[1] for x in names} - {"lses"}) <= 1))  # of two, either
+
+
+@pytest.mark.parametrize(("door", "name"), EACH)
+def test_what_numpy_refuses(door, name):
+    """And what it takes in another form has the same bits."""
+    call, unlike = DOORS[door](name), []
+    for argument, arguments in right(name):
+        for x in other_forms(arguments[argument]) if is_array(arguments[argument]) else ():
+            given = arguments | {argument: x}
+            with np.errstate(all="ignore"):
+                expected, got = outcome(by_numpy(name), given), outcome(call, given)
+            alike = (
+                told_alike(expected, got)
+                if isinstance(expected, str) and isinstance(got, str)
+                else expected == got
+            )
+            unlike += [] if alike else [f"{argument} of {x.dtype} {x.shape}: {expected!s:.200}, {got!s:.200}"]
+    assert not unlike, "\n".join(unlike)
+
+
+# Gradients
+
+
+def learned_of(name: str, arguments: Arguments) -> list[str]:
+    """The arguments that have gradients, of a function that has any."""
+    grads = attnmask.FlashAttentionGrads, attnmask.LinearAttentionGrads, attnmask.ShortConvolutionGrads
+    fields = {"outs", "lses"}.union(*(kind._fields for kind in grads)) if name in WITH_GRADIENTS else set()
+    return [key for key, x in arguments.items() if key in fields and arrays_in(x)]
+
+
+def with_both_results(name: str, arguments: Arguments) -> Arguments:
+    return arguments | ({STATES[name]: True} if name in STATES else {})
+
+
+def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
+    """Results, and gradients of the sum of their squares by four."""
+    own = [
+        key
+        for key in ("bias", "softmax_aux", "relative_bias")
+        if name == "flash_attention" and key in arguments
+    ]
+    more = with_both_results(name, arguments) | {f"grad_{key}": True for key in own}
+    results, vjp = function_of(attnmask, f"{name}_vjp")(**more)
+    grads = vjp(*(x * x.dtype.type(0.5) for x in results))
+    grads = grads._asdict() if hasattr(grads, "_asdict") else dict(zip(("outs", "lses"), grads, strict=True))
+    return digest([*results, *arrays_in([grads[key] for key in learned_of(name, arguments)])])
+
+
+def gradients_by_torch(name: str, arguments: Arguments, backend: str | None = None) -> Any:
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    given = changed(arguments, lambda x: tensor(torch, x))
+    learned = torch.utils._pytree.tree_flatten([given[key] for key in learned_of(name, arguments)])[0]
+    for x in learned:
+        x.requires_grad_()
+    function = function_of(attnmask.torch, name)
+    if backend:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend=backend, fullgraph=True)
+    results = function(**with_both_results(name, given))
+    grads = torch.autograd.grad(results, learned, [0.5 * x.detach() for x in results])
+    return digest([as_array(x.detach(), "x") for x in (*results, *grads)])
+
+
+def with_gradients(
+    module: Any, vjp_of: Callable[..., Any], name: str, learned: list[str], fixed: Arguments
+) -> Any:
+    """A function of a dict of arrays that gives results, and gradients if there are any."""
+
+    def run(arrays: Arguments) -> Any:
+        others = {key: x for key, x in arrays.items() if key not in learned}
+
+        def call(some: Arguments) -> Any:
+            return function_of(module, name)(**some, **others, **with_both_results(name, fixed))
+
+        if not learned:
+            return call({})
+        results, vjp = vjp_of(call, {key: arrays[key] for key in learned})
+        return results, vjp(tuple(0.5 * x for x in results))[0]
+
+    return run
+
+
+def gradients_by_jax(name: str, arguments: Arguments, compiled: bool = False) -> Any:
+    jax = pytest.importorskip("jax")
+    import attnmask.jax
+
+    with in_jax(arguments):
+        arrays, fixed = traced(arguments)
+        run = with_gradients(attnmask.jax, jax.vjp, name, learned_of(name, arguments), fixed)
+        results, grads = (jax.jit(run) if compiled else run)(arrays)
+        return digest(
+            [np.asarray(x) for x in (*results, *(grads[key] for key in learned_of(name, arguments)))]
+        )
+
+
+GRADIENTS = {
+    "torch": (gradients_by_torch, 16),
+    "torch.compile": (lambda *case: gradients_by_torch(*case, "aot_eager"), 6),
+    "inductor": (lambda *case: gradients_by_torch(*case, "inductor"), 1),
+    "jax": (gradients_by_jax, 6),
+    "jax.jit": (lambda *case: gradients_by_jax(*case, True), 12),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("door", GRADIENTS)
+def test_gradients(door, name):
+    if "jax" in door and name == "merge_attention_states":
+        pytest.skip("not in JAX")
+    gradients, seeds = GRADIENTS[door]
+    for seed in range(seeds):
+        arguments = drawn(name, seed)
+        assert gradients(name, changed(arguments, np.copy)) == gradients_by_numpy(name, arguments), seed
+
+
+# vmap
+
+
+def another(name: str, x: np.ndarray) -> np.ndarray:
+    """Numbers that are as right."""
+    if x.dtype.kind == "b" or "segment" in name or "mask" in name:
+        return np.roll(x, 1, -1)
+    return x if x.dtype.kind in "iu" else (x * x.dtype.type(0.75)).astype(x.dtype)
+
+
+def mapped_in_torch(name: str, learned: list[str], fixed: Arguments) -> tuple[Any, Any]:
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    run = with_gradients(attnmask.torch, torch.func.vjp, name, learned, fixed)
+
+    def leaves(tree: Any) -> Any:
+        return [as_array(x.contiguous(), "x") for x in torch.utils._pytree.tree_flatten(tree)[0]]
+
+    def convert(arrays: Arguments) -> Arguments:
+        return changed(arrays, lambda x: tensor(torch, x.copy()))
+
+    return (
+        lambda arrays: leaves(run(convert(arrays))),
+        lambda arrays, axes: leaves(torch.func.vmap(run, (axes,))(convert(arrays))),
+    )
+
+
+def mapped_in_jax(name: str, learned: list[str], fixed: Arguments) -> tuple[Any, Any]:
+    jax = pytest.importorskip("jax")
+    import attnmask.jax
+
+    run = with_gradients(attnmask.jax, jax.vjp, name, learned, fixed)
+
+    def leaves(tree: Any) -> Any:
+        return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+    return (
+        lambda arrays: leaves(run(changed(arrays, jax.numpy.asarray))),
+        lambda arrays, axes: leaves(jax.jit(jax.vmap(run, (axes,)))(arrays)),
+    )
+
+
+MAPPED = [("torch", name) for name in WITH_GRADIENTS if name in STATES]
+MAPPED += [("jax", name) for name in NAMES if name != "merge_attention_states"]
+
+
+@pytest.mark.parametrize(("door", "name"), MAPPED)
+def test_vmap(door, name):
+    """Over all arrays at once and over each alone, with gradients: the bits of calls one by one."""
+    for seed in range(1 if "cache" in name else 3):
+        arguments = drawn(name, seed)
+        arrays = {key: x for key, x in arguments.items() if is_array(x)}
+        fixed = {key: x for key, x in arguments.items() if key not in arrays}
+        calls = [arrays, {key: another(key, x) for key, x in arrays.items()}]
+        with contextlib.nullcontext() if door == "torch" else in_jax(arguments):
+            make = mapped_in_torch if door == "torch" else mapped_in_jax
+            run, run_mapped = make(name, learned_of(name, arguments), fixed)
+            for mapped in [{*arrays}, *({key} for key in arrays)]:
+                many = {
+                    key: np.stack([call[key] for call in calls]) if key in mapped else x
+                    for key, x in arrays.items()
+                }
+                got = run_mapped(many, {key: 0 if key in mapped else None for key in arrays})
+                for i, call in enumerate(calls):
+                    right = run(arrays | {key: call[key] for key in mapped})
+                    assert digest([np.ascontiguousarray(x[i]) for x in got]) == digest(right), (seed, mapped)
