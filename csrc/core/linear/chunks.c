@@ -48,7 +48,7 @@ static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_li
     if (linear->query.type != AM_BFLOAT16 || linear->key.type != AM_BFLOAT16 ||
         linear->value.type != AM_BFLOAT16 || way == AM_LINEAR_STEP)
         return NULL;
-    return way == AM_LINEAR_FORWARD && !linear->by_channel ? kernels->linear_bf16x2 : kernels->linear_rounded;
+    return way == AM_LINEAR_FORWARD ? kernels->linear_bf16x2 : kernels->linear_rounded;
 }
 
 /* What both kinds of kernels need. */

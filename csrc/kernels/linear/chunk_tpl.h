@@ -179,7 +179,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + s->rows, s->channel_step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
     FN(apply_state)(c, &w, w.x, w.heads, c->state, s->delta ? 2 * n : n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * s->channel_step);
     const T *u = s->delta ? w.u : c->v;
@@ -307,7 +307,7 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + (g->known ? 0 : s->rows), s->channel_step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
     if (s->delta) {
         FN(apply_state)(c, &w, w.x + values, w.heads + keys, c->state, n);
         FN(solve_delta)(c, &w, w.x + values);
@@ -336,7 +336,7 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
 {
     const am_linear_shape *s = c->shape;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    if (c->soon) spread_soon(c->soon, c->tokens + s->rows, s->channel_step);
+    spread_soon(c->soon, 2 * c->tokens, s->rows / 2, s->channel_step);
     FN(back_to_state)(c, g, &w);
     return FN(all_finite)(g->d_state, s->rows * s->channel_step);
 }

@@ -2,11 +2,12 @@
  * two bfloat16 (bf16x2), sums are float32.
  *
  * Forward, with a decay per token: queries and keys are multiplied as they are in memory, so P and M lose
- * nothing: scale, norms and decays are factors of rows, which results take. The state as it is read, P, U and
- * what is added to the state are rounded to bfloat16; the triangular system, and the state from chunk to
+ * nothing: scale, norms and decays are factors of rows, which results take. With decays per channel, queries
+ * and keys times these are rounded, and scale and norms are factors of rows. The state as it is read, P, U
+ * and what is added to the state are rounded to bfloat16; the triangular system, and the state from chunk to
  * chunk, are float32.
  *
- * With decays per channel, and gradients: the chunks of float32, whose large products round their factors. */
+ * Gradients: the chunks of float32, whose large products round their factors. */
 #include "kernels/linear/linear_f32.h"
 
 #define S float
@@ -21,6 +22,8 @@
 #include "kernels/linear/multiply_tpl.h"
 
 typedef struct {
+    float *heads[2];          /* by channel: queries and keys times the factors since the chunk's start,
+                               * [tokens][row_step / 2] */
     float *turned;            /* lanes of keys, transposed: [row_step / 2][token_step] */
     float *keys;              /* each two keys joined: [token_step / 2][row_step] */
     float *p;                 /* [tokens][token_step / 2] */
@@ -37,10 +40,12 @@ typedef struct {
 static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 {
     const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step / 2;
+    const ptrdiff_t heads = s->decay == AM_DECAY_BY_CHANNEL ? keys : 0;
     const part_f32 parts[] = {
-        {&w->turned, keys},           {&w->keys, keys},          {&w->p, pairs / 2},
-        {&w->products, pairs},        {&w->coupled, pairs},      {&w->q_since, s->token_step},
-        {&w->k_since, s->token_step}, {&w->tail, s->token_step}, {&w->whole, s->row_step},
+        {&w->heads[0], heads},     {&w->heads[1], heads},        {&w->turned, keys},
+        {&w->keys, keys},          {&w->p, pairs / 2},           {&w->products, pairs},
+        {&w->coupled, pairs},      {&w->q_since, s->token_step}, {&w->k_since, s->token_step},
+        {&w->tail, s->token_step}, {&w->whole, s->row_step},
     };
     return lay_out_f32(parts, COUNT_OF(parts), memory);
 }
@@ -78,8 +83,8 @@ static float scale_of(const am_linear_shape *s, const float *row, double scale)
 static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float q_scale, float k_scale)
 {
     const am_linear_shape *s = c->shape;
-    const float *products = w->products + i * s->token_step, *beta = c->beta;
-    float *p = w->p + i * s->token_step / 2, *coupled = w->coupled + i * s->token_step;
+    const float *beta = c->beta;
+    float *products = w->products + i * s->token_step, *p = w->p + i * s->token_step / 2, *coupled = w->coupled + i * s->token_step;
     const vf of_q = vf_set1(q_scale), of_k = vf_set1(-k_scale), zero = vf_set1(0);
     for (ptrdiff_t j = 0; j < s->token_step; j += 2 * VF_LANES) {
         vf pairs[2];
@@ -93,21 +98,23 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
                 vf_store(coupled + at,
                          vf_mul(vf_mul(of_k, vf_mul(decays, vf_load(beta + at))), vf_load(coupled + at)));
         }
-        vf_store(p + j / 2, vf_narrow_bf16x2(pairs[0], pairs[1]));
+        if (s->decay == AM_DECAY_BY_CHANNEL)
+            vf_store(products + j, pairs[0]), vf_store(products + j + VF_LANES, pairs[1]);
+        else
+            vf_store(p + j / 2, vf_narrow_bf16x2(pairs[0], pairs[1]));
     }
 }
 
-static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs)
+/* The products of queries, and of keys, with keys. */
+static void products_by_token(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step / 2;
-    const float *q = c->q, *k = c->k, *factor = c->factor;
-    work w;
-    lay_out_pairs(&w, s, pairs);
-    turn_f32(w.turned, s->token_step, k, step, n, step);
-    product_f32 product = {.c = w.products,
-                           .a = q,
-                           .b = w.turned,
+    const float *k = c->k;
+    turn_f32(w->turned, s->token_step, k, step, n, step);
+    product_f32 product = {.c = w->products,
+                           .a = c->q,
+                           .b = w->turned,
                            .c_step = s->token_step,
                            .a_step = step,
                            .a_depth = 1,
@@ -117,29 +124,164 @@ static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs)
                            .depth = (s->rows + 1) / 2,
                            .triangle = LOWER_RESULT};
     multiply_bf16x2(&product);
-    product.c = w.coupled, product.a = k;
+    product.c = w->coupled, product.a = k;
     if (s->delta) multiply_bf16x2(&product);
     for (ptrdiff_t i = 0; i < n; i += 2) {
         for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
-            float *to = w.keys + i / 2 * s->row_step + 2 * j;
+            float *to = w->keys + i / 2 * s->row_step + 2 * j;
             const vf odd = i + 1 < n ? vf_load(k + (i + 1) * step + j) : vf_set1(0);
             vf first, second;
             vf_interleave_bf16x2(vf_load(k + i * step + j), odd, &first, &second);
             vf_store(to, first), vf_store(to + VF_LANES, second);
         }
     }
+}
+
+/* With decays per channel a chunk is halved again and again. For a query of the second half and a key of the
+ * first D is a product of two: of the factors from the middle on, which is multiplied into the query, and of
+ * those up to there, into the key. Pairs of the last few tokens are taken one by one. */
+enum { LEAF = 8 };
+
+/* Queries and keys of tokens times the factors since `from`; `whole` becomes the product of all factors. */
+static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, float *whole)
+{
+    const ptrdiff_t step = c->shape->row_step;
+    const uint16_t *const rows[] = {c->q, c->k};
+    for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
+        vf since[] = {vf_set1(1), vf_set1(1)};
+        for (ptrdiff_t at = from * step + r; at < to * step; at += step) {
+            const float *factor = (const float *)c->factor + at;
+            since[0] = vf_mul(since[0], vf_load(factor));
+            since[1] = vf_mul(since[1], vf_load(factor + VF_LANES));
+            for (int side = 0; side < 1 + c->shape->delta; side++) {
+                const vf left = vf_mul(since[0], vf_load_bf16(rows[side] + at));
+                const vf right = vf_mul(since[1], vf_load_bf16(rows[side] + at + VF_LANES));
+                vf_store(w->heads[side] + at / 2, vf_narrow_bf16x2(left, right));
+            }
+        }
+        if (whole) vf_store(whole + r, since[0]), vf_store(whole + r + VF_LANES, since[1]);
+    }
+}
+
+/* Keys of tokens times the factors that follow before `to`: rows of numbers side by side, or each two joined.
+ */
+static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, bool join)
+{
+    const ptrdiff_t step = c->shape->row_step;
+    for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
+        vf follow[] = {vf_set1(1), vf_set1(1)}, odd[] = {vf_set1(0), vf_set1(0)}, key[2];
+        for (ptrdiff_t j = to - 1; j >= from; j--) {
+            const ptrdiff_t at = j * step + r;
+            UNROLL(2)
+            for (int v = 0; v < 2; v++) {
+                key[v] = vf_mul(follow[v], vf_load_bf16((const uint16_t *)c->k + at + v * VF_LANES));
+                follow[v] = vf_mul(follow[v], vf_load((const float *)c->factor + at + v * VF_LANES));
+                if (join && j % 2 == 0)
+                    vf_store(w->keys + j / 2 * step + r + v * VF_LANES, vf_join_bf16x2(key[v], odd[v]));
+                odd[v] = key[v];
+            }
+            if (!join) vf_store(w->keys + at / 2, vf_narrow_bf16x2(key[0], key[1]));
+        }
+    }
+}
+
+static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t middle, ptrdiff_t half)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t step = s->row_step / 2, begin = middle - half;
+    const ptrdiff_t end = middle + half < c->tokens ? middle + half : c->tokens;
+    decay_heads(c, w, middle, end, NULL);
+    decay_tails(c, w, begin, middle, false);
+    turn_f32(w->turned, s->token_step, w->keys + begin * step, step, half, step);
+    product_f32 product = {.c = w->products + middle * s->token_step + begin,
+                           .a = w->heads[0] + middle * step,
+                           .b = w->turned,
+                           .c_step = s->token_step,
+                           .a_step = step,
+                           .a_depth = 1,
+                           .b_step = s->token_step,
+                           .m = end - middle,
+                           .n = half < VF_LANES ? VF_LANES : half,
+                           .depth = (s->rows + 1) / 2};
+    multiply_bf16x2(&product);
+    product.c = w->coupled + middle * s->token_step + begin, product.a = w->heads[1] + middle * step;
+    if (s->delta) multiply_bf16x2(&product);
+}
+
+/* Token i of a leaf and up to `most` before it, whose keys take its factors. */
+static inline __attribute__((always_inline)) void leaf_row(const am_linear_chunk *c, const work *w,
+                                                           ptrdiff_t from, ptrdiff_t i, const int most)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t step = s->row_step, own = i - from;
+    vf p[LEAF], m[LEAF], itself = vf_set1(0), sums[2 * LEAF];
+    UNROLL(8)
+    for (int j = 0; j < LEAF; j++) p[j] = m[j] = vf_set1(0);
+    for (ptrdiff_t r = 0; r < step; r += VF_LANES) {
+        const ptrdiff_t at = i * step + r;
+        const vf q = vf_load_bf16((const uint16_t *)c->q + at), k = vf_load_bf16((const uint16_t *)c->k + at);
+        const vf factor = vf_load((const float *)c->factor + at);
+        float *keys = w->turned + r;
+        UNROLL(8)
+        for (int j = 0; j < most; j++) {
+            const vf key = vf_mul(factor, vf_load(keys + j * step));
+            vf_store(keys + j * step, key);
+            p[j] = vf_fma(q, key, p[j]), m[j] = vf_fma(k, key, m[j]);
+        }
+        itself = vf_fma(q, k, itself);
+        vf_store(keys + own * step, k);
+    }
+    UNROLL(8)
+    for (int j = 0; j < LEAF; j++) sums[j] = p[j], sums[LEAF + j] = m[j];
+    sums[own] = itself;
+    float totals[2 * LEAF];
+    for (int j = 0; j < 2 * LEAF; j += VF_LANES) vf_store(totals + j, vf_totals(sums + j));
+    memcpy(w->products + i * s->token_step + from, totals, sizeof totals / 2);
+    memcpy(w->coupled + i * s->token_step + from, totals + LEAF, sizeof totals / 2);
+}
+
+static void products_by_channel(const am_linear_chunk *c, const work *w)
+{
+    const ptrdiff_t n = c->tokens;
+    for (ptrdiff_t half = LEAF; half < n; half *= 2)
+        for (ptrdiff_t middle = half; middle < n; middle += 2 * half) pairs_of_halves(c, w, middle, half);
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const ptrdiff_t from = i / LEAF * LEAF;
+        if (i == from) memset(w->turned, 0, (size_t)(LEAF * c->shape->row_step) * sizeof *w->turned);
+        if (i - from <= LEAF / 2)
+            leaf_row(c, w, from, i, LEAF / 2);
+        else
+            leaf_row(c, w, from, i, LEAF - 1);
+    }
+    decay_heads(c, w, 0, n, w->whole);
+    decay_tails(c, w, 0, n, true);
+}
+
+static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t step = s->row_step / 2;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    work w;
+    lay_out_pairs(&w, s, pairs);
+    if (by_channel)
+        products_by_channel(c, &w);
+    else
+        products_by_token(c, &w);
     float since = 1;
     memset(w.tail, 0, (size_t)s->token_step * sizeof *w.tail);
-    for (ptrdiff_t i = 0; i < n; i++) {
-        const float q_scale = scale_of(s, q + i * step, s->scale), k_scale = scale_of(s, k + i * step, 1);
-        since *= factor[i];
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        const float q_scale = scale_of(s, (const float *)c->q + i * step, s->scale);
+        const float k_scale = scale_of(s, (const float *)c->k + i * step, 1);
+        const float factor = by_channel ? 1 : ((const float *)c->factor)[i];
+        since *= factor;
         w.q_since[i] = since * q_scale, w.k_since[i] = since * k_scale;
-        for (ptrdiff_t j = 0; j < i; j += VF_LANES)
-            vf_store(w.tail + j, vf_mul(vf_set1(factor[i]), vf_load(w.tail + j)));
+        for (ptrdiff_t j = 0; j < i && !by_channel; j += VF_LANES)
+            vf_store(w.tail + j, vf_mul(vf_set1(factor), vf_load(w.tail + j)));
         w.tail[i] = k_scale;
         pair_row(c, &w, i, q_scale, k_scale);
     }
-    for (ptrdiff_t r = 0; r < s->rows; r++) w.whole[r] = since;
+    for (ptrdiff_t r = 0; r < s->rows && !by_channel; r++) w.whole[r] = since;
 }
 
 /* Rounds two rows of channels to one of bf16x2; there may be no second. */
@@ -178,7 +320,12 @@ static void find_u(const am_linear_chunk *c, const work *w)
         const vf tail[] = {vf_set1(w->tail[i]), vf_set1(w->tail[i + 1])};
         for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
             const vf even = u_of(c, w, i, j), odd = u_of(c, w, i + 1, j);
-            vf_store(w->u + i / 2 * step + j, vf_join_bf16x2(even, odd));
+            if (c->shape->decay == AM_DECAY_BY_CHANNEL) {
+                vf_store(w->x + i * step + j, even);
+                if (i + 1 < c->tokens) vf_store(w->x + (i + 1) * step + j, odd);
+            } else {
+                vf_store(w->u + i / 2 * step + j, vf_join_bf16x2(even, odd));
+            }
             vf_store(w->tail_u + i / 2 * step + j,
                      vf_join_bf16x2(vf_mul(tail[0], even), vf_mul(tail[1], odd)));
         }
@@ -189,6 +336,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->channel_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const float *state = c->state;
     work w;
     lay_out_pairs(&w, s, pairs);
@@ -197,7 +345,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
         join_rows(w.state + r / 2 * step, state + r * step, r + 1 < s->rows ? state + (r + 1) * step : NULL,
                   step);
     product_f32 product = {.c = w.x,
-                           .a = c->k,
+                           .a = by_channel ? w.heads[1] : c->k,
                            .b = w.state,
                            .c_step = step,
                            .a_step = s->row_step / 2,
@@ -207,18 +355,24 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
                            .n = step,
                            .depth = (s->rows + 1) / 2,
                            .soon = c->soon};
-    if (c->soon) spread_soon(c->soon, (s->delta ? 2 : 1) * n + s->rows, step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, step);
     if (s->delta) {
         multiply_bf16x2(&product);
         find_w(c, &w);
     }
-    product.c = c->out, product.a = c->q;
+    product.c = c->out, product.a = by_channel ? w.heads[0] : c->q;
     multiply_bf16x2(&product);
     find_u(c, &w);
     product.start = product.c, product.factor = w.q_since;
-    product.a = w.p, product.a_step = s->token_step / 2;
-    product.b = w.u, product.depth = (n + 1) / 2, product.triangle = LOWER_LEFT;
-    multiply_bf16x2(&product);
+    product.triangle = LOWER_LEFT;
+    if (by_channel) {
+        product.a = w.products, product.a_step = s->token_step, product.b = w.x, product.depth = n;
+        multiply_f32(&product);
+    } else {
+        product.a = w.p, product.a_step = s->token_step / 2, product.b = w.u;
+    }
+    product.depth = (n + 1) / 2;
+    if (!by_channel) multiply_bf16x2(&product);
     product.c = c->next, product.start = state, product.factor = w.whole;
     product.a = w.keys, product.a_step = 1, product.a_depth = s->row_step;
     product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;

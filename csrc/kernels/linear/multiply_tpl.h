@@ -16,9 +16,13 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
             sums[j / 2 * rows + r][j % 2] = p->start ? VOP(mul)(factor, VOP(load)(start)) : VOP(set1)(0);
         }
     }
-    FROM(add_to_sums)(rows, vectors, end - begin, p->a + row * p->a_step + begin * p->a_depth, p->a_step,
-                      p->a_depth, p->b + begin * p->b_step + column, p->b_step, sums, 0, NULL, false, NULL,
-                      NULL);
+    const ptrdiff_t piece = p->soon ? BETWEEN_ROWS : end - begin;
+    for (ptrdiff_t at = begin; at < end; at += piece) {
+        if (p->soon) prefetch_soon(p->soon);
+        FROM(add_to_sums)(rows, vectors, at + piece < end ? piece : end - at,
+                          p->a + row * p->a_step + at * p->a_depth, p->a_step, p->a_depth,
+                          p->b + at * p->b_step + column, p->b_step, sums, 0, NULL, false, NULL, NULL);
+    }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
         T *c = p->c + (row + r) * p->c_step + column;
@@ -69,7 +73,6 @@ static void FROM(multiply)(const FN(product) * p)
             for (ptrdiff_t at = column; columns > 0;) { /* more than needed where that is one vector */
                 const int width =
                     columns > 2 * LANES && VECTORS == 4 && p->n - at >= 4 * LANES ? 2 : columns > LANES;
-                if (p->soon) prefetch_soon(p->soon);
                 FROM(tiles)[rows / 2][width](p, row, at, begin, end);
                 columns -= (ptrdiff_t)LANES << width, at += (ptrdiff_t)LANES << width;
             }

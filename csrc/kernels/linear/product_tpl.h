@@ -11,6 +11,9 @@ typedef enum {
     UPPER_LEFT,   /* a[i][d] is 0 for d < i */
 } triangle;
 
+/* So many steps of depth lie between rows that are prefetched: processors keep few misses at once. */
+enum { BETWEEN_ROWS = 16 };
+
 static inline void prefetch_soon(am_linear_soon *soon)
 {
     for (ptrdiff_t i = 0; i < soon->share && soon->count > 0; i++) {
@@ -23,13 +26,14 @@ static inline void prefetch_soon(am_linear_soon *soon)
     }
 }
 
-/* Spreads them over the tiles of so many rows and columns. */
-static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t columns)
+/* Spreads them over products of so many rows and steps of depth, all together, and columns. */
+static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t depth, ptrdiff_t columns)
 {
-    const ptrdiff_t tiles = (rows / HEIGHT + 1) * ((columns - 1) / (VECTORS * VF_LANES) + 1);
+    const ptrdiff_t pieces =
+        rows * depth / (HEIGHT * BETWEEN_ROWS) * ((columns - 1) / (VECTORS * VF_LANES) + 1);
     ptrdiff_t left = 0;
-    for (ptrdiff_t i = 0; i < soon->count; i++) left += soon->rows[i].rows;
-    soon->share = left / tiles + 1;
+    for (ptrdiff_t i = 0; soon && i < soon->count; i++) left += soon->rows[i].rows;
+    if (soon) soon->share = left / (pieces + 1) + 1;
 }
 #endif
 
