@@ -35,25 +35,6 @@ if ASAN:
 IN_TURN = ASAN or os.environ.get("ATTNMASK_TEST_LEVELS") == "turns"
 AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
 
-# Thinned to every third case: tests that repeat calls with other numbers or threads. What is read and written is up to
-# shapes, layouts, types and levels, and test_kernel, test_all_pairs_of_arguments and the tests of sequences go through
-# all of these.
-THINNED = {
-    "test_a_million_tokens", "test_a_row_without_a_live_pair",
-    "test_a_sequence_gets_the_bits_that_it_gets_alone", "test_a_signal_ends_a_long_call",
-    "test_any_number_of_threads_gives_the_same_bits", "test_batch_rows_that_see_unlike_many_keys",
-    "test_dead_pairs_have_no_influence", "test_few_queries_give_the_same_bits_in_any_layout",
-    "test_float32_over_a_million_steps", "test_heads_that_share_keys_meet_them_in_turn",
-    "test_live_nan_comes_through", "test_over_the_numbers_that_they_stand_for",
-    "test_results_larger_than_the_cache", "test_sequences_of_any_length", "test_tasks_of_many_tiles",
-    "test_terms_by_distance", "test_the_gradient_of_a_bias_alters_no_other",
-}  # fmt: skip
-
-# Folders with attention, but for files whose tests other files make at amx, too; and files with caches of integers.
-OF_ATTENTION = ("attention", "cache")
-NOT_AT_AMX = ("test_merge.py", "test_numbers.py", "test_relative.py", "test_schedule.py")
-OF_INTEGERS = ("quantized", "int4", "latent", "plain")
-
 # `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
@@ -98,11 +79,13 @@ def may_differ_from_lower_level(item) -> bool:
     """
     params = parameters(item)
     if params.get("isa") == "avx512vnni":
-        return any(word in item.path.name for word in OF_INTEGERS)
+        return item.get_closest_marker("of_integers") is not None
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
     if params.get("isa") == "avx512bf16":
         return dtype in ("None", "bfloat16") or "slot" in params
-    of_attention = item.path.parent.name in OF_ATTENTION and item.path.name not in NOT_AT_AMX
+    of_attention = item.path.parent.name in ("attention", "cache") and not item.get_closest_marker(
+        "not_at_amx"
+    )
     of_attention = "flash" in params["slot"] if "slot" in params else of_attention
     return params.get("isa") != "amx" or (of_attention and dtype in ("None", "bfloat16"))
 
@@ -126,7 +109,7 @@ def in_turn(items: list) -> list:
     for levels in cases.values():
         name = getattr(levels[0], "originalname", "")
         seen[name] += 1
-        if ASAN and name in THINNED and seen[name] % 3 > 0:
+        if ASAN and levels[0].get_closest_marker("repeats") and seen[name] % 3 > 0:
             continue
         kept[name] += 1
         left += levels if name in AT_EACH_LEVEL else [levels[(kept[name] + ASAN) % len(levels)]]

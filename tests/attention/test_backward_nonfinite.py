@@ -63,6 +63,7 @@ def assert_same_outside(got, clean, live, rows, case) -> None:
         assert got.bias[~rows].tobytes() == clean.bias[~rows].tobytes(), (*case, "bias")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
@@ -137,6 +138,7 @@ def test_poison_in_the_dlse_of_dead_rows(isa, dtype, sinks):
 # Live pairs
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("normalize", [False, True])

@@ -21,6 +21,7 @@ from flash_cases import BF16, F32, F64, FLOATS, SEQUENCES, STEADY, Case, of_leng
 # Sequences
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", list(SEQUENCES)[:: 2 if SANITIZED else 1])
 @pytest.mark.parametrize("segments", [False, True])
@@ -47,6 +48,7 @@ SHARED_BIAS = [
 ]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("steady", [*STEADY, *SHARED_BIAS], ids=str)
 def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
     case = GradientCase(
@@ -61,6 +63,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
         assert_equal_bits(run(case, arguments), got, (isa, threads, case))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):

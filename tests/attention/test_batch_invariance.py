@@ -82,6 +82,7 @@ def always_run() -> list[Config]:
     return [config.within(5e8) for config in configs[:: 8 if SANITIZED else 1]]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("config", always_run(), ids=str)
 def test_a_sequence_gets_the_bits_that_it_gets_alone(config):
     kinds = np.random.default_rng(config.seed).choice(len(KINDS), 7, replace=False)
@@ -318,6 +319,7 @@ def test_rows_of_a_cache_under_any_mask(seed):
         _core.use_isa(previous)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 1, 1, 1), (1, 1, 1, 1), (1, 4, 1, 1), (1, 1, 0, 1)], ids=str)
 @pytest.mark.parametrize("lengths", [(300, 65, 20), (130, 130, 130), (128, 256), (385,)], ids=str)

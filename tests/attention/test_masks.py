@@ -64,6 +64,7 @@ def test_a_batch_row_that_sees_nothing(isa, dtype, queries, heads):
         assert (not out[row].any() and np.isneginf(lse[row]).all()) == (row in (3, 7)), row
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", NO_PAIR)
 @pytest.mark.parametrize("more", [{}, {"logits_soft_cap": 3.0}, {"normalize_output": False}], ids=str)

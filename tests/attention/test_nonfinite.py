@@ -39,6 +39,7 @@ def assert_same_bits(got, clean, rows, case) -> None:
     assert lse[rows].tobytes() == clean_lse[rows].tobytes(), case
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
@@ -141,6 +142,7 @@ def test_poison_in_a_dead_bias(isa, dtype):
 # Live pairs
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])

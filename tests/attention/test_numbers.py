@@ -8,6 +8,8 @@ from environment import multiplies_bf16
 import attnmask
 from attnmask import _core
 
+pytestmark = pytest.mark.not_at_amx
+
 BF16 = ml_dtypes.bfloat16
 
 

@@ -80,6 +80,7 @@ def test_the_largest_logits_share_the_maximum(normalize):
     check(arguments | sinks, 2, "a logit and a sink", 1e-5)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("sinks", [None, [0.5, -np.inf], [-np.inf]], ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

@@ -11,6 +11,8 @@ from reference_terms import dense_terms, distances, table_gradient
 import attnmask
 from attnmask import MaskInfo
 
+pytestmark = pytest.mark.not_at_amx
+
 SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length and least distance
     (1, 1, 100, 4, 4, 64, 50, -60),
     (2, 1, 700, 8, 2, 64, 3000, -2999),
@@ -26,6 +28,7 @@ SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length 
 TERMS = ("alibi", "alibi of rows", "table", "both", "both and a bias")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -84,6 +84,7 @@ def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
     check_by_two_threads_and_one(case, set_threads)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("packing", [None, "flat"])
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packin
 MANY = 330 if SANITIZED else 700
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
 # Keys are packed or not; values are packed or not, depending on their depth; queries are not packed for few keys.
@@ -129,6 +131,7 @@ def test_few_queries_give_the_same_bits_in_any_layout(each_isa, dtype, heads, qu
 # Sequences, and rows that see different numbers of keys
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", list(SEQUENCES)[:: 2 if SANITIZED else 1])
 @pytest.mark.parametrize(("heads", "segments"), [((2, 2), False), ((4, 1), False), ((4, 1), True)], ids=str)
@@ -162,6 +165,7 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
     assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", [3, 50, 100])
 def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
@@ -210,6 +214,7 @@ def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
 # Blocks and threads
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", STEADY, ids=str)
 def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
     arguments = case.arguments()

@@ -211,6 +211,7 @@ def parts_of(case: Case, some, out, lse):
     return [(out[a:b], lse[:, a:b]) for a, b in itertools.pairwise(ends.tolist())]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", thinned(STEADY, 2), ids=range(len(thinned(STEADY, 2))))
 def test_a_sequence_gets_the_bits_that_it_gets_alone(isa, set_threads, case):
     """Contiguous or in pages, of any size and anywhere, beside any others, by any number of threads."""
@@ -237,6 +238,7 @@ def test_batch_rows_get_the_bits_of_packed_sequences(isa, case):
         assert same_bits(row, packed), s
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", [
     Case((F32, F32), (16, 4), (64, 64), 1, (5000, 3000, 100, 0), "as many"),
     Case((BF16, BF16), (16, 16), (64, 64), 130, (1000, 700, 1), "as many", window=(300, 0)),
@@ -427,6 +429,7 @@ def test_tokens_that_a_mask_forbids_have_no_influence(isa, dtype, poison):
     assert same_bits(got, wanted)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("page_size", [None, 7, 64])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_live_nan_comes_through(isa, dtype, page_size):

@@ -12,6 +12,8 @@ from kvcache_cases import OPTIONS_OF_8_HEADS
 
 import attnmask
 
+pytestmark = pytest.mark.of_integers
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TYPES = [np.float32, BF16, np.float16]
 H, HKV = 8, 2
@@ -81,6 +83,7 @@ def check(query, given, **options):
         np.testing.assert_array_equal(mine[name], given[name], err_msg=name)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("page_size", [None, 1, 7, 16, 128])
 @pytest.mark.parametrize("queries", [1, 4, 20, 70])
 def test_over_the_numbers_that_they_stand_for(isa, queries, page_size):

@@ -803,18 +803,3 @@ def test_pictures_of_large_and_of_empty_caches():
 
 
 # Versions of pickles
-
-
-def test_pickles_have_a_version():
-    cache = drawn_cache()
-    state = cache.__getstate__()
-    made = KVCache.__new__(KVCache)
-    made.__setstate__(state)
-    assert (repr(made), vars(made).keys()) == (repr(cache), vars(cache).keys())
-    assert b"attnmask." not in pickle.dumps(cache)  # private modules may move
-    for version, message in (
-        (99, "the KVCache was pickled by a later version of attnmask, in form 99"),
-        (None, "must have a version, got None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made.__setstate__(state | {"version": version})

@@ -11,6 +11,8 @@ from tensors import tensor
 
 import attnmask
 
+pytestmark = pytest.mark.of_integers
+
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 TYPES = (*map(np.dtype, ("float16", "float32", "float64", "int8")), BF16, FP8)
 BOUND = {"float64": 1e-12, "bfloat16": 3e-2, "float16": 4e-3}

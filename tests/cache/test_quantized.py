@@ -12,6 +12,8 @@ from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 
+pytestmark = pytest.mark.of_integers
+
 INT8, FLOATS8 = np.dtype(np.int8), [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = [INT8, *FLOATS8]
@@ -57,6 +59,7 @@ def everything(**given):
     return {name: given.get(name, True if name == "causal" else None) for name in names}
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("scale", ["tokens", "channels", "ones"])
 @pytest.mark.parametrize("queries", [1, 20, 70])

@@ -24,7 +24,7 @@ pytestmark = [
 WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
 NAMES = (
     *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
-    "linear_attention_step", "short_convolution_step",
+    "linear_attention_step", "short_convolution_step", "write_kvcache",
 )  # fmt: skip
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
 STATES = {
@@ -82,7 +82,7 @@ def by_torch(name: str) -> Callable[[Arguments], Any]:
     def call(arguments: Arguments) -> Any:
         given = changed(arguments, lambda x: tensor(torch, x))
         result = function_of(attnmask.torch, name)(**given)
-        made = result if isinstance(result, tuple) else (result,)
+        made = result if isinstance(result, tuple) else () if result is None else (result,)
         assert all(type(x) is torch.Tensor and x.is_contiguous() and not x.requires_grad for x in made)
         made += tuple(given[key] for key in WRITTEN if key in given)
         return digest([as_array(x, "x") for x in made])

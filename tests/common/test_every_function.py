@@ -323,6 +323,7 @@ def test_the_first_bad_entry_of_starts_is_told(name):
 # Results
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if "_num_" not in name and name != "show_config"]
 )

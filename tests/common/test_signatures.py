@@ -111,6 +111,10 @@ def test_public_names_are_known_by_where_they_are_imported_from():
 
 INSTANCES = [
     attnmask.MaskInfo.causal(4),
+    attnmask.MaskInfo.from_segments([[0, 0, 1]]).apply_causal().apply_kv_lengths([2]),
+    attnmask.MaskInfo.from_random(2, 70).apply_sliding_window((np.array([1, 2]), 0)),
+    attnmask.MaskInfo.from_function(lambda b, h, q, k: q >= k, 70, 70),
+    attnmask.MaskInfo(q_segment_ids=[[0]]),
     attnmask.KVCache(2, 8, pages=4, dtype="float32"),
     attnmask.plan_shards(attnmask.MaskInfo.causal(8), 2),
     attnmask.MaskInfo.get_empty_sharding(),
@@ -127,11 +131,33 @@ def test_classes_show_their_source_and_are_pickled_by_public_paths(thing):
     """Files may move; what is pickled stays."""
     kind = type(thing)
     assert re.search(rf"^class {kind.__name__}\b", inspect.getsource(kind), re.M)
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+    for protocol in range(0 if isinstance(thing, MaskInfo) else 2, pickle.HIGHEST_PROTOCOL + 1):
         text = pickle.dumps(thing, protocol)
         assert b"attnmask." not in text
         assert repr(pickle.loads(text)) == repr(thing)
     assert repr(copy.deepcopy(thing)) == repr(thing)
+
+
+@pytest.mark.parametrize("thing", INSTANCES[:7], ids=lambda thing: type(thing).__name__)
+def test_pickles_have_a_version(thing):
+    state, made = thing.__getstate__(), copy.deepcopy(thing)
+    made.__setstate__(state)
+    assert (repr(made), getattr(made, "__dict__", {}).keys()) == (
+        repr(thing),
+        getattr(thing, "__dict__", {}).keys(),
+    )
+    if isinstance(thing, MaskInfo):
+        assert pickle.loads(pickle.dumps(thing)) == thing
+    for version, message in (
+        (
+            99,
+            f"the {type(thing).__name__} was pickled by a later version of attnmask, in form 99; .* up to 1",
+        ),
+        ("1", "must have a version, got '1'"),
+        (None, "must have a version, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.__setstate__(state | {"version": version})
 
 
 class OwnMask(MaskInfo):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from flash_cases import F32, F64
-from slot_cases import BAD, FORMATS, PAGES, SIZE, D, cache_of, copied, good, tokens_of
+from slot_cases import FORMATS, PAGES, SIZE, D, cache_of, copied, good, tokens_of
 
 import attnmask
 
@@ -108,20 +108,6 @@ def test_keys_alone():
         assert np.argwhere(np.asarray(run(latent)[0]).any(axis=(2, 3))).tolist() == [[1, 1]]
 
 
-def test_mapped():
-    """Each call has caches of its own, whatever is mapped."""
-    arguments = made(F32)
-    slots = np.stack([SLOTS, SLOTS[::-1], np.roll(SLOTS, 1)])
-    write = jax.jit(
-        jax.vmap(lambda slots, given: attnmask.jax.write_kvcache(**given, slot_mapping=slots), (0, None))
-    )
-    found = write(slots, {name: x for name, x in arguments.items() if name != "slot_mapping"})
-    for i, one in enumerate(slots):
-        wanted = copied(arguments) | {"slot_mapping": one}
-        attnmask.write_kvcache(**wanted)
-        same([x if x is None else x[i] for x in found], {name: wanted[name] for name in NAMES[:2]})
-
-
 def test_no_gradients():
     arguments = made(F32)
     loss = lambda key: attnmask.jax.write_kvcache(**arguments | {"key": key})[0].sum()  # noqa: E731
@@ -130,32 +116,6 @@ def test_no_gradients():
 
 
 # Bad input
-
-
-def is_taken(x) -> bool:
-    """Whether JAX takes it as it is."""
-    fits = x.dtype.isnative and x.dtype.itemsize <= 4 if isinstance(x, np.ndarray) else not isinstance(x, str)
-    return fits and not isinstance(x, list)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        case
-        for case in BAD
-        if (all(map(is_taken, case[0].values())) or "slot_mapping" in case[0]) and "writeable" not in case[2]
-    ],
-)
-def test_bad_input(wrong, error, message):
-    """The same words when it is traced; what depends on numbers, when it runs."""
-    arguments = good() | wrong
-    with pytest.raises(error, match=message):
-        attnmask.jax.write_kvcache(**arguments)
-    traced = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype.itemsize <= 4}
-    fixed = {name: x for name, x in arguments.items() if name not in traced}
-    function = jax.jit(lambda traced: attnmask.jax.write_kvcache(**traced, **fixed))
-    with pytest.raises((error, jax.errors.JaxRuntimeError), match=message):
-        jax.block_until_ready(function(traced))
 
 
 @pytest.mark.parametrize("slots", [[19, -1, 20], [-2, -1, 0], [3, 5, 3]], ids=str)

@@ -328,6 +328,7 @@ def test_long_sequence():
     check_gradients(arrays, given, with_state=False)
 
 
+@pytest.mark.repeats
 def test_a_signal_ends_a_long_call():
     row = np.ones((1, 1, 1, 128), np.float32) / 16
     keys = np.broadcast_to(row, (1, 1 << 21, 1, 128))

@@ -129,6 +129,7 @@ def test_packed(isa, starts, dtype):
             close(one, wanted, dtype, gradient=True)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sequence_gets_the_bits_that_it_gets_alone(isa, dtype):
     starts = np.array([0, 40, 40, 41, 43, 300, 1000])
@@ -320,6 +321,7 @@ def test_a_row_that_is_left_out_is_not_read(isa):
     assert (state == 0).all()
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_any_number_of_threads_gives_the_same_bits(dtype, set_threads):
     x, weight, bias, state = problem((3, 700, 600, 4), dtype)
@@ -333,6 +335,7 @@ def test_any_number_of_threads_gives_the_same_bits(dtype, set_threads):
             np.testing.assert_array_equal(one, wanted)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("shift", [0, 1, 4, 15])
 def test_results_larger_than_the_cache(shift, isa):
     x, weight, bias, _ = problem((1, 5000, 2048, 4), np.float32)
@@ -355,6 +358,7 @@ def test_results_larger_than_the_cache(shift, isa):
         np.testing.assert_allclose(out[0, t], expected, atol=1e-5)
 
 
+@pytest.mark.repeats
 @pytest.mark.skipif(SANITIZED, reason="takes too long")
 def test_a_signal_ends_a_long_call():
     x = np.broadcast_to(np.float32(1), (1, 500_000, 64))

@@ -950,30 +950,6 @@ def test_repr():
     assert "base=dense bool[2, 1, 3, 3], terms=[]" in repr(ready)
 
 
-def test_pickles_have_a_version():
-    """And name nothing but what is public."""
-    for info in (
-        MaskInfo.from_segments([[0, 0, 1]]).apply_causal().apply_kv_lengths([2]),
-        MaskInfo.from_random(2, 70).apply_sliding_window((np.array([1, 2]), 0)),
-        MaskInfo.from_function(lambda b, h, q, k: q >= k, 70, 70),
-        MaskInfo(q_segment_ids=[[0]]),
-    ):
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            data = pickle.dumps(info, protocol)
-            assert b"attnmask." not in data
-            assert pickle.loads(data) == info
-        state = info.__getstate__()
-        for version, message in (
-            (
-                2,
-                "the MaskInfo was pickled by a later version of attnmask, in form 2; this one reads forms up to 1",
-            ),
-            ("1", "must have a version, got '1'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                MaskInfo().__setstate__(state | {"version": version})
-
-
 def test_visualize(capsys):
     info = MaskInfo.from_segments([[0, 0, 0, 0, 1, 1, 1, -1]] * 2).apply_causal()
     text = info.visualize(block_size=2, batch=1, charset="ascii", return_str=True)
@@ -987,17 +963,6 @@ def test_visualize(capsys):
     assert MaskInfo.from_segments(np.zeros((1, 0), int))._repr_html_() is None
     random = MaskInfo.from_random(1, 40)
     assert "||" in random.visualize(block_size=4, return_str=True)
-
-
-def test_plot():
-    pytest.importorskip("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    axes = MaskInfo.from_segments([[0, 0, 1]]).plot()
-    assert axes.images or axes.collections
-    _, mine = pyplot.subplots()
-    assert MaskInfo.from_segments([[0, 0, 1]]).plot(mine) is mine
-    pyplot.close("all")
 
 
 def test_debug_log(caplog):
@@ -1122,11 +1087,6 @@ def test_trees():
 
 
 # Bad input
-
-
-class Hostile:
-    def __array__(self, *args, **kwargs):
-        raise RuntimeError("no array today")
 
 
 IDS = np.zeros((2, 4), np.int32)

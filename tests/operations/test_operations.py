@@ -82,6 +82,7 @@ def test_weights(case):
     np.testing.assert_allclose(wide(out), sums, **near)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", ["causal", "padding mask", "segment info", "dense info", "bias", "window"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -108,6 +109,7 @@ def test_dead_pairs_have_no_influence(name, poison, kind, dtype):
             assert np.isnan(wide(got.attention_outputs)[~rows]).all()
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", NO_PAIR)
 @pytest.mark.parametrize("name", BOTH)

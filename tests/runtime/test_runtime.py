@@ -415,6 +415,7 @@ def long_calls() -> dict:
     }
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("name", long_calls())
 def test_a_signal_ends_a_long_call(name):
     """The call soon raises the exception of the signal handler, and the next call works as usual."""

@@ -267,6 +267,7 @@ def hard_sums(reverse: bool, ends: tuple[int, ...]) -> tuple[np.ndarray, np.ndar
     return ref.chunk_global_cumsum(values, **options)[0], 1e-6 * weight[0]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("ends", [(0, MILLION), (0, 7, 300_001, 300_001, MILLION)])
 @pytest.mark.parametrize("head_first", [False, True])
@@ -611,6 +612,7 @@ def test_input_or_out_in_the_other_order(isa, dtype, head_first, lanes, steps):
             np.testing.assert_array_equal(got, expected, err_msg=f"{isa} {reverse} to float64")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("head_first", [False, True])
@@ -646,6 +648,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", LARGE, ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case, reverse):

@@ -72,6 +72,7 @@ def million(sequences: int, dtype: str, chunk_size: int) -> dict[str, np.ndarray
     }
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("dtype", ["int32", "uint64"])
 @pytest.mark.parametrize("sequences", [1, 7, 20_000, 300_000])
 def test_a_million_tokens(isa, set_threads, dtype, sequences):

@@ -225,18 +225,10 @@ def test_plans_of_nothing():
     assert plan_shards(MaskInfo.from_segments([[-1] * 6]), 2).lengths.tolist() == [3, 3]
 
 
-def test_pickles_of_plans_have_a_version():
+def test_pickles_of_plans():
     plan = ShardPlan([0, 3, 4, 9], [1, 0, 1], world=2)
-    state = plan.__getstate__()
     made = pickle.loads(pickle.dumps(plan))
     assert (made.starts.tolist(), made.owners.tolist(), made.world) == ([0, 3, 4, 9], [1, 0, 1], 2)
     assert not made.starts.flags.writeable
-    assert b"attnmask." not in pickle.dumps(plan)  # private modules may move
-    for version, message in (
-        (9, "the ShardPlan was pickled by a later version"),
-        (None, "must have a version"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made.__setstate__(state | {"version": version})
     with pytest.raises(ValueError, match="owners must be from 0 to 1, got 2 at index 0"):
-        made.__setstate__(state | {"owners": [2, 0, 1]})
+        made.__setstate__(plan.__getstate__() | {"owners": [2, 0, 1]})
