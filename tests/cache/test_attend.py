@@ -94,17 +94,6 @@ def test_lengths_for_all_sequences():
         assert some.tobytes() == same.tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "uint16", "uint32", "int64", "uint64", ">i4", ">u8", "list"]
-)
-def test_tables_of_any_integers(dtype):
-    arguments = arguments_of(Case(page_size=16, lengths=(20, 3), queries=2))
-    wanted = attend(arguments).tobytes()
-    table = np.where(np.isin(arguments["block_table"], GARBAGE), 100, arguments["block_table"])
-    arguments["block_table"] = table.tolist() if dtype == "list" else table.astype(dtype)
-    assert attend(arguments).tobytes() == wanted
-
-
 def test_empty_lists_as_tables():
     """They are of float64 to NumPy."""
     caches = {"k_cache": np.ones((6, 4, 2, 8), F32), "v_cache": np.ones((6, 4, 2, 8), F32)}

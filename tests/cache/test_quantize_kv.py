@@ -138,20 +138,6 @@ def test_rows_are_quantized_in_c_as_in_numpy(dtype, given, layout):
     assert scale.tobytes() == scales.tobytes()
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("given", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_are_quantized_in_c_as_in_numpy(group, given, layout):
-    x = arrange(np.random.default_rng(0).standard_normal((3, 50, 384)).astype(given), layout)
-    values, scale = quantize_kv(x, "int4", group=group)
-    wide = x.astype(np.float32).reshape(3, 50, -1, group)
-    least, most = wide.min(-1, keepdims=True), wide.max(-1, keepdims=True)
-    scales = (most - least) / np.float32(15)
-    numbers = np.rint((wide - least) / scales).astype(np.uint8).reshape(x.shape)
-    np.testing.assert_array_equal(values, numbers[..., ::2] | numbers[..., 1::2] << 4)
-    np.testing.assert_array_equal(scale, np.concatenate([scales, least], -1))
-
-
 def test_the_core_refuses_arrays_that_do_not_fit():
     x, values, scales = np.ones((2, 64)), np.empty((2, 64), np.int8), np.empty((2, 1), np.float32)
     halves, groups = np.empty((2, 32), np.uint8), np.empty((2, 2, 2), np.float32)

@@ -46,18 +46,6 @@ def test_slots_of_every_format(isa, set_threads, kind, layout, by_channel):
             assert memory(cache[name]).tobytes() == whole[name].tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64", "uint64", ">i8", "list"])
-def test_slots_of_any_integers(dtype):
-    rng = np.random.default_rng(1)
-    cache, new, slots = cache_of(rng, F32), tokens_of(rng, 3), [19, 0, 7]
-    given = slots if dtype == "list" else laid_out(np.array(slots, dtype), "strided")
-    other = copied(cache)
-    attnmask.write_kvcache(**cache, **new, slot_mapping=given)
-    write_by_twin(**new, slot_mapping=slots, **other)
-    for name in cache:
-        assert cache[name].tobytes() == other[name].tobytes()
-
-
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("rotate", [False, True])
 def test_attention_to_what_was_written(isa, kind, rotate):

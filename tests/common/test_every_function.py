@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fuzzer import Before, arrays_in, digest, same
-from hostile import INPUTS, LAYOUTS, Subclass, subclass
+from hostile import INPUTS, LAYOUTS, Index, Subclass, subclass
 from targets import TARGETS, Arguments, Target
 
 import attnmask
@@ -71,6 +71,47 @@ def test_arrays_of_any_form(name, forms):
             result = target.call(**right_again(arguments) | {argument: made})
             assert same(target, expected, result), (argument, number)
             assert not before.changed(True, False), (argument, number)
+
+
+INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+def of_other_types(value) -> Iterator:
+    """The same numbers as other objects, and in lists."""
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu":
+        fits = [dtype for dtype in INTEGERS if dtype != value.dtype and (value.astype(dtype) == value).all()]
+        yield from map(value.astype, fits)
+    if (
+        isinstance(value, np.ndarray)
+        and value.dtype in (np.int64, np.float64, np.bool_)
+        and value.size < 1000
+    ):
+        yield from [value.tolist(), [*value]] if value.size else []
+    if isinstance(value, bool):
+        yield np.bool_(value)
+    elif isinstance(value, int):
+        fits = [dtype for dtype in INTEGERS if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max]
+        yield from (dtype.type(value) for dtype in fits)
+        yield Index(value)
+    elif isinstance(value, float):
+        types = (np.float64, np.float32, np.float16, np.longdouble, ml_dtypes.bfloat16, np.array)
+        yield from (of_type(value) for of_type in types if float(of_type(value)) == value)
+        yield from [int(value), np.array(value, ">f4")] if value.is_integer() else []
+    elif isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+        yield tuple(value)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cdiv", "MaskInfo.from_random")])
+def test_numbers_of_other_types(name):
+    """Results may have the type of a list's or of another array's integers, and the same numbers."""
+    target = TARGETS[name]
+    for argument, arguments in right(name):
+        if argument in target.written or argument in GIVEN_BACK.get(name, ()):
+            continue
+        for value in of_other_types(arguments[argument]):
+            expected, got = (target.call(**right_again(arguments | more)) for more in ({}, {argument: value}))
+            for one, other in zip(arrays_in(expected), arrays_in(got), strict=True):
+                np.testing.assert_array_equal(one, other, f"{argument} {value!r}")
 
 
 def right_again(arguments: Arguments) -> Arguments:

@@ -281,14 +281,6 @@ def test_what_numpy_calls_too_big_fits_no_memory(call):
         call()
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint64])
-def test_windows_by_head_of_any_type_of_integers(dtype):
-    windows = np.array([1, 3], dtype)
-    mask = MaskInfo(np.ones((1, 2, 6, 6), bool)).apply_sliding_window((windows, None)).attention_mask
-    reach = np.arange(6)[:, None] - np.arange(6)
-    np.testing.assert_array_equal(mask[0], [reach <= 1, reach <= 3])
-
-
 @pytest.mark.parametrize("copy", [np.array, np.asfortranarray])
 def test_tiles_that_were_copied_are_restored(copy):
     """As JAX does with the leaves of a tree."""

@@ -275,14 +275,6 @@ def test_from_segments():
     assert (info.batch_axis_name, info.qheads_axis_name, info.sequence_axis_name) == (("a", "b"), None, "s")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint8", "uint32", "uint64", ">i4"])
-def test_ids_of_any_integer_type(dtype):
-    ids = np.array([[3, 3, 0, 1]], dtype)
-    info = MaskInfo.from_segments(ids)
-    assert_equal(info.q_segment_ids, ids.astype(np.int32), dtype)
-    np.testing.assert_array_equal(info.attention_mask[0, 0], ids[0][:, None] == ids[0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_masks(dtype):
     """Every value other than zero is a token."""

@@ -212,11 +212,6 @@ def test_lengths_and_masks_are_copied():
         np.testing.assert_array_equal(mask.q_lens, LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
-def test_types_of_lengths(dtype):
-    np.testing.assert_array_equal(MaskInfo.from_lengths(np.array([2, 3], dtype)).q_lens, [2, 3])
-
-
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float32"])
 def test_types_of_padding_masks(dtype):
     np.testing.assert_array_equal(MaskInfo.from_padding_mask(TOKENS.astype(dtype)).q_lens, LENGTHS)

@@ -265,12 +265,6 @@ def test_places_outside(drawing, place, error):
         DRAWINGS[drawing](Held(np.ones((2, 1, 4, 4))), **place)
 
 
-def test_numpy_integers_will_do():
-    two = np.int64(2)
-    got = render.visualize(Held(causal(8)), (two, two), np.uint8(0), np.int8(0), np.True_, two, two)
-    assert got == render.visualize(Held(causal(8)), 2, 0, 0, True, 2, 2)
-
-
 @pytest.fixture
 def terminal(monkeypatch):
     """Sets how many characters and lines it has."""

@@ -407,18 +407,6 @@ def test_positional_arguments():
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("chunk_size", [np.int8(4), np.uint64(4), 4])
-@pytest.mark.parametrize("scale", [
-    *[2, 2.0, np.float32(2), np.int64(2), np.float16(2), np.longdouble(2), ml_dtypes.bfloat16(2)],
-    *[np.array(2), np.array(2.0), np.array(2, ml_dtypes.bfloat16), np.array(2, ">f4")],
-], ids=repr)  # fmt: skip
-@pytest.mark.parametrize("flag", [True, np.True_], ids=repr)
-def test_numpy_scalars_as_arguments(chunk_size, scale, flag):
-    values = np.arange(10.0).reshape(1, 10, 1)
-    got = attnmask.chunk_local_cumsum(values, chunk_size, reverse=flag, softmax_scale=scale)
-    np.testing.assert_array_equal(got, ref.chunk_local_cumsum(values, 4, True, 2.0))
-
-
 def test_scalars_of_jax_as_arguments():
     numpy = pytest.importorskip("jax.numpy")
     values = np.arange(10.0).reshape(1, 10, 1)

@@ -125,39 +125,6 @@ def test_gradients(torch, kind):
             assert torch.autograd.grad(state.sum(), x)[0].abs().sum() > 0
 
 
-def recurrence(torch, query, key, value, decay=None, beta=None, initial_state=None, **more):
-    """linear_attention of whole batch rows, token by token."""
-    scale, normalize = more.get("scale", query.shape[-1] ** -0.5), more.get("normalize_qk", False)
-    if normalize:
-        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
-    query, key = (x.repeat_interleave(value.shape[2] // x.shape[2], 2) for x in (query, key))
-    state = initial_state
-    if state is None:
-        state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
-    out = []
-    for t in range(value.shape[1]):
-        if decay is not None:
-            now = decay if decay.ndim == 1 else decay[:, t]
-            axes = {1: (None, slice(None), None, None), 2: (..., None, None), 3: (..., None)}[now.ndim]
-            state = now.exp()[axes] * state
-        added = value[:, t]
-        if beta is not None:
-            added = beta[:, t, :, None] * (added - torch.einsum("bhkv,bhk->bhv", state, key[:, t]))
-        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], added)
-        out.append(scale * torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
-    return torch.stack(out, 1), state
-
-
-@pytest.mark.parametrize("full", [True, False, "[H]"])
-def test_against_autograd(torch, full):
-    """PyTorch's own gradients through the recurrence."""
-    inputs, more, function = made(torch, ("linear_attention", False, full), learn=True)
-    got, right = function(**inputs, **more, return_state=True), recurrence(torch, **inputs, **more)
-    torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
-    grads = (gradients(torch, results, inputs.values()) for results in (got, right))
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
-
-
 def test_checkpointed(torch, kind):
     """All that a gradient needs goes through the hooks for saved tensors."""
     results, grads = expected(kind)
