@@ -119,6 +119,28 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
     return numbers
 
 
+def _by_layer(module: torch.nn.Module, bias: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return the bias of a step by distance, from 1 - longest to 0.
+
+    Models make it for the packed tokens, as if these were one sequence. So the layer that has made it is asked for more
+    distances; the next layers share the tensor, and what is kept with it.
+    """
+    kept: Any = getattr(bias, "_attnmask_in_step", None)
+    if kept is not None and kept[0] == bias._version:
+        return kept[1]
+    tokens = bias.shape[2]
+    compute: Any = getattr(module, "compute_bias", None)
+    told = getattr(module, "has_relative_attention_bias", False) and compute is not None
+    if not told or not torch.equal(bias, compute(tokens, tokens)):
+        raise NotImplementedError(
+            "position_bias must be one that its layer computes by distance, as in T5, in a step of a PagedCache; "
+            "call the model with a batch of rows instead"
+        )
+    numbers = compute(1, longest, past_seen_tokens=longest - 1)[0, :, 0]
+    bias._attnmask_in_step = bias._version, numbers  # type: ignore[attr-defined, unused-ignore]
+    return numbers
+
+
 @torch.compiler.disable
 def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
     """Return the pages that hold both, if a paged cache does."""
@@ -198,10 +220,15 @@ def attention(
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     bias, complete = position_bias, False
     given: Arguments = {}
-    if bias is not None and not packed and pages is None:
-        by_distance = _by_distance(bias, query.shape[2], key.shape[2])
+    if bias is not None and not packed:
+        longest = key.shape[2] if pages is None else pages.longest
+        by_distance = (
+            _by_layer(module, bias, longest) if in_step else _by_distance(bias, query.shape[2], key.shape[2])
+        )
         if by_distance is not None:
-            bias, given["relative_bias"], given["relative_low"] = None, by_distance, 1 - query.shape[2]
+            bias, given["relative_bias"] = None, by_distance
+            # With pages, the last query has the place of the last key.
+            given["relative_low"] = 1 - (query.shape[2] if pages is None else longest)
     if isinstance(attention_mask, SymbolicMask) and in_step:
         given |= _limits(attention_mask)
     elif attention_mask is not None and in_step:
@@ -231,16 +258,12 @@ def attention(
         "logits_soft_cap": softcap,
         "softmax_aux": None if s_aux is None else s_aux[:, None],
     }
-    if (
-        pages is not None
-        and bias is None
-        and not dropout
-        and not packed
-        and given.get("q_segment_ids") is None
-    ):
-        return pages.attend(query, **given), None
+    if pages is not None and not dropout and not packed and given.get("q_segment_ids") is None:
+        return pages.attend(query, bias=bias, **given), None
     if in_step:
-        raise NotImplementedError("in a step of a PagedCache attention must have no bias and no dropout")
+        raise NotImplementedError(
+            "attention must have no dropout in a step of a PagedCache; call model.eval()"
+        )
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return flash_attention(query, key, value, bias=bias, **given), None
 

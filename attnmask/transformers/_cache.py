@@ -24,7 +24,7 @@ from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
 from attnmask.torch._described import DescribedTensor
 from attnmask.torch._import import torch
-from attnmask.torch._operators import detached
+from attnmask.torch._operators import detached, tensors_among
 from attnmask.torch._states import to_tensor
 from attnmask.transformers._masks import CACHE, transformers
 
@@ -52,6 +52,11 @@ class Pages:
     def packed(self) -> bool:
         return "cu_seqlens_q" in self.after
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence."""
+        return int(self.after["cache_seqlens"].max(initial=0))
+
     def _held(self) -> Arguments:
         kv = self.kv
         held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
@@ -74,17 +79,15 @@ class Pages:
         query: torch.Tensor,
         *,
         causal: bool = False,
-        softmax_aux: torch.Tensor | None = None,
         **more: object,
     ) -> torch.Tensor:
         """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
-        check_no_gradient({"query": query})
+        check_no_gradient({"query": query} | tensors_among(more))
         more.pop("causal_offset", None)
         more.pop("q_segment_ids", None)
         rows = detached(query).transpose(1, 2)
-        out = self._attend(
-            rows[0] if self.packed else rows, causal=causal, softmax_aux=detached(softmax_aux), **more
-        )
+        given = {name: detached(x) for name, x in more.items()}
+        out = self._attend(rows[0] if self.packed else rows, causal=causal, **given)
         return to_tensor(out[None] if self.packed else out)
 
     def gathered(self, side: str) -> Array:
@@ -93,12 +96,11 @@ class Pages:
             raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
         self.append()
         table = self.after["block_table"]
-        length = int(self.after["cache_seqlens"].max(initial=0))
 
         def of(pages: Array) -> Array:
             rows = pages[table]
             joined: Array = rows.reshape(len(table), -1, *rows.shape[3:])
-            return joined[:, :length]
+            return joined[:, : self.longest]
 
         held = self._held()
         scale = held[f"{side}_scale"]
@@ -261,7 +263,7 @@ class _PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._store.append(self._index, key_states, value_states)
-        tokens = key_states.shape[2] if pages.packed else int(pages.after["cache_seqlens"].max(initial=0))
+        tokens = key_states.shape[2] if pages.packed else pages.longest
         k, v = (
             PagedTensor(pages, side, (*x.shape[:2], tokens, x.shape[3]), x.dtype)
             for side, x in (("k", key_states), ("v", value_states))
@@ -333,6 +335,8 @@ class PagedCache(Cache):
             raise TypeError(f"config must be a model's config, got {describe(config)}")
         decoder = config.get_text_config(decoder=True)
         layers, heads = decoder.num_hidden_layers, decoder.num_attention_heads
+        if config.is_encoder_decoder:  # T5's name for them
+            layers = getattr(decoder, "num_decoder_layers", layers)
         if getattr(decoder, "kv_lora_rank", None):
             raise ValueError("config must have keys per head, got latent attention")
         for kind in getattr(decoder, "layer_types", None) or ():

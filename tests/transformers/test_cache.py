@@ -12,11 +12,22 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from environment import ROOT  # noqa: E402
-from tiny_models import DECODERS, TOKENS, assert_close, model_of, padding, random_ids  # noqa: E402
+from tiny_models import (  # noqa: E402
+    BOTH_SIDES,
+    DECODERS,
+    TOKENS,
+    VOCABULARY,
+    assert_close,
+    later,
+    model_of,
+    padding,
+    random_ids,
+)
 
 import attnmask.transformers  # noqa: E402
-from attnmask.transformers import PagedCache  # noqa: E402
+from attnmask.transformers import PagedCache, attention  # noqa: E402
 from attnmask.transformers import _cache as _transformers_cache  # noqa: E402
+from attnmask.transformers._masks import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -231,7 +242,7 @@ def test_a_step_that_fails_changes_nothing():
         layer.self_attn.attention_dropout = 0.5
     model.train()
     with (
-        pytest.raises(NotImplementedError, match="attention must have no bias and no dropout"),
+        pytest.raises(NotImplementedError, match="attention must have no dropout in a step"),
         torch.no_grad(),
         cache.step([a], 5) as inputs,
     ):
@@ -320,6 +331,126 @@ def test_a_decoder_with_an_encoder():
     cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
     assert torch.equal(model.generate(ids, past_key_values=cache, **more), right)
     assert own.kv.free_pages < 40
+
+
+def with_biases(name, **more):
+    """A model whose bias by distance is large, that of layers of its own in UMT5."""
+    given = BOTH_SIDES["T5"] | more
+    config = getattr(transformers, f"{name}Config")(**given)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config)
+    for module in model.modules():
+        if getattr(module, "has_relative_attention_bias", False):
+            torch.nn.init.normal_(module.relative_attention_bias.weight, std=3.0)
+    model.lm_head = torch.nn.Linear(32, VOCABULARY, bias=False)  # that of embeddings would repeat tokens
+    model.set_attn_implementation("attnmask")
+    return model.eval()
+
+
+@later
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_generation_with_biases(name, monkeypatch):
+    """Tokens and logits are those of transformers' own cache; the pages are read where they lie."""
+    model, ids = with_biases(name), random_ids(2, TOKENS)
+    more = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    right = model.generate(ids, **more)
+    assert len(set(right.sequences[0].tolist())) > 3
+    own = paged(model)
+    model.set_attn_implementation("eager")  # which has all keys copied
+    cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
+    assert torch.equal(model.generate(ids, past_key_values=cache, **more).sequences, right.sequences)
+    never_gathered(monkeypatch)
+    model.set_attn_implementation("attnmask")
+    for beams in (1, 3):
+        right = model.generate(ids, num_beams=beams, **more)
+        own.reset()
+        cache = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
+        got = model.generate(ids, num_beams=beams, past_key_values=cache, **more)
+        assert torch.equal(got.sequences, right.sequences)
+        logits = ({"logits": torch.stack(x.logits)} for x in (got, right))
+        assert_close(*logits)
+
+
+@later
+def test_biases_of_several_tokens(monkeypatch):
+    """Behind those in the cache, with padding, and in steps of sequences of any lengths."""
+    never_gathered(monkeypatch)
+    model = with_biases("T5", num_decoder_layers=3)
+    ids, decoder, sources = random_ids(2, TOKENS), model.decoder, torch.randn(2, 7, 32)
+    cache = transformers.EncoderDecoderCache(paged(model), transformers.DynamicCache())
+    with torch.no_grad():
+        for mask in (None, padding("left")):
+            cache = transformers.EncoderDecoderCache(paged(model), transformers.DynamicCache())
+            more = {"encoder_hidden_states": sources}
+            right = decoder(ids, attention_mask=mask, **more).last_hidden_state
+            got = []
+            for begin, end in ((0, 4), (4, 10), (10, 11)):
+                part = None if mask is None else mask[:, :end]
+                inputs = {CACHE: cache, "attention_mask": part} | more
+                got.append(decoder(ids[:, begin:end], **inputs).last_hidden_state)
+            kept = torch.ones(2, TOKENS, dtype=torch.bool) if mask is None else mask.bool()
+            assert_close({"out": torch.cat(got, 1)[kept]}, {"out": right[kept]})
+
+
+@later
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_biases_in_steps(name, monkeypatch):
+    """Sequences that are longer than all tokens of a step, and shorter; the decoder alone, of three layers."""
+    never_gathered(monkeypatch)
+    model = with_biases(name, num_decoder_layers=3)
+    decoder, cache = model.decoder, paged(model)
+    prompts = [random_ids(length) for length in (TOKENS, 7, 70)]
+    ids = [cache.kv.new_sequence() for _ in prompts]
+    found = [[] for _ in prompts]
+    with torch.no_grad():
+        for begin, end in ((0, 2), (2, 5), (5, 6), (6, 70)):
+            parts = [prompt[begin:end] for prompt in prompts]
+            with cache.step(ids, [len(part) for part in parts]) as inputs:
+                out = decoder(torch.cat(parts)[None], **inputs).last_hidden_state[0]
+            for each, part in zip(found, out.split([len(part) for part in parts]), strict=True):
+                each.append(part)
+        for prompt, parts in zip(prompts, found, strict=True):
+            right = decoder(prompt[None]).last_hidden_state[0]
+            assert_close({"out": torch.cat(parts)}, {"out": right})
+
+
+@later
+def test_biases_that_a_step_cannot_have():
+    """What depends on more than distances, or comes from elsewhere; a batch takes it."""
+    model = with_biases("T5")
+    layer = model.decoder.block[0].layer[0].SelfAttention
+    cache, query = paged(model), torch.randn(1, 4, 5, 8)
+    bias = torch.randn(1, 4, 5, 5)
+    words = (
+        "position_bias must be one that its layer computes by distance, as in T5, in a step of a PagedCache"
+    )
+    with torch.no_grad():
+        for module in (layer, torch.nn.Identity()):
+            ids = [cache.kv.new_sequence()]
+            with pytest.raises(NotImplementedError, match=words), cache.step(ids, 5):
+                attention(module, query, *cache.update(query, query, 0), None, position_bias=bias)
+            assert cache.kv.lengths(ids) == [0]
+        keys = cache.update(query, query, 0)
+        got, _ = attention(layer, query, *keys, None, position_bias=bias)
+        right = torch.nn.functional.scaled_dot_product_attention(
+            query, query, query, bias + torch.full((5, 5), -torch.inf).triu(1)
+        )
+    assert_close({"out": got.transpose(1, 2)}, {"out": right})
+
+
+def test_masks_that_are_added():
+    """A mask of floats is a bias of the pages."""
+    model = ready("Llama")
+    cache, x, mask = paged(model), torch.randn(2, 2, 5, 8), torch.randn(2, 1, 3, 8)
+    with torch.no_grad():
+        cache.update(x, x, 0)
+        cache.update(x, x, 1)
+        more = torch.randn(2, 2, 3, 8)
+        keys = cache.update(more, more, 0)
+        got, _ = attention(torch.nn.Identity(), more, *keys, mask)
+        whole = torch.cat([x, more], dim=2)
+        right = torch.nn.functional.scaled_dot_product_attention(more, whole, whole, mask)
+    assert_close({"out": got.transpose(1, 2)}, {"out": right})
 
 
 def test_a_copy_is_another_cache():

@@ -16,9 +16,11 @@ from tiny_models import (  # noqa: E402
     BOTH_SIDES,
     DECODERS,
     ENCODERS,
+    FIRST,
     TOKENS,
     VOCABULARY,
     assert_close,
+    later,
     model_of,
     padding,
     random_ids,
@@ -31,9 +33,6 @@ from attnmask.transformers import attention, attention_mask  # noqa: E402
 from attnmask.transformers._masks import SymbolicMask  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
-
-FIRST = not hasattr(masks, "blockwise_overlay")  # versions of transformers 5, which make masks otherwise
-later = pytest.mark.skipif(FIRST, reason="transformers is one of the first versions of 5")
 
 
 @pytest.fixture(autouse=True, scope="module")
