@@ -113,9 +113,13 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 	    $(BIN)/python .ci/check_isa.py build/$$cc/temp || exit 1; \
 	done
 
-faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail
+FAULTY = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib
+faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail, those of PyTorch and JAX as well
 	CFLAGS=-w ATTNMASK_DEBUG=1 ATTNMASK_FAULTS=1 $(call BUILD_AS,faults)
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(PYTEST) $(PYTEST_ARGS) tests/runtime/test_allocation_faults.py
+	$(FAULTY) $(PYTEST) $(PYTEST_ARGS) tests/runtime/test_allocation_faults.py
+	@$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks-installed || \
+	    { echo 'no PyTorch or JAX to be had: skipped'; exit 0; }; \
+	$(FAULTY) .venv-frameworks/bin/pytest tests/runtime/test_allocation_faults.py -k 'pytorch or jax'
 
 # What a target needs beside a compiler: a command that succeeds where it is there, and what to say where it is not.
 need = @$(1) || { echo '$(2)' >&2; exit 1; }
