@@ -6,20 +6,32 @@ To add one, add its type to the class of options that should have it and its row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from inspect import Parameter, Signature, signature
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
+from inspect import Parameter, Signature
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._common.arguments import Offsets
 from attnmask._common.graphs import left_to_python
-from attnmask._common.keywords import reject_unknown
+from attnmask._common.keywords import Keywords, reject_unknown, types_of
 from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._masks.info import MaskInfo
 
+_Array = TypeVar("_Array")
 _Function = TypeVar("_Function", bound=AnyFunction)
 
 
@@ -53,6 +65,18 @@ class CacheOptions(_CommonOptions, total=False):
 
     bias: ArrayLike | None
     attention_chunk: int | None
+
+
+class CacheArguments(CacheOptions, Generic[_Array], total=False):
+    """Arguments by name of `flash_attention_with_kvcache` in PyTorch and JAX, by the kind of array."""
+
+    cache_seqlens: ArrayLike | None
+    block_table: ArrayLike | None
+    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_k_new: ArrayLike | None
+    k_scale: _Array | None
+    v_scale: _Array | None
+    rotate: bool
 
 
 class StepOptions(CacheOptions, total=False):
@@ -245,32 +269,7 @@ class Function:
 
 
 _TYPES = {row.name: row.type for row in (*ARGUMENTS, *OF_CACHES)} | {"out": "Array | None"}
-
-
-def spelled_out(defaults: Given) -> Callable[[_Function], _Function]:
-    """Show the arguments in ``**more`` of a function in its signature."""
-
-    def show(function: _Function) -> _Function:
-        whole = signature(function)
-        own = [row for row in whole.parameters.values() if row.kind is not Parameter.VAR_KEYWORD]
-        more = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=_TYPES[name])
-            for name, default in defaults.items()
-            if name not in whole.parameters
-        ]
-        function.__signature__ = whole.replace(parameters=own + more)  # type: ignore[attr-defined]
-        return function
-
-    return show
-
-
-def check_options(function: AnyFunction, more: Collection[str]) -> None:
-    """Raise a TypeError for options that are not in the signature of `function`."""
-    shown = signature(function).parameters
-    unknown = [name for name in more if name not in shown]
-    if unknown:
-        reject_unknown(function.__name__, unknown, shown)
-
+OPTIONS, STEP = Keywords(DEFAULTS, _TYPES), Keywords(STEP_DEFAULTS, _TYPES)
 
 _FLAG = ("bool", False)
 _OPTIONAL = ("ArrayLike | None", None)
@@ -323,3 +322,10 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
 )
 KVCACHE_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names[:-1]
 KVCACHE_DEFAULTS = tuple(map(FLASH_ATTENTION_WITH_KVCACHE.defaults.get, KVCACHE_NAMES))  # None if required
+
+
+def cache_keywords(array: str) -> Keywords:
+    """Return the arguments by name of attention to a cache, for a kind of array."""
+    types = types_of(CacheArguments, array)
+    defaults = FLASH_ATTENTION_WITH_KVCACHE.defaults.items()
+    return Keywords({name: default for name, default in defaults if name in types}, types)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._attention.arguments import STEP_DEFAULTS, StepOptions, spelled_out
+from attnmask._attention.arguments import STEP, StepOptions
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._common.arguments import (
@@ -661,7 +661,7 @@ class KVCacheStep:
         return_lse: Literal[True],
         **more: Unpack[StepOptions],
     ) -> tuple[Array, Array]: ...
-    @spelled_out(STEP_DEFAULTS)
+    @STEP
     def attend(
         self,
         layer: int,

@@ -1,10 +1,10 @@
-"""Map keywords of other libraries to ours."""
+"""Keywords that functions take without listing them, and keywords of other libraries: what to write instead."""
 
 from collections.abc import Callable, Collection
-from inspect import signature
-from typing import NoReturn, TypeVar
+from inspect import Parameter, signature
+from typing import Any, NoReturn, TypeVar
 
-from attnmask._common.types import AnyFunction
+from attnmask._common.types import AnyFunction, Arguments, Given
 
 _Function = TypeVar("_Function", bound=AnyFunction)
 
@@ -85,6 +85,38 @@ def advice(name: str, parameters: Collection[str]) -> str:
 
         instead = "".join(f"{close}=" for close in get_close_matches(name, parameters, 1))
     return f"; write {instead}" if instead else ""
+
+
+def types_of(options: Any, array: str) -> dict[str, str]:
+    """Return the types in a `TypedDict` as they are written, for a kind of array."""
+    hints = options.__annotations__.items()
+    return {name: hint.__forward_arg__.replace("_Array", array) for name, hint in hints}
+
+
+class Keywords:
+    """The arguments that functions take as ``**more``: their defaults, and the types that signatures show."""
+
+    def __init__(self, defaults: Given, types: Given) -> None:
+        self.defaults, self.types = dict(defaults), types
+
+    def __call__(self, function: _Function) -> _Function:
+        """Show them in the signature of a function."""
+        whole = signature(function)
+        own = [row for row in whole.parameters.values() if row.kind is not Parameter.VAR_KEYWORD]
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=self.types[name])
+            for name, default in self.defaults.items()
+            if name not in whole.parameters
+        ]
+        function.__signature__ = whole.replace(parameters=own + more)  # type: ignore[attr-defined]
+        return function
+
+    def complete(self, function: AnyFunction, own: Given, more: Given) -> Arguments:
+        """Return all arguments of a call: its `own`, and these; or refuse those that `function` does not take."""
+        if not more.keys() <= self.defaults.keys():
+            unknown = [name for name in more if name not in self.defaults]
+            reject_unknown(function.__name__, unknown, signature(function).parameters)
+        return {**own, **self.defaults, **more}
 
 
 def reject_unknown(function: str, unknown: Collection[str], parameters: Collection[str]) -> NoReturn:

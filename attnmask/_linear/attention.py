@@ -12,7 +12,7 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -21,6 +21,7 @@ from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.attention_grads import LinearAttentionGrads
+from attnmask._linear.options import LinearOptions
 
 _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]
@@ -51,15 +52,9 @@ def linear_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    initial_state: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
     return_state: Literal[False] = False,
     out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
 ) -> Array: ...
 @overload
 def linear_attention(
@@ -67,15 +62,9 @@ def linear_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    initial_state: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
     return_state: Literal[True],
     out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
 ) -> tuple[Array, Array]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention(

@@ -1,8 +1,14 @@
-"""The arguments of linear attention and short convolutions in PyTorch and JAX."""
+"""The arguments that linear attention and short convolutions take by name, in all libraries."""
 
-from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
 
 from numpy.typing import ArrayLike
+
+from attnmask._common.keywords import Keywords, types_of
+from attnmask._common.types import AnyFunction
 
 _Array = TypeVar("_Array")
 Activation: TypeAlias = Literal["silu"] | None
@@ -12,16 +18,23 @@ PROBLEM = (  # the arguments of linear attention in the order of the core
 )  # fmt: skip
 
 
-class LinearOptions(TypedDict, Generic[_Array], total=False):
-    """Keyword arguments of `linear_attention`, by the kind of array."""
-
+class _OfTokens(TypedDict, Generic[_Array], total=False):
     decay: _Array | None
     beta: _Array | None
     scale: float | None
+    normalize_qk: bool
+
+
+class LinearOptions(_OfTokens[_Array], Generic[_Array], total=False):
+    """Keyword arguments of `linear_attention`, by the kind of array."""
+
     initial_state: _Array | None
     cu_seqlens: ArrayLike | None
-    normalize_qk: bool
     chunk_size: int
+
+
+class LinearStepOptions(_OfTokens[_Array], Generic[_Array], total=False):
+    state_indices: ArrayLike | None
 
 
 class ConvolutionOptions(TypedDict, Generic[_Array], total=False):
@@ -30,3 +43,14 @@ class ConvolutionOptions(TypedDict, Generic[_Array], total=False):
     activation: Activation
     cu_seqlens: ArrayLike | None
     initial_state: _Array | None
+
+
+class ConvolutionStepOptions(TypedDict, total=False):
+    activation: Activation
+    state_indices: ArrayLike | None
+
+
+def keywords(function: AnyFunction, options: Any, array: str) -> Keywords:
+    """Return those arguments of a function of NumPy arrays that are `options`, for another kind of array."""
+    types, rows = types_of(options, array), signature(function).parameters
+    return Keywords({name: rows[name].default for name in rows if name in types}, types)

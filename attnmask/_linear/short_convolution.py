@@ -10,7 +10,7 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
-from attnmask._linear.options import Activation
+from attnmask._linear.options import Activation, ConvolutionOptions
 from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = [
@@ -37,7 +37,7 @@ class _VjpWithState(Protocol):
     def __call__(self, dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads: ...
 
 
-def _is_silu(activation: object) -> bool:
+def is_silu(activation: object) -> bool:
     one_of(activation, "activation", (None, "silu"))
     return activation is not None
 
@@ -48,11 +48,9 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array: ...
 @overload
 def short_convolution(
@@ -60,11 +58,9 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
@@ -72,11 +68,9 @@ def short_convolution(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
@@ -145,7 +139,7 @@ def short_convolution(
     array([234., 345.])
     """
     return _core.short_convolution(
-        x, weight, bias, _is_silu(activation), cu_seqlens, initial_state, return_state, out
+        x, weight, bias, is_silu(activation), cu_seqlens, initial_state, return_state, out
     )
 
 
@@ -155,11 +149,9 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
@@ -167,11 +159,9 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
@@ -179,11 +169,9 @@ def short_convolution_vjp(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: bool,
     out: Array | None = None,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,
@@ -220,7 +208,7 @@ def short_convolution_vjp(
     >>> grads.x.ravel(), grads.weight
     (array([111., 111.,  11.,   1.]), array([[2., 3., 4.]]))
     """
-    silu, with_state = _is_silu(activation), flag(return_state, "return_state")
+    silu, with_state = is_silu(activation), flag(return_state, "return_state")
     arrays = {"x": x, "weight": weight, "bias": bias}
     arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     check_apart(out, arrays.items())
@@ -289,4 +277,4 @@ def short_convolution_step(
     """
     if not isinstance(state, np.ndarray) and hasattr(state, "__dlpack__"):
         state = as_array(state, "state")  # of the same memory
-    return _core.short_convolution_step(x, weight, state, bias, _is_silu(activation), state_indices, out)
+    return _core.short_convolution_step(x, weight, state, bias, is_silu(activation), state_indices, out)

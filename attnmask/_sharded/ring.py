@@ -31,16 +31,19 @@ a switch this takes the same time for a full mask and no more code, and only wha
 mask with zigzag shards 25 % less, under a window only its edges, of whole documents nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import ARRAYS, LEARNED, NUMBERS, RING_DEFAULTS
+from attnmask._attention.arguments import ARRAYS, LEARNED, NUMBERS, RING_DEFAULTS, RingOptions
 from attnmask._attention.problem import distances, starts_of
 from attnmask._attention.terms import BY_DISTANCE, TERMS, Sizes, numbers_of, terms_of
 from attnmask._common.arguments import describe
+from attnmask._common.keywords import Keywords, types_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
@@ -67,7 +70,7 @@ class Call(NamedTuple):
     rows: Any  # of each of its sequences the batch row, or the document; of one rectangle, an index
     place: tuple[int, int] | None  # of one rectangle, its first query and its first key in the sequence
 
-    def in_blocks(self, most: int) -> "Iterator[Call]":
+    def in_blocks(self, most: int) -> Iterator[Call]:
         """Yield the same call in parts of at most `most` queries, whose results take less memory at a time."""
         if self.queries.stop - self.queries.start <= most:
             yield self
@@ -384,6 +387,15 @@ def ring_of(
 
 # Arguments of `ring_attention`, by their names
 
+
+class RingArguments(RingOptions, total=False):
+    layout: Literal["zigzag", "contiguous"] | ShardPlan
+    cu_seqlens: ArrayLike | None
+    attention_mask: MaskInfo | None
+
+
+_WHOLE = {"layout": "zigzag", "cu_seqlens": None, "attention_mask": None}
+KEYWORDS = Keywords(_WHOLE | RING_DEFAULTS, types_of(RingArguments, ""))
 OPTIONS = tuple(name for name in NUMBERS if name in RING_DEFAULTS and name != "causal")  # of each call
 BY_HEAD = tuple(name for name in TERMS if name in RING_DEFAULTS and name in ARRAYS and name not in LEARNED)
 

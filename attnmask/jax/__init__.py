@@ -28,7 +28,6 @@ Examples
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 try:
     import jax
@@ -41,16 +40,13 @@ if not hasattr(jax, "enable_x64"):
     )
 
 from attnmask._attention.arguments import (
-    CACHE_DEFAULTS,
     DEFAULTS,
     LEARNED,
-    RING_DEFAULTS,
+    OPTIONS,
     TRACED,
-    CacheOptions,
+    CacheArguments,
     Options,
-    RingOptions,
-    check_options,
-    spelled_out,
+    cache_keywords,
 )
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
@@ -59,7 +55,7 @@ from attnmask._common.arguments import as_array, describe, flag
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
-from attnmask._sharded.plan import ShardPlan
+from attnmask._sharded.ring import KEYWORDS, RingArguments
 from attnmask.jax import _cache as kvcache
 from attnmask.jax import _call as call
 from attnmask.jax import _callback as in_python
@@ -142,7 +138,7 @@ def flash_attention(
     callback: bool = False,
     **more: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
-@spelled_out(DEFAULTS)
+@OPTIONS
 def flash_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
@@ -228,7 +224,10 @@ def flash_attention(
     return results if with_lse else results[0]
 
 
-@spelled_out(CACHE_DEFAULTS)
+_CACHE = cache_keywords("ArrayLike")
+
+
+@_CACHE
 def flash_attention_with_kvcache(
     query: jax.typing.ArrayLike,
     k_cache: jax.typing.ArrayLike,
@@ -236,16 +235,9 @@ def flash_attention_with_kvcache(
     key: jax.typing.ArrayLike | None = None,
     value: jax.typing.ArrayLike | None = None,
     *,
-    cache_seqlens: jax.typing.ArrayLike | None = None,
-    block_table: jax.typing.ArrayLike | None = None,
-    cu_seqlens_q: jax.typing.ArrayLike | None = None,
-    cu_seqlens_k_new: jax.typing.ArrayLike | None = None,
-    k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     return_lse: bool = False,
-    rotate: bool = False,
-    **more: Unpack[CacheOptions],
+    **more: Unpack[CacheArguments[jax.typing.ArrayLike]],
 ) -> KVCacheResult:
     """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
 
@@ -288,25 +280,9 @@ def flash_attention_with_kvcache(
     >>> caches[0][0, :4, 0, 0].tolist()
     [0.0, 1.0, 2.0, 0.0]
     """
-    check_options(flash_attention_with_kvcache, more)
-    given: Arguments = {
-        "query": query,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "key": key,
-        "value": value,
-        "cache_seqlens": cache_seqlens,
-        "block_table": block_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "attention_mask": attention_mask,
-        "return_lse": return_lse,
-        "rotate": rotate,
-        **CACHE_DEFAULTS,
-        **more,
-    }
+    own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
+    own |= {"attention_mask": attention_mask, "return_lse": return_lse}
+    given = _CACHE.complete(flash_attention_with_kvcache, own, more)
     for name, x in given.items():
         if name not in kvcache.TRACED:
             check_known(x, name)
@@ -408,11 +384,8 @@ def ring_attention(
     value: jax.typing.ArrayLike,
     *,
     axis_name: str | tuple[str, ...],
-    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
-    cu_seqlens: ArrayLike | None = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: Literal[False] = False,
-    **more: Unpack[RingOptions],
+    **more: Unpack[RingArguments],
 ) -> jax.Array: ...
 @overload
 def ring_attention(
@@ -421,22 +394,16 @@ def ring_attention(
     value: jax.typing.ArrayLike,
     *,
     axis_name: str | tuple[str, ...],
-    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
-    cu_seqlens: ArrayLike | None = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: Literal[True],
-    **more: Unpack[RingOptions],
+    **more: Unpack[RingArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
-@spelled_out(RING_DEFAULTS)
+@KEYWORDS
 def ring_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
     *,
     axis_name: str | tuple[str, ...],
-    layout: Literal["zigzag", "contiguous"] | ShardPlan = "zigzag",
-    cu_seqlens: "ArrayLike | None" = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
     **more: object,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -486,17 +453,8 @@ def ring_attention(
     [0.0, 0.5, 1.0, 1.5]
     """
     with_lse = flag(return_lse, "return_lse")
-    check_options(ring_attention, more)
-    given = RING_DEFAULTS | {
-        "query": query,
-        "key": key,
-        "value": value,
-        "axis_name": axis_name,
-        "layout": layout,
-        "cu_seqlens": cu_seqlens,
-        "attention_mask": attention_mask,
-        **more,
-    }
+    own = {"query": query, "key": key, "value": value, "axis_name": axis_name}
+    given = KEYWORDS.complete(ring_attention, own, more)
     learned = {name: given.pop(name) for name in LEARNED if name in given}
     learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
     register()

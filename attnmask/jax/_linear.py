@@ -17,12 +17,19 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
-from attnmask._common.arguments import as_array, flag, one_of, real, wide_dtype
+from attnmask._common.arguments import as_array, flag, real, wide_dtype
 from attnmask._common.loading import _core
-from attnmask._common.types import AnyFunction, Array, Given
+from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
-from attnmask._linear.options import PROBLEM, Activation, ConvolutionOptions, LinearOptions
+from attnmask._linear.options import (
+    PROBLEM,
+    ConvolutionOptions,
+    ConvolutionStepOptions,
+    LinearOptions,
+    LinearStepOptions,
+    keywords,
+)
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, like, starts_like
 from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
@@ -50,13 +57,19 @@ _FLAGS = {
 }
 
 
-def _arrays(given: Given) -> AnyByName:
-    """Return the arguments that are not None, each as an array."""
-    return {
-        name: x if isinstance(x, jax.Array) else as_array(x, name)
-        for name, x in given.items()
-        if x is not None
-    }
+_ARRAYS = (  # in the order of handlers
+    "query", "key", "value", "x", "weight", "decay", "beta", "bias", "cu_seqlens", "initial_state", "state",
+    "state_indices",
+)  # fmt: skip
+
+
+def _divided(given: Arguments) -> tuple[AnyByName, Arguments]:
+    """Return the arguments that are arrays and not None, and those that must be known at compile time."""
+    static = {name: x for name, x in given.items() if name not in _ARRAYS}
+    for name, x in static.items():
+        check_known(x, name)
+    arrays = ((name, given[name]) for name in _ARRAYS if given.get(name) is not None)
+    return {name: x if isinstance(x, jax.Array) else as_array(x, name) for name, x in arrays}, static
 
 
 def _stand_in(name: str, x: AnyArray, tokens: int) -> Array:
@@ -72,8 +85,18 @@ def _integers(x: AnyArray) -> AnyArray:
     return x if is_traced(x) else np.asarray(x, np.int32)
 
 
-def _words(flags: int, scale: float = 1.0, chunk_size: int = 64) -> NDArray[np.int64]:
-    return np.array([_VERSION, flags, *struct.unpack("q", struct.pack("d", scale)), chunk_size], np.int64)
+def _words(
+    flags: int,
+    channels: int = 1,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    chunk_size: int = 64,
+) -> NDArray[np.int64]:
+    flags |= _NORMALIZE * flag(normalize_qk, "normalize_qk")
+    if scale is None:
+        scale = 1 / math.sqrt(channels) if channels else 1.0  # as the core rounds it
+    number = struct.unpack("q", struct.pack("d", real(scale, "scale")))
+    return np.array([_VERSION, flags, *number, chunk_size], np.int64)
 
 
 def _flags_of(arrays: Iterable[str]) -> int:
@@ -82,12 +105,6 @@ def _flags_of(arrays: Iterable[str]) -> int:
 
 def _on_host(arrays: AnyByName) -> dict[str, Array]:
     return {name: as_array(x, name) for name, x in arrays.items()}
-
-
-def _scale_of(scale: float | None, channels: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(channels) if channels else 1.0  # as the core rounds it
-    return real(scale, "scale")
 
 
 _Residuals: TypeAlias = tuple[ByName, ByName, tuple[jax.Array, ...]]
@@ -163,6 +180,9 @@ def _in_place(
 
 # Linear attention
 
+_ATTENTION = keywords(_attend, LinearOptions, "ArrayLike")
+_ATTENTION_STEP = keywords(_attend_step, LinearStepOptions, "ArrayLike")
+
 
 @overload
 def linear_attention(
@@ -182,19 +202,9 @@ def linear_attention(
     return_state: Literal[True],
     **more: Unpack[LinearOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
+@_ATTENTION
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    initial_state: ArrayLike | None = None,
-    cu_seqlens: np.typing.ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
-    return_state: bool = False,
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_state: bool = False, **more: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.linear_attention` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
@@ -228,21 +238,9 @@ def linear_attention(
     >>> jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()
     [1.75, 1.5, 1.0]
     """
-    static = {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
-    for name, number in static.items():
-        check_known(number, name)
+    own = {"query": query, "key": key, "value": value}
+    arrays, static = _divided(_ATTENTION.complete(linear_attention, own, more))
     with_state = flag(return_state, "return_state")
-    arrays = _arrays(
-        {
-            "query": query,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "beta": beta,
-            "cu_seqlens": cu_seqlens,
-            "initial_state": initial_state,
-        }
-    )
     if not any(map(is_traced, arrays.values())):
         return call.to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
@@ -251,14 +249,13 @@ def linear_attention(
     batch, _, heads, columns = arrays["value"].shape
     rows, wide = arrays["query"].shape[3], wide_dtype(arrays["query"].dtype)
     sequences = batch
-    if cu_seqlens is not None:
+    if "cu_seqlens" in arrays:
         sequences = arrays["cu_seqlens"].shape[0] - 1
         if is_traced(arrays["cu_seqlens"]):  # each sequence may end with a short chunk
             states += sequences * heads
-    normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
     out, state = _differentiable(
         ("attnmask_linear_forward", "attnmask_linear_backward"),
-        lambda flags: _words(flags | normalize, _scale_of(scale, rows), chunk_size),
+        lambda flags: _words(flags, rows, **static),
         arrays,
         [(arrays["value"].shape, arrays["query"].dtype), ((sequences, heads, rows, columns), wide)],
         [((batch, states // batch if batch else 0, numbers), wide)],
@@ -266,17 +263,13 @@ def linear_attention(
     return (out, state) if with_state else out
 
 
+@_ATTENTION_STEP
 def linear_attention_step(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     state: ArrayLike,
-    *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    state_indices: ArrayLike | None = None,
+    **more: Unpack[LinearStepOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `attnmask.linear_attention_step` in JAX, and return the states with the token in them.
 
@@ -310,20 +303,8 @@ def linear_attention_step(
     >>> out.item(), state.ravel().tolist()
     (30.0, [30.0, 0.0])
     """
-    static = {"scale": scale, "normalize_qk": normalize_qk}
-    for name, number in static.items():
-        check_known(number, name)
-    arrays = _arrays(
-        {
-            "query": query,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "beta": beta,
-            "state": state,
-            "state_indices": state_indices,
-        }
-    )
+    own = {"query": query, "key": key, "value": value, "state": state}
+    arrays, static = _divided(_ATTENTION_STEP.complete(linear_attention_step, own, more))
     if not any(map(is_traced, arrays.values())):
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
@@ -333,7 +314,6 @@ def linear_attention_step(
     problem = ("query", "key", "value", "state", "decay", "beta", "scale", "normalize_qk", "state_indices")
     _check.check_linear_attention_step(*((known | static).get(name) for name in problem), None)
     rows = arrays["query"].shape[2]
-    normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
     by_row = {
         name: x
         if name.startswith("state") or (name == "decay" and x.ndim == 1)
@@ -342,7 +322,7 @@ def linear_attention_step(
     }
     out, after = _in_place(
         "attnmask_linear_step",
-        lambda flags: _words(flags | normalize, _scale_of(scale, rows)),
+        lambda flags: _words(flags, rows, **static),
         by_row,
         (by_row["value"].shape, arrays["query"].dtype),
         "linear_attention_step",
@@ -351,6 +331,9 @@ def linear_attention_step(
 
 
 # Short convolutions
+
+_CONVOLUTION = keywords(_convolve, ConvolutionOptions, "ArrayLike")
+_CONVOLUTION_STEP = keywords(_convolve_step, ConvolutionStepOptions, "ArrayLike")
 
 
 @overload
@@ -371,15 +354,14 @@ def short_convolution(
     return_state: Literal[True],
     **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
+@_CONVOLUTION
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: np.typing.ArrayLike | None = None,
-    initial_state: ArrayLike | None = None,
     return_state: bool = False,
+    **more: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
@@ -411,26 +393,22 @@ def short_convolution(
     >>> jax.grad(lambda weight: convolve(weight).sum())(weight).tolist()
     [[3.0, 8.0, 15.0]]
     """
-    one_of(activation, "activation", (None, "silu"))
-    with_state = flag(return_state, "return_state")
-    arrays = _arrays(
-        {"x": x, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
-    )
+    own = {"x": x, "weight": weight, "bias": bias}
+    arrays, static = _divided(_CONVOLUTION.complete(short_convolution, own, more))
+    silu, with_state = convolution.is_silu(**static), flag(return_state, "return_state")
     if not any(map(is_traced, arrays.values())):
-        found = _convolve(**_on_host(arrays), activation=activation, return_state=with_state)
-        return call.to_jax(found)
+        return call.to_jax(_convolve(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["x"].shape[1] if arrays["x"].ndim > 1 else 0
     known = {name: _stand_in(name, given, tokens) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "bias")]
     starts, before = known.get("cu_seqlens"), known.get("initial_state")
-    _check.check_short_convolution(*given, activation is not None, starts, before, with_state, None)
+    _check.check_short_convolution(*given, silu, starts, before, with_state, None)
     dtype, (channels, width) = arrays["x"].dtype, arrays["weight"].shape
     sequences = arrays["x"].shape[0] if starts is None else starts.shape[0] - 1
     arrays["x"] = jax.numpy.asarray(arrays["x"])[..., None]
-    silu = 0 if activation is None else _SILU
     out, state = _differentiable(
         ("attnmask_convolution_forward", "attnmask_convolution_backward"),
-        lambda flags: _words(flags | silu),
+        lambda flags: _words(flags | _SILU * silu),
         arrays,
         [(arrays["x"].shape, dtype), ((sequences, channels, width - 1), dtype)],
         [],
@@ -438,14 +416,13 @@ def short_convolution(
     return (out[..., 0], state) if with_state else out[..., 0]
 
 
+@_CONVOLUTION_STEP
 def short_convolution_step(
     x: ArrayLike,
     weight: ArrayLike,
     state: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    activation: Activation = None,
-    state_indices: ArrayLike | None = None,
+    **more: Unpack[ConvolutionStepOptions],
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution_step` in JAX, and return the states with the token in them.
 
@@ -477,21 +454,21 @@ def short_convolution_step(
     >>> out.item(), state.ravel().tolist()
     (123.0, [2.0, 3.0])
     """
-    one_of(activation, "activation", (None, "silu"))
-    arrays = _arrays({"x": x, "weight": weight, "bias": bias, "state": state, "state_indices": state_indices})
+    own = {"x": x, "weight": weight, "bias": bias, "state": state}
+    arrays, static = _divided(_CONVOLUTION_STEP.complete(short_convolution_step, own, more))
+    silu = convolution.is_silu(**static)
     if not any(map(is_traced, arrays.values())):
         held = _on_host(arrays)
         held["state"] = np.array(held["state"])
-        out = _convolve_step(**held, activation=activation)
+        out = _convolve_step(**held, **static)
         return call.to_jax(out), call.to_jax(held["state"])
     known = {name: _stand_in(name, given, 0) for name, given in arrays.items()}
     given = [known.get(name) for name in ("x", "weight", "state", "bias")]
-    _check.check_short_convolution_step(*given, activation is not None, known.get("state_indices"), None)
+    _check.check_short_convolution_step(*given, silu, known.get("state_indices"), None)
     arrays["x"] = jax.numpy.asarray(arrays["x"])[:, None, :, None]
-    silu = 0 if activation is None else _SILU
     out, after = _in_place(
         "attnmask_convolution_step",
-        lambda flags: _words(flags | silu),
+        lambda flags: _words(flags | _SILU * silu),
         arrays,
         (arrays["x"].shape, arrays["x"].dtype),
         "short_convolution_step",

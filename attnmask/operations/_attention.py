@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -24,17 +26,20 @@ _MORE = DEFAULTS.keys() - {"attention_mask", "bias", "causal"}
 class _Attention(OperationImpl):
     """The arguments that both operators share."""
 
-    def _arguments(
+    @abstractmethod
+    def _result(self, given: Arguments) -> OperationOutput:
+        """Compute the result, given all arguments of `flash_attention_fwd` except `out`."""
+
+    def forward_native(
         self,
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike,
-        mask: ArrayLike | MaskInfo | None,
-        bias: ArrayLike | None,
-        causal: bool,
-        more: Arguments,
-    ) -> Arguments:
-        """Return all arguments of `flash_attention_fwd` except `out`."""
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: object,
+    ) -> OperationOutput:
         for name in more:
             if name not in _MORE:
                 known, hint = ", ".join(sorted(_MORE)), advice(name, _MORE | {"mask", "bias", "causal"})
@@ -44,17 +49,15 @@ class _Attention(OperationImpl):
             for name, array in (("query", query), ("key", key), ("value", value))
         }
         heads = [array.shape[-2] if array.ndim >= 3 else 0 for array in (arrays["query"], arrays["key"])]
-        return {
-            **DEFAULTS,
-            **arrays,
+        given = {
             "attention_mask": mask if isinstance(mask, MaskInfo) else self._fitted(mask, "mask", *heads),
             "bias": self._fitted(bias, "bias", *heads),
             "causal": causal,
             "softmax_scale": self.metadata.softmax_scale,
             "dropout_prob": self.metadata.dropout_prob,
             "logits_dtype": self.metadata.runtime_softmax_dtype,
-            **more,
         }
+        return self._result(DEFAULTS | arrays | given | more)
 
     def _converted(self, array: Array) -> Array:
         dtype = self.metadata.runtime_dtype
@@ -95,17 +98,8 @@ class FlashAttention(_Attention):
     def get_impl_name(cls) -> str:
         return "flash"
 
-    def forward_native(
-        self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
-        mask: ArrayLike | MaskInfo | None = None,
-        bias: ArrayLike | None = None,
-        causal: bool = False,
-        **more: object,
-    ) -> OperationOutput:
-        out, lse = flash_attention_fwd(**self._arguments(query, key, value, mask, bias, causal, more))
+    def _result(self, given: Arguments) -> OperationOutput:
+        out, lse = flash_attention_fwd(**given)
         return OperationOutput(out, lse=lse)
 
 
@@ -181,25 +175,15 @@ class VanillaAttention(_Attention):
     def get_impl_name(cls) -> str:
         return "vanilla"
 
-    def forward_native(
-        self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
-        mask: ArrayLike | MaskInfo | None = None,
-        bias: ArrayLike | None = None,
-        causal: bool = False,
-        **more: object,
-    ) -> OperationOutput:
-        arguments = self._arguments(query, key, value, mask, bias, causal, more)
-        problem, batched = read_problem(arguments)
+    def _result(self, given: Arguments) -> OperationOutput:
+        problem, batched = read_problem(given)
         batch, queries, heads, _ = problem.query.shape
         keys, kv_heads = problem.key.shape[1:3]
         shape = (batch, heads, queries, keys)
 
         dtype = problem.query.dtype
         lse_dtype = wide_dtype(dtype)
-        wide = np.result_type(lse_dtype, arguments["logits_dtype"] or lse_dtype)
+        wide = np.result_type(lse_dtype, given["logits_dtype"] or lse_dtype)
         out = allocate((batch, heads, queries, problem.value.shape[3]), dtype, "query and value")
         weights = allocate(shape, dtype, "query and key")
         lse = allocate(shape[:3], lse_dtype, "query")

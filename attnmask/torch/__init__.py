@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, TOP_LEFT, Options, spelled_out
+from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, OPTIONS, TOP_LEFT, Options
 from attnmask._attention.hints import check_hints
 from attnmask._common.arguments import flag, is_bottom_right
 from attnmask._common.keywords import reject_unknown
@@ -185,7 +185,7 @@ def flash_attention(
     return_lse: Literal[True],
     **more: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@spelled_out(DEFAULTS)
+@OPTIONS
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -16,9 +16,8 @@ from attnmask._attention.arguments import (
     CACHE_DEFAULTS,
     NUMBERS,
     OF_CACHES,
-    CacheOptions,
-    check_options,
-    spelled_out,
+    CacheArguments,
+    cache_keywords,
 )
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
 from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
@@ -47,6 +46,7 @@ _PARAMETERS = ", ".join(
     )
 )
 _NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
+_KEYWORDS = cache_keywords("torch.Tensor")
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 _MUST_BE_TENSORS = ("query", *_WRITTEN, "key", "value", "out")
 _REQUIRED = {
@@ -213,17 +213,10 @@ def flash_attention_with_kvcache(
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
     *,
-    cache_seqlens: "ArrayLike | None" = None,
-    block_table: "ArrayLike | None" = None,
-    cu_seqlens_q: "ArrayLike | None" = None,
-    cu_seqlens_k_new: "ArrayLike | None" = None,
-    k_scale: "torch.Tensor | None" = None,
-    v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: Literal[False] = False,
     out: "torch.Tensor | None" = None,
-    rotate: bool = False,
-    **more: Unpack[CacheOptions],
+    **more: Unpack[CacheArguments[torch.Tensor]],
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_with_kvcache(
@@ -233,19 +226,12 @@ def flash_attention_with_kvcache(
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
     *,
-    cache_seqlens: "ArrayLike | None" = None,
-    block_table: "ArrayLike | None" = None,
-    cu_seqlens_q: "ArrayLike | None" = None,
-    cu_seqlens_k_new: "ArrayLike | None" = None,
-    k_scale: "torch.Tensor | None" = None,
-    v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: Literal[True],
     out: "torch.Tensor | None" = None,
-    rotate: bool = False,
-    **more: Unpack[CacheOptions],
+    **more: Unpack[CacheArguments[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@spelled_out(CACHE_DEFAULTS)
+@_KEYWORDS
 def flash_attention_with_kvcache(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -253,16 +239,9 @@ def flash_attention_with_kvcache(
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
     *,
-    cache_seqlens: "ArrayLike | None" = None,
-    block_table: "ArrayLike | None" = None,
-    cu_seqlens_q: "ArrayLike | None" = None,
-    cu_seqlens_k_new: "ArrayLike | None" = None,
-    k_scale: "torch.Tensor | None" = None,
-    v_scale: "torch.Tensor | None" = None,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     return_lse: bool = False,
     out: "torch.Tensor | None" = None,
-    rotate: bool = False,
     **more: object,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
@@ -310,25 +289,9 @@ def flash_attention_with_kvcache(
     ([0.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0])
     """
     with_lse = flag(return_lse, "return_lse")
-    given = CACHE_DEFAULTS | {
-        "query": query,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "key": key,
-        "value": value,
-        "cache_seqlens": cache_seqlens,
-        "block_table": block_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "attention_mask": attention_mask,
-        "out": out,
-        "rotate": rotate,
-        **more,
-    }
-    if not more.keys() <= CACHE_DEFAULTS.keys():
-        check_options(flash_attention_with_kvcache, more)
+    own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
+    own |= {"attention_mask": attention_mask, "out": out}
+    given = _KEYWORDS.complete(flash_attention_with_kvcache, own, more)
     tensors, in_graph = _ways(given, _MUST_BE_TENSORS, "flash_attention_with_kvcache")
     if in_graph:
         if out is not None:

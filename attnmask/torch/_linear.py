@@ -25,7 +25,14 @@ from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
-from attnmask._linear.options import PROBLEM, Activation, ConvolutionOptions, LinearOptions
+from attnmask._linear.options import (
+    PROBLEM,
+    ConvolutionOptions,
+    ConvolutionStepOptions,
+    LinearOptions,
+    LinearStepOptions,
+    keywords,
+)
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand, tensors_among
@@ -35,13 +42,51 @@ from attnmask.torch._types import Context, MaybeTensor, Shaped
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
 
 
-def _names(parameters: str) -> tuple[tuple[str, ...], dict[str, bool]]:
-    """Return the names, and which are of tensors: whether those are optional."""
-    pairs = [parameter.split() for parameter in parameters.split(", ")]
-    tensors = {
-        name: kind == "Tensor?" for kind, name in pairs if kind.startswith("Tensor") and name not in _INTEGERS
-    }
-    return tuple(name for _, name in pairs), tensors
+def _number(value: Any, name: str) -> float | None:
+    return None if value is None else real(value, name)
+
+
+def _activation(value: Any, name: str) -> Any:
+    one_of(value, name, (None, "silu"))
+    return value
+
+
+# How arguments that are not tensors are checked, by their types in schemas.
+_CHECKS: dict[str, AnyFunction] = {"float?": _number, "bool": flag, "SymInt": integer, "str?": _activation}
+
+
+class _Parameters:
+    """The parameters of an operator."""
+
+    def __init__(self, schema: str) -> None:
+        kinds = {name: kind for kind, name in (parameter.split() for parameter in schema.split(", "))}
+        self.names = tuple(kinds)
+        self.checks = {name: _CHECKS[kind] for name, kind in kinds.items() if kind in _CHECKS}
+        self.written = {name for name, kind in kinds.items() if "!" in kind}
+        self.tensors = {  # whether they are optional
+            name: kind == "Tensor?"
+            for name, kind in kinds.items()
+            if name not in _INTEGERS and name not in self.checks
+        }
+
+    def prepared(self, given: Arguments, cast: Sequence[str]) -> Arguments:
+        """Return checked arguments in order. Under autocast, cast tensors named in `cast`, and those of 16-bit types
+        that are not written to.
+        """
+        given = {name: given[name] for name in self.names}
+        for name, is_optional in self.tensors.items():
+            x = given[name]
+            if x is not None or not is_optional:
+                check_tensor(x, name)
+        for name, check in self.checks.items():
+            given[name] = check(given[name], name)
+        if not torch.is_autocast_enabled("cpu"):
+            return given
+        return given | {
+            name: operators.autocast(x)
+            for name, x in tensors_among(given).items()
+            if name in cast or (x.dtype.itemsize == 2 and name not in self.written)
+        }
 
 
 def _call(function: AnyFunction, given: Arguments, **more: object) -> Any:
@@ -65,23 +110,6 @@ def _operands(given: Arguments) -> list[object]:
     return [operand(x) if name in _INTEGERS else x for name, x in given.items()]
 
 
-def _prepared(given: Arguments, tensors: dict[str, bool], cast: Sequence[str]) -> Arguments:
-    """Check that arguments are tensors. Under autocast, cast those named in `cast` and all of 16-bit types, but no
-    others.
-    """
-    for name, is_optional in tensors.items():
-        x = given[name]
-        if x is not None or not is_optional:
-            check_tensor(x, name)
-    if not torch.is_autocast_enabled("cpu"):
-        return given
-    return given | {
-        name: operators.autocast(x)
-        for name, x in tensors_among(given).items()
-        if name in cast or x.dtype.itemsize == 2
-    }
-
-
 class _Function:
     """A differentiable function of sequences that returns a result and the final states.
 
@@ -99,7 +127,8 @@ class _Function:
         likes: Callable[[Arguments], tuple[Shaped, ...]],
         cast: Sequence[str],
     ) -> None:
-        self.name, self.names, self.tensors = name, *_names(parameters)
+        self.name, self.parameters = name, _Parameters(parameters)
+        self.names = self.parameters.names
         self.learned = self.names.index("cu_seqlens")
         self.function, self.remember, self.gradients = function, remember, gradients
         self.likes, self.cast = likes, cast
@@ -186,7 +215,7 @@ class _Function:
             # Operators have no gradients for torch.func.
             return torch.compiler.disable(self.__call__)(given, return_state)
         with_state = flag(return_state, "return_state")
-        given = _prepared(given, self.tensors, self.cast)
+        given = self.parameters.prepared(given, self.cast)
         if not compiling:
             check_no_tangents(given, given.values(), self.name)
         traced = compiling or needs_operator(given.values())
@@ -264,7 +293,8 @@ class _Step:
         like: Callable[[Arguments], Shaped],
         cast: Sequence[str],
     ) -> None:
-        self.name, self.names, self.tensors = name, *_names(parameters)
+        self.name, self.parameters = name, _Parameters(parameters)
+        self.names = self.parameters.names
         self.function, self.like, self.cast = function, like, cast
         operators.register(
             name,
@@ -311,7 +341,7 @@ class _Step:
         return torch.stack(calls), 0
 
     def __call__(self, given: Arguments) -> torch.Tensor:
-        given = _prepared(given, self.tensors, self.cast)
+        given = self.parameters.prepared(given, self.cast)
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
             self.check_no_gradient(given)
@@ -370,6 +400,10 @@ _short_convolution_step = _Step(
 )
 
 
+_CONVOLUTION = keywords(convolution.short_convolution, ConvolutionOptions, "torch.Tensor")
+_CONVOLUTION_STEP = keywords(convolution.short_convolution_step, ConvolutionStepOptions, "torch.Tensor")
+
+
 @overload
 def short_convolution(
     x: torch.Tensor,
@@ -388,15 +422,14 @@ def short_convolution(
     return_state: Literal[True],
     **more: Unpack[ConvolutionOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@_CONVOLUTION
 def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: Activation = None,
-    cu_seqlens: ArrayLike | None = None,
-    initial_state: torch.Tensor | None = None,
     return_state: bool = False,
+    **more: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply `attnmask.short_convolution` to CPU tensors, with gradients of all of them and of the state.
 
@@ -429,26 +462,17 @@ def short_convolution(
     >>> weight.grad.tolist()
     [[3.0, 8.0, 15.0]]
     """
-    one_of(activation, "activation", (None, "silu"))
-    given = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-        "activation": activation,
-    }
-    return _short_convolution(given, return_state)
+    own = {"x": x, "weight": weight, "bias": bias}
+    return _short_convolution(_CONVOLUTION.complete(short_convolution, own, more), return_state)
 
 
+@_CONVOLUTION_STEP
 def short_convolution_step(
     x: torch.Tensor,
     weight: torch.Tensor,
     state: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    activation: Activation = None,
-    state_indices: ArrayLike | None = None,
+    **more: Unpack[ConvolutionStepOptions],
 ) -> torch.Tensor:
     """Apply `attnmask.short_convolution_step` to CPU tensors: one token of each sequence, `state` updated in place.
 
@@ -482,16 +506,8 @@ def short_convolution_step(
     >>> state
     tensor([[[2., 3.]]])
     """
-    one_of(activation, "activation", (None, "silu"))
-    given = {
-        "x": x,
-        "weight": weight,
-        "state": state,
-        "bias": bias,
-        "state_indices": state_indices,
-        "activation": activation,
-    }
-    return _short_convolution_step(given)
+    own = {"x": x, "weight": weight, "state": state, "bias": bias}
+    return _short_convolution_step(_CONVOLUTION_STEP.complete(short_convolution_step, own, more))
 
 
 # Linear attention
@@ -544,6 +560,10 @@ _linear_attention_step = _Step(
 )
 
 
+_ATTENTION = keywords(attention.linear_attention, LinearOptions, "torch.Tensor")
+_ATTENTION_STEP = keywords(attention.linear_attention_step, LinearStepOptions, "torch.Tensor")
+
+
 @overload
 def linear_attention(
     query: torch.Tensor,
@@ -562,19 +582,14 @@ def linear_attention(
     return_state: Literal[True],
     **more: Unpack[LinearOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@_ATTENTION
 def linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    decay: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
     return_state: bool = False,
+    **more: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply `attnmask.linear_attention` to CPU tensors, with gradients of all of them and of the state.
 
@@ -609,32 +624,17 @@ def linear_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.75, 1.5, 1.0]
     """
-    given = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "decay": decay,
-        "beta": beta,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-        "scale": None if scale is None else real(scale, "scale"),
-        "normalize_qk": flag(normalize_qk, "normalize_qk"),
-        "chunk_size": integer(chunk_size, "chunk_size"),
-    }
-    return _linear_attention(given, return_state)
+    own = {"query": query, "key": key, "value": value}
+    return _linear_attention(_ATTENTION.complete(linear_attention, own, more), return_state)
 
 
+@_ATTENTION_STEP
 def linear_attention_step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     state: torch.Tensor,
-    *,
-    decay: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    state_indices: ArrayLike | None = None,
+    **more: Unpack[LinearStepOptions[torch.Tensor]],
 ) -> torch.Tensor:
     """Apply `attnmask.linear_attention_step` to CPU tensors: one token of each sequence, `state` updated in place.
 
@@ -668,15 +668,5 @@ def linear_attention_step(
     >>> out.item(), state.flatten().tolist()
     (30.0, [30.0, 0.0])
     """
-    given = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "state": state,
-        "decay": decay,
-        "beta": beta,
-        "state_indices": state_indices,
-        "scale": None if scale is None else real(scale, "scale"),
-        "normalize_qk": flag(normalize_qk, "normalize_qk"),
-    }
-    return _linear_attention_step(given)
+    own = {"query": query, "key": key, "value": value, "state": state}
+    return _linear_attention_step(_ATTENTION_STEP.complete(linear_attention_step, own, more))

@@ -17,13 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmask._attention.arguments import (
-    DEFAULTS,
-    RING_DEFAULTS,
-    RingOptions,
-    check_options,
-    spelled_out,
-)
+from attnmask._attention.arguments import DEFAULTS
 from attnmask._attention.backward import like_argument
 from attnmask._attention.problem import Problem, read_problem
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
@@ -32,7 +26,16 @@ from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan
-from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
+from attnmask._sharded.ring import (
+    BY_HEAD,
+    KEYWORDS,
+    OPTIONS,
+    Call,
+    Ring,
+    RingArguments,
+    check_whole,
+    described,
+)
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._states import to_tensor
@@ -598,11 +601,8 @@ def ring_attention(
     value: torch.Tensor,
     *,
     group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
-    cu_seqlens: "ArrayLike | None" = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: Literal[False] = False,
-    **more: Unpack[RingOptions],
+    **more: Unpack[RingArguments],
 ) -> torch.Tensor: ...
 @overload
 def ring_attention(
@@ -611,22 +611,16 @@ def ring_attention(
     value: torch.Tensor,
     *,
     group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
-    cu_seqlens: "ArrayLike | None" = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: Literal[True],
-    **more: Unpack[RingOptions],
+    **more: Unpack[RingArguments],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@spelled_out(RING_DEFAULTS)
+@KEYWORDS
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
     group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    layout: "Literal['zigzag', 'contiguous'] | ShardPlan" = "zigzag",
-    cu_seqlens: "ArrayLike | None" = None,
-    attention_mask: MaskInfo | None = None,
     return_lse: bool = False,
     **more: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -677,12 +671,9 @@ def ring_attention(
     [0.0, 0.5, 1.0]
     >>> torch.distributed.destroy_process_group()
     """
-    check_options(ring_attention, more)
-    given = (
-        RING_DEFAULTS | {"layout": layout, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask} | more
-    )
-    learned = {name: given.pop(name) for name in ("softmax_aux", "relative_bias")}
-    tensors = {"query": query, "key": key, "value": value} | learned
+    tensors = {"query": query, "key": key, "value": value}
+    given = KEYWORDS.complete(ring_attention, {}, more)
+    tensors |= {name: given.pop(name) for name in ("softmax_aux", "relative_bias")}
     if torch.compiler.is_dynamo_compiling():  # messages do not go into a graph
         results = torch.compiler.disable(_attend)(tensors, given, group)
     else:

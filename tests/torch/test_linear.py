@@ -344,7 +344,7 @@ def test_the_operators_of_steps(torch, step):
     inputs, more, _ = made_step(torch, step)
     described = getattr(attnmask.torch._linear, f"_{step[0]}")
     given = dict.fromkeys(described.names) | DEFAULTS.get(step[0], {}) | inputs | more
-    given = attnmask.torch._linear._operands(given)
+    given = attnmask.torch._linear._operands(described.names, given)
     torch.library.opcheck(described.operator, given)
     written = [a.name for a in described.operator._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert written == ["state"]
@@ -384,7 +384,11 @@ def test_bad_input_of_steps(torch, step):
     with pytest.raises(ValueError, match=r"^state"):
         function(**inputs | {"state": inputs["state"][..., None]}, **more)
     assert torch.equal(inputs["state"], before)
-    wide = {name: x.to(torch.float32) for name, x in inputs.items()}
     if step[0] == "short_convolution_step":
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^state must be"):
-            function(**wide, **more)  # of the type of x, which is bfloat16 then
+        for dtype in (
+            torch.float32,
+            torch.float16,
+        ):  # a copy of the state would be updated, but not the state
+            given = {name: x.to(dtype) for name, x in inputs.items()}
+            with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^state must be"):
+                function(**given, **more)  # of the type of x, which is bfloat16 then
