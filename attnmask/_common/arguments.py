@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float, str, np.generic)):
         return f"{value!r:.200}"
-    if _is_tensor(value):
+    if is_tensor(value):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__}"
 
@@ -67,9 +67,14 @@ def fields_in_a_line(named: Any) -> str:
     return f"{type(named).__name__}({', '.join(fields)})"
 
 
-def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+def is_of(value: object, package: str, name: str) -> bool:
+    """Return whether a value is of a type in a package, which need not be loaded."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(value, getattr(module, name, ()))
+
+
+def is_tensor(value: object) -> bool:
+    return is_of(value, "torch", "Tensor")
 
 
 _IN_TORCH = {  # NumPy code in hints, and the same in PyTorch
@@ -86,15 +91,10 @@ _IN_TORCH = {  # NumPy code in hints, and the same in PyTorch
 def suit_hint(error: Exception, given: Given) -> None:
     """Rewrite the hint at the end of a message for PyTorch if the argument that the message is about is a tensor."""
     text, semicolon, hint = str(error).rpartition("; ")
-    if _is_tensor(given.get(text.partition(" ")[0])):
+    if is_tensor(given.get(text.partition(" ")[0])):
         for of_arrays, of_tensors in _IN_TORCH.items():
             hint = re.sub(of_arrays, of_tensors, hint)
         error.args = (text + semicolon + hint,)
-
-
-def _is_symbol(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def frozen(array: Array) -> Array:
@@ -118,7 +118,7 @@ def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        number = value if type(value) is int or _is_symbol(value) else operator.index(value)
+        number = value if type(value) is int or is_of(value, "torch", "SymInt") else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {describe(value)}{hint}") from None
     if minimum is not None and number < minimum:
@@ -184,7 +184,7 @@ def as_array(value: object, name: str) -> Array:
 
 def _of_a_library(value: Any, name: str) -> Array:
     """Return the memory of an array or tensor as a NumPy array."""
-    if _is_tensor(value):
+    if is_tensor(value):
         return _of_torch(value, name)
     try:
         return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)

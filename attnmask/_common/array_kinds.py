@@ -9,21 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._common.arguments import allocate, as_array
+from attnmask._common.arguments import allocate, as_array, is_of, is_tensor
 from attnmask._common.types import Array
 
 
-def is_tensor(x: object) -> bool:
-    return _is_of(x, "torch", "Tensor")
-
-
 def is_jax(x: object) -> bool:
-    return _is_of(x, "jax", "Array")
-
-
-def _is_of(x: object, package: str, name: str) -> bool:
-    module = sys.modules.get(package)
-    return module is not None and isinstance(x, getattr(module, name, ()))
+    return is_of(x, "jax", "Array")
 
 
 def any_array(x: Any, name: str) -> Any:

@@ -113,7 +113,7 @@ class Keywords:
 
     def complete(self, function: AnyFunction, own: Given, more: Given) -> Arguments:
         """Return all arguments of a call: its `own`, and these; or refuse those that `function` does not take."""
-        if not more.keys() <= self.defaults.keys():
+        if more and not more.keys() <= self.defaults.keys():
             unknown = [name for name in more if name not in self.defaults]
             reject_unknown(function.__name__, unknown, signature(function).parameters)
         return {**own, **self.defaults, **more}

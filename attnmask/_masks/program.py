@@ -7,7 +7,7 @@
 Operators stand for themselves; `mask_terms` has the kinds of terms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -159,6 +159,11 @@ class Leaf(NamedTuple):
     place: int
 
 
+def mapped(program: Program, change: Callable[[Any], object]) -> Program:
+    """Return a program with its operands changed."""
+    return tuple(node if isinstance(node, str) else (node[0], *map(change, node[1:])) for node in program)
+
+
 def hollow(program: Program, leaves: list[Array | None]) -> Program:
     """Return `program` with its arrays moved to `leaves`, unless they are there already."""
 
@@ -171,7 +176,7 @@ def hollow(program: Program, leaves: list[Array | None]) -> Program:
         leaves.append(operand)
         return Leaf(len(leaves) - 1)
 
-    return tuple(node if isinstance(node, str) else tuple(map(moved, node)) for node in program)
+    return mapped(program, moved)
 
 
 def refill(program: Program, leaves: tuple[object, ...], checked: dict[int, object]) -> Program:

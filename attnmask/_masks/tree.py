@@ -7,7 +7,7 @@ import numpy as np
 
 from attnmask._common.arguments import check_form, describe, frozen, read_only, shared_integers
 from attnmask._common.types import Arguments, Array, Tree
-from attnmask._masks.program import Leaf, Terms, hollow, refill
+from attnmask._masks.program import Leaf, Terms, hollow, mapped, refill
 from attnmask._masks.state import AXES, FLAGS, POSITIONS, Labels, State, array_extents, fitted
 
 _HELD = {  # every tree has these leaves, after the dense mask
@@ -45,24 +45,14 @@ _FORM = 1  # of pickles
 def pickled(aux: tuple[Any, ...], leaves: tuple[object, ...]) -> Arguments:
     """Return what `flatten` gives, in objects without this package's types."""
     *details, program = aux
-    nodes = tuple(
-        node
-        if isinstance(node, str)
-        else tuple(tuple(part) if isinstance(part, Leaf) else part for part in node)
-        for node in program
-    )
+    nodes = mapped(program, lambda part: tuple(part) if isinstance(part, Leaf) else part)
     return {"version": _FORM, "aux_data": (*details, nodes), "children": leaves}
 
 
 def unpickled(state: Arguments) -> Tree:
     check_form(state, _FORM, "the MaskInfo")
     *details, nodes = state["aux_data"]
-    program = tuple(
-        node
-        if isinstance(node, str)
-        else tuple(Leaf(*part) if isinstance(part, tuple) else part for part in node)
-        for node in nodes
-    )
+    program = mapped(nodes, lambda part: Leaf(*part) if isinstance(part, tuple) else part)
     return parts((*details, program), state["children"])
 
 

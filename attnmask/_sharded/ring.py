@@ -34,6 +34,7 @@ mask with zigzag shards 25 % less, under a window only its edges, of whole docum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -429,12 +430,38 @@ def _whole_mask(given: Given, batch: int, heads: int, length: int) -> MaskInfo |
     return mask
 
 
-class Described(NamedTuple):
-    """The part of a `ring_attention` call that is the same in all processes."""
+@dataclass
+class Described:
+    """The part of a `ring_attention` call that is the same in all processes. Unless rectangles go one by one, batch
+    rows lie end to end in one row.
+    """
 
     ring: Ring
+    batch: int
     options: Arguments  # more arguments of each call of attention
     by_row: dict[str, NDArray[np.float64]]  # those that differ among batch rows or documents, [rows, H]
+
+    @property
+    def world(self) -> int:
+        return self.ring.shards.world
+
+    def in_row(self, x: Any) -> Any:
+        """Return [B, T, ...] as calls have it; arrays are of PyTorch or JAX."""
+        return x if self.ring.conditions.one_by_one else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def stats_in_row(self, x: Any) -> Any:
+        """Return [B, H, T] as calls have it."""
+        if self.ring.conditions.one_by_one:
+            return x
+        batch, heads, tokens = x.shape
+        return x.swapaxes(0, 1).reshape(1, heads, batch * tokens)
+
+    def stats(self, in_row: Any) -> Any:
+        """Return [B, H, T] again."""
+        if self.ring.conditions.one_by_one:
+            return in_row
+        heads, tokens = in_row.shape[1], in_row.shape[2] // max(self.batch, 1)
+        return in_row.reshape(heads, self.batch, tokens).swapaxes(0, 1)
 
 
 def described(given: Given, shape: tuple[int, int, int], world: int, by_distance: bool) -> Described:
@@ -457,4 +484,6 @@ def described(given: Given, shape: tuple[int, int, int], world: int, by_distance
         by_distance or bool(arrays),
         mask is not None or given["dropout_prob"] > 0 or not arrays.keys() <= set(BY_DISTANCE),
     )
-    return Described(ring_of(given["layout"], length, world, starts, mask, conditions), options, by_row)
+    return Described(
+        ring_of(given["layout"], length, world, starts, mask, conditions), batch, options, by_row
+    )

@@ -14,7 +14,7 @@ from attnmask._attention.terms import Term
 from attnmask._common.arguments import is_floating, is_number
 from attnmask._common.types import Array, Given, Tree
 from attnmask._masks.info import MaskInfo
-from attnmask._masks.program import Leaf, Program
+from attnmask._masks.program import Leaf, Program, mapped
 from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 from attnmask.jax._types import AnyArray
 
@@ -174,9 +174,7 @@ def specify(given: Given, problem: Problem) -> tuple[Spec, list[AnyArray]]:
     """Return the spec of the arguments `given`, which `check` turned into `problem`."""
     arrays = Arrays()
     program = tuple(_nodes(given, problem))
-    nodes = tuple(
-        node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:])) for node in program
-    )
+    nodes = mapped(program, arrays.place)
     places = _places(given, problem, program)
     spec = Spec(
         nodes,

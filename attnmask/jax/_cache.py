@@ -26,8 +26,7 @@ from attnmask._common.arguments import (
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
-from attnmask._masks.program import Shape
-from attnmask._masks.terms import Node
+from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import (
     Arrays,
@@ -242,8 +241,7 @@ def _words(
     words += call.term_words(term_operands({**given, "bias": bias}, terms, arrays))
     if given["attention_mask"] is not None:
         nodes = _mask(given["attention_mask"], known["attention_mask"], (batch, heads, queries, keys))
-        placed = [x if isinstance(x, str) else (x[0], *map(arrays.place, x[1:])) for x in nodes]
-        words += call.mask_words(tuple(placed))
+        words += call.mask_words(mapped(nodes, arrays.place))
     return np.array(words, np.int64), with_lse
 
 
@@ -261,7 +259,7 @@ def _keys(known: Given, capacity: int) -> int:
     return min(counts)
 
 
-def _mask(mask: MaskInfo | AnyArray, known: Any, shape: Shape) -> list[Node]:
+def _mask(mask: MaskInfo | AnyArray, known: Any, shape: Shape) -> Program:
     """Return the terms of the mask, which may have more keys."""
     keys = shape[3]
     if isinstance(mask, MaskInfo) and is_traced(mask) and (known.kv_len or 0) > keys:
@@ -272,7 +270,7 @@ def _mask(mask: MaskInfo | AnyArray, known: Any, shape: Shape) -> list[Node]:
     known = kvcache.cut(known, "attention_mask", keys)
     if isinstance(mask, MaskInfo) and not is_traced(mask):
         mask = known
-    return [term for node in mask_nodes(known, shape) for term in mask_terms(mask, node)]
+    return tuple(term for node in mask_nodes(known, shape) for term in mask_terms(mask, node))
 
 
 def _known(name: str, value: Any, given: Given) -> Any:

@@ -16,6 +16,7 @@ program.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -26,8 +27,8 @@ from numpy.typing import NDArray
 
 from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe, wide_dtype
-from attnmask._common.types import AnyFunction, Arguments, Given
-from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Ring, check_whole, described
+from attnmask._common.types import AnyFunction, Given
+from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Described, Ring, check_whole, described
 from attnmask.jax import _call as engine
 from attnmask.jax._arguments import Spec, check, check_known, is_traced, sinks_of, specify
 from attnmask.jax._types import AnyArray, ByName
@@ -41,36 +42,11 @@ _Pair: TypeAlias = tuple[jax.Array, jax.Array]  # a result and its logsumexp
 _Residuals: TypeAlias = tuple[ByName, list[jax.Array], _Pair]
 
 
-class _Task(NamedTuple):
-    """One call of `ring_attention`. Unless rectangles go one by one, batch rows lie end to end in one row."""
+@dataclass
+class _Task(Described):
+    """One call of `ring_attention`."""
 
-    ring: Ring
     axis_name: str | tuple[str, ...]
-    batch: int
-    options: Arguments  # more arguments of each call of attention
-    by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
-
-    @property
-    def world(self) -> int:
-        return self.ring.shards.world
-
-    def in_row(self, x: jax.Array) -> jax.Array:
-        """Return [B, T, ...] as calls have it."""
-        return x if self.ring.conditions.one_by_one else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
-
-    def stats_in_row(self, x: jax.Array) -> jax.Array:
-        """Return [B, H, T] as calls have it."""
-        batch, heads, tokens = x.shape
-        if self.ring.conditions.one_by_one:
-            return x
-        return x.swapaxes(0, 1).reshape(1, heads, batch * tokens)
-
-    def stats(self, in_row: jax.Array) -> jax.Array:
-        """Return [B, H, T] again."""
-        if self.ring.conditions.one_by_one:
-            return in_row
-        _, heads, tokens = in_row.shape
-        return in_row.reshape(heads, self.batch, tokens // self.batch).swapaxes(0, 1)
 
     def by_rank(self, branches: Sequence[AnyFunction], *operands: Any) -> Any:
         """Return what this device's branch makes of the operands."""
@@ -118,14 +94,14 @@ def _task(learned: ByName, given: Given) -> _Task:
     names = (*OPTIONS, "causal", "sliding_window")
     check(DEFAULTS | dict(learned) | {name: given[name] for name in names})
     check_whole(given, batch)
-    ring, options, by_row = described(given, (batch, heads, length), world, "relative_bias" in learned)
-    if (ring.shards.lengths != tokens).any():
+    whole = described(given, (batch, heads, length), world, "relative_bias" in learned)
+    lengths = whole.ring.shards.lengths
+    if (lengths != tokens).any():
         raise ValueError(
-            f"query must have shards of equal length, got {length} tokens divided into "
-            f"{ring.shards.lengths.tolist()}; pad it to a multiple of {2 * world} with segment id -1, and pass segment "
-            "ids instead of cu_seqlens"
+            f"query must have shards of equal length, got {length} tokens divided into {lengths.tolist()}; pad it to a "
+            f"multiple of {2 * world} with segment id -1, and pass segment ids instead of cu_seqlens"
         )
-    return _Task(ring, given["axis_name"], batch, options, by_row)
+    return _Task(**vars(whole), axis_name=given["axis_name"])
 
 
 # Rounds

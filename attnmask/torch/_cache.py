@@ -6,7 +6,7 @@ write to the caches and their scales. The first returns both results, the second
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -22,7 +22,7 @@ from attnmask._attention.arguments import (
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
 from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
 from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
-from attnmask._common.types import AnyFunction, Arguments
+from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
@@ -59,18 +59,6 @@ def check_no_gradient(
     tensors: dict[str, torch.Tensor], function: str = "flash_attention_with_kvcache"
 ) -> None:
     operators.check_no_gradient(tensors, function, "flash_attention")
-
-
-def _without_gradient(name: str, names: tuple[str, ...]) -> AnyFunction:
-    """Return the autograd rule of an operator that has no gradient."""
-
-    def autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> Any:
-        check_no_gradient(tensors_among(dict(zip(names, arguments, strict=True))), name)
-        with torch._C._AutoDispatchBelowAutograd():
-            operator = getattr(torch.ops.attnmask, name).default
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-    return autograd
 
 
 def _ways(
@@ -197,7 +185,7 @@ operators.register(
     _PARAMETERS,
     _on_cpu,
     _fake,
-    autograd=_without_gradient("flash_attention_with_kvcache", _NAMES),
+    autograd=operators.without_gradient("flash_attention_with_kvcache", _NAMES, "flash_attention"),
     autocast=_autocast,
 )
 
@@ -345,7 +333,7 @@ operators.register(
     _WRITE_PARAMETERS,
     _write_on_cpu,
     _write_fake,
-    autograd=_without_gradient("write_kvcache", _WRITE_NAMES),
+    autograd=operators.without_gradient("write_kvcache", _WRITE_NAMES, "flash_attention"),
     results="()",
 )
 

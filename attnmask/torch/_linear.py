@@ -42,17 +42,13 @@ from attnmask.torch._types import Context, MaybeTensor, Shaped
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
 
 
-def _number(value: Any, name: str) -> float | None:
-    return None if value is None else real(value, name)
-
-
 def _activation(value: Any, name: str) -> Any:
     one_of(value, name, (None, "silu"))
     return value
 
 
 # How arguments that are not tensors are checked, by their types in schemas.
-_CHECKS: dict[str, AnyFunction] = {"float?": _number, "bool": flag, "SymInt": integer, "str?": _activation}
+_CHECKS: dict[str, AnyFunction] = {"float": real, "bool": flag, "SymInt": integer, "str": _activation}
 
 
 class _Parameters:
@@ -61,25 +57,27 @@ class _Parameters:
     def __init__(self, schema: str) -> None:
         kinds = {name: kind for kind, name in (parameter.split() for parameter in schema.split(", "))}
         self.names = tuple(kinds)
-        self.checks = {name: _CHECKS[kind] for name, kind in kinds.items() if kind in _CHECKS}
+        self.optional = {name for name, kind in kinds.items() if kind.endswith("?")}
         self.written = {name for name, kind in kinds.items() if "!" in kind}
-        self.tensors = {  # whether they are optional
-            name: kind == "Tensor?"
-            for name, kind in kinds.items()
-            if name not in _INTEGERS and name not in self.checks
-        }
+        checks = {name: _CHECKS.get(kind.strip("?"), check_tensor) for name, kind in kinds.items()}
+        self.tensors = [name for name in kinds if checks[name] is check_tensor and name not in _INTEGERS]
+        self.numbers = {name: check for name, check in checks.items() if check is not check_tensor}
+
+    def learn(self, given: Arguments) -> bool:
+        return any(x is not None and x.requires_grad for x in map(given.get, self.tensors))
 
     def prepared(self, given: Arguments, cast: Sequence[str]) -> Arguments:
-        """Return checked arguments in order. Under autocast, cast tensors named in `cast`, and those of 16-bit types
+        """Return checked arguments. Under autocast, cast tensors named in `cast`, and those of 16-bit types
         that are not written to.
         """
-        given = {name: given[name] for name in self.names}
-        for name, is_optional in self.tensors.items():
+        for name in self.tensors:
             x = given[name]
-            if x is not None or not is_optional:
+            if x is not None or name not in self.optional:
                 check_tensor(x, name)
-        for name, check in self.checks.items():
-            given[name] = check(given[name], name)
+        for name, check in self.numbers.items():
+            x = given[name]
+            if x is not None or name not in self.optional:
+                given[name] = check(x, name)
         if not torch.is_autocast_enabled("cpu"):
             return given
         return given | {
@@ -106,8 +104,8 @@ def _check_axes(given: Arguments, **layouts: str) -> None:
             raise ValueError(f"{name} must be {layout}, got {describe(given[name])}")
 
 
-def _operands(given: Arguments) -> list[object]:
-    return [operand(x) if name in _INTEGERS else x for name, x in given.items()]
+def _operands(names: Sequence[str], given: Arguments) -> list[object]:
+    return [operand(given[name]) if name in _INTEGERS else given[name] for name in names]
 
 
 class _Function:
@@ -222,9 +220,9 @@ class _Function:
         if traced:
             operators.check_tensors(given)
             operator = self.transformed.apply if operators.is_differentiated() else self.operator
-            results = operator(*_operands(given))
-        elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors_among(given).values()):
-            results = _Learning.apply(self, *_operands(given))
+            results = operator(*_operands(self.names, given))
+        elif torch.is_grad_enabled() and self.parameters.learn(given):
+            results = _Learning.apply(self, *_operands(self.names, given))
         else:
             return self.compute(given, with_state)
         return results if with_state else results[0]
@@ -302,7 +300,7 @@ class _Step:
             self.on_cpu,
             self.fake,
             results="Tensor",
-            autograd=self.autograd,
+            autograd=operators.without_gradient(name, self.names, name.removesuffix("_step")),
             vmap=self.mapped,
         )
         self.operator = getattr(torch.ops.attnmask, name).default
@@ -324,11 +322,6 @@ class _Step:
         shape, dtype = self.like(dict(zip(self.names, arguments, strict=True)))
         return arguments[0].new_empty(shape, dtype=dtype)
 
-    def autograd(self, keyset: torch._C.DispatchKeySet, *arguments: object) -> torch.Tensor:
-        self.check_no_gradient(dict(zip(self.names, arguments, strict=True)))
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
     def mapped(
         self, info: operators.Mapped, in_dims: Sequence[object], *arguments: object
     ) -> tuple[torch.Tensor, int]:
@@ -347,7 +340,7 @@ class _Step:
             self.check_no_gradient(given)
         if compiling or needs_operator(given.values()):
             operators.check_tensors(given)
-            return self.operator(*_operands(given))
+            return self.operator(*_operands(self.names, given))
         return self.compute(given)
 
 

@@ -648,20 +648,46 @@ def register(
         torch.library.register_vmap(f"attnmask::{name}", vmap, lib=_library)
 
 
+def _differentiate(
+    operator: Any,
+    names: Sequence[str],
+    on_cpu: AnyFunction,
+    info: Info,
+    in_one_call: _InOneCall = _in_one_call,
+    wide: AnyFunction | None = None,
+) -> None:
+    """Register the gradient of an operator, and how `vmap` calls it."""
+    name = operator._opname
+    kernel = autograd_kernel(operator, on_cpu, info, wide)
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+    rule = mapped(operator, names, not name.endswith("_backward"), in_one_call)
+    torch.library.register_vmap(f"attnmask::{name}", rule, lib=_library)
+
+
 def register_rules(rules: Rules, on_cpu: AnyFunction, backward_on_cpu: AnyFunction) -> None:
     """Register the gradient of an operator, and how `vmap` calls both."""
 
     def backward(ctx: Context, *grads: MaybeTensor) -> tuple[object, ...]:
         return tuple(rules.spread(rules.backward, ctx, *grads))
 
+    no_more = Info(no_second(rules.function), _keep_none)
     for operator, names, compute, info in (
         (rules.forward, rules.names, on_cpu, Info(backward, rules.keep)),
-        (rules.backward, rules.backward_names, backward_on_cpu, Info(no_second(rules.function), _keep_none)),
+        (rules.backward, rules.backward_names, backward_on_cpu, no_more),
     ):
-        name = operator._opname
-        _library.impl(name, autograd_kernel(operator, compute, info), "Autograd", with_keyset=True)
-        rule = mapped(operator, names, operator is rules.forward, rules.in_one_call)
-        torch.library.register_vmap(f"attnmask::{name}", rule, lib=_library)
+        _differentiate(operator, names, compute, info, rules.in_one_call)
+
+
+def without_gradient(name: str, names: Sequence[str], trained: str) -> AnyFunction:
+    """Return the autograd kernel of an operator that has no gradient, as `trained` has."""
+
+    def autograd(keyset: torch._C.DispatchKeySet, *arguments: object) -> Any:
+        check_no_gradient(tensors_among(dict(zip(names, arguments, strict=True))), name, trained)
+        with torch._C._AutoDispatchBelowAutograd():
+            operator = getattr(torch.ops.attnmask, name).default
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    return autograd
 
 
 def _keep_none(ctx: object, inputs: object, output: object) -> None:
@@ -669,42 +695,25 @@ def _keep_none(ctx: object, inputs: object, output: object) -> None:
 
 
 def _register() -> None:
-    tags = _TAGS
     forward, wide, backward = "flash_attention", "flash_attention_wide", "flash_attention_backward"
-    results = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
-    _library.define(f"{forward}({_PARAMETERS}) -> (Tensor out, Tensor lse)", tags=tags)
-    _library.define(f"{wide}({_PARAMETERS}) -> (Tensor out, Tensor lse, Tensor wide_out)", tags=tags)
-    # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
-    _library.define(f"{forward}.out({_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", tags=tags)
-    _library.define(f"{backward}({results}, {_PARAMETERS}, bool[] wanted) -> Tensor[]", tags=tags)
-    _library.define(
-        f"{forward}_plain(Tensor query, Tensor key, Tensor value, bool causal, SymInt offset, float? softmax_scale)"
-        " -> Tensor",
-        tags=tags,
+    of_results = f"Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_PARAMETERS}, bool[] wanted"
+    plain_parameters = (
+        "Tensor query, Tensor key, Tensor value, bool causal, SymInt offset, float? softmax_scale"
     )
-    for name, on_cpu, fake in (
-        (f"{forward}_plain", plain, _plain_fake),
-        (forward, _on_cpu, _fake),
-        (wide, _wide_on_cpu, _fake_wide),
-        (f"{forward}.out", _into, _fake_into),
-        (backward, _backward_on_cpu, _backward_fake),
-    ):
-        _library.impl(name, on_cpu, "CPU")
-        torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
-    packet = torch.ops.attnmask
-    for name, on_cpu, rule, setup, narrow in (
-        (forward, _on_cpu, _backward, _keep, packet.flash_attention_wide.default),
-        (wide, _wide_on_cpu, _backward, _keep, None),
-        (backward, _backward_on_cpu, no_second(_ATTENTION), _keep_none, None),
-    ):
-        kernel = autograd_kernel(getattr(packet, name).default, on_cpu, Info(rule, setup), narrow)
-        _library.impl(name, kernel, "Autograd", with_keyset=True)
-    _library.impl(forward, _cast, "AutocastCPU")
-    for name, parameters in ((forward, NAMES), (wide, NAMES), (backward, BACKWARD_NAMES)):
-        operator = getattr(packet, name).default
-        torch.library.register_vmap(
-            f"attnmask::{name}", mapped(operator, parameters, name != backward), lib=_library
-        )
+    into = f"{_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse"
+    wide_results = "(Tensor out, Tensor lse, Tensor wide_out)"
+    register(forward, _PARAMETERS, _on_cpu, _fake, autocast=_cast)
+    register(wide, _PARAMETERS, _wide_on_cpu, _fake_wide, results=wide_results)
+    # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
+    register(f"{forward}.out", into, _into, _fake_into, results="()")
+    register(backward, of_results, _backward_on_cpu, _backward_fake, results="Tensor[]")
+    register(f"{forward}_plain", plain_parameters, plain, _plain_fake, results="Tensor")
+    packet, info = torch.ops.attnmask, Info(_backward, _keep)
+    in_wide = packet.flash_attention_wide.default
+    _differentiate(packet.flash_attention.default, NAMES, _on_cpu, info, wide=in_wide)
+    _differentiate(in_wide, NAMES, _wide_on_cpu, info)
+    no_more = Info(no_second(_ATTENTION), _keep_none)
+    _differentiate(packet.flash_attention_backward.default, BACKWARD_NAMES, _backward_on_cpu, no_more)
 
 
 _register()

@@ -9,6 +9,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, Unpack, overload
 
@@ -31,7 +32,7 @@ from attnmask._sharded.ring import (
     KEYWORDS,
     OPTIONS,
     Call,
-    Ring,
+    Described,
     RingArguments,
     check_whole,
     described,
@@ -50,21 +51,12 @@ if torch.distributed.is_available() and not torch.distributed.is_initialized():
 _Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
 
-class _Task(NamedTuple):
-    """One call of `ring_attention` in this process. Unless rectangles go one by one, its batch rows lie end to end in
-    one row.
-    """
+@dataclass
+class _Task(Described):
+    """One call of `ring_attention` in this process."""
 
-    ring: Ring
     group: _Group
     rank: int
-    batch: int
-    options: Arguments  # more arguments of each call of attention
-    by_row: dict[str, NDArray[np.float64]]  # numbers of terms that differ among batch rows or documents
-
-    @property
-    def world(self) -> int:
-        return self.ring.shards.world
 
     def calls(self, step: "_Step", heads: int) -> Iterator[Call]:
         """Return the calls with a step's keys, of `heads` heads; with others' keys, of few queries each."""
@@ -74,21 +66,6 @@ class _Task(NamedTuple):
         most = _QUERIES * heads // max(1, step.keys.shape[1])
         for call in self.ring.calls(self.rank, step.source, self.batch, step.keys.tokens):
             yield from call.in_blocks(most)
-
-    def in_row(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return [B, T, ...] as calls have it."""
-        return tensor if self.ring.conditions.one_by_one else tensor.flatten(0, 1)[None]
-
-    def stats_in_row(self, stats: torch.Tensor) -> torch.Tensor:
-        """Return [B, H, T] as calls have it."""
-        return stats if self.ring.conditions.one_by_one else stats.transpose(0, 1).flatten(1, 2)[None]
-
-    def stats(self, in_row: torch.Tensor) -> torch.Tensor:
-        """Return [B, H, T] again."""
-        if self.ring.conditions.one_by_one:
-            return in_row
-        tokens = int(self.ring.shards.lengths[self.rank])
-        return in_row.view(in_row.shape[1], self.batch, tokens).transpose(0, 1).contiguous()
 
 
 # The beginning of a call
@@ -179,11 +156,13 @@ def _task(tensors: Arguments, given: Given, group: _Group) -> _Task:
     lengths = _agreed(group, numbers)
     length, batch, heads = sum(lengths), query.shape[0], query.shape[2]
     relative = tensors["relative_bias"] is not None
-    ring, options, by_row = described(given, (batch, heads, length), world, relative)
-    if ring.shards.lengths.tolist() != lengths:
-        expected = f"the tokens of shard_sequence, {ring.shards.lengths.tolist()}"
-        raise ValueError(f"query must have {expected} in the processes of the group, got {lengths}")
-    return _Task(ring, group, rank, batch, options, by_row)
+    task = _Task(**vars(described(given, (batch, heads, length), world, relative)), group=group, rank=rank)
+    expected = task.ring.shards.lengths.tolist()
+    if expected != lengths:
+        raise ValueError(
+            f"query must have the tokens of shard_sequence, {expected} in the processes of the group, got {lengths}"
+        )
+    return task
 
 
 # Messages
@@ -442,7 +421,7 @@ def _forward(
             out, lse = _core.flash_forward(_problem(task, call, heads, row, keys, table), True, None)
             merged.add(call.queries, heads, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
     total, sums = merged.total()
-    return total.view(*query.shape[:3], own[1].shape[3]), task.stats(sums)
+    return total.view(*query.shape[:3], own[1].shape[3]), task.stats(sums).contiguous()
 
 
 def _backward(

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnmask._common.arguments import as_array, describe, fields_in_a_line, read_only
 from attnmask._common.types import Array
-from attnmask._masks.program import Leaf, Program, Shape, Terms, hollow, refill
+from attnmask._masks.program import Leaf, Program, Shape, Terms, hollow, mapped, refill
 from attnmask._masks.state import State, fitted
 from attnmask.torch._import import torch, without_modes
 
@@ -56,10 +56,7 @@ def _of_mask(array: Array) -> torch.Tensor:
 def tensors_of(state: State) -> MaskTensors:
     shape, program = state.described("take it apart")
     leaves: list[Any] = []
-    nodes = [
-        node if isinstance(node, str) else [[part.place] if isinstance(part, Leaf) else part for part in node]
-        for node in hollow(program, leaves)
-    ]
+    nodes = mapped(hollow(program, leaves), lambda part: [part.place] if isinstance(part, Leaf) else part)
     return MaskTensors(json.dumps([_FORM, shape, nodes]), tuple(map(_of_mask, leaves)))
 
 
@@ -78,13 +75,7 @@ def _read(specification: str) -> tuple[Shape, Program]:
             "update attnmask"
         )
     shape, nodes = described
-    program = tuple(
-        node
-        if isinstance(node, str)
-        else tuple(Leaf(*part) if isinstance(part, list) else part for part in node)
-        for node in nodes
-    )
-    return tuple(shape), program
+    return tuple(shape), mapped(nodes, lambda part: Leaf(*part) if isinstance(part, list) else part)
 
 
 def restored_state(specification: str, tensors: Sequence[torch.Tensor]) -> State:
