@@ -11,11 +11,7 @@ from attnmask._attention.flash_attention import (
     flash_attention_fwd,
     flash_attention_vjp,
 )
-from attnmask._attention.forward import (
-    dropout_keep_mask,
-    merge_attention_states,
-    merge_attention_states_vjp,
-)
+from attnmask._attention.forward import dropout_keep_mask, merge_attention_states, merge_attention_states_vjp
 from attnmask._attention.hints import BwdParams, FwdParams
 from attnmask._attention.problem import FlashAttentionGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp

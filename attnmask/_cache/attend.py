@@ -7,11 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.problem import (
-    distances,
-    mask_nodes,
-    scale_of,
-)
+from attnmask._attention.problem import distances, mask_nodes, scale_of
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import FARTHEST, as_array, flag, integer, integer_array, per_row
 from attnmask._common.types import Arguments, Array

@@ -21,12 +21,7 @@ from attnmask._common.types import Array
 from attnmask._linear.options import Activation, ConvolutionOptions
 from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
-__all__ = [
-    "ShortConvolutionGrads",
-    "short_convolution",
-    "short_convolution_step",
-    "short_convolution_vjp",
-]
+__all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 
 
 class _Vjp(Protocol):

@@ -364,10 +364,7 @@ def attention_mask_to_qkv_cu_seqlens(
 
 @traced
 def cu_seqlens_to_mask(
-    cu_seqlens: ArrayLike,
-    max_len: SupportsIndex,
-    dtype: DTypeLike = np.bool_,
-    out: Array | None = None,
+    cu_seqlens: ArrayLike, max_len: SupportsIndex, dtype: DTypeLike = np.bool_, out: Array | None = None
 ) -> Array:
     """Return the token mask of ranges in pair form.
 

@@ -136,12 +136,7 @@ def join(
 
 
 def fill(
-    shape: Shape,
-    program: Program,
-    dtype: DType,
-    live: float,
-    dead: float,
-    out: Array | None = None,
+    shape: Shape, program: Program, dtype: DType, live: float, dead: float, out: Array | None = None
 ) -> Array:
     return _core.mask_fill(shape, program, dtype, live, dead, out)
 

@@ -347,13 +347,7 @@ def _crop_dense(crop: Crop, array: Array, q_shift: PerRow, k_shift: PerRow) -> N
 
 
 def _crop_tiles(
-    crop: Crop,
-    places: Array,
-    q_size: int,
-    k_size: int,
-    bits: Array,
-    q_shift: PerRow,
-    k_shift: PerRow,
+    crop: Crop, places: Array, q_size: int, k_size: int, bits: Array, q_shift: PerRow, k_shift: PerRow
 ) -> Node:
     places = frozen(crop.planes(places).copy())
     q_shift, k_shift = _sum(crop.of_rows(q_shift), crop.q_start), _sum(crop.of_rows(k_shift), crop.k_start)

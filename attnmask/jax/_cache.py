@@ -28,29 +28,13 @@ from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import (
-    Arrays,
-    is_traced,
-    like,
-    mask_like,
-    mask_terms,
-    starts_like,
-    term_operands,
-)
+from attnmask.jax._arguments import Arrays, is_traced, like, mask_like, mask_terms, starts_like, term_operands
 from attnmask.jax._types import AnyArray, Shaped
 
 __all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
 
 _LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED, _NEW_PACKED = (1 << i for i in range(8))
-_FIRST = (
-    "query",
-    "k_cache",
-    "v_cache",
-    "key",
-    "value",
-    "k_scale",
-    "v_scale",
-)  # in the call's order
+_FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TRACED = (
     *_FIRST,

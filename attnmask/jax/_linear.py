@@ -356,12 +356,7 @@ def short_convolution(
 ) -> tuple[jax.Array, jax.Array]: ...
 @_CONVOLUTION
 def short_convolution(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    return_state: bool = False,
-    **more: Any,
+    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, *, return_state: bool = False, **more: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 

@@ -138,8 +138,7 @@ def _attend(
     aux = np.zeros((1, 1, 0)) if sinks is None or sinks.array is None else sinks.array[0]
     aux = aux.astype(q.dtype)
     top = np.maximum(
-        logits.max(axis=2, keepdims=True, initial=-np.inf),
-        aux.max(axis=2, keepdims=True, initial=-np.inf),
+        logits.max(axis=2, keepdims=True, initial=-np.inf), aux.max(axis=2, keepdims=True, initial=-np.inf)
     )
     top = np.where(top == -np.inf, 0, top)
     weights = np.exp(logits - top)

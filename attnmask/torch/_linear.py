@@ -131,13 +131,7 @@ class _Function:
         self.function, self.remember, self.gradients = function, remember, gradients
         self.likes, self.cast = likes, cast
         backward = f"{name}_backward"
-        operators.register(
-            name,
-            parameters,
-            self.on_cpu,
-            self.fake,
-            results="(Tensor out, Tensor state)",
-        )
+        operators.register(name, parameters, self.on_cpu, self.fake, results="(Tensor out, Tensor state)")
         operators.register(
             backward,
             f"Tensor? dout, Tensor? dstate, {parameters}, bool[] wanted",
@@ -577,12 +571,7 @@ def linear_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @_ATTENTION
 def linear_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    return_state: bool = False,
-    **more: object,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_state: bool = False, **more: object
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply `attnmask.linear_attention` to CPU tensors, with gradients of all of them and of the state.
 

@@ -504,10 +504,7 @@ class Mapped(Protocol):
 
 
 def mapped(
-    operator: AnyFunction,
-    names: Sequence[str],
-    tuples: bool = True,
-    in_one_call: _InOneCall = _in_one_call,
+    operator: AnyFunction, names: Sequence[str], tuples: bool = True, in_one_call: _InOneCall = _in_one_call
 ) -> AnyFunction:
     """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one.
 

@@ -17,13 +17,7 @@ from attnmask.torch import flash_attention
 from attnmask.torch._import import torch
 from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
 from attnmask.transformers._linear import first_tokens, put_back, replace, restarts
-from attnmask.transformers._masks import (
-    SymbolicMask,
-    is_traced,
-    masking_utils,
-    symbolic_mask,
-    transformers,
-)
+from attnmask.transformers._masks import SymbolicMask, is_traced, masking_utils, symbolic_mask, transformers
 
 __all__ = ["PagedCache", "attention", "attention_mask", "register", "unregister"]
 

@@ -19,12 +19,7 @@ from numpy.typing import NDArray
 
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear.options import Activation
-from attnmask.torch import (
-    linear_attention,
-    linear_attention_step,
-    short_convolution,
-    short_convolution_step,
-)
+from attnmask.torch import linear_attention, linear_attention_step, short_convolution, short_convolution_step
 from attnmask.torch._import import torch
 from attnmask.transformers._masks import is_traced, transformers
 
