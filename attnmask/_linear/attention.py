@@ -20,7 +20,7 @@ from attnmask._common.arguments import as_array, check_apart, flag
 from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
-from attnmask._linear.attention_grads import LinearAttentionGrads
+from attnmask._linear.grads import LinearAttentionGrads
 from attnmask._linear.options import LinearOptions
 
 _PARAMETERS = """

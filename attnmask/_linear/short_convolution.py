@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
+from attnmask._linear.grads import ShortConvolutionGrads
 from attnmask._linear.options import Activation, ConvolutionOptions
-from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 

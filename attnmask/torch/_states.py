@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnmask._common.arguments import as_array, describe, fields_in_a_line, read_only
+from attnmask._common.arguments import as_array, fields_in_a_line, read_only
 from attnmask._common.types import Array
 from attnmask._masks.program import Leaf, Program, Shape, Terms, hollow, mapped, refill
 from attnmask._masks.state import State, fitted
+from attnmask._masks.terms import operands
 from attnmask.torch._import import torch, without_modes
 
 _FORM = 1  # of specifications, which exported programs have in them
@@ -67,20 +68,30 @@ def tensors_of_graphs(state: State) -> MaskTensors:
 
 
 @lru_cache(maxsize=256)
-def _read(specification: str) -> tuple[Shape, Program]:
-    form, *described = json.loads(specification)
-    if type(form) is not int or form > _FORM:
+def _read(specification: str) -> tuple[Shape, Program, int]:
+    """Return the mask's shape, its program without arrays, and the number of these."""
+    try:
+        form, *described = json.loads(specification)
+        if type(form) is int and form <= _FORM:
+            (batch, heads, queries, keys), nodes = described
+            program = mapped(nodes, lambda part: Leaf(*part) if isinstance(part, list) else part)
+            parts = [part for node in program for _, part in operands(node)]
+            count = 1 + max((part.place for part in parts if isinstance(part, Leaf)), default=-1)
+            return (batch, heads, queries, keys), program, count
+    except (ValueError, TypeError, LookupError):
+        form = None
+    if type(form) is int:
         raise ValueError(
-            f"specification must be of form {_FORM}, got {describe(form)}; a later version of attnmask made it: "
-            "update attnmask"
+            f"specification must be of form {_FORM}, got {form}; a later version of attnmask made it: update attnmask"
         )
-    shape, nodes = described
-    return tuple(shape), mapped(nodes, lambda part: Leaf(*part) if isinstance(part, list) else part)
+    raise ValueError(f"specification must be from mask_tensors, got {specification!r:.200}")
 
 
 def restored_state(specification: str, tensors: Sequence[torch.Tensor]) -> State:
     """Rebuild the mask of `mask_tensors`. The tensors may have changed since, so they are checked."""
-    shape, program = _read(specification)
+    shape, program, count = _read(specification)
+    if len(tensors) != count:
+        raise ValueError(f"mask_tensors must be {count} tensors for this specification, got {len(tensors)}")
     leaves = tuple(read_only(as_array(tensor.detach(), "mask_tensors")) for tensor in tensors)
     base, *terms = refill(program, leaves, {})
     batch, heads, queries, keys = (None if size == 1 else size for size in shape)

@@ -8,6 +8,7 @@ from attnmask.operations import OperationOutput
 
 X = np.ones((1, 3, 2, 8), np.float32)
 _, VJP = attnmask.flash_attention_vjp(X, X, X, bias=np.zeros((1, 1, 3, 3), np.float32), grad_bias=True)
+CONVOLUTION = attnmask.short_convolution_vjp(X[..., 0], np.ones((2, 4), np.float32))[1](X[..., 0])
 CACHE = attnmask.KVCache(2, 8, pages=4, page_size=16, dtype="int8", value_depth=4)
 CACHE.new_sequence()
 
@@ -16,6 +17,15 @@ REPRS = {
         VJP(X),
         "FlashAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
         "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None)",
+    ),
+    "gradients of linear attention": (
+        attnmask.linear_attention_vjp(X, X, X)[1](X),
+        "LinearAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
+        "decay=None, beta=None, initial_state=None)",
+    ),
+    "gradients of a convolution": (
+        CONVOLUTION,
+        "ShortConvolutionGrads(x=float32[1, 3, 2], weight=float32[2, 4], bias=None, initial_state=None)",
     ),
     "output of an operation": (OperationOutput(X),
         "OperationOutput(attention_outputs=float32[1, 3, 2, 8], attention_weights=None, lse=None)"),

@@ -403,6 +403,34 @@ def test_specifications_have_a_version(torch):
         attnmask.torch.flash_attention(query, query, query, later)
 
 
+NO_SPECIFICATIONS = """
+nonsense
+{"a": 1}
+[1]
+[true, [1, 1, 3, 3], []]
+[1, [1, 3, 3], []]
+[1, [1, 1, 3, 3], [3]]
+[1, [1, 1, 3, 3], [["al"]]]
+[1, [1, 1, 3, 3], [["all", 1]]]
+[1, [1, 1, 3, 3], [["band", [[]], 0, 0]]]
+"""
+
+
+@pytest.mark.parametrize("specification", NO_SPECIFICATIONS.split("\n")[:-1])
+def test_specifications_that_are_none(torch, specification):
+    """A right one needs as many tensors as it says."""
+    query = torch.zeros(1, 3, 1, 8)
+    made = attnmask.torch.mask_tensors(attnmask.MaskInfo.from_segments([[0, 0, 1]]))
+    with pytest.raises(ValueError, match=r"^specification must be from mask_tensors, got '"):
+        attnmask.torch.flash_attention(query, query, query, made._replace(specification=specification))
+    for tensors in ((), made.tensors * 2):
+        with pytest.raises(
+            ValueError, match=f"^mask_tensors must be 1 tensors for this .*, got {len(tensors)}"
+        ):
+            attnmask.torch.flash_attention(query, query, query, made._replace(tensors=tensors))
+    assert attnmask.torch.flash_attention(query, query, query, made).shape == query.shape
+
+
 def test_masks_with_one_specification(torch):
     """They share a compiled function."""
     graphs = []

@@ -162,7 +162,7 @@ def operands(torch, kind, learn=True):
     inputs, more, _ = made(torch, kind, learn=learn)
     described = getattr(attnmask.torch._linear, f"_{kind[0]}")
     given = dict.fromkeys(described.names) | DEFAULTS.get(kind[0], {}) | inputs | more
-    return described, attnmask.torch._linear._operands(given)
+    return described, attnmask.torch._linear._operands(described.names, given)
 
 
 def test_the_operators(torch, kind):

@@ -1,8 +1,30 @@
-"""The gradients of short convolutions, whose types a program can read as they stand here."""
+"""The gradients of linear attention and short convolutions, whose types a program can read as they stand here."""
 
 from typing import NamedTuple
 
+from attnmask._common.arguments import fields_in_a_line
 from attnmask._common.types import Array
+
+
+class LinearAttentionGrads(NamedTuple):
+    """The gradients of `linear_attention`, each in the shape and dtype of its argument; None for what was not given.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.LinearAttentionGrads._fields
+    ('query', 'key', 'value', 'decay', 'beta', 'initial_state')
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    decay: Array | None
+    beta: Array | None
+    initial_state: Array | None
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
 
 
 class ShortConvolutionGrads(NamedTuple):
@@ -28,3 +50,6 @@ class ShortConvolutionGrads(NamedTuple):
     weight: Array
     bias: Array | None = None
     initial_state: Array | None = None
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
