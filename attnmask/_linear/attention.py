@@ -11,8 +11,7 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -20,9 +19,11 @@ from attnmask._common.arguments import as_array, check_apart, flag
 from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
-from attnmask._linear.grads import LinearAttentionGrads
+from attnmask._linear.grads import LinearAttentionGrads, Vjp, VjpWithState
 from attnmask._linear.options import LinearOptions
 
+_Vjp: TypeAlias = Vjp[LinearAttentionGrads]
+_VjpWithState: TypeAlias = VjpWithState[LinearAttentionGrads]
 _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]
         Read in place, whatever their strides. float16, bfloat16, float32 or float64.
@@ -66,6 +67,16 @@ def linear_attention(
     out: Array | None = None,
     **more: Unpack[LinearOptions[ArrayLike]],
 ) -> tuple[Array, Array]: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: bool,
+    out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> Array | tuple[Array, Array]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention(
     query: ArrayLike,
@@ -138,7 +149,7 @@ def linear_attention(
     ... ).ravel()
     array([20.])
     """
-    result: Array | tuple[Array, Array] = _core.linear_attention(
+    return _core.linear_attention(
         query,
         key,
         value,
@@ -152,9 +163,38 @@ def linear_attention(
         return_state,
         out,
     )
-    return result
 
 
+@overload
+def linear_attention_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: Literal[False] = False,
+    out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> tuple[Array, _Vjp]: ...
+@overload
+def linear_attention_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: Literal[True],
+    out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> tuple[tuple[Array, Array], _VjpWithState]: ...
+@overload
+def linear_attention_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: bool,
+    out: Array | None = None,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention_vjp(
     query: ArrayLike,
@@ -170,7 +210,7 @@ def linear_attention_vjp(
     chunk_size: int = 64,
     return_state: bool = False,
     out: Array | None = None,
-) -> tuple[Any, Callable[..., LinearAttentionGrads]]:
+) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]:
     """`linear_attention` and its gradients.
 
     Chunks are computed again for the gradients. What is kept is the arguments, not copied, and one state per chunk:

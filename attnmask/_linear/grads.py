@@ -1,6 +1,8 @@
 """The gradients of linear attention and short convolutions, whose types a program can read as they stand here."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
+
+from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import fields_in_a_line
 from attnmask._common.types import Array
@@ -53,3 +55,14 @@ class ShortConvolutionGrads(NamedTuple):
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
+
+
+_Grads = TypeVar("_Grads", covariant=True)
+
+
+class Vjp(Protocol[_Grads]):
+    def __call__(self, dout: ArrayLike) -> _Grads: ...
+
+
+class VjpWithState(Protocol[_Grads]):
+    def __call__(self, dout: ArrayLike, dstate: ArrayLike | None) -> _Grads: ...

@@ -10,7 +10,7 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,18 +18,14 @@ from numpy.typing import ArrayLike
 from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
-from attnmask._linear.grads import ShortConvolutionGrads
+from attnmask._linear.grads import ShortConvolutionGrads, Vjp, VjpWithState
 from attnmask._linear.options import Activation, ConvolutionOptions
 
 __all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 
 
-class _Vjp(Protocol):
-    def __call__(self, dout: ArrayLike) -> ShortConvolutionGrads: ...
-
-
-class _VjpWithState(Protocol):
-    def __call__(self, dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads: ...
+_Vjp: TypeAlias = Vjp[ShortConvolutionGrads]
+_VjpWithState: TypeAlias = VjpWithState[ShortConvolutionGrads]
 
 
 def is_silu(activation: object) -> bool:

@@ -15,7 +15,7 @@ An empty sequence keeps its number. Results have the integer type of ``cu_seqlen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -27,7 +27,11 @@ from attnmask._common.types import Array, DType
 _T = TypeVar("_T")
 
 
-def cdiv(a: Any, b: Any) -> Any:
+@overload
+def cdiv(a: int, b: int) -> int: ...
+@overload
+def cdiv(a: ArrayLike, b: ArrayLike) -> NDArray[np.integer]: ...
+def cdiv(a: ArrayLike, b: ArrayLike) -> int | NDArray[np.integer]:
     """Divide integers and round up: how many blocks of `b` cover `a`.
 
     Parameters

@@ -47,6 +47,16 @@ more(out, lse).value.sum()
 attnmask.flash_attention_bwd(out, x, x, x, *attnmask.flash_attention_fwd(x, x, x)).key.sum()
 d: NDArray[Any] = attnmask.flash_attention_with_kvcache(x, x, x, cache_seqlens=[1], sliding_window=(2, None))
 e: tuple[NDArray[Any], NDArray[Any]] = attnmask.flash_attention_with_kvcache(x, x, x, return_lse=True)
+g: NDArray[Any] = attnmask.linear_attention(x, x, x, decay=x[..., 0], chunk_size=32)
+h, back = attnmask.linear_attention_vjp(x, x, x)
+decay = back(h.round()).decay
+assert decay is not None
+(h, state), with_state = attnmask.linear_attention_vjp(x, x, x, return_state=True)
+with_state(h, state).value.sum()
+i = attnmask.linear_attention(x, x, x, return_state=bool(x.sum()))
+assert not isinstance(i, tuple)
+blocks = range(attnmask.cdiv(130, 64))
+counts = attnmask.cdiv(np.array([1, 2]), 64).tolist()
 cache = attnmask.KVCache(2, 8, pages=4, dtype="float32")
 f: NDArray[Any] = cache.step([0], 1).attend(0, x, x, x, sliding_window=4, attention_mask=x)
 # wrong:
@@ -59,6 +69,11 @@ attnmask.flash_attention(x, x, x, return_lse=True).sum()
 attnmask.flash_attention_vjp(x, x, x, grad_sinks=True)
 attnmask.flash_attention_fwd(x, x, x, causal="yes")
 attnmask.flash_attention_with_kvcache(x, x, x, scale=1.0)
+attnmask.linear_attention(x, x, x, return_state=True).sum()
+attnmask.linear_attention(x, x, x, softmax_scale=1.0)
+attnmask.linear_attention_vjp(x, x, x)[1](x).q
+back(h, state)
+attnmask.cdiv(3, 2).tolist()
 """
 TORCH = """
 import torch
