@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from inspect import Parameter, signature
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from attnmask._common.types import AnyFunction, Arguments, Given
 
@@ -87,7 +87,7 @@ def advice(name: str, parameters: Collection[str]) -> str:
     return f"; write {instead}" if instead else ""
 
 
-def types_of(options: Any, array: str) -> dict[str, str]:
+def types_of(options: AnyFunction, array: str) -> dict[str, str]:
     """Return the types in a `TypedDict` as they are written, for a kind of array."""
     hints = options.__annotations__.items()
     return {name: hint.__forward_arg__.replace("_Array", array) for name, hint in hints}

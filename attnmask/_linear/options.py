@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -50,7 +50,7 @@ class ConvolutionStepOptions(TypedDict, total=False):
     state_indices: ArrayLike | None
 
 
-def keywords(function: AnyFunction, options: Any, array: str) -> Keywords:
+def keywords(function: AnyFunction, options: AnyFunction, array: str) -> Keywords:
     """Return those arguments of a function of NumPy arrays that are `options`, for another kind of array."""
     types, rows = types_of(options, array), signature(function).parameters
     return Keywords({name: rows[name].default for name in rows if name in types}, types)

@@ -33,9 +33,9 @@ mask with zigzag shards 25 % less, under a window only its edges, of whole docum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -430,6 +430,18 @@ def _whole_mask(given: Given, batch: int, heads: int, length: int) -> MaskInfo |
     return mask
 
 
+class _Array(Protocol):
+    """An array of PyTorch or JAX."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def reshape(self, *shape: int) -> Self: ...
+    def swapaxes(self, one: int, other: int, /) -> Self: ...
+
+
+_X = TypeVar("_X", bound=_Array)
+
+
 @dataclass
 class Described:
     """The part of a `ring_attention` call that is the same in all processes. Unless rectangles go one by one, batch
@@ -445,18 +457,18 @@ class Described:
     def world(self) -> int:
         return self.ring.shards.world
 
-    def in_row(self, x: Any) -> Any:
-        """Return [B, T, ...] as calls have it; arrays are of PyTorch or JAX."""
+    def in_row(self, x: _X) -> _X:
+        """Return [B, T, ...] as calls have it."""
         return x if self.ring.conditions.one_by_one else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def stats_in_row(self, x: Any) -> Any:
+    def stats_in_row(self, x: _X) -> _X:
         """Return [B, H, T] as calls have it."""
         if self.ring.conditions.one_by_one:
             return x
         batch, heads, tokens = x.shape
         return x.swapaxes(0, 1).reshape(1, heads, batch * tokens)
 
-    def stats(self, in_row: Any) -> Any:
+    def stats(self, in_row: _X) -> _X:
         """Return [B, H, T] again."""
         if self.ring.conditions.one_by_one:
             return in_row

@@ -148,7 +148,7 @@ def flash_attention(
     *,
     return_lse: bool = False,
     callback: bool = False,
-    **more: Any,
+    **more: object,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Apply `attnmask.flash_attention` in JAX: under ``jit``, ``grad`` and ``vmap``.
 
@@ -190,14 +190,8 @@ def flash_attention(
     [1.833, 0.833, 0.333]
     """
     with_lse = flag(return_lse, "return_lse")
-    given = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "bias": bias,
-        **more,
-    }
+    own: Arguments = {"query": query, "key": key, "value": value}
+    given = own | {"attention_mask": attention_mask, "bias": bias} | more
     arrays = {
         name: x if isinstance(x, (MaskInfo, jax.Array)) else np.asarray(x)
         for name, x in given.items()

@@ -204,7 +204,7 @@ def linear_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 @_ATTENTION
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_state: bool = False, **more: Any
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_state: bool = False, **more: object
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.linear_attention` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
@@ -356,7 +356,12 @@ def short_convolution(
 ) -> tuple[jax.Array, jax.Array]: ...
 @_CONVOLUTION
 def short_convolution(
-    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, *, return_state: bool = False, **more: Any
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_state: bool = False,
+    **more: object,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Apply `attnmask.short_convolution` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 

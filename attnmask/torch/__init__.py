@@ -245,14 +245,8 @@ def flash_attention(
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     with_lse = flag(return_lse, "return_lse")
-    given: Arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "bias": bias,
-        **more,
-    }
+    given: Arguments = dict(zip(LEARNED, tensors, strict=False))
+    given |= {"attention_mask": attention_mask, "bias": bias, **more}
     if compiling and torch._C._are_functorch_transforms_active():
         # Operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)

@@ -42,7 +42,7 @@ from attnmask.torch._types import Context, MaybeTensor, Shaped
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
 
 
-def _activation(value: Any, name: str) -> Any:
+def _activation(value: object, name: str) -> object:
     one_of(value, name, (None, "silu"))
     return value
 
