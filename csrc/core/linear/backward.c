@@ -71,7 +71,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
     if (chunk->soon && l->index > 0)
         am_linear_values_soon(base, &job->back->d_out, l->at, am_linear_token(base, l->at, l->index - 1),
                               chunk->soon);
-    if (kernel(chunk, g, l->from->pairs, b->scratch)) return AM_OK;
+    if (kernel(chunk, g, l->pairs, b->scratch)) return AM_OK;
     if (!b->token_scratch) b->token_scratch = malloc((size_t)base->scratch.backward_tokens);
     if (!b->token_scratch) return AM_NO_MEMORY;
     am_linear_put_aside(base, b, 0, NULL, g->d_state);
@@ -79,7 +79,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
         am_linear_recall(base, am_linear_kept_state(base, job->back->kept, l->at, l->index), l->at, b->state);
         chunk->state = b->state;
     }
-    am_linear_find_resets(base, l->from, b, chunk);
+    am_linear_load_tokens(base, b, l->at, am_linear_token(base, l->at, l->index), chunk);
     base->kernels->backward_tokens(chunk, g, b->token_scratch);
     am_linear_put_back(base, b, 0, NULL, g->d_state);
     return AM_OK;
@@ -175,9 +175,9 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     const am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
     const ptrdiff_t i = slot - base->offsets[sequence], token = am_linear_token(base, &at, i);
     if (i == am_linear_chunks(base, &at)) return AM_OK; /* the state behind the last chunk */
-    const am_linear_link link = {.base = base, .at = &at, .b = b, .from = b, .index = i};
+    const am_linear_link link = {.base = base, .at = &at, .b = b, .pairs = b->pairs, .index = i};
     am_linear_chunk chunk = am_linear_load(base, b, &at, token);
-    base->chunks->find_pairs(&chunk, b->pairs);
+    base->chunks->find_pairs(&chunk, b->pairs, b->scratch);
     am_linear_load_values(base, b, &at, token, &chunk);
     am_linear_gradients g = gradients_of(b);
     chunk.state = am_linear_kept_state(base, job->back->kept, &at, i);
@@ -192,7 +192,7 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     return status;
 }
 
-enum { USES = AM_LINEAR_READ | AM_LINEAR_TAKE | AM_LINEAR_BACK };
+enum { USES = AM_LINEAR_READ | AM_LINEAR_FIND | AM_LINEAR_PAIRS | AM_LINEAR_TAKE | AM_LINEAR_BACK };
 
 static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
 {

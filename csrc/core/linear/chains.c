@@ -18,15 +18,16 @@ bool am_linear_in_rounds(const am_context *context, const am_linear_base *base)
 
 static int uses_of(const am_linear_chains *chains)
 {
-    return AM_LINEAR_TAKE | (chains->backward ? AM_LINEAR_BACK : 0);
+    return AM_LINEAR_READ | AM_LINEAR_TAKE | (chains->backward ? AM_LINEAR_BACK : 0);
 }
 
 /* Reads a chunk and finds its pairs. */
-static am_linear_chunk read_chunk(const am_linear_base *base, const am_linear_buffers *b,
-                                  const am_linear_place *at, ptrdiff_t index, bool backward)
+static am_linear_chunk read_chunk(const am_linear_link *l, bool backward, am_linear_soon *soon)
 {
-    const am_linear_chunk chunk = am_linear_load(base, b, at, am_linear_token(base, at, index));
-    if (backward || chunk.tokens > AM_LINEAR_FEW) base->chunks->find_pairs(&chunk, b->pairs);
+    am_linear_chunk chunk = am_linear_load(l->base, l->b, l->at, am_linear_token(l->base, l->at, l->index));
+    chunk.soon = soon;
+    if (backward || chunk.tokens > AM_LINEAR_FEW)
+        l->base->chunks->find_pairs(&chunk, l->pairs, l->b->scratch);
     return chunk;
 }
 
@@ -55,6 +56,11 @@ typedef struct {
     am_workspaces workspaces;
 } whole_job;
 
+static int lane_uses(const am_linear_chains *chains)
+{
+    return uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS;
+}
+
 /* What is read after a chunk: the next one, or that of the next task. */
 static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t index)
 {
@@ -79,11 +85,11 @@ static am_status take_lane(const whole_job *job, am_linear_buffers *b, ptrdiff_t
     const am_linear_place place = am_linear_place_of(job->base, task), *at = &place;
     const am_linear_chains *chains = job->chains;
     const ptrdiff_t count = am_linear_chunks(job->base, at);
-    am_linear_link link = {.base = job->base, .at = at, .b = b, .from = b};
+    am_linear_link link = {.base = job->base, .at = at, .b = b, .pairs = b->pairs};
     chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
         link.index = chains->backward ? count - 1 - i : i;
-        am_linear_chunk chunk = read_chunk(job->base, b, at, link.index, chains->backward);
+        am_linear_chunk chunk = read_chunk(&link, chains->backward, NULL);
         am_linear_soon soon = soon_after(job, task, link.index);
         chunk.soon = &soon;
         am_status status = take_chunk(chains, &link, chunk, team);
@@ -98,7 +104,7 @@ static am_status lane_task(void *arg, ptrdiff_t index, am_team *team)
     const whole_job *job = arg;
     am_linear_buffers buffers;
     char *memory = am_workspace(&job->workspaces);
-    am_linear_lay_out(job->base, &buffers, AM_LINEAR_READ | uses_of(job->chains), memory);
+    am_linear_lay_out(job->base, &buffers, lane_uses(job->chains), memory);
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     am_status status = take_lane(job, &buffers, index, team);
@@ -111,7 +117,7 @@ static am_status run_lanes(const am_context *context, const am_linear_base *base
                            const am_linear_chains *chains)
 {
     whole_job job = {.base = base, .chains = chains};
-    am_status status = am_linear_workspaces(&job.workspaces, base, context, AM_LINEAR_READ | uses_of(chains));
+    am_status status = am_linear_workspaces(&job.workspaces, base, context, lane_uses(chains));
     if (status == AM_OK) status = am_parallel(context, lanes_of(base), 1, lane_task, &job);
     am_workspaces_free(&job.workspaces);
     return status;
@@ -123,24 +129,38 @@ typedef struct {
     const am_linear_base *base;
     am_linear_base sliced;
     const am_linear_chains *chains;
-    char *memory; /* of all buffers */
+    am_workspaces workspaces; /* for finding pairs */
+    char *memory;             /* of pairs, and then of links */
     ptrdiff_t bytes;
-    am_linear_buffers *read;  /* [lanes * group] */
-    am_linear_chunk *chunks;  /* likewise */
     am_linear_buffers *links; /* [lanes * slices] */
-    ptrdiff_t lanes, group, round, last_round;
+    ptrdiff_t lanes, group, round, last_round, threads;
 } rounds_job;
 
-static am_status read_task(void *arg, ptrdiff_t task, am_team *team)
+/* Of a chunk of this round. */
+static char *pairs_of(const rounds_job *job, ptrdiff_t lane, ptrdiff_t chunk)
+{
+    return job->memory + (lane * job->group + chunk) * job->base->scratch.pairs;
+}
+
+enum { FIND = AM_LINEAR_READ | AM_LINEAR_FIND };
+
+static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
 {
     rounds_job *job = arg;
+    const am_linear_base *base = job->base;
     (void)team;
-    const am_linear_place at = am_linear_place_of(job->base, task / job->group);
-    const ptrdiff_t index = job->round * job->group + task % job->group;
-    if (index >= am_linear_chunks(job->base, &at)) return AM_OK;
+    const am_linear_place at = am_linear_place_of(base, task / job->group);
+    const ptrdiff_t first = job->round * job->group, i = task % job->group;
+    const ptrdiff_t next = i + job->threads; /* which this thread takes next, if all take as long */
+    am_linear_buffers b;
+    am_linear_soon soon = {.count = 0};
+    if (first + i >= am_linear_chunks(base, &at)) return AM_OK;
+    if (next < job->group) am_linear_keys_soon(base, &at, am_linear_token(base, &at, first + next), &soon);
+    am_linear_lay_out(base, &b, FIND, am_workspace(&job->workspaces));
+    const am_linear_link link = {base, &at, &b, pairs_of(job, task / job->group, i), first + i};
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    job->chunks[task] = read_chunk(job->base, &job->read[task], &at, index, job->chains->backward);
+    read_chunk(&link, job->chains->backward, &soon);
     am_float_mode_set(mode);
     return AM_OK;
 }
@@ -156,11 +176,15 @@ static am_status take_group(rounds_job *job, ptrdiff_t task, am_team *team)
     for (ptrdiff_t i = 0; i < count; i++) {
         const ptrdiff_t j = chains->backward ? count - 1 - i : i;
         link.index = first + j;
-        link.from = &job->read[lane * job->group + j];
-        am_linear_chunk chunk = job->chunks[lane * job->group + j];
+        link.pairs = pairs_of(job, lane, j);
+        am_linear_chunk chunk =
+            am_linear_load_known(link.base, link.b, &at, am_linear_token(link.base, &at, link.index));
         am_linear_soon soon = {.count = 0};
-        const ptrdiff_t next = am_linear_token(link.base, &at, link.index + (chains->backward ? -1 : 1));
-        if (i + 1 < count) am_linear_values_soon(link.base, &link.base->linear->value, &at, next, &soon);
+        if (i + 1 < count) {
+            const ptrdiff_t next = am_linear_token(link.base, &at, link.index + (chains->backward ? -1 : 1));
+            am_linear_values_soon(link.base, &link.base->linear->value, &at, next, &soon);
+            if (!link.base->linear->by_channel) am_linear_keys_soon(link.base, &at, next, &soon);
+        }
         chunk.soon = &soon;
         am_status status = take_chunk(chains, &link, chunk, team);
         if (status != AM_OK) return status;
@@ -178,24 +202,21 @@ static am_status group_task(void *job, ptrdiff_t task, am_team *team)
     return status;
 }
 
-static am_status allocate(rounds_job *job)
+static am_status allocate(rounds_job *job, const am_context *context)
 {
-    const ptrdiff_t links = job->lanes * job->sliced.slices, read = job->lanes * job->group;
+    const ptrdiff_t links = job->lanes * job->sliced.slices;
     const int uses = uses_of(job->chains);
     am_linear_buffers b;
-    const ptrdiff_t read_bytes = am_linear_lay_out(job->base, &b, AM_LINEAR_READ, NULL),
-                    link_bytes = am_linear_lay_out(&job->sliced, &b, uses, NULL);
-    job->bytes = read * read_bytes + links * link_bytes;
+    const ptrdiff_t link_bytes = am_linear_lay_out(&job->sliced, &b, uses, NULL);
+    const ptrdiff_t pairs_bytes = job->lanes * job->group * job->base->scratch.pairs;
+    am_status status = am_linear_workspaces(&job->workspaces, job->base, context, FIND);
+    if (status != AM_OK) return status;
+    job->bytes = pairs_bytes + links * link_bytes;
     job->memory = am_alloc_aligned(job->bytes);
-    job->read = calloc((size_t)(read + links), sizeof *job->read);
-    job->chunks = calloc((size_t)read, sizeof *job->chunks);
-    if (!job->memory || !job->read || !job->chunks) return AM_NO_MEMORY;
-    job->links = job->read + read;
-    for (ptrdiff_t i = 0; i < read; i++)
-        am_linear_lay_out(job->base, &job->read[i], AM_LINEAR_READ, job->memory + i * read_bytes);
+    job->links = calloc((size_t)links, sizeof *job->links);
+    if (!job->memory || !job->links) return AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < links; i++)
-        am_linear_lay_out(&job->sliced, &job->links[i], uses,
-                          job->memory + read * read_bytes + i * link_bytes);
+        am_linear_lay_out(&job->sliced, &job->links[i], uses, job->memory + pairs_bytes + i * link_bytes);
     return AM_OK;
 }
 
@@ -204,8 +225,8 @@ static void release(rounds_job *job)
     for (ptrdiff_t i = 0; job->links && i < job->lanes * job->sliced.slices; i++)
         am_linear_release(&job->links[i]);
     if (job->memory) am_free_aligned(job->memory, job->bytes);
-    free(job->read);
-    free(job->chunks);
+    am_workspaces_free(&job->workspaces);
+    free(job->links);
 }
 
 static am_status run_rounds(const am_context *context, rounds_job *job)
@@ -215,7 +236,7 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; i < rounds && status == AM_OK; i++) {
         job->round = backward ? rounds - 1 - i : i;
-        status = am_parallel(context, job->lanes * job->group, 1, read_task, job);
+        status = am_parallel(context, job->lanes * job->group, 1, find_task, job);
         if (status == AM_OK)
             status = am_parallel(context, job->lanes * job->sliced.slices, 1, group_task, job);
     }
@@ -233,11 +254,12 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_base *
         const am_linear_place at = am_linear_place_of(base, i);
         longest = am_max(longest, am_linear_chunks(base, &at));
     }
-    rounds_job job = {.base = base, .sliced = *base, .chains = chains, .lanes = lanes};
+    rounds_job job = {
+        .base = base, .sliced = *base, .chains = chains, .lanes = lanes, .threads = context->threads};
     am_linear_cut_channels(&job.sliced, context);
     job.group = am_min(am_ceil_div(8 * (ptrdiff_t)context->threads, lanes), am_max(longest, 1));
     job.last_round = am_max(am_ceil_div(longest, job.group), 1) - 1;
-    am_status status = allocate(&job);
+    am_status status = allocate(&job, context);
     if (status == AM_OK) status = run_rounds(context, &job);
     release(&job);
     return status;

@@ -3,19 +3,20 @@
  *
  * If there are as many sequences and heads as threads, each is a task. Else they go on in rounds: first the
  * pairs of some chunks of each are found, all at once, and then chains of slices take these chunks side by
- * side. The result is the same bits. */
+ * side. Threads share only the pairs: where processors have no cache in common, what another has written
+ * comes slowly. The result is the same bits. */
 #ifndef AM_LINEAR_CHAINS_H
 #define AM_LINEAR_CHAINS_H
 
 #include "core/attention/base.h"
 #include "core/linear/chunks.h"
 
-/* A chunk of a chain: `b` is the chain's memory, `from` holds what was read and the pairs. */
+/* A chunk of a chain; `b` is the chain's memory. */
 typedef struct {
     const am_linear_base *base;
     const am_linear_place *at;
     am_linear_buffers *b;
-    const am_linear_buffers *from;
+    void *pairs;
     ptrdiff_t index;
 } am_linear_link;
 

@@ -56,7 +56,7 @@ static void find_scratch(am_linear_base *base)
 {
     const am_linear_scratch chunks = base->chunks->scratch(&base->shape);
     base->scratch = base->kernels->scratch(&base->shape);
-    base->scratch.pairs = chunks.pairs;
+    base->scratch.pairs = chunks.pairs, base->scratch.find = chunks.find;
     base->scratch.forward = am_max(base->scratch.forward, chunks.forward);
     base->scratch.backward = am_max(base->scratch.backward, chunks.backward);
 }
@@ -150,6 +150,9 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
                     tokens = s->token_step * base->size;
     const ptrdiff_t decays = base->linear->by_channel ? keys : tokens;
     const ptrdiff_t state = s->row_step * s->channel_step * base->size;
+    ptrdiff_t scratch = uses & AM_LINEAR_FIND ? base->scratch.find : 0;
+    if (uses & AM_LINEAR_TAKE) scratch = am_max(scratch, base->scratch.forward);
+    if (uses & AM_LINEAR_BACK) scratch = am_max(scratch, base->scratch.backward);
     *b = (am_linear_buffers){0};
     const struct {
         char **place;
@@ -163,7 +166,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->beta, tokens, AM_LINEAR_READ},
         {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
-        {&b->pairs, base->scratch.pairs, AM_LINEAR_READ},
+        {&b->pairs, base->scratch.pairs, AM_LINEAR_PAIRS},
         {&b->v, values, AM_LINEAR_TAKE},
         {&b->out, values, AM_LINEAR_TAKE},
         {&b->reset, decays, AM_LINEAR_TAKE},
@@ -171,7 +174,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->states[1], state, AM_LINEAR_TAKE},
         {&b->spare, values + state, AM_LINEAR_TAKE},
         {&b->wide, 2 * keys + values + tokens, base->chunks->rows != base->type ? AM_LINEAR_TAKE : 0},
-        {&b->scratch, uses & AM_LINEAR_BACK ? base->scratch.backward : base->scratch.forward, AM_LINEAR_TAKE},
+        {&b->scratch, scratch, AM_LINEAR_FIND | AM_LINEAR_TAKE},
         {&b->state, state, AM_LINEAR_BACK},
         {&b->d_out, values, AM_LINEAR_BACK},
         {&b->d_q, keys, AM_LINEAR_BACK},
@@ -253,6 +256,16 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
     };
 }
 
+am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear_buffers *b,
+                                     const am_linear_place *at, ptrdiff_t token)
+{
+    const am_linear_shape *s = &base->shape;
+    if (!base->linear->by_channel) return am_linear_load(base, b, at, token);
+    const ptrdiff_t count = am_min(s->tokens, at->end - token);
+    if (s->delta) read_tokens(base, &base->linear->beta, at, token, count, b->beta);
+    return (am_linear_chunk){.shape = s, .tokens = count, .beta = s->delta ? b->beta : NULL};
+}
+
 static void read_values(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
                         ptrdiff_t count, char *to)
 {
@@ -295,18 +308,37 @@ void am_linear_values_soon(const am_linear_base *base, const am_linear_array *va
              at->channels);
 }
 
-void am_linear_widen(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
-                     ptrdiff_t token, am_linear_chunk *chunk)
+static void find_resets(const am_linear_base *base, const am_linear_buffers *b, am_linear_chunk *chunk)
 {
-    if (!b->wide) return;
+    const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->row_step : 1);
+    bool *reset = (bool *)b->reset, any = false;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const double decay =
+            base->type == AM_FLOAT64 ? ((double *)b->decay)[i] : (double)((float *)b->decay)[i];
+        reset[i] = decay == -INFINITY;
+        any |= reset[i];
+    }
+    chunk->reset = any ? reset : NULL;
+}
+
+void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
+                           ptrdiff_t token, am_linear_chunk *chunk)
+{
     const am_linear_shape *s = &base->shape;
-    char *q = b->wide, *k = q + s->token_step * s->row_step * base->size,
-         *v = k + s->token_step * s->row_step * base->size,
-         *inverse = base->linear->normalize ? v + s->token_step * s->channel_step * base->size : NULL;
-    read_keys(base, base->type, at, token, chunk->tokens, (char *const[]){q, k},
-              (char *const[]){inverse, inverse});
-    read_values(base, base->type, at, token, chunk->tokens, v);
-    chunk->q = q, chunk->k = k, chunk->v = v;
+    char *q = b->q, *k = b->k, *inverse = b->q_inverse;
+    if (b->wide) {
+        q = b->wide, k = q + s->token_step * s->row_step * base->size;
+        char *v = k + s->token_step * s->row_step * base->size;
+        if (inverse) inverse = v + s->token_step * s->channel_step * base->size;
+        read_values(base, base->type, at, token, chunk->tokens, v);
+        chunk->v = v;
+    }
+    if (b->wide || !chunk->q)
+        read_keys(base, base->type, at, token, chunk->tokens, (char *const[]){q, k},
+                  (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
+    if (!chunk->factor) read_decay(base, b, at, token, chunk->tokens);
+    chunk->q = q, chunk->k = k, chunk->factor = b->factor;
+    find_resets(base, b, chunk);
 }
 
 ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at)
@@ -317,21 +349,6 @@ ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at
 ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index)
 {
     return at->begin + index * base->linear->chunk;
-}
-
-void am_linear_find_resets(const am_linear_base *base, const am_linear_buffers *from,
-                           const am_linear_buffers *to, am_linear_chunk *chunk)
-{
-    const am_linear_shape *s = chunk->shape;
-    const ptrdiff_t count = chunk->tokens * (s->decay == AM_DECAY_BY_CHANNEL ? s->row_step : 1);
-    bool *reset = (bool *)to->reset, any = false;
-    for (ptrdiff_t i = 0; i < count; i++) {
-        const double decay =
-            base->type == AM_FLOAT64 ? ((double *)from->decay)[i] : (double)((float *)from->decay)[i];
-        reset[i] = decay == -INFINITY;
-        any |= reset[i];
-    }
-    chunk->reset = any ? reset : NULL;
 }
 
 static ptrdiff_t spare_values(const am_linear_base *base)

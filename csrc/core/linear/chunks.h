@@ -49,14 +49,17 @@ void am_linear_end(am_linear_base *base);
 am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task);
 
 /* What buffers are for. */
-enum { AM_LINEAR_READ = 1, AM_LINEAR_TAKE = 2, AM_LINEAR_BACK = 4 };
+enum { AM_LINEAR_READ = 1, AM_LINEAR_FIND = 2, AM_LINEAR_PAIRS = 4, AM_LINEAR_TAKE = 8, AM_LINEAR_BACK = 16 };
 /* Lays them out in memory; returns the bytes that they take. NULL only counts. Release them at the end. */
 ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *buffers, int uses, char *memory);
 void am_linear_release(am_linear_buffers *buffers);
 
-/* Reads the chunk that begins at a token, but for values; and values. */
+/* Reads the chunk that begins at a token, but for values; only what is needed where its pairs are known; and
+ * values. */
 am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *buffers,
                                const am_linear_place *at, ptrdiff_t token);
+am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear_buffers *buffers,
+                                     const am_linear_place *at, ptrdiff_t token);
 void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *buffers,
                            const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
 
@@ -66,17 +69,14 @@ void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, 
 void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
                            const am_linear_place *at, ptrdiff_t token, am_linear_soon *soon);
 
-/* Where the chunk was read as bfloat16, reads it as the type of sums, for other kernels. */
-void am_linear_widen(const am_linear_base *base, const am_linear_buffers *buffers, const am_linear_place *at,
-                     ptrdiff_t token, am_linear_chunk *chunk);
+/* Reads what is missing before a chunk is taken token by token: all in the type of sums, and which decays are
+ * -inf. */
+void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *buffers,
+                           const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
 
 /* Chunks of a place, and the first token of one. */
 ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at);
 ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index);
-
-/* Finds decays of -inf in buffers where the chunk was read, before it is taken token by token. */
-void am_linear_find_resets(const am_linear_base *base, const am_linear_buffers *from,
-                           const am_linear_buffers *to, am_linear_chunk *chunk);
 
 /* Before a chunk is taken token by token, what its products gave is put aside; and behind that, what of it is
  * finite comes back. `tokens` rows of `out`, which may be none, and a state. */

@@ -34,10 +34,9 @@ static am_status take(void *results, const am_linear_link *l, am_linear_chunk *c
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
     const ptrdiff_t token = am_linear_token(base, l->at, l->index);
     if (chunk->soon) am_linear_values_soon(base, &to->out, l->at, token, chunk->soon);
-    if (few || !base->chunks->forward(chunk, l->from->pairs, l->b->scratch)) {
+    if (few || !base->chunks->forward(chunk, l->pairs, l->b->scratch)) {
         if (!few) am_linear_put_aside(base, l->b, chunk->tokens, chunk->out, chunk->next);
-        am_linear_find_resets(base, l->from, l->b, chunk);
-        am_linear_widen(base, l->b, l->at, token, chunk);
+        am_linear_load_tokens(base, l->b, l->at, token, chunk);
         base->kernels->forward_tokens(chunk, l->b->scratch);
         if (!few) am_linear_put_back(base, l->b, chunk->tokens, chunk->out, chunk->next);
     }
@@ -94,7 +93,7 @@ static void take_step(const step_job *job, const am_linear_buffers *b, const am_
     } else {
         am_linear_chunk chunk = am_linear_load(base, b, at, 0);
         am_linear_load_values(base, b, at, 0, &chunk);
-        am_linear_find_resets(base, b, b, &chunk);
+        am_linear_load_tokens(base, b, at, 0, &chunk);
         const bool in_place = is_in_place(base, &step->state);
         char *state = in_place ? (char *)am_linear_rows_at(&step->state, slot.sequence, slot.head, 0).data
                                : b->states[0];

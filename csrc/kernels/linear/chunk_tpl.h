@@ -4,6 +4,8 @@
  *     W = V - (e K) S - M U          U = beta W, or V without beta
  *     out = (e Q) S + P U            next = e_last S + (t K)ᵀ U
  *
+ * Factors that do not differ by channel are multiplied into what comes of Q S and K S, and into U.
+ *
  * Gradients go the same way back, from those of out and of the next state to those of everything. Products
  * with a state, and those of values by values, are large, and may round their factors. */
 
@@ -28,19 +30,26 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
     const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
-        {&w->decays, by_channel ? 0 : pairs},
-        {&w->heads, 2 * keys},
-        {&w->since, by_channel ? keys : 0},
-        {&w->tail, keys},
+        {&w->heads, by_channel ? 2 * keys : 0},
+        {&w->since, by_channel ? keys : s->token_step},
+        {&w->tail, by_channel ? keys : 0},
+        {&w->behind, s->token_step},
         {&w->whole, s->row_step},
         {&w->p, pairs},
         {&w->m, pairs},
-        {&w->turned, keys},
         {&w->group_q, by_channel ? keys : 0},
         {&w->group_k, by_channel ? keys : 0},
         {&w->group_since, by_channel ? keys : 0},
     };
-    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+    return FN(lay_out)(parts, COUNT_OF(parts), memory);
+}
+
+/* For finding pairs. */
+static ptrdiff_t FN(lay_out_find)(FN(work) * w, const am_linear_shape *s, char *memory)
+{
+    const FN(part)
+        parts[] = {{&w->decays, s->token_step * s->token_step}, {&w->turned, s->token_step * s->row_step}};
+    return FN(lay_out)(parts, COUNT_OF(parts), memory);
 }
 
 static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
@@ -50,7 +59,7 @@ static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char
                               {&w->u, values},
                               {&w->coupled, s->token_step * s->token_step},
                               {&w->rounded, FN(numbers_of_factors)(s)}};
-    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+    return FN(lay_out)(parts, COUNT_OF(parts), memory);
 }
 
 static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, char *memory)
@@ -70,8 +79,11 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
         {&w->follow, by_channel ? s->row_step : 0},
         {&w->reads, by_channel ? 0 : s->token_step},
         {&w->across, by_channel ? 0 : s->token_step},
+        {&w->decays, pairs}, /* from here on not by channel */
+        {&w->heads, 2 * keys},
+        {&w->tail, keys},
     };
-    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+    return FN(lay_out)(parts, COUNT_OF(parts) - (by_channel ? 3 : 0), memory);
 }
 
 static am_linear_scratch FN(scratch)(const am_linear_shape *s)
@@ -79,7 +91,8 @@ static am_linear_scratch FN(scratch)(const am_linear_shape *s)
     FN(work) w;
     const ptrdiff_t of_token = 2 * s->row_step * (ptrdiff_t)sizeof(T),
                     forward = FN(lay_out_values)(&w, s, NULL);
-    return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), forward > of_token ? forward : of_token,
+    return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), FN(lay_out_find)(&w, s, NULL),
+                               forward > of_token ? forward : of_token,
                                forward + FN(lay_out_gradients)(&w, s, NULL),
                                FN(token_work_numbers)(s) * (ptrdiff_t)sizeof(T)};
 }
@@ -148,57 +161,68 @@ static void FN(couple)(const am_linear_chunk *c, const FN(work) * w, bool by_row
     }
 }
 
-static void FN(find_pairs)(const am_linear_chunk *c, void *pairs)
+static void FN(find_pairs)(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     FN(work) w;
     FN(lay_out_pairs)(&w, c->shape, pairs);
+    FN(lay_out_find)(&w, c->shape, scratch);
     if (c->shape->decay == AM_DECAY_BY_CHANNEL)
         FN(pairs_by_channel)(c, &w);
     else
         FN(pairs_by_token)(c, &w);
 }
 
-/* W in the place of (e K) S, and U. */
+/* W and U. `x` becomes W. */
 static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t count = c->tokens * s->channel_step;
+    const ptrdiff_t step = s->channel_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const T *v = c->v;
-    for (ptrdiff_t i = 0; i < count; i += LANES)
-        VOP(store)(x + i, VOP(sub)(VOP(load)(v + i), VOP(load)(x + i)));
-    FN(couple)(c, w, false);
-    FN(solve)(x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
+    FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_step : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        const ptrdiff_t row = i * s->channel_step;
-        FN(scale_row)(w->u + row, x + row, ((const T *)c->beta)[i], s->channel_step);
+        const V since = VOP(set1)(by_channel ? -1 : -w->since[i]);
+        for (ptrdiff_t j = i * step; j < (i + 1) * step; j += LANES)
+            VOP(store)(x + j, VOP(fma)(since, VOP(load)(x + j), VOP(load)(v + j)));
     }
+    FN(couple)(c, w, false);
+    FN(solve)(x, step, w->coupled, s->token_step, 1, c->tokens, step);
+    for (ptrdiff_t i = 0; i < c->tokens; i++)
+        FN(scale_row)(w->u + i * step, x + i * step, ((const T *)c->beta)[i], step);
 }
 
 static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens;
+    const ptrdiff_t n = c->tokens, step = s->channel_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
-    FN(apply_state)(c, &w, w.x, w.heads, c->state, s->delta ? 2 * n : n);
-    if (s->delta) FN(solve_delta)(c, &w, w.x + n * s->channel_step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, step);
+    FN(apply_state)(c, &w, w.x, by_channel ? w.heads : c->q, c->state, n);
+    if (s->delta) FN(solve_delta)(c, &w, w.x + n * step);
     const T *u = s->delta ? w.u : c->v;
     const FN(product) product = {.c = c->out,
                                  .start = w.x,
+                                 .factor = by_channel ? NULL : w.since,
                                  .a = w.p,
                                  .b = u,
-                                 .c_step = s->channel_step,
+                                 .c_step = step,
                                  .a_step = s->token_step,
                                  .a_depth = 1,
-                                 .b_step = s->channel_step,
+                                 .b_step = step,
                                  .m = n,
-                                 .n = s->channel_step,
+                                 .n = step,
                                  .depth = n,
                                  .triangle = LOWER_LEFT,
                                  .soon = c->soon};
     FN(multiply)(&product);
-    FN(move_state)(c, &w, c->next, c->state, w.tail, u, n);
-    return FN(all_finite)(c->out, n * s->channel_step) && FN(all_finite)(c->next, s->rows * s->channel_step);
+    for (ptrdiff_t i = 0; i < n && !by_channel; i++)
+        FN(scale_row)(w.u + i * step, u + i * step, w.behind[i], step);
+    if (by_channel)
+        FN(move_state)(c, &w, c->next, c->state, w.tail, u, n);
+    else
+        FN(move_state)(c, &w, c->next, c->state, c->k, w.u, n);
+    return FN(all_finite)(c->out, n * step) && FN(all_finite)(c->next, s->rows * step);
 }
 
 /* --- Gradients --- */
@@ -308,10 +332,11 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
     spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
-    if (s->delta) {
-        FN(apply_state)(c, &w, w.x + values, w.heads + keys, c->state, n);
-        FN(solve_delta)(c, &w, w.x + values);
+    if (s->decay != AM_DECAY_BY_CHANNEL) {
+        FN(decays_by_token)(c, &w);
+        FN(decay_keys)(c, &w);
     }
+    if (s->delta) FN(solve_delta)(c, &w, w.x + values);
     const T *u = s->delta ? w.u : c->v;
     FN(back_to_state)(c, g, &w);
     FN(back_to_v)(c, g, &w);
@@ -337,6 +362,7 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
     const am_linear_shape *s = c->shape;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
     spread_soon(c->soon, 2 * c->tokens, s->rows / 2, s->channel_step);
+    if (s->decay != AM_DECAY_BY_CHANNEL) FN(decay_keys)(c, &w);
     FN(back_to_state)(c, g, &w);
     return FN(all_finite)(g->d_state, s->rows * s->channel_step);
 }

@@ -25,8 +25,9 @@ typedef struct {
     float *heads[2];          /* by channel: queries and keys times the factors since the chunk's start,
                                * [tokens][row_step / 2] */
     float *turned;            /* lanes of keys, transposed: [row_step / 2][token_step] */
-    float *keys;              /* each two keys joined: [token_step / 2][row_step] */
-    float *p;                 /* [tokens][token_step / 2] */
+    float *keys;              /* each two keys joined, by channel times the factors that follow up to the
+                               * chunk's end: [token_step / 2][row_step] */
+    float *p;                 /* [tokens][token_step / 2], or by channel float32 [tokens][token_step] */
     float *products;          /* [tokens][token_step] */
     float *coupled;           /* -M times beta, likewise */
     float *q_since, *k_since; /* of a row: its scale, and the factors since the chunk's start */
@@ -39,14 +40,28 @@ typedef struct {
 
 static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 {
-    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step / 2;
-    const ptrdiff_t heads = s->decay == AM_DECAY_BY_CHANNEL ? keys : 0;
+    const ptrdiff_t pairs = s->token_step * s->token_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const ptrdiff_t keys = by_channel ? s->token_step * s->row_step / 2 : 0;
     const part_f32 parts[] = {
-        {&w->heads[0], heads},     {&w->heads[1], heads},        {&w->turned, keys},
-        {&w->keys, keys},          {&w->p, pairs / 2},           {&w->products, pairs},
-        {&w->coupled, pairs},      {&w->q_since, s->token_step}, {&w->k_since, s->token_step},
-        {&w->tail, s->token_step}, {&w->whole, s->row_step},
+        {&w->heads[0], keys},
+        {&w->heads[1], keys},
+        {&w->keys, keys},
+        {&w->p, by_channel ? pairs : pairs / 2},
+        {&w->coupled, pairs},
+        {&w->q_since, s->token_step},
+        {&w->k_since, s->token_step},
+        {&w->tail, s->token_step},
+        {&w->whole, s->row_step},
     };
+    return lay_out_f32(parts, COUNT_OF(parts), memory);
+}
+
+/* For finding pairs. */
+static ptrdiff_t lay_out_find(work *w, const am_linear_shape *s, void *memory)
+{
+    const part_f32 parts[] = {{&w->turned, s->token_step * s->row_step / 2},
+                              {&w->products, s->token_step * s->token_step}};
     return lay_out_f32(parts, COUNT_OF(parts), memory);
 }
 
@@ -58,14 +73,17 @@ static ptrdiff_t lay_out_values(work *w, const am_linear_shape *s, void *memory)
         {&w->x, values},
         {&w->u, values / 2},
         {&w->tail_u, values / 2},
+        {&w->keys, s->token_step * s->row_step / 2}, /* not by channel */
     };
-    return lay_out_f32(parts, COUNT_OF(parts), memory);
+    return lay_out_f32(parts, COUNT_OF(parts) - (s->decay == AM_DECAY_BY_CHANNEL), memory);
 }
 
 static am_linear_scratch scratch_bf16x2(const am_linear_shape *s)
 {
     work w;
-    return (am_linear_scratch){.pairs = lay_out_pairs(&w, s, NULL), .forward = lay_out_values(&w, s, NULL)};
+    return (am_linear_scratch){.pairs = lay_out_pairs(&w, s, NULL),
+                               .find = lay_out_find(&w, s, NULL),
+                               .forward = lay_out_values(&w, s, NULL)};
 }
 
 /* What a row is multiplied by. */
@@ -84,7 +102,10 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
 {
     const am_linear_shape *s = c->shape;
     const float *beta = c->beta;
-    float *products = w->products + i * s->token_step, *p = w->p + i * s->token_step / 2, *coupled = w->coupled + i * s->token_step;
+    const float *products = w->products + i * s->token_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    float *coupled = w->coupled + i * s->token_step;
+    float *p = w->p + i * s->token_step / (by_channel ? 1 : 2);
     const vf of_q = vf_set1(q_scale), of_k = vf_set1(-k_scale), zero = vf_set1(0);
     for (ptrdiff_t j = 0; j < s->token_step; j += 2 * VF_LANES) {
         vf pairs[2];
@@ -98,8 +119,8 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
                 vf_store(coupled + at,
                          vf_mul(vf_mul(of_k, vf_mul(decays, vf_load(beta + at))), vf_load(coupled + at)));
         }
-        if (s->decay == AM_DECAY_BY_CHANNEL)
-            vf_store(products + j, pairs[0]), vf_store(products + j + VF_LANES, pairs[1]);
+        if (by_channel)
+            vf_store(p + j, pairs[0]), vf_store(p + j + VF_LANES, pairs[1]);
         else
             vf_store(p + j / 2, vf_narrow_bf16x2(pairs[0], pairs[1]));
     }
@@ -122,19 +143,12 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
                            .m = n,
                            .n = s->token_step,
                            .depth = (s->rows + 1) / 2,
-                           .triangle = LOWER_RESULT};
+                           .triangle = LOWER_RESULT,
+                           .soon = c->soon};
+    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_step);
     multiply_bf16x2(&product);
     product.c = w->coupled, product.a = k;
     if (s->delta) multiply_bf16x2(&product);
-    for (ptrdiff_t i = 0; i < n; i += 2) {
-        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
-            float *to = w->keys + i / 2 * s->row_step + 2 * j;
-            const vf odd = i + 1 < n ? vf_load(k + (i + 1) * step + j) : vf_set1(0);
-            vf first, second;
-            vf_interleave_bf16x2(vf_load(k + i * step + j), odd, &first, &second);
-            vf_store(to, first), vf_store(to + VF_LANES, second);
-        }
-    }
 }
 
 /* With decays per channel a chunk is halved again and again. For a query of the second half and a key of the
@@ -257,13 +271,14 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
     decay_tails(c, w, 0, n, true);
 }
 
-static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs)
+static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t step = s->row_step / 2;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     work w;
     lay_out_pairs(&w, s, pairs);
+    lay_out_find(&w, s, scratch);
     if (by_channel)
         products_by_channel(c, &w);
     else
@@ -289,6 +304,21 @@ static void join_rows(float *to, const float *even, const float *odd, ptrdiff_t 
 {
     for (ptrdiff_t j = 0; j < count; j += VF_LANES)
         vf_store(to + j, vf_join_bf16x2(vf_load(even + j), odd ? vf_load(odd + j) : vf_set1(0)));
+}
+
+static void join_keys(const am_linear_chunk *c, const work *w)
+{
+    const ptrdiff_t step = c->shape->row_step / 2;
+    for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
+        const float *k = (const float *)c->k + i * step;
+        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
+            float *to = w->keys + i * step + 2 * j;
+            const vf odd = i + 1 < c->tokens ? vf_load(k + step + j) : vf_set1(0);
+            vf first, second;
+            vf_interleave_bf16x2(vf_load(k + j), odd, &first, &second);
+            vf_store(to, first), vf_store(to + VF_LANES, second);
+        }
+    }
 }
 
 /* W, with the delta rule, from K S in its place. */
@@ -364,16 +394,16 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     multiply_bf16x2(&product);
     find_u(c, &w);
     product.start = product.c, product.factor = w.q_since;
-    product.triangle = LOWER_LEFT;
+    product.a = w.p, product.triangle = LOWER_LEFT;
     if (by_channel) {
-        product.a = w.products, product.a_step = s->token_step, product.b = w.x, product.depth = n;
+        product.a_step = s->token_step, product.b = w.x, product.depth = n;
         multiply_f32(&product);
     } else {
-        product.a = w.p, product.a_step = s->token_step / 2, product.b = w.u;
+        product.a_step = s->token_step / 2, product.b = w.u, product.depth = (n + 1) / 2;
+        multiply_bf16x2(&product);
+        join_keys(c, &w);
     }
-    product.depth = (n + 1) / 2;
-    if (!by_channel) multiply_bf16x2(&product);
-    product.c = c->next, product.start = state, product.factor = w.whole;
+    product.depth = (n + 1) / 2, product.c = c->next, product.start = state, product.factor = w.whole;
     product.a = w.keys, product.a_step = 1, product.a_depth = s->row_step;
     product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;
     multiply_bf16x2(&product);

@@ -18,9 +18,11 @@ enum { GROUP = 16 };
 /* What a chunk is made of. Matrices have the steps of the shape, and room for whole groups of rows. */
 typedef struct {
     T *decays;  /* D [tokens][token_step], or not by channel */
-    T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start */
-    T *since;   /* by channel: these factors, [tokens][row_step] */
-    T *tail;    /* keys times the factors that follow up to the chunk's end */
+    T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
+                 * channel only backwards, as results take these factors */
+    T *since;   /* these factors, [tokens], or by channel [tokens][row_step] */
+    T *tail;    /* keys times the factors that follow up to the chunk's end; likewise */
+    T *behind;  /* not by channel: these factors, [tokens] */
     T *whole;   /* the product of all factors, [row_step] */
     T *p, *m;   /* [tokens][token_step] */
     T *turned;  /* a transposed matrix */
@@ -99,7 +101,9 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
                .m = n,
                .n = s->token_step,
                .depth = s->rows,
-               .triangle = LOWER_RESULT};
+               .triangle = LOWER_RESULT,
+               .soon = c->soon};
+    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_step);
     FN(multiply)(&product);
     FN(decays_by_token)(c, w);
     FN(decay_pairs)(c, w, w->p, false);
@@ -109,13 +113,21 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         FN(decay_pairs)(c, w, w->m, true);
     }
     T since = 1;
-    for (ptrdiff_t i = 0; i < n; i++) {
-        since *= factor[i];
-        FN(scale_row)(w->heads + i * step, q + i * step, since, step);
-        if (s->delta) FN(scale_row)(w->heads + (n + i) * step, k + i * step, since, step);
-        FN(scale_row)(w->tail + i * step, k + i * step, w->decays[(n - 1) * s->token_step + i], step);
-    }
+    for (ptrdiff_t i = 0; i < n; i++) w->since[i] = since *= factor[i];
+    memcpy(w->behind, w->decays + (n - 1) * s->token_step, (size_t)n * sizeof *factor);
     for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
+}
+
+/* Backwards, what not by channel are heads and tail. */
+static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const ptrdiff_t n = c->tokens, step = c->shape->row_step;
+    const T *q = c->q, *k = c->k;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        FN(scale_row)(w->heads + i * step, q + i * step, w->since[i], step);
+        if (c->beta) FN(scale_row)(w->heads + (n + i) * step, k + i * step, w->since[i], step);
+        FN(scale_row)(w->tail + i * step, k + i * step, w->behind[i], step);
+    }
 }
 
 /* The gradients of decays are those of all exponents in which they stand, each of which is added once: those
@@ -127,12 +139,12 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step, pairs = s->token_step, sides = s->delta ? 2 : 1;
     const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
-    T *d_decay = g->d_decay, *across = w->across, since = 1, before = 0, after = 0;
+    T *d_decay = g->d_decay, *across = w->across, before = 0, after = 0;
     for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
         before += FN(dot)(state + r * s->channel_step, d_next + r * s->channel_step, s->channel_step);
     before *= w->whole[0];
     for (ptrdiff_t i = 0; i < n; i++) {
-        since *= factor[i];
+        const T since = w->since[i];
         w->reads[i] = since * FN(dot)(q + i * step, w->d_heads + i * step, step);
         if (s->delta) w->reads[i] += since * FN(dot)(k + i * step, w->d_heads + (n + i) * step, step);
         if (factor[i] == 0) before = 0;
@@ -168,17 +180,14 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *factor = c->factor;
     T *d_pairs[] = {w->d_pairs, w->d_pairs + n * s->token_step};
-    T since = 1;
     for (ptrdiff_t i = 0; i < n; i++) {
-        since *= factor[i];
         for (int side = 0; side < 1 + s->delta; side++) {
             T *head = w->d_heads + (side * n + i) * step;
-            FN(scale_row)(head, head, since, step);
+            FN(scale_row)(head, head, w->since[i], step);
         }
         T *tail = w->d_tail + i * step;
-        FN(scale_row)(tail, tail, w->decays[(n - 1) * s->token_step + i], step);
+        FN(scale_row)(tail, tail, w->behind[i], step);
     }
     for (int side = 0; side < 1 + s->delta; side++) {
         T *heads = w->d_heads + side * n * step;

@@ -68,8 +68,9 @@ typedef struct {
 } am_linear_gradients;
 
 /* The pairs of tokens in a chunk, which depend on queries, keys, decays and beta alone: several threads may
- * then share them, each with a slice of the channels of values. */
-typedef void am_linear_pairs(const am_linear_chunk *chunk, void *pairs);
+ * then share them, each with a slice of the channels of values. With a decay per token they are little, and
+ * threads read queries and keys themselves. */
+typedef void am_linear_pairs(const am_linear_chunk *chunk, void *pairs, void *scratch);
 
 /* The chunk by products of matrices, or token by token. The first returns false if a result is not finite:
  * then NaN or Inf may have reached what it should not, and the second, which is slower, does better. */
@@ -83,7 +84,7 @@ typedef void am_linear_backward_tokens(const am_linear_chunk *chunk, const am_li
 
 /* What each kernel needs of memory, in bytes. */
 typedef struct {
-    ptrdiff_t pairs, forward, backward, backward_tokens;
+    ptrdiff_t pairs, find, forward, backward, backward_tokens;
 } am_linear_scratch;
 
 struct am_linear_kernels {
