@@ -4,7 +4,7 @@ import numpy as np  # noqa: F401 (of annotations, as the next ones)
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
 
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, KVCACHE_DEFAULTS, KVCACHE_NAMES
-from attnmask._cache.quantize import check_tokens_rotate, rotated
+from attnmask._cache.quantize import check_not_latent, check_tokens_rotate, check_written, rotated
 from attnmask._common.arguments import as_array, flag, suit_hint
 from attnmask._common.loading import _core
 from attnmask._common.types import Array  # noqa: F401
@@ -135,9 +135,12 @@ def _attend_rotated(given):
     arrays = {
         name: as_array(given[name], name) for name in ("query", "key", "value") if given[name] is not None
     }
+    k_cache, v_cache = (as_array(given[name], name) for name in ("k_cache", "v_cache"))
+    check_not_latent(k_cache, v_cache)
     if "key" in arrays and "value" not in arrays:
         raise ValueError("value must be given with key and rotate=True, got None")
-    check_tokens_rotate(arrays["query"], as_array(given["v_cache"], "v_cache"))
+    check_tokens_rotate(arrays["query"], v_cache)
+    check_written(given | arrays)
     turned = given | {name: rotated(x) for name, x in arrays.items()}
     result = _core.flash_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), turned)
     out = as_array(result[0] if isinstance(result, tuple) else result, "out")

@@ -13,13 +13,14 @@ from attnmask._common.arguments import (
     FLOAT8,
     allocate,
     as_array,
+    check_apart,
     describe,
     integer,
     is_floating,
     of_ml_dtypes,
 )
 from attnmask._common.loading import _core
-from attnmask._common.types import AnyFunction, Array, DType, JaxArray
+from attnmask._common.types import AnyFunction, Array, DType, Given, JaxArray
 
 __all__ = ["quantize_kv"]
 
@@ -216,6 +217,29 @@ def check_tokens_rotate(query: Array | JaxArray, v_cache: Array | JaxArray) -> N
     for x, name, numbers in ((query, "query", 1), (v_cache, "v_cache", halves)):
         if x.ndim:
             check_rotates(x.shape[-1] * numbers, f"the channels of {name}")
+
+
+def check_written(given: Given) -> None:
+    """Check that what is written shares no memory with tokens, of which the core gets rotated copies."""
+    tokens = [(name, given[name]) for name in ("query", "key", "value") if given.get(name) is not None]
+    caches = ("k_cache", "v_cache", "k_scale", "v_scale") if given["key"] is not None else ()
+    check_apart(given.get("out"), tokens)
+    for name in caches:
+        if given[name] is not None:
+            check_apart(as_array(given[name], name), tokens, name)
+
+
+def check_not_latent(k_cache: Array, v_cache: Array) -> None:
+    """Check that values are not some of the keys' channels, which rotating has mixed with the others."""
+    if k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[-1] == v_cache.shape[-1]:
+        return
+    begin, other = (x.__array_interface__["data"][0] for x in (k_cache, v_cache))
+    axes = zip(k_cache.strides[:3], v_cache.strides[:3], k_cache.shape, strict=False)
+    end = begin + k_cache.shape[-1] * k_cache.strides[-1]
+    if min(begin, end) <= other < max(begin, end) and all(a == b for a, b, length in axes if length > 1):
+        raise ValueError(
+            "rotate must be False where v_cache is channels of k_cache, which are rotated together"
+        )
 
 
 def rotated(x: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from attnmask._cache.quantize import rotated, rotated_tokens
+from attnmask._cache.quantize import check_written, rotated, rotated_tokens
 from attnmask._common.arguments import as_array, flag, integer_array, suit_hint
 from attnmask._common.graphs import left_to_python
 from attnmask._common.loading import _core
@@ -70,8 +70,10 @@ def write_kvcache(
     try:
         slots = integer_array(slot_mapping, "slot_mapping")
         if flag(rotate, "rotate"):
-            arrays = as_array(key, "key"), None if value is None else as_array(value, "value")
-            key, value = rotated_tokens(*arrays, rotated)
+            key, value = as_array(key, "key"), None if value is None else as_array(value, "value")
+            written = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+            check_written(written | {"key": key, "value": value})
+            key, value = rotated_tokens(key, value, rotated)
         _core.write_kvcache(k_cache, v_cache, key, value, k_scale, v_scale, slots)
     except (TypeError, ValueError) as error:
         suit_hint(error, {"k_cache": k_cache, "v_cache": v_cache, "key": key})

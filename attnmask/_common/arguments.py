@@ -443,9 +443,9 @@ def share_memory(a: Array, b: Array) -> bool:
         return True
 
 
-def check_apart(out: object, given: Iterable[tuple[str, object]]) -> None:
+def check_apart(out: object, given: Iterable[tuple[str, object]], written: str = "out") -> None:
     """Check that `out` shares no memory with the `given` arguments. The core compares it only with the arrays that it
-    gets, which may be copies.
+    gets, which may be copies. `written` is its name.
     """
     if not isinstance(out, np.ndarray):
         return  # None, or an error that the core raises
@@ -455,7 +455,7 @@ def check_apart(out: object, given: Iterable[tuple[str, object]]) -> None:
             continue
         array = np.asarray(value) if isinstance(value, np.ndarray) else as_array(value, name)
         if share_memory(target, array):
-            raise ValueError(f"out must share no memory with {name}")
+            raise ValueError(f"{written} must share no memory with {name}")
 
 
 def number_dtype(value: DTypeLike, name: str = "dtype") -> DType:

@@ -486,7 +486,7 @@ def test_values_that_are_channels_of_the_keys(isa):
         ValueError, match="v_cache must be whole groups of 32 channels of k_cache, got 64 from channel 16"
     ):
         attnmask.flash_attention_with_kvcache(query, **given | {"v_cache": cache[..., 8:40]})
-    with pytest.raises(ValueError, match="value must be given with key and rotate=True"):
+    with pytest.raises(ValueError, match="rotate must be False where v_cache is channels of k_cache"):
         attnmask.flash_attention_with_kvcache(query, key=query[:, :, :1], **given, rotate=True)
 
 
