@@ -61,6 +61,14 @@ static int lane_uses(const am_linear_chains *chains)
     return uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS;
 }
 
+static void read_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index, bool keys,
+                      am_linear_soon *soon)
+{
+    const ptrdiff_t token = am_linear_token(base, at, index);
+    am_linear_values_soon(base, &base->linear->value, at, token, soon);
+    if (keys) am_linear_keys_soon(base, at, token, soon);
+}
+
 /* What is read after a chunk: the next one, or that of the next task. */
 static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t index)
 {
@@ -74,9 +82,7 @@ static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t
         at = am_linear_place_of(base, task);
         index = backward ? am_max(am_linear_chunks(base, &at), 1) - 1 : 0;
     }
-    const ptrdiff_t token = am_linear_token(base, &at, index);
-    am_linear_values_soon(base, &base->linear->value, &at, token, &soon);
-    am_linear_keys_soon(base, &at, token, &soon);
+    read_soon(base, &at, index, true, &soon);
     return soon;
 }
 
@@ -180,11 +186,9 @@ static am_status take_group(rounds_job *job, ptrdiff_t task, am_team *team)
         am_linear_chunk chunk =
             am_linear_load_known(link.base, link.b, &at, am_linear_token(link.base, &at, link.index));
         am_linear_soon soon = {.count = 0};
-        if (i + 1 < count) {
-            const ptrdiff_t next = am_linear_token(link.base, &at, link.index + (chains->backward ? -1 : 1));
-            am_linear_values_soon(link.base, &link.base->linear->value, &at, next, &soon);
-            if (!link.base->linear->by_channel) am_linear_keys_soon(link.base, &at, next, &soon);
-        }
+        const ptrdiff_t next = link.index + (chains->backward ? -1 : 1);
+        if (0 <= next && next < am_linear_chunks(link.base, &at))
+            read_soon(link.base, &at, next, !link.base->linear->by_channel, &soon);
         chunk.soon = &soon;
         am_status status = take_chunk(chains, &link, chunk, team);
         if (status != AM_OK) return status;

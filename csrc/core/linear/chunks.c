@@ -76,6 +76,7 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
     base->chunks = chunks ? chunks : base->kernels;
     if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
     const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
+    base->unscaled = way == AM_LINEAR_FORWARD && (!linear->by_channel || base->chunks->rows != type);
     const ptrdiff_t pad = base->chunks->rows == type ? AM_LINEAR_PAD : 2 * AM_LINEAR_PAD;
     base->shape = (am_linear_shape){
         .tokens = tokens,
@@ -86,8 +87,8 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .channel_step = padded(linear->channels),
         .decay = linear->by_channel ? AM_DECAY_BY_CHANNEL : AM_DECAY_BY_TOKEN,
         .delta = linear->beta.data,
-        .normalize = linear->normalize,
-        .scale = linear->scale,
+        .normalize = base->unscaled && linear->normalize,
+        .scale = base->unscaled ? linear->scale : 1,
     };
     find_scratch(base);
     base->slices = 1;
@@ -222,17 +223,39 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
     }
 }
 
-/* Queries and keys, which are scaled unless `type` is bfloat16. */
-static void read_keys(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
-                      ptrdiff_t count, char *const to[2], char *const inverses[2])
+/* Queries, or keys. */
+static am_strided_rows keys_at(const am_linear_base *base, bool keys, const am_linear_place *at,
+                               ptrdiff_t token)
 {
     const am_linear *linear = base->linear;
-    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
+    return am_linear_rows_at(keys ? &linear->key : &linear->query, at->batch, token,
+                             at->head / (linear->heads / linear->key_heads));
+}
+
+/* Queries and keys as they are in memory, and there if they lie as kernels need them. */
+static const void *unscaled_keys(const am_linear_base *base, bool keys, const am_linear_place *at,
+                                 ptrdiff_t token, void *to)
+{
+    const am_linear_shape *s = &base->shape;
+    const am_strided_rows from = keys_at(base, keys, at, token);
+    const am_dtype type = base->chunks->rows;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
+    const bool padded = s->rows == s->row_step && from.stride == s->row_step * size;
+    if (from.type == type && from.element == size && padded) return from.data;
+    am_linear_read(base->all_kernels, type, to, s->row_step, from, am_min(s->tokens, at->end - token),
+                   s->rows);
+    return to;
+}
+
+/* Queries and keys, scaled. */
+static void read_keys(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token, ptrdiff_t count,
+                      char *const to[2], char *const inverses[2])
+{
+    const am_linear *linear = base->linear;
     for (int i = 0; i < 2; i++) {
-        const am_linear_array *from = i ? &linear->key : &linear->query;
-        am_linear_read(base->all_kernels, type, to[i], base->shape.row_step,
-                       am_linear_rows_at(from, at->batch, token, key_head), count, base->shape.rows);
-        if (type == base->type && (i == 0 || linear->normalize))
+        am_linear_read(base->all_kernels, base->type, to[i], base->shape.row_step,
+                       keys_at(base, i, at, token), count, base->shape.rows);
+        if (i == 0 || linear->normalize)
             base->kernels->scale_rows(to[i], inverses[i], i ? 1 : linear->scale, count, base->shape.row_step);
     }
 }
@@ -241,19 +264,19 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
                                const am_linear_place *at, ptrdiff_t token)
 {
     const am_linear_shape *s = &base->shape;
-    const ptrdiff_t count = am_min(s->tokens, at->end - token);
-    read_keys(base, base->chunks->rows, at, token, count, (char *const[]){b->q, b->k},
-              (char *const[]){b->q_inverse, b->k_inverse});
-    read_decay(base, b, at, token, count);
-    if (s->delta) read_tokens(base, &base->linear->beta, at, token, count, b->beta);
-    return (am_linear_chunk){
-        .shape = s,
-        .tokens = count,
-        .q = b->q,
-        .k = b->k,
-        .factor = b->factor,
-        .beta = s->delta ? b->beta : NULL,
-    };
+    am_linear_chunk chunk = {.shape = s, .q = b->q, .k = b->k, .factor = b->factor};
+    chunk.tokens = am_min(s->tokens, at->end - token);
+    if (base->unscaled) {
+        chunk.q = unscaled_keys(base, false, at, token, b->q);
+        chunk.k = unscaled_keys(base, true, at, token, b->k);
+    } else {
+        read_keys(base, at, token, chunk.tokens, (char *const[]){b->q, b->k},
+                  (char *const[]){b->q_inverse, b->k_inverse});
+    }
+    read_decay(base, b, at, token, chunk.tokens);
+    if (s->delta) read_tokens(base, &base->linear->beta, at, token, chunk.tokens, b->beta);
+    chunk.beta = s->delta ? b->beta : NULL;
+    return chunk;
 }
 
 am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear_buffers *b,
@@ -293,12 +316,10 @@ void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, 
                          am_linear_soon *soon)
 {
     const am_linear *linear = base->linear;
-    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
     const ptrdiff_t count = am_min(base->shape.tokens, at->end - token);
-    const am_linear_array *arrays[] = {&linear->decay, &linear->key, &linear->query};
-    for (int i = linear->by_channel ? 0 : 1; i < 3; i++)
-        add_soon(soon, am_linear_rows_at(arrays[i], at->batch, token, i ? key_head : at->head), count,
-                 linear->rows);
+    if (linear->by_channel)
+        add_soon(soon, am_linear_rows_at(&linear->decay, at->batch, token, at->head), count, linear->rows);
+    for (int i = 1; i >= 0; i--) add_soon(soon, keys_at(base, i, at, token), count, linear->rows);
 }
 
 void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
@@ -333,8 +354,8 @@ void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *
         read_values(base, base->type, at, token, chunk->tokens, v);
         chunk->v = v;
     }
-    if (b->wide || !chunk->q)
-        read_keys(base, base->type, at, token, chunk->tokens, (char *const[]){q, k},
+    if (base->unscaled || !chunk->q)
+        read_keys(base, at, token, chunk->tokens, (char *const[]){q, k},
                   (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
     if (!chunk->factor) read_decay(base, b, at, token, chunk->tokens);
     chunk->q = q, chunk->k = k, chunk->factor = b->factor;

@@ -31,7 +31,7 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
         {&w->heads, by_channel ? 2 * keys : 0},
-        {&w->since, by_channel ? keys : s->token_step},
+        {&w->since, by_channel ? keys : 2 * s->token_step},
         {&w->tail, by_channel ? keys : 0},
         {&w->behind, s->token_step},
         {&w->whole, s->row_step},
@@ -181,7 +181,7 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
     const T *v = c->v;
     FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_step : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        const V since = VOP(set1)(by_channel ? -1 : -w->since[i]);
+        const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_step + i]);
         for (ptrdiff_t j = i * step; j < (i + 1) * step; j += LANES)
             VOP(store)(x + j, VOP(fma)(since, VOP(load)(x + j), VOP(load)(v + j)));
     }
@@ -333,7 +333,7 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
     spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
     if (s->decay != AM_DECAY_BY_CHANNEL) {
-        FN(decays_by_token)(c, &w);
+        FN(decays_by_token)(c, &w, NULL);
         FN(decay_keys)(c, &w);
     }
     if (s->delta) FN(solve_delta)(c, &w, w.x + values);

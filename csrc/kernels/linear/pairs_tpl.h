@@ -17,18 +17,19 @@ enum { GROUP = 16 };
 
 /* What a chunk is made of. Matrices have the steps of the shape, and room for whole groups of rows. */
 typedef struct {
-    T *decays;  /* D [tokens][token_step], or not by channel */
-    T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
-                 * channel only backwards, as results take these factors */
-    T *since;   /* these factors, [tokens], or by channel [tokens][row_step] */
-    T *tail;    /* keys times the factors that follow up to the chunk's end; likewise */
-    T *behind;  /* not by channel: these factors, [tokens] */
-    T *whole;   /* the product of all factors, [row_step] */
-    T *p, *m;   /* [tokens][token_step] */
-    T *turned;  /* a transposed matrix */
-    T *x, *u;   /* [2 tokens][channel_step]; [tokens][channel_step] */
-    T *coupled; /* -M times beta, a triangular system */
-    T *rounded; /* of the factors of a product */
+    T *decays; /* D [tokens][token_step], or not by channel */
+    T *heads;  /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
+                * channel only backwards, as results take these factors */
+    T *since; /* these factors, by channel [tokens][row_step]; else [2][token_step], for queries and for keys,
+               * times what is left of their scale and norms */
+    T *tail;  /* keys times the factors that follow up to the chunk's end; likewise */
+    T *behind;                          /* not by channel: these factors, likewise, [tokens] */
+    T *whole;                           /* the product of all factors, [row_step] */
+    T *p, *m;                           /* [tokens][token_step] */
+    T *turned;                          /* a transposed matrix */
+    T *x, *u;                           /* [2 tokens][channel_step]; [tokens][channel_step] */
+    T *coupled;                         /* -M times beta, a triangular system */
+    T *rounded;                         /* of the factors of a product */
     T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
     /* Backwards: */
     T *d_rows;  /* gradients of out and, negated, of v */
@@ -44,7 +45,15 @@ typedef struct {
 
 /* --- A factor a token --- */
 
-static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w)
+/* What is left to multiply a row by. */
+static T FN(scale_of)(const am_linear_shape *s, const T *row, double scale)
+{
+    if (!s->normalize) return (T)scale;
+    return (T)scale / (T)sqrt((double)(FN(dot)(row, row, s->row_step) + (T)1e-6));
+}
+
+/* D, times the scale of each key; NULL: 1. */
+static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, const T *scales)
 {
     const am_linear_shape *s = c->shape;
     const T *factor = c->factor;
@@ -54,18 +63,23 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w)
         const V by = VOP(set1)(factor[i]);
         memset(row, 0, (size_t)step * sizeof *row);
         for (ptrdiff_t j = 0; j < i; j += LANES) VOP(store)(row + j, VOP(mul)(by, VOP(load)(row - step + j)));
-        row[i] = 1;
+        row[i] = scales ? scales[i] : 1;
     }
 }
 
-/* Multiplies the lower triangle of a matrix by D, and makes the rest 0; of the diagonal, too, if `strict`. */
-static void FN(decay_pairs)(const am_linear_chunk *c, const FN(work) * w, T *pairs, bool strict)
+/* Multiplies the lower triangle of a matrix by D and by the scale of each row (NULL: 1), and makes the rest
+ * 0; of the diagonal, too, if `strict`. */
+static void FN(decay_pairs)(const am_linear_chunk *c, const FN(work) * w, T *pairs, const T *scales,
+                            bool strict)
 {
     const ptrdiff_t step = c->shape->token_step;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *row = pairs + i * step;
-        for (ptrdiff_t j = 0; j <= i; j += LANES)
-            VOP(store)(row + j, VOP(mul)(VOP(load)(row + j), VOP(load)(w->decays + i * step + j)));
+        const V scale = VOP(set1)(scales ? scales[i] : 1);
+        for (ptrdiff_t j = 0; j <= i; j += LANES) {
+            const V decay = VOP(mul)(scale, VOP(load)(w->decays + i * step + j));
+            VOP(store)(row + j, VOP(mul)(decay, VOP(load)(row + j)));
+        }
         const ptrdiff_t end = i + !strict;
         memset(row + end, 0, (size_t)(step - end) * sizeof *row);
     }
@@ -105,15 +119,22 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
                .soon = c->soon};
     spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_step);
     FN(multiply)(&product);
-    FN(decays_by_token)(c, w);
-    FN(decay_pairs)(c, w, w->p, false);
+    T *of_q = w->since, *of_k = w->since + s->token_step, since = 1;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        of_q[i] = FN(scale_of)(s, q + i * step, s->scale);
+        of_k[i] = FN(scale_of)(s, k + i * step, 1);
+    }
+    FN(decays_by_token)(c, w, of_k);
+    FN(decay_pairs)(c, w, w->p, of_q, false);
     if (s->delta) {
         product.c = w->m, product.a = k;
         FN(multiply)(&product);
-        FN(decay_pairs)(c, w, w->m, true);
+        FN(decay_pairs)(c, w, w->m, of_k, true);
     }
-    T since = 1;
-    for (ptrdiff_t i = 0; i < n; i++) w->since[i] = since *= factor[i];
+    for (ptrdiff_t i = 0; i < n; i++) {
+        since *= factor[i];
+        of_q[i] *= since, of_k[i] *= since;
+    }
     memcpy(w->behind, w->decays + (n - 1) * s->token_step, (size_t)n * sizeof *factor);
     for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
 }
@@ -191,7 +212,7 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
     }
     for (int side = 0; side < 1 + s->delta; side++) {
         T *heads = w->d_heads + side * n * step;
-        FN(decay_pairs)(c, w, d_pairs[side], side == 1);
+        FN(decay_pairs)(c, w, d_pairs[side], NULL, side == 1);
         FN(product)
         product = {.c = heads,
                    .start = heads,

@@ -24,7 +24,7 @@ typedef struct {
     ptrdiff_t token_step, row_step, channel_step; /* the same, padded */
     am_linear_decay decay;
     bool delta;     /* with beta */
-    bool normalize; /* what follows is for kernels that read bfloat16: the others are given such rows */
+    bool normalize; /* what is left to do to the queries and keys of a chunk, also the scale */
     double scale;
 } am_linear_shape;
 
@@ -37,9 +37,10 @@ typedef struct {
     ptrdiff_t share; /* rows at a time, which the kernel sets */
 } am_linear_soon;
 
-/* The arguments of a chunk, and what comes of it. Queries are scaled and, if asked for, normalized, but not
- * where the kernels read bfloat16: there q, k and v are of that type, and rows of q and k padded to a
- * multiple of 2 AM_LINEAR_PAD, and so are tokens. */
+/* The arguments of a chunk, and what comes of it. Queries and keys are as in memory where results can take
+ * their scale and norms: forward, with a decay per token or in bfloat16. Else they are scaled and, if asked
+ * for, normalized. Where the kernels read bfloat16, q, k and v are of that type, and rows of q and k padded
+ * to a multiple of 2 AM_LINEAR_PAD, and so are tokens. */
 typedef struct {
     const am_linear_shape *shape;
     ptrdiff_t tokens;   /* of this chunk */
