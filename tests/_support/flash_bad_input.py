@@ -49,20 +49,11 @@ BAD: dict[str, tuple[dict, list]] = {
     ]),
     "bias": (GOOD, [np.zeros((TQ, TK), int), np.zeros((TQ, TK), bool), zeros(TQ, TK + 1), zeros(3, TQ, TK)]),
     "softmax_scale": (GOOD, ["x", math.nan, 1e39, -1e39, 10**400]),
-    "dropout_prob": (GOOD, [None, 1.0]),
-    "dropout_seed": (GOOD | {"dropout_prob": 0.1}, [1.5]),
-    **{name: (GOOD, ["x", None, 2]) for name in ("causal", "normalize_output")},
-    "sliding_window": (GOOD, [1.5, -1]),
-    "logits_soft_cap": (GOOD, ["x", -1.0]),
     "softmax_aux": (GOOD, [np.zeros(2, complex), zeros(H + 1, 2), zeros(2, 2), zeros(1, H, 2), np.float32(1)]),
-    "fwd_params": (GOOD, [64]),
-    "bwd_params": (GOOD, [64]),
-    "precision": (GOOD, ["nonsense"]),
     "cum_seqlens_q": (PACKED, [[0, 2, 5], [0, 2, 7], [0, TQ], [0, 1, 2, TQ], [0, 5, 2, TQ]]),
     "cum_seqlens_k": (PACKED, [[0.0, 3.0, 7.0], [1, 3, TK], [0, 3, 6], [0, 3, 8], [0, 9, TK], [0, TK], []]),
     "q_segment_ids": (GOOD | SEGMENTS, [np.zeros((B, TQ)), np.zeros((B, TQ + 1), int), np.zeros(TQ + 1, int), 0]),
     "kv_segment_ids": (GOOD | SEGMENTS, [np.zeros((B, TK)), np.zeros((B, TK - 1), int), np.zeros(TK + 1, int), 0]),
-    "causal_offset": (GOOD | {"causal": True}, [None, [1, 2, 3], "top"]),
 }  # fmt: skip
 
 FLAT = PACKED | {name: PACKED[name][0] for name in ("query", "key", "value")}

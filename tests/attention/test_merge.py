@@ -198,15 +198,10 @@ OUT, LSE = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 2, 3), np.float32)
     (OUT[0, 0, 0, 0], [LSE], TypeError, r"^outs must be a sequence of arrays, got "),
     ([OUT], None, TypeError, r"^lses must be a sequence of arrays, got None"),
     ([OUT, OUT], [LSE], ValueError, r"^lses must be 2 arrays as outs, got 1"),
-    ([OUT[0, 0]], [LSE[0]], ValueError, r"^outs\[0\] must be \[B, T, H, D\] or \[T, H, D\], got .*\(2, 4\)"),
-    ([OUT.astype(int)], [LSE], TypeError, r"^outs\[0\] must be a floating-point array, got int64"),
     ([OUT, OUT[:, 1:]], [LSE] * 2, ValueError, r"^outs\[1\] must be like outs\[0\], .*\(1, 2, 2, 4\)$"),
     ([OUT, OUT[0]], [LSE] * 2, ValueError, r"^outs\[1\] must be like outs\[0\], .*\(3, 2, 4\)$"),
     ([OUT, OUT.astype("f8")], [LSE] * 2, TypeError, r"^outs\[1\] must be like outs\[0\], float32.* float64 "),
-    ([OUT], [LSE.swapaxes(1, 2)], ValueError, r"^lses\[0\] must be of shape \(1, 2, 3\) as outs, got "),
     ([OUT[0]], [LSE], ValueError, r"^lses\[0\] must be of shape \(2, 3\) as outs, got .*\(1, 2, 3\)$"),
-    ([OUT] * 2, [LSE, LSE > 0], TypeError, r"^lses\[1\] must be a floating-point array, got bool"),
-    (["a"], [LSE], TypeError, r"^outs\[0\] must be an array of "),
 ])  # fmt: skip
 def test_errors(outs, lses, error, message):
     with pytest.raises(error, match=message):
@@ -360,20 +355,9 @@ def test_live_nan_reaches_the_gradients():
     assert np.isfinite(douts[:, 0, 0]).all()
 
 
-@pytest.mark.parametrize(("dout", "dlse", "error", "message"), [
-    (None, None, TypeError, r"^dout must be "),
-    ("a", None, TypeError, r"^dout must be an array of "),
-    (OUT.astype(int), None, TypeError, r"^dout must be a floating-point array, got int64"),
-    (OUT.astype("f8"), None, TypeError, r"^dout must be like outs\[0\], float32.* float64 "),
-    (OUT[0], None, ValueError, r"^dout must be like outs\[0\], .*\(3, 2, 4\)$"),
-    (OUT[:, 1:], None, ValueError, r"^dout must be like outs\[0\], .*\(1, 2, 2, 4\)$"),
-    (OUT, LSE[0], ValueError, r"^dlse must be of shape \(1, 2, 3\) as outs, got .*\(2, 3\)$"),
-    (OUT, LSE.swapaxes(1, 2), ValueError, r"^dlse must be of shape \(1, 2, 3\) as outs, got "),
-    (OUT, LSE > 0, TypeError, r"^dlse must be a floating-point array, got bool"),
-])  # fmt: skip
-def test_errors_of_the_gradient(dout, dlse, error, message):
-    _, vjp = attnmask.merge_attention_states_vjp([OUT, OUT], [LSE, LSE])
-    with pytest.raises(error, match=message):
-        vjp(dout, dlse)
+def test_no_parts_have_no_gradient():
     with pytest.raises(ValueError, match=r"^outs must be one array or more, got none"):
         attnmask.merge_attention_states_vjp([], [])
+    _, vjp = attnmask.merge_attention_states_vjp([OUT, OUT], [LSE, LSE])
+    with pytest.raises(TypeError, match=r"^dout must be like outs\[0\], float32.* float64 "):
+        vjp(OUT.astype("f8"))

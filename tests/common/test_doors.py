@@ -17,7 +17,6 @@ from attnmask import MaskInfo
 from attnmask._common.arguments import as_array
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::attnmask.AttnmaskWarning"),  # of other shapes
 ]
@@ -27,11 +26,7 @@ NAMES = (
     "linear_attention_step", "short_convolution_step", "write_kvcache",
 )  # fmt: skip
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
-STATES = {
-    "linear_attention": "return_state",
-    "short_convolution": "return_state",
-    "flash_attention": "return_lse",
-}
+STATES = dict(zip(WITH_GRADIENTS, ("return_lse", "return_state", None, "return_state"), strict=True))
 
 
 def drawn(name: str, seed: int) -> Arguments:
@@ -130,7 +125,7 @@ def test_the_bits_of_numpy(door, name):
         assert call(changed(arguments, np.copy)) == by_numpy(name)(changed(arguments, np.copy)), seed
 
 
-def other_forms(x: np.ndarray) -> Iterator[np.ndarray]:
+def other_forms(argument: str, x: np.ndarray) -> Iterator[np.ndarray]:
     """Of another shape, type, or with other numbers."""
     yield x[None]
     yield from [x[0]] if len(x) else []
@@ -144,7 +139,8 @@ def other_forms(x: np.ndarray) -> Iterator[np.ndarray]:
         "i": (99, 2, 1, 0),
         "u": (99, 2, 0),
     }
-    for place, number in itertools.product((0, -1), numbers.get(x.dtype.kind, ()) if x.size else ()):
+    places = (0,) if "mask" in argument else (0, -1)  # the end of a cache's mask may be that of no token
+    for place, number in itertools.product(places, numbers.get(x.dtype.kind, ()) if x.size else ()):
         other = x.copy()
         other.flat[place] = number
         yield other
@@ -167,12 +163,13 @@ def told_alike(one: str, other: str) -> bool:
     return same or (None not in names and (len({x[1] for x in names} - {"lses"}) <= 1))  # of two, either
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("door", "name"), EACH)
 def test_what_numpy_refuses(door, name):
     """And what it takes in another form has the same bits."""
     call, unlike = DOORS[door](name), []
     for argument, arguments in right(name):
-        for x in other_forms(arguments[argument]) if is_array(arguments[argument]) else ():
+        for x in other_forms(argument, arguments[argument]) if is_array(arguments[argument]) else ():
             given = arguments | {argument: x}
             with np.errstate(all="ignore"):
                 expected, got = outcome(by_numpy(name), given), outcome(call, given)
@@ -196,7 +193,7 @@ def learned_of(name: str, arguments: Arguments) -> list[str]:
 
 
 def with_both_results(name: str, arguments: Arguments) -> Arguments:
-    return arguments | ({STATES[name]: True} if name in STATES else {})
+    return arguments | ({STATES[name]: True} if STATES.get(name) else {})
 
 
 def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
@@ -325,10 +322,11 @@ def mapped_in_jax(name: str, learned: list[str], fixed: Arguments) -> tuple[Any,
     )
 
 
-MAPPED = [("torch", name) for name in WITH_GRADIENTS if name in STATES]
+MAPPED = [("torch", name) for name in WITH_GRADIENTS if STATES[name]]
 MAPPED += [("jax", name) for name in NAMES if name != "merge_attention_states"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("door", "name"), MAPPED)
 def test_vmap(door, name):
     """Over all arrays at once and over each alone, with gradients: the bits of calls one by one."""
@@ -349,3 +347,110 @@ def test_vmap(door, name):
                 for i, call in enumerate(calls):
                     right = run(arrays | {key: call[key] for key in mapped})
                     assert digest([np.ascontiguousarray(x[i]) for x in got]) == digest(right), (seed, mapped)
+
+
+# Exported programs
+
+
+def exported_by_torch(name: str, arrays: Arguments, fixed: Arguments) -> Any:
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    class Module(torch.nn.Module):
+        def forward(self, arrays: Arguments) -> Any:
+            return function_of(attnmask.torch, name)(**arrays, **fixed)
+
+    def convert(arrays: Arguments) -> Arguments:
+        return changed(arrays, lambda x: tensor(torch, x.copy()))
+
+    program, given = torch.export.export(Module(), (convert(arrays),)).module(), convert(arrays)
+    made = torch.utils._pytree.tree_flatten(program(given))[0]
+    made = [x for x in made if x is not None] + [given[key] for key in WRITTEN if key in given]
+    return digest([as_array(x, "x") for x in made])
+
+
+def exported_by_jax(name: str, arrays: Arguments, fixed: Arguments) -> Any:
+    jax = pytest.importorskip("jax")
+    import attnmask.jax
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in attnmask.jax.register()]
+    with in_jax(arrays):
+        run = jax.jit(
+            lambda arrays: tuple(jax.tree.leaves(function_of(attnmask.jax, name)(**arrays, **fixed)))
+        )
+        program = jax.export.export(run, disabled_checks=checks)(arrays)
+        return digest([np.asarray(x) for x in jax.export.deserialize(program.serialize()).call(arrays)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("door", "name"), [(door, name) for door, name in EACH if door != "jax"])
+def test_exported(door, name):
+    export = exported_by_torch if door == "torch" else exported_by_jax
+    for seed in range(2):
+        arguments = drawn(name, seed)
+        arrays = {key: x for key, x in arguments.items() if arrays_in(x) and not isinstance(x, MaskInfo)}
+        fixed = {key: x for key, x in arguments.items() if key not in arrays}
+        assert export(name, arrays, fixed) == by_numpy(name)(changed(arguments, np.copy)), seed
+
+
+# What there is not
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("door", ["torch", "jax"])
+def test_no_second_derivatives(door, name):
+    arguments = {key: x for key, x in drawn(name, 0).items() if arrays_in(x)}
+    learned = learned_of(name, arguments)
+    if door == "jax" and name != "merge_attention_states":
+        jax = pytest.importorskip("jax")
+        import attnmask.jax
+
+        with in_jax(arguments):
+            run = with_gradients(attnmask.jax, jax.vjp, name, learned, {})
+
+            def slope(some: Arguments) -> Any:
+                return sum(x.sum() for x in run(arguments | some)[1].values())
+
+            with pytest.raises(NotImplementedError, match=r"ha(s|ve) gradients, but no gradients of these"):
+                jax.grad(slope)({key: jax.numpy.asarray(arguments[key]) for key in learned})
+    elif door == "torch":
+        torch = pytest.importorskip("torch")
+        import attnmask.torch
+
+        given = changed(arguments, lambda x: tensor(torch, x.copy()))
+        tensors = torch.utils._pytree.tree_flatten([given[key] for key in learned])[0]
+        for x in tensors:
+            x.requires_grad_()
+        results = torch.utils._pytree.tree_flatten(function_of(attnmask.torch, name)(**given))[0]
+        with pytest.raises(RuntimeError, match=rf"{name}.* has no second derivative"):
+            torch.autograd.grad(sum(x.sum() for x in results), tensors, create_graph=True)[0].sum().backward()
+
+
+ALSO_ARRAYS = {
+    "alibi_slopes",
+    "attention_mask",
+    "block_table",
+    "cache_seqlens",
+    "relative_bias",
+    "slot_mapping",
+}
+ALSO_ARRAYS |= {"softmax_aux", "state_indices"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_elsewhere(name):
+    """Nothing can be read of those of other devices; and some arguments must be tensors."""
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    for argument, arguments in right(name):
+        if not is_array(arguments[argument]):
+            continue
+        given = changed(arguments, lambda x: tensor(torch, x.copy()))
+        bad = {"on the CPU, got a tensor on meta": given[argument].to("meta")}
+        also = ALSO_ARRAYS | ({"bias"} if name.startswith("flash") else set())
+        if argument not in also and "seqlens" not in argument and "segment" not in argument:
+            bad["a (sequence of tensors|tensor), got"] = arguments[argument]
+        for words, wrong in bad.items():
+            with pytest.raises(TypeError, match=rf"^{argument}\b.* must be {words}"):
+                function_of(attnmask.torch, name)(**given | {argument: wrong})

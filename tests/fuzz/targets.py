@@ -684,7 +684,11 @@ def merge_vjp(outs: Any, lses: Any, dout: Any, dlse: Any = None) -> Any:
 function("merge_attention_states", states)
 target(
     "merge_attention_states_vjp",
-    lambda rng: (a := states(rng)) | {"dout": floats(rng, 2, 5, 4, 8, dtype=a["outs"][0].dtype)},
+    lambda rng: (
+        (a := states(rng))
+        | {"dout": floats(rng, 2, 5, 4, 8, dtype=a["outs"][0].dtype)}
+        | some(rng, {"dlse": lambda: floats(rng, 2, 4, 5, dtype=a["lses"][0].dtype)}, 0.5)
+    ),
     merge_vjp,
 )
 for _name in ("FwdParams", "BwdParams"):

@@ -59,12 +59,6 @@ def split(x, count):
     return np.cos(np.arange(x.size, dtype=np.float32) + count).reshape(x.shape).astype(x.dtype)
 
 
-def loss(name, arrays, **static):
-    out, state = getattr(ours, name)(**arrays, **static, return_state=True)
-    total = (out * split(out, 0)).sum() + (state * split(state, 1)).sum()
-    return total, (out, state)
-
-
 @pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
 def test_gradients_of_one_of_two_results(name):
     arrays = attention_arrays() if name == "linear_attention" else convolution_arrays()
@@ -176,18 +170,6 @@ def test_no_tokens_and_no_channels():
     assert not state.any()
 
 
-def test_exported():
-    """An exported program names the handlers, which it finds again."""
-    pytest.importorskip("flatbuffers")
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ours.register()]
-    arrays = attention_arrays()
-    exported = jax.export.export(jax.jit(lambda x: ours.linear_attention(**x)), disabled_checks=checks)(
-        arrays
-    )
-    again = jax.export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(again.call(arrays), attnmask.linear_attention(**arrays))
-
-
 def test_shard_map():
     """Rows on a mesh of one device, with gradients."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
@@ -220,11 +202,7 @@ def test_shard_map_of_convolutions():
 # Bad input
 
 
-def test_no_gradients_of_gradients():
-    arrays = attention_arrays()
-    grads = jax.grad(lambda x: loss("linear_attention", arrays | {"query": x})[0])
-    with pytest.raises(NotImplementedError, match="no gradients of these"):
-        jax.grad(lambda x: grads(x).sum())(arrays["query"])
+def test_steps_have_no_gradients():
     given = step_arrays("linear_attention_step")
     given["state"] = given["state"][:3]
     grads = jax.grad(lambda x: ours.linear_attention_step(**given | {"query": x})[0].sum())

@@ -59,15 +59,6 @@ def test_checkpoints(jax, given):
     check(gradients(jax, jax.jit(jax.checkpoint(attend)), given), given)
 
 
-def test_exported(jax, given):
-    def step(x):
-        return gradients(jax, attend, x)
-
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
-    exported = jax.export.export(jax.jit(step), disabled_checks=checks)(given)
-    check(exported.call(given), given)
-
-
 def test_a_rounded_result_is_taken(jax, given):
     """As programs that were exported before have it."""
     from attnmask._attention.arguments import DEFAULTS

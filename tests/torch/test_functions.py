@@ -255,20 +255,6 @@ def test_nested_tensors(torch, query, layout, wanting):
         attnmask.flash_attention(query, nested.detach(), query)
 
 
-@pytest.mark.parametrize("wanting", [False, True])
-@pytest.mark.parametrize(("name", "shape", "dtype"), [
-    ("bias", (4, 4), "float32"), ("attention_mask", (4, 4), "bool"), ("softmax_aux", (1, 1), "float32"),
-    ("relative_bias", (1, 3), "float32"), ("alibi_slopes", (1,), "float32"),
-    ("q_segment_ids", (1, 4), "int32"), ("cum_seqlens_q", (2,), "int32"), ("causal_offset", (1,), "int64"),
-])  # fmt: skip
-def test_meta_tensors(torch, query, name, shape, dtype, wanting):
-    """Where only one tensor has no numbers, PyTorch asks for no numbers at all."""
-    query.requires_grad_(wanting)
-    meta = torch.zeros(shape, dtype=getattr(torch, dtype), device="meta")
-    with pytest.raises(TypeError, match=f"{name} must be on the CPU, got a tensor on meta"):
-        attnmask.torch.flash_attention(query, query, query, causal=True, **{name: meta})
-
-
 def test_traced_tensors_as_arrays(torch, query):
     """The functions of NumPy name those that take them."""
     from torch._subclasses.fake_tensor import FakeTensorMode

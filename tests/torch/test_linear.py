@@ -176,18 +176,6 @@ def test_the_operators(torch, kind):
     torch.library.opcheck(described.backward, (None, state, *given, wanted))
 
 
-def test_exported(torch, kind):
-    inputs, more, function = made(torch, kind)
-
-    class Model(torch.nn.Module):
-        def forward(self, inputs, starts):
-            return function(**inputs, **more | ({"cu_seqlens": starts} if "cu_seqlens" in more else {}))
-
-    starts = torch.tensor(STARTS)
-    program = torch.export.export(Model(), (inputs, starts))
-    assert torch.equal(program.module()(inputs, starts), function(**inputs, **more))
-
-
 def test_vmap_folds(torch):
     """Rows that have one weight go into one call."""
     inputs, _, function = made(torch, KINDS[0])
@@ -223,13 +211,9 @@ def function_cast(kind):
     return getattr(attnmask.torch._linear, f"_{kind[0]}").cast
 
 
-def test_no_other_derivatives(torch, kind):
+def test_no_forward_derivatives(torch, kind):
     inputs, more, function = made(torch, kind, learn=True)
     first, *_ = inputs
-    out = function(**inputs, **more)
-    (grad,) = torch.autograd.grad(out.sum(), inputs[first], create_graph=True)
-    with pytest.raises(RuntimeError, match=f"attnmask.torch.{kind[0]} has no second derivative"):
-        grad.sum().backward()
     message = f"attnmask.torch.{kind[0]} has no forward-mode derivative"
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs[first].detach(), torch.ones_like(inputs[first]))
@@ -240,19 +224,7 @@ def test_no_other_derivatives(torch, kind):
         torch.func.jvp(lambda x: function(**inputs | {first: x}, **more), (x,), (x,))
 
 
-def test_bad_input(torch, kind):
-    inputs, more, function = made(torch, kind)
-    for name, x in inputs.items():
-        with pytest.raises(TypeError, match=f"^{name} must be a tensor, got"):
-            function(**inputs | {name: x.numpy()}, **more)
-        with pytest.raises(TypeError, match=f"^{name} must be on the CPU, got a tensor on meta"):
-            function(**inputs | {name: x.to("meta")}, **more)
-        with pytest.raises(TypeError, match=f"^{name} must be"):
-            function(**inputs | {name: x.to(torch.int32)}, **more)
-        with pytest.raises((TypeError, ValueError), match=f"^{name} must be|shape"):
-            function(**inputs | {name: x[..., None]}, **more)
-    with pytest.raises(TypeError, match=r"^return_state must be True or False"):
-        function(**inputs, **more, return_state=1)
+def test_operators_on_other_devices(torch, kind):
     described, given = operands(torch, kind, learn=False)
     meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in given]
     for one, other in zip(described.operator(*meta), described.operator(*given), strict=True):
@@ -373,10 +345,6 @@ def test_bad_input_of_steps(torch, step):
     inputs, more, function = made_step(torch, step)
     before = inputs["state"].clone()
     for name, x in inputs.items():
-        with pytest.raises(TypeError, match=f"^{name} must be a tensor, got"):
-            function(**inputs | {name: x.numpy()}, **more)
-        with pytest.raises(TypeError, match=f"^{name} must be on the CPU, got a tensor on meta"):
-            function(**inputs | {name: x.to("meta")}, **more)
         with pytest.raises(
             RuntimeError, match=f"{step[0]} has no gradient, and {name} requires one: .* train with"
         ):

@@ -81,19 +81,6 @@ def test_checkpoints(torch, given, use_reentrant):
     check(torch, step(torch, lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant), given), given)
 
 
-def test_exported(torch, given):
-    """The program holds the operator of two results, and trains as well as the function."""
-
-    class Model(torch.nn.Module):
-        def forward(self, *tensors):
-            return attend(*tensors)
-
-    program = torch.export.export(Model(), tuple(given[:3]))
-    names = [str(node.target) for node in program.graph.nodes]
-    assert names.count("attnmask.flash_attention.default") == 1
-    check(torch, step(torch, program.module(), given), given)
-
-
 def test_autocast(torch, given):
     if given[0].dtype != torch.bfloat16:
         pytest.skip("what PyTorch casts to")
