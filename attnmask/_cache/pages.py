@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import math
+from inspect import signature
 from itertools import accumulate, islice
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._attention.arguments import STEP, StepOptions
+from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, STEP, StepOptions
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._common.arguments import (
@@ -35,6 +36,7 @@ from attnmask._common.arguments import (
     per_row,
     place,
 )
+from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import Arguments, Array
 
 __all__ = ["KVCache", "KVCacheStep"]
@@ -708,6 +710,8 @@ class KVCacheStep:
         cache = self._cache
         if cache._step is not self:
             raise RuntimeError("step.attend must be called inside the with block of its step")
+        if not more.keys() <= STEP.defaults.keys():
+            _refuse(more)
         index = place(layer, "layer", len(cache.k_pages))
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
@@ -738,3 +742,14 @@ class KVCacheStep:
             )
             raise ValueError(f"{name} must be {expected}, got {describe(given)}")
         return given
+
+
+def _refuse(more: Arguments) -> NoReturn:
+    """Refuse arguments that `KVCacheStep.attend` does not take."""
+    unknown = [name for name in more if name not in STEP.defaults]
+    if unknown[0] in FLASH_ATTENTION_WITH_KVCACHE.names:
+        raise TypeError(
+            f"attend() got an unexpected keyword argument {unknown[0]!r}; leave it out, as the cache and the step "
+            "have it"
+        )
+    reject_unknown("attend", unknown, signature(KVCacheStep.attend).parameters)

@@ -18,6 +18,7 @@ _LEAVE_OUT = {
     "training": "dropout_prob is 0.0 unless it is given",
     "implementation": "the package has one",
     "slot_mapping": "attnmask.write_kvcache writes new tokens to slots",
+    "out": "the result is a new array",
     "layout": "arrays are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2) for heads first",
 }
 _WRITE = {

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
-from attnmask._cache.quantize import dequantized
+from attnmask._cache.quantize import dequantized, rotated
 from attnmask._common.arguments import check_form, describe, frozen
 from attnmask._common.types import Arguments, Array
 from attnmask._sequences.packed import prepare_position_ids
@@ -64,7 +64,9 @@ class Pages:
 
     def _attend(self, query: torch.Tensor, **more: Any) -> Array:
         places = self.before if self.new else self.after
-        out = flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
+        out = flash_attention_with_kvcache(
+            query, **self.new, **self._held(), **places, rotate=self.kv.rotate, **more
+        )
         self.new = {}
         return out
 
@@ -104,7 +106,8 @@ class Pages:
 
         held = self._held()
         scale = held[f"{side}_scale"]
-        return dequantized(of(held[f"{side}_cache"]), None if scale is None else of(scale))
+        wide = dequantized(of(held[f"{side}_cache"]), None if scale is None else of(scale))
+        return rotated(wide) if self.kv.rotate else wide
 
 
 _FORM = 1  # of pickles
@@ -306,6 +309,8 @@ class PagedCache(Cache):
     dtype : dtype or str, optional
         float16, bfloat16, float32, float64, int8, float8_e4m3fn, float8_e5m2 or int4; defaults to the
         model's.
+    group, rotate
+        As in `attnmask.KVCache`.
 
     Attributes
     ----------
@@ -330,7 +335,16 @@ class PagedCache(Cache):
     (torch.Size([1, 3, 9]), array([3], dtype=int32))
     """
 
-    def __init__(self, config: Any, *, pages: int, page_size: int = 64, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        pages: int,
+        page_size: int = 64,
+        dtype: Any = None,
+        group: int | None = None,
+        rotate: bool = False,
+    ) -> None:
         if not isinstance(config, transformers.PreTrainedConfig):
             raise TypeError(f"config must be a model's config, got {describe(config)}")
         decoder = config.get_text_config(decoder=True)
@@ -354,6 +368,8 @@ class PagedCache(Cache):
             pages=pages,
             page_size=page_size,
             dtype=dtype,
+            group=group,
+            rotate=rotate,
         )
         self._fill(_Store(kv, writers), layers)
 

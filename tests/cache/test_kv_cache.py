@@ -803,3 +803,29 @@ def test_pictures_of_large_and_of_empty_caches():
 
 
 # Versions of pickles
+
+
+STEPS_OWN = [
+    "k_cache",
+    "cache_seqlens",
+    "block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k_new",
+    "k_scale",
+    "rotate",
+]
+
+
+@pytest.mark.parametrize("name", STEPS_OWN)
+def test_what_a_step_knows_is_not_given(name):
+    """It would write other tokens than the step counts. Nothing is written."""
+    cache = KVCache(1, 8, pages=4, page_size=4, dtype="float32")
+    ids, x = [cache.new_sequence(), cache.new_sequence()], np.ones((4, 1, 8), np.float32)
+    words = f"unexpected keyword argument '{name}'; leave it out, as the cache and the step have it"
+    with pytest.raises(TypeError, match=words), cache.step(ids, [1, 3]) as step:
+        step.attend(0, x, x, x, **{name: np.array([0, 3, 4])})
+    words = "unexpected keyword argument 'window'; write sliding_window="
+    with pytest.raises(TypeError, match=words), cache.step(ids, [1, 3]) as step:
+        step.attend(0, x, x, x, window=2)
+    assert not cache.k_pages.any()
+    assert cache.lengths(ids).tolist() == [0, 0]

@@ -369,6 +369,12 @@ def test_what_must_be_known():
             function(value)
 
 
+def test_there_is_no_memory_to_write_to():
+    x = np.ones((1, 1, 2, 8), F32)
+    with pytest.raises(TypeError, match="argument 'out'; leave it out, as the result is a new array"):
+        attnmask.jax.flash_attention_with_kvcache(x, x, x, out=x)
+
+
 def test_an_error_writes_nothing():
     """A later call on the same memory finds the cache as it was."""
     step, caches, inputs = decoding()
