@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import re
 import reprlib
 from collections.abc import Iterator
@@ -432,30 +433,53 @@ def test_out_is_filled_or_refused(name):
     ]
     problems = [refused(target, arguments, "out", value) for value in bad]
     for argument, x in arguments.items():
-        own = ("out", "dout", "dstate")  # those of gradients come later
+        own = ("out", "dout", "dlse", "dstate")  # those of gradients come later
         if isinstance(x, np.ndarray) and x.nbytes and argument not in own:
-            problems.append(shared(target, arguments, argument, out))
+            problems += [
+                shared(target, arguments, argument, "out"),
+                shared(target, arguments, "out", argument),
+            ]
     assert not any(problems), "\n".join(filter(None, problems))
 
 
-def shared(target: Target, arguments: Arguments, argument: str, out: np.ndarray) -> str:
-    """`out` begins with the last number of an argument, in native byte order or not."""
-    for swapped in (False, True):
-        x = arguments[argument]
+def shared(target: Target, arguments: Arguments, first: str, second: str) -> str:
+    """The second begins with the last number of the first, which is in native byte order or, beside `out`, not."""
+    written = second if second in target.written else first
+    for swapped in (False, True) if written == "out" != first else (False,):
+        x, other = arguments[first], arguments[second]
         x = x.astype(x.dtype.newbyteorder("S")) if swapped else x
         start = x.nbytes - x.itemsize
-        memory = np.zeros(start + max(out.nbytes, x.itemsize) + out.itemsize, np.uint8)
-        mine = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
-        mine[...] = x
-        start += -start % out.itemsize
+        memory = np.zeros(start + max(other.nbytes, x.itemsize) + other.itemsize, np.uint8)
+        start += -start % other.itemsize
         if start >= x.nbytes:
             continue
-        given = {argument: mine, "out": memory[start : start + out.nbytes].view(out.dtype).reshape(out.shape)}
+        views = memory[: x.nbytes].view(x.dtype), memory[start : start + other.nbytes].view(other.dtype)
+        given = {first: views[0].reshape(x.shape), second: views[1].reshape(other.shape)}
+        for name, array in {written: arguments[written], first: x, second: other}.items():
+            if name != written:  # so the number that they share is its own
+                given[name][...] = array
         lying = {name: array.view(Subclass) for name, array in given.items()}
         for one in (given, lying) if target.subclasses else (given,):
-            if problem := refused(target, arguments | one, "out", one["out"]):
-                return f"shared with {argument}: {problem}"
+            if problem := refused(target, arguments | one, written, one[written]):
+                return f"{second} shared with {first}: {problem}"
     return ""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if TARGETS[name].written - {"out"}])
+def test_what_is_written_shares_no_memory(name):
+    """States and caches, with tokens and with each other; what is small has been read before."""
+    target, problems = TARGETS[name], []
+    for _, arguments in right(name):
+        if "attention_with_kvcache" in name and "key" not in arguments:
+            continue  # nothing is written
+        arrays = [
+            *target.written & arguments.keys() - {"out"},
+            *{"query", "key", "value", "x"} & arguments.keys(),
+        ]
+        for first, second in itertools.permutations(arrays, 2):
+            if {first, second} & target.written and arguments[first].nbytes and arguments[second].nbytes:
+                problems.append(shared(target, right_again(arguments), first, second))
+    assert not any(problems), "\n".join(filter(None, problems))
 
 
 @pytest.mark.parametrize("name", WITH_OUT)

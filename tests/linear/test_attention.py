@@ -408,13 +408,6 @@ def test_step_slots():
         assert alone.tobytes() == states[slot : slot + 1].tobytes()
     with pytest.raises(ValueError, match="state_indices must name each slot once, got 3 again at index 2"):
         attnmask.linear_attention_step(query, key, value, states, **now, state_indices=[3, 1, 3])
-    for wrong, error, match in (
-        ([3, 1], ValueError, r"state_indices must be of shape \(3,\), got 2 entries"),
-        ([[3, 1, 2]], ValueError, "state_indices must be a 1-D array of integers"),
-        ([3.0, 1.0, 2.0], TypeError, "state_indices must be a 1-D array of integers"),
-    ):
-        with pytest.raises(error, match=match):
-            attnmask.linear_attention_step(query, key, value, states, **now, state_indices=wrong)
     with pytest.raises(IndexError, match="state_indices must be from -1 to 4, got 5 at index 1"):
         attnmask.linear_attention_step(query, key, value, states, **now, state_indices=[3, 5, 2])
     with pytest.raises(ValueError, match="state must have 3 slots"):
@@ -455,28 +448,18 @@ def test_batch_with_cu_seqlens():
         attnmask.linear_attention(*arrays, **given, cu_seqlens=[0, 5])
 
 
-def test_aliasing():
+def test_a_state_that_is_read_only():
     arrays, given = make("alias", heads=1, rows=4, channels=4)
-    for out in (arrays[2], given["initial_state"]):
-        with pytest.raises(ValueError, match="out must"):
-            attnmask.linear_attention(*arrays, **given, out=out)
-    state = given.pop("initial_state")
-    now = {name: x[:, 0] for name, x in given.items()}
-    with pytest.raises(ValueError, match="state must share no memory with value"):
-        attnmask.linear_attention_step(arrays[0][:, 0], arrays[1][:, 0], state[0, :, 0][None], state, **now)
-    frozen = state.copy()
+    frozen = given.pop("initial_state")
     frozen.setflags(write=False)
+    now = {name: x[:, 0] for name, x in given.items()}
     with pytest.raises(ValueError, match="state must be writeable"):
         attnmask.linear_attention_step(*(x[:, 0] for x in arrays), frozen, **now)
 
 
-def test_bad_gradients():
+def test_a_gradient_of_no_state():
     arrays, given = make("bad", tokens=5)
     out, vjp = attnmask.linear_attention_vjp(*arrays, **given)
-    with pytest.raises(ValueError, match="dout must be"):
-        vjp(out[:, 1:])
-    with pytest.raises(TypeError, match="dout must be"):
-        vjp(out.astype(int))
     with pytest.raises(ValueError, match="dstate must be None"):
         vjp(out, given["initial_state"])
 

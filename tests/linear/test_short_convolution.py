@@ -402,12 +402,8 @@ def test_bad_arguments(changed, error, message):
             function(**arguments)
 
 
-def test_bad_gradients():
+def test_bad_gradients_of_states():
     (out, state), vjp = attnmask.short_convolution_vjp(X, WEIGHT, return_state=True)
-    with pytest.raises(ValueError, match=r"dout must be of shape \(2, 5, 3\), got"):
-        vjp(out[0], state)
-    with pytest.raises(TypeError, match="dout must be a floating-point array"):
-        vjp(out.astype(int), state)
     with pytest.raises(ValueError, match=r"dstate must be of shape \(2, 3, 3\), got"):
         vjp(out, state[0])
 
@@ -429,13 +425,8 @@ def test_bad_steps(changed, error, message):
     assert (STATE == 0).all()
 
 
-def test_a_state_that_shares_memory_is_refused():
-    state = np.zeros((2, 3, 3), np.float32)
-    for name, array in (("x", state[:, :, 0]), ("out", state[:, :, 0])):
-        arguments = {"x": X[:, 0], "weight": WEIGHT, "state": state} | {name: array}
-        with pytest.raises(ValueError, match="must share no memory with"):
-            attnmask.short_convolution_step(**arguments)
-    overlapping = np.lib.stride_tricks.as_strided(state, (2, 3, 3), (4, 4, 4))
+def test_a_state_that_overlaps_itself_is_refused():
+    overlapping = np.lib.stride_tricks.as_strided(np.zeros((2, 3, 3), np.float32), (2, 3, 3), (4, 4, 4))
     with pytest.raises(ValueError, match="state must not overlap itself"):
         attnmask.short_convolution_step(X[:, 0], WEIGHT, overlapping)
 
