@@ -83,10 +83,10 @@ def test_show_config_tells_processors():
 
 
 IN_A_CONTAINER = """
-import os, pathlib
-read = pathlib.Path.read_text
+import builtins, io, os
+read = builtins.open
 files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "250000 100000"}
-pathlib.Path.read_text = lambda path, *args, **more: files.get(str(path)) or read(path, *args, **more)
+builtins.open = lambda path, *args: io.StringIO(files[path]) if path in files else read(path, *args)
 os.cpu_count = lambda: 64
 import attnmask
 print(attnmask.get_num_threads())
