@@ -178,8 +178,8 @@ def as_array(value: object, name: str) -> Array:
     except ValueError as error:  # for example, the lists in a list differ in length
         raise ValueError(f"{name} must be array_like: {error}") from error
     if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array if array.flags.aligned else array.copy()
+        return frozen(array.astype(array.dtype.newbyteorder("=")))
+    return array if array.flags.aligned else frozen(array.copy())  # so that nobody writes to a copy
 
 
 def _of_a_library(value: Any, name: str) -> Array:

@@ -21,7 +21,7 @@ from attnmask._attention.arguments import (
 )
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as attend_in_numpy
 from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
-from attnmask._common.arguments import as_array, describe, flag, integer, suit_hint
+from attnmask._common.arguments import describe, flag, integer, suit_hint
 from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
@@ -90,7 +90,7 @@ def _attend(
     given: Arguments, tensors: dict[str, torch.Tensor], with_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend on the CPU."""
-    arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
+    arrays = {name: operators.in_place(detached(x), name) for name, x in tensors.items()}
     try:
         result = attend_in_numpy(**given | arrays, return_lse=with_lse)
     except (TypeError, ValueError) as error:
@@ -305,7 +305,7 @@ _WRITE_NAMES = tuple(parameter.split()[-1] for parameter in _WRITE_PARAMETERS.sp
 
 
 def _write(given: Arguments, tensors: dict[str, torch.Tensor]) -> None:
-    arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
+    arrays = {name: operators.in_place(detached(x), name) for name, x in tensors.items()}
     try:
         write_in_numpy(**given | arrays)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """attnmask.torch.flash_attention_with_kvcache gives the bits of NumPy's function, also from graphs."""
 
 import io
+import math
 
 import ml_dtypes
 import numpy as np
@@ -452,3 +453,22 @@ def test_wrong_shapes_are_told_when_tracing(torch):
             with pytest.raises(ValueError, match=words):
                 attnmask.torch.flash_attention_with_kvcache(**fakes | {name: x})
         assert fakes["query"].shape[-1] == D
+
+
+def misaligned(torch, *shape):
+    memory = np.zeros(4 * math.prod(shape) + 1, np.uint8)
+    return torch.from_numpy(memory[1:].view(np.float32).reshape(shape))
+
+
+def test_misaligned_caches_and_states_are_refused(torch):
+    """NumPy reads such memory by a copy, to which nothing may be written in its place."""
+    x, tokens = torch.ones(1, 1, 1, 8), torch.ones(1, 8)
+    for attend in (attnmask.flash_attention_with_kvcache, attnmask.torch.flash_attention_with_kvcache):
+        caches = misaligned(torch, 2, 1, 4, 1, 8)
+        with pytest.raises(ValueError, match=r"^k_cache must be (an aligned|writeable)"):
+            attend(x, *caches, x, x, cache_seqlens=0)
+        assert attend(x, *caches, cache_seqlens=1).shape == x.shape
+        assert not caches.any()
+    for convolve in (attnmask.short_convolution_step, attnmask.torch.short_convolution_step):
+        with pytest.raises(ValueError, match=r"^state must be (aligned|writeable)"):
+            convolve(tokens, torch.ones(8, 4), misaligned(torch, 1, 8, 3))
