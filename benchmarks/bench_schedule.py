@@ -4,7 +4,8 @@ The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt
 each thread begins with a part of its own, and then takes tasks of other threads. Costs are measured here, on one
 thread. Forward, they are those of a tile and of an item, for the same shape with all of its keys and with half of them.
 Backward, they are those of a tile and of the visit of a task to a block, whose sum of d_q is added after those of
-earlier keys: a task whose turn it is not waits. Shapes with one query are for forward alone.
+earlier keys: a task whose turn it is not waits. So does one that has a part of the blocks, before it adds to the sums
+of its keys. Shapes with one query are for forward alone.
 
 The tables show the shortest possible makespan, total / threads, relative to the simulated one. With --waking 1, each
 loop also takes a microsecond per thread to wake all one by one, as was measured for sleeping threads.
@@ -137,23 +138,32 @@ def balance(shape: Shape, threads: int, item: float, tile: float, waking: float 
     return total / threads / span
 
 
-# A task's visit to a block of queries: how many tiles it computes; section, block and head; the number of the sum of
-# d_q that it adds; and the number of the block's first sum.
+# What a task adds in turn: how many tiles it computes for it; what it adds to (section, block and head); the number of
+# this sum; and that of the first one.
 Visit = tuple[int, tuple[int, int, int], int, int]
 
 
-def visits(schedule: dict[str, Any], task: list[tuple[int, int, int]], heads: range) -> list[Visit]:
-    """Return the visits of a task in order, from the last block to the first: one per ``sum_tiles`` tiles of keys."""
-    found = []
-    for index, begin, end in task:
+def visits(schedule: dict[str, Any], task: Any, kv_head: int, shared: int) -> list[Visit]:
+    """Return the visits of a task in order, from the last block to the first: one per ``sum_tiles`` tiles of keys, and
+    at the end that to the sums of its keys if other tasks add to them, too.
+    """
+    found: list[Visit] = []
+    _, some, part, turn, turns = task
+    for index, begin, end in some:
         section = schedule["sections"][index]
         each = section["sum_tiles"]
-        for block, (first, last) in reversed(list(enumerate(section["blocks"]))):
-            for head in heads:
-                for low in range(begin, end, each):
-                    tiles = min(end, low + each, last) - max(low, first)
-                    if tiles > 0:
-                        found.append((tiles, (index, block, head), low // each, first // each))
+        order = [(b, h) for b in range(len(section["blocks"])) for h in reversed(range(shared))]
+        if turns:
+            order = order[part * section["part_visits"] : (part + 1) * section["part_visits"]]
+        for block, head in reversed(order):
+            first, last = section["blocks"][block]
+            for low in range(begin, end, each):
+                tiles = min(end, low + each, last) - max(low, first)
+                if tiles > 0:
+                    at = (index, block, kv_head * shared + head)
+                    found.append((tiles, at, low // each, first // each))
+        if turns:
+            found.append((0, (index, -1 - begin, kv_head), turn, 0))
     return found
 
 
@@ -161,19 +171,15 @@ def backward_makespan(
     schedule: dict[str, Any], heads: tuple[int, int], threads: int, tile: float, visit: float
 ) -> tuple[float, float]:
     """Return the time that all tasks take together, and when the last one ends if each waits for its turn."""
+    turn: dict[tuple[int, int, int], int] = {}
     shared = heads[0] // heads[1]
-    tasks = [
-        visits(schedule, task, range(head * shared, (head + 1) * shared))
-        for _, task in schedule["tasks"]
-        for head in range(heads[1])
-    ]
+    tasks = [visits(schedule, task, head, shared) for task in schedule["tasks"] for head in range(heads[1])]
     row = schedule["row_tasks"] * heads[1]
     parts = min(threads, len(tasks) // row, 64)
     rows = len(tasks) // row
     begins = [(i * (rows // parts) + min(i, rows % parts)) * row for i in range(parts + 1)]
     left = [tasks[b:e][::-1] for b, e in pairwise(begins)]
     own: list[list[Visit]] = [[] for _ in range(threads)]  # of each thread, what it has yet to do
-    turn: dict[tuple[int, int, int], int] = {}
     waiting: dict[tuple[tuple[int, int, int], int], int] = {}  # threads, by block and sum
     events = [(0.0, thread, False) for thread in range(threads)]  # the last: it has computed its sum
     total = end = 0.0
@@ -212,7 +218,9 @@ def backward_costs() -> tuple[float, float]:
         shape = Shape("", lengths, lengths, (4, 4))
         arguments = shape.arguments()
         schedule = _backward_schedule(1, **arguments)
-        found = [v for _, task in schedule["tasks"] for v in visits(schedule, task, range(4))]
+        found = [
+            v for task in schedule["tasks"] for head in range(4) for v in visits(schedule, task, head, 1)
+        ]
         work.append((sum(v[0] for v in found), len(found)))
         _, vjp = attnmask.flash_attention_vjp(**arguments)
         times.append(seconds(lambda vjp=vjp, d=arguments["query"]: vjp(d)))  # type: ignore[misc]

@@ -63,6 +63,29 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
         assert_equal_bits(run(case, arguments), got, (isa, threads, case))
 
 
+PARTS = [  # (queries, keys, head_dim, value_dim, heads), and what is seen
+    (500, 330, 16, 24, (2, 1), {}),
+    (700, 700, 33, 16, (2, 2), {"causal": True}),
+    (900, 900, 16, 16, (1, 1), {"window": (100, 30)}),
+    (260, 70, 16, 16, (4, 1), {"causal": True, "offset": "bottom-right"}),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_keys_whose_sums_have_parts(isa, set_threads, dtype, case):
+    """Parts of the blocks that see a key are summed up apart: by one task, or for many threads by one each."""
+    q, k, head_dim, value_dim, heads, more = case
+    steady = GradientCase(dtype, q, k, head_dim, value_dim, 2, heads, with_dlse=True, seed=1, **more)
+    arguments = steady.arguments()
+    set_threads(1)
+    got = run(steady, arguments)
+    expected_of(steady).check(got)
+    for threads in (2, 16):
+        set_threads(threads)
+        assert_equal_bits(run(steady, arguments), got, (isa, threads, case))
+
+
 @pytest.mark.repeats
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -254,23 +254,67 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("shape", "options"), BACKWARD, ids=str)
-def test_every_sum_of_d_q_is_in_one_task(shape, options):
-    """How many tiles it has does not depend on the number of threads. Of a section, tasks begin in the order of keys,
-    and so each waits only for one that has begun.
+def test_every_sum_of_backward_is_in_one_task(shape, options):
+    """How many tiles a sum of d_q has, and how many blocks a part of the sums of keys, does not depend on the number of
+    threads. Of a section, tasks begin in the order of keys, and of the same keys in their turns. So each waits only for
+    one that has begun.
     """
     sums = set()
     for threads in (1, 2, 7, 64, 128):
         found = _backward_schedule(threads, **arguments(*shape), **options)
         ends = [0] * len(found["sections"])
-        for _, task in found["tasks"]:
+        next_turn = {}
+        for _, task, part, turn, turns in found["tasks"]:
             for section, begin, end in task:
-                assert begin == ends[section]
                 assert begin % found["sections"][section]["sum_tiles"] == 0
-                ends[section] = end
+                if turn == 0:
+                    assert begin == ends[section]
+                    ends[section] = end
+                if turns:
+                    (only,) = task
+                    assert only in next_turn or turn == 0
+                    assert next_turn.get(only, (0, part)) == (turn, part)
+                    next_turn[only] = turn + 1, part - 1
+                    if turn + 1 == turns:
+                        del next_turn[only]
+        assert not next_turn
         assert ends == [max([0, *(end for _, end in g["blocks"])]) for g in found["sections"]]
         assert len(found["tasks"]) == found["row_tasks"] * (shape[4] if len(shape) > 4 else 1)
-        sums.add(tuple(g["sum_tiles"] for g in found["sections"]))
+        sums.add(tuple((g["sum_tiles"], g["part_visits"]) for g in found["sections"]))
     assert len(sums) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "divided"),
+    [
+        (((1024, 1024, (1, 1))), {}, True),
+        (((8192, 8192, (1, 1))), {"causal": True}, True),
+        (((8192, 8192, (1, 1))), WINDOW, True),
+        (((1024, 1024, (16, 16))), {"causal": True}, False),
+        (((256, 8192, (1, 1))), {}, False),
+    ],
+    ids=str,
+)
+def test_tasks_take_a_part_of_the_blocks_where_keys_are_too_few(shape, options, divided):
+    """For many threads; each visit of a task to a block and head is in one part."""
+    few, many = (_backward_schedule(threads, **arguments(*shape), **options) for threads in (2, 64))
+    assert not any(turns for *_, turns in few["tasks"])
+    assert any(turns for *_, turns in many["tasks"]) == divided
+    visits = runpy.run_path(str(BENCHMARK))["visits"] if BENCHMARK.exists() else None
+    if not visits:
+        pytest.skip("the tests run without the benchmarks")
+    heads = shape[2]
+    seen = [
+        sorted(
+            (at, number, tiles)
+            for task in found["tasks"]
+            for head in range(heads[1])
+            for tiles, at, number, _ in visits(found, task, head, heads[0] // heads[1])
+            if tiles
+        )
+        for found in (few, many)
+    ]
+    assert seen[0] == seen[1]
 
 
 BUSY = [
@@ -282,6 +326,10 @@ BUSY = [
     ("unequal documents", (DOCUMENTS, DOCUMENTS, (8, 8)), {"causal": True}, 0.98, 0.95),
     ("window", (8192, 8192, (16, 16)), WINDOW, 0.98, 0.97),
     ("batch", (1000, 1000, (2, 2), 64, 8), {}, 0.98, 0.92),
+    ("8 heads", (512, 512, (8, 8)), {}, 0.98, 0.98),
+    ("one head", (1024, 1024, (1, 1)), {}, 0.98, 0.98),
+    ("one head, causal", (8192, 8192, (1, 1)), {"causal": True}, 0.98, 0.8),
+    ("one head, window", (8192, 8192, (1, 1)), WINDOW, 0.97, 0.97),
 ]
 
 

@@ -212,6 +212,10 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
         flash_vjp,
         lambda rng: gradients(rng) | {"dout": floats(rng, 1, 200, 4, 16, dtype=np.float16)},
     ),
+    "parts of blocks": (
+        flash_vjp,
+        lambda rng: tokens(rng, 300, 190, (1, 1)) | {"dout": floats(rng, 1, 300, 1, 16)},
+    ),
     "plain": (
         at_plain(flash_vjp),
         lambda rng: gradients(rng) | {"dout": floats(rng, 1, 200, 4, 16, dtype=np.float16)},

@@ -501,9 +501,9 @@ PyMethodDef am_flash_methods[] = {
     AM_METHOD(
         backward_schedule, "problem, threads",
         "How attention backward divides its work for that many threads:\n\nsections  for each the tiles "
-        "of each sum of d_q, and the tiles that each block of queries sees\ntasks     (batch row, "
-        "[(section, first tile, end) …]) as one key head begins them\nrow_tasks  the most of a batch "
-        "row"),
+        "of each sum of d_q, the visits of each part of a sum of d_k, and the tiles that each block of "
+        "queries sees\ntasks     (batch row, [(section, first tile, end) …], part, turn, turns) as one key "
+        "head begins them\nrow_tasks  the most of a batch row"),
     AM_METHOD(flash_backward, "problem, dout, out, lse, dlse, wanted"),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},

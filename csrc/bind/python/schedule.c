@@ -107,9 +107,10 @@ PyObject *am_backward_schedule_data(const am_backward_plan *p)
 {
     PyObject *sections = PyList_New(0), *tasks = PyList_New(0);
     for (ptrdiff_t g = 0; sections && g < p->sections.count; g++)
-        append(&sections, Py_BuildValue("{s:n,s:N}", "sum_tiles", p->sum_tiles[g], "blocks",
-                                        blocks_of(p, &p->sections.list[g])));
+        append(&sections, Py_BuildValue("{s:n,s:n,s:N}", "sum_tiles", p->sum_tiles[g], "part_visits",
+                                        p->part_visits[g], "blocks", blocks_of(p, &p->sections.list[g])));
     for (ptrdiff_t i = 0; tasks && i < p->base.attn->batch * p->row_tasks; i++)
-        append(&tasks, Py_BuildValue("(nN)", i / p->row_tasks, tiles_of_task(p, &p->tasks[i])));
+        append(&tasks, Py_BuildValue("(nNnnn)", i / p->row_tasks, tiles_of_task(p, &p->tasks[i]),
+                                     p->tasks[i].part, p->tasks[i].turn, p->tasks[i].turns));
     return Py_BuildValue("{s:N,s:N,s:n}", "sections", sections, "tasks", tasks, "row_tasks", p->row_tasks);
 }

@@ -6,9 +6,13 @@
  * keys. Tasks begin in that order too, so a task waits only for one that is running. Tasks that share a bias
  * add to its gradient in order, too.
  *
- * How many tiles such a sum has follows from the section alone, so that d_q is the same whatever it is
- * computed with; the number of tiles of a task alters no sum. Nothing is as large as queries times keys,
- * unless the bias is. */
+ * Where a section has too few keys and heads to keep many threads busy, the blocks that see a tile are
+ * divided into parts. Each part is summed up from zero, and parts are added in order; so tasks can take one
+ * part each, for many threads, or all of them.
+ *
+ * How many tiles a sum of d_q has, and how many blocks a part, follows from the section alone, so that
+ * gradients are the same whatever they are computed with; how tiles and parts are dealt to tasks alters no
+ * sum. Nothing is as large as queries times keys, unless the bias is. */
 #include <stdlib.h>
 
 #include "core/attention/backward_plan.h"
@@ -54,6 +58,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
     am_backward_workspace unused;
+    const ptrdiff_t tiles = p.apart ? p.sections.tiles.count * f->kv_heads : 0,
+                    totals_bytes = am_product(tiles, p.lengths.k_rows + p.lengths.v_rows, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
@@ -61,6 +67,13 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(am_product(p.sections.blocks.count, f->heads, sizeof *p.states), 1));
+    if (p.apart) {
+        p.turns = malloc((size_t)am_product(tiles, sizeof *p.turns, 1));
+        p.totals = am_alloc_aligned(totals_bytes);
+        if (!(p.turns && p.totals)) status = AM_NO_MEMORY;
+        for (ptrdiff_t i = 0; p.turns && i < tiles; i++)
+            atomic_init(&p.turns[i].serving, 0), p.turns[i].summed = false;
+    }
     p.stats_bytes = stats_bytes / AM_ROW_STATS;
     p.row_stats = am_alloc_aligned(stats_bytes);
     if (p.d_q.type != p.base.type) {
@@ -80,6 +93,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     am_backward_plan_free(&p);
     free(p.sinks);
     free(p.states);
+    free(p.turns);
+    am_free_aligned(p.totals, totals_bytes);
     am_free_aligned(p.row_stats, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);

@@ -37,10 +37,63 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     return AM_OK;
 }
 
-static void clear_tile(const am_backward_plan *p, ptrdiff_t i, ptrdiff_t rows, const am_backward_workspace *s)
+/* Those of the i-th tile. */
+static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums, ptrdiff_t i)
 {
-    memset(s->d_k + i * p->lengths.k_rows, 0, (size_t)(rows * p->lengths.step * p->base.size));
-    memset(s->d_v + i * p->lengths.v_rows, 0, (size_t)(rows * p->lengths.value_step * p->base.size));
+    return (am_key_sums){sums->d_k + i * p->lengths.k_rows, sums->d_v + i * p->lengths.v_rows};
+}
+
+static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t rows)
+{
+    memset(to.d_k, 0, (size_t)(rows * p->lengths.step * p->base.size));
+    memset(to.d_v, 0, (size_t)(rows * p->lengths.value_step * p->base.size));
+}
+
+/* Where this part of the i-th tile is summed up: as the total, if that is the task's own and has none yet. */
+static am_key_sums open_sums(const am_backward_plan *p, const am_key_task *task, ptrdiff_t i, ptrdiff_t rows,
+                             const am_backward_workspace *s)
+{
+    const bool first = task->turns == 0 && !s->tiles[i].summed;
+    const am_key_sums sums = tile_sums(p, first ? &s->total : &s->part, i);
+    if (!s->tiles[i].open) clear_sums(p, sums, rows);
+    s->tiles[i].open = true;
+    return sums;
+}
+
+/* Adds a part of the sums of a tile to the total. */
+static void add_part(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums part,
+                     ptrdiff_t rows)
+{
+    const ptrdiff_t step = p->lengths.step, value_step = p->lengths.value_step, size = p->base.size;
+    if (first) {
+        memcpy(total.d_k, part.d_k, (size_t)(rows * step * size));
+        memcpy(total.d_v, part.d_v, (size_t)(rows * value_step * size));
+        return;
+    }
+    p->base.arithmetic->add_rows(total.d_k, step, part.d_k, step, rows, p->base.attn->head_dim);
+    p->base.arithmetic->add_rows(total.d_v, value_step, part.d_v, value_step, rows, p->base.attn->value_dim);
+}
+
+/* Ends a part of the visits of a task: adds what it has summed up to the total; after the parts before it, if
+ * these are tasks of their own. */
+static am_status end_part(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
+                          const am_backward_workspace *s, am_team *team)
+{
+    const ptrdiff_t heads = p->base.attn->kv_heads;
+    am_key_turn *turns = p->turns ? p->turns + task->tiles.begin * heads + at->kv_head : NULL;
+    am_status status = task->turns > 0 ? am_await(team, &turns->serving, task->turn) : AM_OK;
+    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
+        am_local_tile *tile = &s->tiles[i];
+        bool *summed = task->turns > 0 ? &turns[i * heads].summed : &tile->summed;
+        if (tile->open && (task->turns > 0 || tile->summed))
+            add_part(p, !*summed, tile_sums(p, &s->total, i), tile_sums(p, &s->part, i),
+                     am_length(am_range_at(&p->sections.tiles, task->tiles.begin + i)));
+        *summed |= tile->open;
+        tile->open = false, tile->summed = *summed;
+    }
+    if (status == AM_OK && task->turns > 0)
+        atomic_store_explicit(&turns->serving, task->turn + 1, memory_order_release);
+    return status;
 }
 
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
@@ -59,8 +112,7 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     const am_rows v = am_read_keys(&p->base, &f->v, at, keys, f->value_dim, s->row);
     kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
                   NULL);
-    clear_tile(p, i, count, s);
-    s->tiles[i] = (am_local_tile){.packed = true, .finite = finite};
+    s->tiles[i].packed = true, s->tiles[i].finite = finite;
 }
 
 /* The tiles of a task that a section sees. */
@@ -114,13 +166,13 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             .k_columns = s->k_columns + i * p->lengths.k_columns,
             .v_columns = s->v_columns + i * p->lengths.v_columns,
             .k = s->k + i * p->lengths.k_panels,
-            .d_k = s->d_k + i * p->lengths.k_rows,
-            .d_v = s->d_v + i * p->lengths.v_rows,
             .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
         };
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
         pack_tile(p, at, keys, i, s);
         tile.k_finite = s->tiles[i].finite;
+        const am_key_sums sums = open_sums(p, walk->task, i, am_length(keys), s);
+        tile.d_k = sums.d_k, tile.d_v = sums.d_v;
         if (!walk->loaded) {
             if (walk->next) choose_prefetch(p, walk->next, walk->task, &tile);
             walk->rows = am_begin_backward_rows(p, at, s);
@@ -201,16 +253,43 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
         const am_range keys = am_range_at(&p->sections.tiles, task->tiles.begin + i);
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
-        if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
+        const am_key_sums sums = tile_sums(p, &s->total, i);
+        if (!s->tiles[i].summed) clear_sums(p, sums, am_length(keys));
         const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-        const am_rows k = {.data = s->d_k + i * p->lengths.k_rows, .step = p->lengths.step * p->base.size},
-                      v = {.data = s->d_v + i * p->lengths.v_rows,
-                           .step = p->lengths.value_step * p->base.size};
+        const am_rows k = {.data = sums.d_k, .step = p->lengths.step * p->base.size},
+                      v = {.data = sums.d_v, .step = p->lengths.value_step * p->base.size};
         write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
         write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
         behind = keys.end;
     }
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
+}
+
+/* The block and head of a visit. */
+static am_attn_place place_of_visit(const am_backward_plan *p, const am_section *section, ptrdiff_t kv_head,
+                                    ptrdiff_t visit)
+{
+    const ptrdiff_t shared = p->base.heads_per_kv;
+    return am_backward_place(p, section, section->blocks.begin + visit / shared,
+                             (kv_head + 1) * shared - 1 - visit % shared);
+}
+
+/* Takes a task over some visits of a section, each to a block of one head. */
+static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task, const am_section *section,
+                              ptrdiff_t kv_head, am_range visits, const am_backward_workspace *s,
+                              am_team *team)
+{
+    /* The last block first: of tasks that begin together, each then waits one step for the one before it,
+     * under causal masks and windows, too. The first blocks see no keys of later tasks. */
+    am_status status = AM_OK;
+    for (ptrdiff_t i = visits.end; status == AM_OK && i-- > visits.begin;) {
+        const ptrdiff_t then = am_max(i - 1, 0);
+        const am_attn_place rows = place_of_visit(p, section, kv_head, i),
+                            next = place_of_visit(p, section, kv_head, then);
+        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL};
+        status = block_step(p, &walk, s, team);
+    }
+    return status;
 }
 
 am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
@@ -225,21 +304,24 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;
+    if (task->turns > 0) {
+        const ptrdiff_t tiles = p->sections.tiles.count, first = at.kv_head * tiles + task->tiles.begin;
+        s.total.d_k = p->totals + first * p->lengths.k_rows;
+        s.total.d_v = p->totals + heads * tiles * p->lengths.k_rows + first * p->lengths.v_rows;
+    }
     for (ptrdiff_t g = task->sections.begin; g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];
-        /* The last block first: of tasks that begin together, each then waits one step for the one before it,
-         * under causal masks and windows, too. The first blocks see no keys of later tasks. */
-        const ptrdiff_t last = section->blocks.end - 1, count = am_length(section->blocks) * heads_per_kv;
-        for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
-            const ptrdiff_t head = at.kv_head * heads_per_kv, then = am_min(i + 1, count - 1);
-            const am_attn_place rows = am_backward_place(p, section, last - i / heads_per_kv,
-                                                         head + i % heads_per_kv),
-                                next = am_backward_place(p, section, last - then / heads_per_kv,
-                                                         head + then % heads_per_kv);
-            block_walk walk = {.task = task, .at = &rows, .next = i < then ? &next : NULL};
-            status = block_step(p, &walk, &s, team);
+        const ptrdiff_t count = am_length(section->blocks) * heads_per_kv,
+                        each = am_min(p->part_visits[g], count);
+        const am_range parts =
+            task->turns > 0 ? (am_range){task->part, task->part + 1} : (am_range){0, am_parts_of(p, section)};
+        for (ptrdiff_t part = parts.end; status == AM_OK && part-- > parts.begin;) {
+            const am_range visits = {part * each, am_min((part + 1) * each, count)};
+            status = visit_blocks(p, task, section, at.kv_head, visits, &s, team);
+            if (status == AM_OK) status = end_part(p, &at, task, &s, team);
         }
     }
+    if (task->turn + 1 < task->turns) return status; /* a later task writes the sums */
     if (status == AM_OK)
         status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles,
                                   task->tiles, s.d_bias_scratch, team);

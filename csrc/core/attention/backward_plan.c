@@ -8,6 +8,11 @@ enum {
     ENOUGH_TASKS = 64,      /* of a call; more for many threads */
     TASKS_EACH = 4,         /* for each thread */
     ENOUGH_SUMS = 32,       /* the same for one section, which adds as many parts to d_q */
+    MANY_SUMS = 64,         /* of a section: with fewer, tasks for many threads take a part of the blocks */
+    ENOUGH_VISITS = 256,    /* of a section, in a part each, unless it would have less than these: */
+    PART_VISITS = 4,        /* each adds to d_k and d_v: one thread takes up to 1.02 times as long */
+    FEW_VISITS = 7,         /* of a sum on average: under narrow windows that would be 1.05 */
+    EACH = 2,               /* with fewer tasks for each thread, each part is one */
     SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
     WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
     MOST_TILES = 16,        /* the same if they see few: these stay in the cache from block to block */
@@ -37,8 +42,13 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     s->k_columns = am_take(memory, &used, n * p->lengths.k_columns);
     s->v_columns = am_take(memory, &used, n * p->lengths.v_columns);
     s->k = am_take(memory, &used, n * p->lengths.k_panels);
-    s->d_k = am_take(memory, &used, n * p->lengths.k_rows);
-    s->d_v = am_take(memory, &used, n * p->lengths.v_rows);
+    s->total.d_k = am_take(memory, &used, n * p->lengths.k_rows);
+    s->total.d_v = am_take(memory, &used, n * p->lengths.v_rows);
+    s->part = s->total;
+    if (p->divided) {
+        s->part.d_k = am_take(memory, &used, n * p->lengths.k_rows);
+        s->part.d_v = am_take(memory, &used, n * p->lengths.v_rows);
+    }
     s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
@@ -64,6 +74,26 @@ static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_
     return most;
 }
 
+/* The visits of a part of a section. They follow from what is seen of it, and not from what it has behind
+ * that: padding does not alter how its sums are divided. */
+static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section)
+{
+    const am_attn *f = p->base.attn;
+    ptrdiff_t visits = 0, first = PTRDIFF_MAX, last = 0;
+    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
+        const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
+        if (am_length(tiles) <= 0) continue;
+        const am_range sums = {am_sum_of_tile(p, section, tiles.begin),
+                               am_sum_of_tile(p, section, tiles.end - 1) + 1};
+        visits += f->heads * am_length(sums);
+        first = am_min(first, sums.begin), last = am_max(last, sums.end);
+        if (f->kv_heads * (last - first) >= MANY_SUMS) return PTRDIFF_MAX;
+    }
+    const ptrdiff_t all = f->kv_heads * (last - first);
+    return visits < all * FEW_VISITS ? PTRDIFF_MAX : am_max(PART_VISITS, visits / ENOUGH_VISITS);
+}
+
 /* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
  * more. */
 static ptrdiff_t choose(am_backward_plan *p)
@@ -85,6 +115,8 @@ static ptrdiff_t choose(am_backward_plan *p)
         const am_section *section = &p->sections.list[i];
         const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
+        p->part_visits[i] = choose_part(p, section);
+        p->divided |= am_parts_of(p, section) > 1;
         tiles += own;
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
@@ -92,17 +124,48 @@ static ptrdiff_t choose(am_backward_plan *p)
                        p->in_order ? ENOUGH_TASKS : am_max(ENOUGH_TASKS, TASKS_EACH * p->threads));
 }
 
-/* Ends a task, and begins the next one with the tile behind it. */
-static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t section)
+/* The parts of a section with blocks that see some of its tiles. */
+static am_range parts_seen(const am_backward_plan *p, const am_section *section, am_range tiles)
+{
+    const ptrdiff_t shared = p->base.heads_per_kv, each = p->part_visits[section - p->sections.list];
+    am_range parts = {0, 0};
+    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
+        const am_range seen = am_tiles_seen(&p->base, &p->sections, &at);
+        if (am_min(seen.end, tiles.end) <= am_max(seen.begin, tiles.begin)) continue;
+        const ptrdiff_t first = (block - section->blocks.begin) * shared;
+        if (parts.end == 0) parts.begin = first / each;
+        parts.end = (first + shared - 1) / each + 1;
+    }
+    return parts;
+}
+
+/* Lists a task, or one for each of its parts; returns how many. */
+static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
+{
+    am_range parts = {0, 0};
+    if (p->apart && am_length(task->sections) == 1)
+        parts = parts_seen(p, &p->sections.list[task->sections.begin], task->tiles);
+    const ptrdiff_t count = am_max(1, am_length(parts));
+    for (ptrdiff_t i = 0; to && i < count; i++) {
+        to[i] = *task;
+        if (count > 1) to[i].part = parts.end - 1 - i, to[i].turn = i, to[i].turns = count;
+    }
+    return count;
+}
+
+/* Ends a task, and begins the next one with the tile behind it; returns how many it has listed. */
+static ptrdiff_t end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t section)
 {
     const ptrdiff_t end = task->tiles.end;
     task->tokens.end = am_range_at(&p->sections.tiles, end - 1).end;
-    if (to) *to = *task;
+    const ptrdiff_t count = list_task(p, task, to);
     const bool within = end > p->sections.list[section].tiles.begin;
     *task = (am_key_task){.tiles = {end, end},
                           .sections = {section, section},
                           .tokens = {task->tokens.end, task->tokens.end},
                           .before = within ? task->before + 1 : 0};
+    return count;
 }
 
 /* Divides the tiles that the sections of a batch row see into tasks of whole sums; returns the number of
@@ -121,13 +184,12 @@ static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdif
             end = am_min(begin + p->sum_tiles[g], tiles.end);
             const ptrdiff_t wanted = begin == tiles.begin && !p->in_order ? tiles.end : end;
             if (am_length(task.tiles) > 0 && wanted - task.tiles.begin > most)
-                end_task(p, &task, to ? &to[count] : NULL, g), count++;
+                count += end_task(p, &task, to ? &to[count] : NULL, g);
             task.tiles.end = end, task.sections.end = g + 1;
         }
     }
     task.tokens.end = p->base.attn->keys;
-    if (to) to[count] = task;
-    return count + 1;
+    return count + list_task(p, &task, to ? &to[count] : NULL);
 }
 
 /* The sections of a batch row, the first of which is not before `first`. */
@@ -142,17 +204,30 @@ static int compare_tasks(const void *a, const void *b)
 {
     const am_key_task *x = a, *y = b;
     if (x->before != y->before) return x->before < y->before ? -1 : 1;
-    return (x->tiles.begin > y->tiles.begin) - (x->tiles.begin < y->tiles.begin);
+    if (x->tiles.begin != y->tiles.begin) return x->tiles.begin < y->tiles.begin ? -1 : 1;
+    return (x->turn > y->turn) - (x->turn < y->turn);
+}
+
+/* Counts the tasks of all batch rows, and finds the most of one. */
+static ptrdiff_t count_tasks(am_backward_plan *p, ptrdiff_t most)
+{
+    am_range sections = {0, 0};
+    ptrdiff_t all = 0;
+    p->row_tasks = 0;
+    for (ptrdiff_t b = 0; b < p->base.attn->batch; b++) {
+        sections = sections_of(p, b, sections.end);
+        const ptrdiff_t tasks = divide_row(p, sections, most, NULL);
+        p->row_tasks = am_max(p->row_tasks, tasks), all += tasks;
+    }
+    return all * p->base.attn->kv_heads;
 }
 
 static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
     am_range sections = {0, 0};
-    for (ptrdiff_t b = 0; b < batch; b++) {
-        sections = sections_of(p, b, sections.end);
-        p->row_tasks = am_max(p->row_tasks, divide_row(p, sections, most, NULL));
-    }
+    p->apart = count_tasks(p, most) < EACH * p->threads && p->divided && !p->in_order;
+    if (p->apart) count_tasks(p, most);
     p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
     if (!p->tasks) return AM_NO_MEMORY;
     sections = (am_range){0, 0};
@@ -178,8 +253,9 @@ am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
     for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++)
         p->in_order |= am_is_learned(term) && term != p->base.terms.sinks;
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
-    p->sum_tiles = malloc((size_t)am_product(am_max(p->sections.count, 1), sizeof *p->sum_tiles, 1));
-    if (status == AM_OK && !p->sum_tiles) status = AM_NO_MEMORY;
+    const size_t bytes = (size_t)am_product(am_max(p->sections.count, 1), sizeof(ptrdiff_t), 1);
+    p->sum_tiles = malloc(bytes), p->part_visits = malloc(bytes);
+    if (status == AM_OK && !(p->sum_tiles && p->part_visits)) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }
 
@@ -187,5 +263,6 @@ void am_backward_plan_free(am_backward_plan *p)
 {
     am_sections_free(&p->sections);
     free(p->sum_tiles);
+    free(p->part_visits);
     free(p->tasks);
 }

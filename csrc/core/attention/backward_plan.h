@@ -19,7 +19,16 @@ typedef struct {
     am_range tiles, sections;
     am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
     ptrdiff_t before; /* how many tasks add to d_q of its first section before it does */
+    /* Tasks of the same tiles take a part of the visits each; turns: how many there are, or 0 for one task.
+     */
+    ptrdiff_t part, turn, turns;
 } am_key_task;
+
+/* The gradients of a tile's keys, to which several tasks add their parts in turn. */
+typedef struct {
+    atomic_ptrdiff_t serving; /* the turn of the task that may add now; for the first tile of the tasks */
+    bool summed;              /* some part is there */
+} am_key_turn;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
 typedef struct {
@@ -33,20 +42,25 @@ typedef struct {
     const am_attn_gradients *problem;
     am_backward_lengths lengths;
     am_sections sections;
-    ptrdiff_t *sum_tiles;  /* of each section */
-    am_key_task *tasks;    /* [batch][row_tasks], of a row as they begin */
-    ptrdiff_t row_tasks;   /* the most tasks of a key head and batch row */
-    ptrdiff_t task_tiles;  /* the most tiles of a task */
-    int threads;           /* the threads of the call */
-    bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
-                            * and the same for any number of threads */
-    am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
-    am_rows_state *states; /* [block][heads] */
-    char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */
-    ptrdiff_t stats_bytes; /* the length of each */
-    am_sink_sum *sinks;    /* one for each head; NULL without sinks */
-    ptrdiff_t sink_parts;  /* of a head, into which the gradient of its sinks is divided */
-    double *d_sinks;       /* [heads][sink_parts][sink_count] */
+    ptrdiff_t *sum_tiles;   /* of each section */
+    ptrdiff_t *part_visits; /* of each section: visits of a tile to a block of one head whose parts of d_k and
+                             * d_v are summed up before they are added */
+    am_key_task *tasks;     /* [batch][row_tasks], of a row as they begin */
+    ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
+    ptrdiff_t task_tiles;   /* the most tiles of a task */
+    bool divided, apart;    /* some section has parts; each of them is a task */
+    am_key_turn *turns;     /* if apart: of each tile and key head */
+    char *totals;           /* their d_k and d_v */
+    int threads;            /* the threads of the call */
+    bool in_order;          /* tasks add to the gradient of a term, too: they are in the order of their keys,
+                             * and the same for any number of threads */
+    am_tokens d_q;          /* of the arithmetic type: the result, or what is converted to it */
+    am_rows_state *states;  /* [block][heads] */
+    char *row_stats;        /* base, rest, add and share, each [batch][heads][queries] */
+    ptrdiff_t stats_bytes;  /* the length of each */
+    am_sink_sum *sinks;     /* one for each head; NULL without sinks */
+    ptrdiff_t sink_parts;   /* of a head, into which the gradient of its sinks is divided */
+    double *d_sinks;        /* [heads][sink_parts][sink_count] */
     am_bias_gradient bias;
     am_line_gradients lines;
     am_workspaces workspaces;
@@ -55,11 +69,18 @@ typedef struct {
 /* The state of a local tile. */
 typedef struct {
     bool packed, finite; /* finite: k is */
+    bool open, summed;   /* this part adds to it; some part has been added */
 } am_local_tile;
+
+/* d_k and d_v of the tiles of a task. */
+typedef struct {
+    char *d_k, *d_v;
+} am_key_sums;
 
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
-    char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
+    char *k_columns, *v_columns, *k; /* task_tiles of each */
+    am_key_sums part, total;         /* the same if no section has parts */
     am_logit_scratch terms;
     am_line_sums *lines;
     am_local_tile *tiles;
@@ -94,6 +115,14 @@ static inline am_rows_state *am_rows_state_of(const am_backward_plan *p, const a
 static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_section *section, ptrdiff_t tile)
 {
     return (tile - section->tiles.begin) / p->sum_tiles[section - p->sections.list];
+}
+
+/* The parts of a section. */
+static inline ptrdiff_t am_parts_of(const am_backward_plan *p, const am_section *section)
+{
+    const ptrdiff_t visits = am_length(section->blocks) * p->base.heads_per_kv,
+                    each = p->part_visits[section - p->sections.list];
+    return visits / each + (visits % each > 0);
 }
 
 /* One statistic of the rows of a block. */
