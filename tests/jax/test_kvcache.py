@@ -369,6 +369,18 @@ def test_what_must_be_known():
             function(value)
 
 
+def test_a_mask_of_packed_tokens():
+    x, starts = np.ones((3, 2, 8), F32), np.array([0, 1, 3])
+    function, traced = compiled(
+        {"query": x, "k_cache": np.ones((2, 4, 2, 8), F32), "v_cache": np.ones((2, 4, 2, 8), F32)}
+        | {"cu_seqlens_q": starts, "attention_mask": np.ones((1, 1, 3, 8), bool)}
+    )
+    with pytest.raises(
+        NotImplementedError, match="attention_mask must be None with cu_seqlens_q in a traced"
+    ):
+        function(traced)
+
+
 def test_there_is_no_memory_to_write_to():
     x = np.ones((1, 1, 2, 8), F32)
     with pytest.raises(TypeError, match="argument 'out'; leave it out, as the result is a new array"):

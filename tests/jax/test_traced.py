@@ -94,6 +94,20 @@ def test_bias_and_sinks(bias, sinks):
     both(arguments, tuple(arguments), causal=True)
 
 
+@pytest.mark.parametrize(
+    "starts", [(STARTS_Q, STARTS_K), (STARTS_Q.astype(np.int32), STARTS_K.astype(np.uint8))]
+)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"sliding_window": (2, None)}], ids=str)
+@pytest.mark.parametrize("offset", [0, "bottom-right", np.array([1, 0, -2]), np.array(1)], ids=str)
+@pytest.mark.parametrize("axes", [3, 4])
+def test_packed(starts, more, offset, axes):
+    query, key, value = tensors(1)
+    if axes == 3:
+        query, key, value = query[0], key[0], value[0]
+    arguments = {"query": query, "key": key, "value": value, "causal_offset": offset, **more}
+    both(arguments | dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True)))
+
+
 def test_one_of_two():
     """Starts and ids of either side alone hold for both."""
     x = tensors(1, 9, 9)
