@@ -2,20 +2,15 @@
  * queries that see them. */
 #include <string.h>
 
-#include "core/arrays/convert.h"
+#include "core/arrays/strided.h"
 #include "core/attention/backward_plan.h"
 
 /* Writes rows of the arithmetic type to those of an array from `to` on. */
 static void write_rows(const am_backward_plan *p, const am_tokens *t, const char *to, am_rows from,
                        ptrdiff_t rows, ptrdiff_t count)
 {
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        const char *row = (const char *)from.data + r * from.step;
-        if (t->type == p->base.type)
-            memcpy((char *)to + r * t->token, row, (size_t)(count * p->base.size));
-        else
-            am_converter(p->base.type, t->type)(p->base.all_kernels, (char *)to + r * t->token, row, count);
-    }
+    const am_strided target = {(char *)to, t->type, t->token, (ptrdiff_t)am_size_of(t->type), rows, count};
+    am_scatter(p->base.all_kernels, &target, p->base.type, from.data, from.step / p->base.size);
 }
 
 /* Adds a sum of tiles to d_q, if there is one, once those before have been added. There always is a first

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arrays/convert.h"
+#include "core/arrays/strided.h"
 #include "core/cache/formats.h"
 
 enum { WIDEST = 8 }; /* bytes of a number; a bias may be wider than the arithmetic */
@@ -70,28 +70,20 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 
 /* --- Numbers --- */
 
-/* Twice: for the copy, and for the converted rows. */
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 {
-    return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
+    return am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
 }
 
 am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *src, ptrdiff_t rows,
                      ptrdiff_t count, char *scratch)
 {
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = count * base->size;
-    const bool own = t->type == base->type, plain = t->element == size;
-    if (own && plain && t->token % size == 0) return (am_rows){.data = src, .step = t->token};
-    if (!plain || own) {
-        char *raw = own ? scratch : scratch + am_ceil_div(rows * row, AM_LINE) * AM_LINE;
-        am_copy_2d(raw, count * size, size, src, t->token, t->element, rows, count, (size_t)size);
-        if (!own) am_converter(t->type, base->type)(base->all_kernels, scratch, raw, rows * count);
-    } else {
-        for (ptrdiff_t r = 0; r < rows; r++)
-            am_converter(t->type, base->type)(base->all_kernels, scratch + r * row, src + r * t->token,
-                                              count);
-    }
-    return (am_rows){.data = scratch, .step = row};
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    if (t->type == base->type && t->element == size && t->token % size == 0)
+        return (am_rows){.data = src, .step = t->token};
+    const am_strided from = {(char *)src, t->type, t->token, t->element, rows, count};
+    am_gather(base->all_kernels, base->type, scratch, count, &from);
+    return (am_rows){.data = scratch, .step = count * base->size};
 }
 
 bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)

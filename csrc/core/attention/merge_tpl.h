@@ -32,17 +32,8 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count,
                              T *scratch)
 {
-    am_dtype type = job->merge->type;
-    size_t size = am_size_of(type);
-    double raw[PIECE];
-    if (step != (ptrdiff_t)size && count > 1) {
-        void *to = type == TYPE ? (void *)scratch : raw;
-        am_copy_2d(to, 0, (ptrdiff_t)size, from, 0, step, 1, count, size);
-        from = to;
-    }
-    if (type == TYPE) return (const T *)from;
-    am_converter(type, TYPE)(job->kernels, scratch, from, count);
-    return scratch;
+    const am_strided row = am_strided_row(from, job->merge->type, step, count);
+    return am_gather_row(job->kernels, TYPE, scratch, &row);
 }
 
 static void FN(weighted_sum)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,

@@ -3,7 +3,6 @@
 
 #include <string.h>
 
-#include "core/arrays/convert.h"
 #include "core/runtime/sizes.h"
 
 enum {
@@ -12,27 +11,33 @@ enum {
     CHECK_NUMBERS = 1 << 16,      /* between two checkpoints in a long row */
 };
 
-typedef struct {
-    const am_kernels *kernels;
-    const am_quantization *q;
-} quantize_job;
+/* --- Rows --- */
 
-static const am_quantized_axis *row_of(const am_quantization *q) { return &q->axis[q->axes - 1]; }
-
-/* Returns up to PIECE numbers of a row as float32: where they are, or in `to`. */
-static const float *read_floats(const quantize_job *job, float *to, const char *from, ptrdiff_t count)
+static am_status check(const am_quantized_row *r, ptrdiff_t done)
 {
-    const am_quantization *q = job->q;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(q->type), step = row_of(q)->from;
-    uint64_t piece[PIECE];
-    if (step != size) {
-        am_copy_2d((char *)piece, 0, size, from, 0, step, 1, count, (size_t)size);
-        from = (const char *)piece;
-    } else if (q->type == AM_FLOAT32) {
-        return (const float *)from;
-    }
-    am_converter(q->type, AM_FLOAT32)(job->kernels, to, from, count);
-    return to;
+    return done % CHECK_NUMBERS || !r->team ? AM_OK : am_checkpoint(r->team);
+}
+
+static am_strided piece_of(const am_quantized_row *r, ptrdiff_t i, ptrdiff_t count)
+{
+    return am_strided_row(r->from.data + i * r->from.column, r->from.type, r->from.column, count);
+}
+
+/* Up to PIECE numbers of a row, from number i on, as float32: where they are, or in `to`. */
+static const float *read_floats(const am_quantized_row *r, float *to, ptrdiff_t i, ptrdiff_t count)
+{
+    const am_strided piece = piece_of(r, i, count);
+    return am_gather_row(r->kernels, AM_FLOAT32, to, &piece);
+}
+
+/* Writes the values of numbers that were divided by their scales. */
+static void write_values(const am_quantized_row *r, ptrdiff_t i, const float *quotients, ptrdiff_t count)
+{
+    uint8_t bytes[PIECE];
+    char *to = r->to + i / r->format->numbers * r->step;
+    r->format->narrow(r->step == 1 ? (void *)to : bytes, quotients, count);
+    for (ptrdiff_t j = 0; r->step != 1 && j < count / r->format->numbers; j++)
+        to[j * r->step] = (char)bytes[j];
 }
 
 /* The bits of magnitudes are in their order, and those of NaN beyond. */
@@ -54,63 +59,87 @@ static float scale_of(const am_kv_format *format, int32_t bits)
     return am_kv_scale_of(format, most);
 }
 
-static am_status quantize_row(const quantize_job *job, const char *from, char *to, char *scale, am_team *team)
+am_status am_quantize_row(const am_quantized_row *r, float *scale)
 {
-    const am_quantization *q = job->q;
-    const am_quantized_axis *row = row_of(q);
     float piece[PIECE], quotients[PIECE], own = 1;
     int32_t bits = 0;
     for (int pass = 0; pass < 2; pass++) {
-        for (ptrdiff_t i = 0, count; i < row->length; i += count) {
-            count = am_min(PIECE, row->length - i);
-            const float *numbers = read_floats(job, piece, from + i * row->from, count);
+        for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
+            count = am_min(PIECE, r->from.columns - i);
+            const float *numbers = read_floats(r, piece, i, count);
             if (pass == 0) {
                 bits = greatest(bits, numbers, count);
             } else {
                 for (ptrdiff_t j = 0; j < count; j++) quotients[j] = numbers[j] / own;
-                q->format->narrow(to + i * row->to, quotients, count);
+                write_values(r, i, quotients, count);
             }
-            am_status status = (i + count) % CHECK_NUMBERS ? AM_OK : am_checkpoint(team);
+            am_status status = check(r, i + count);
             if (status != AM_OK) return status;
         }
-        if (pass == 0) *(float *)scale = own = scale_of(q->format, bits);
+        if (pass == 0) *scale = own = scale_of(r->format, bits);
     }
     return AM_OK;
 }
 
-static am_status quantize_groups(const quantize_job *job, const char *from, char *to, char *scales,
-                                 am_team *team)
+am_status am_quantize_by_channel(const am_quantized_row *r, const char *scales, ptrdiff_t step)
 {
-    const am_quantization *q = job->q;
-    const am_quantized_axis *row = row_of(q);
-    const am_kv_scales s = {.group = q->group, .offset = sizeof(float), .type = AM_FLOAT32};
-    for (ptrdiff_t i = 0, count; i < row->length; i += count) {
-        float piece[PIECE], numbers[PIECE];
-        count = am_min(PIECE, row->length - i);
-        memcpy(numbers, read_floats(job, piece, from + i * row->from, count),
-               (size_t)count * sizeof *numbers);
-        for (ptrdiff_t j = 0; j < count; j += q->group)
-            am_kv_scale_group(&s, scales + (i + j) / q->group * row->scale, numbers + j);
-        q->format->narrow(to + i / q->format->numbers * row->to, numbers, count);
-        am_status status = (i + count) % CHECK_NUMBERS ? AM_OK : am_checkpoint(team);
+    for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
+        float piece[PIECE], quotients[PIECE];
+        count = am_min(PIECE, r->from.columns - i);
+        const float *numbers = read_floats(r, piece, i, count);
+        for (ptrdiff_t j = 0; j < count; j++)
+            quotients[j] = numbers[j] / *(const float *)(scales + (i + j) * step);
+        write_values(r, i, quotients, count);
+    }
+    return AM_OK;
+}
+
+am_status am_quantize_groups(const am_quantized_row *r, const am_kv_scales *s, char *at)
+{
+    for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
+        float numbers[PIECE];
+        count = am_min(PIECE, r->from.columns - i);
+        const am_strided piece = piece_of(r, i, count);
+        am_gather(r->kernels, AM_FLOAT32, numbers, count, &piece);
+        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element)
+            am_kv_scale_group(s, at, numbers + j);
+        write_values(r, i, numbers, count);
+        am_status status = check(r, i + count);
         if (status != AM_OK) return status;
     }
     return AM_OK;
 }
 
+/* --- Arrays --- */
+
+typedef struct {
+    const am_kernels *kernels;
+    const am_quantization *q;
+} quantize_job;
+
+static const am_quantized_axis *row_of(const am_quantization *q) { return &q->axis[q->axes - 1]; }
+
 static am_status quantize_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const quantize_job *job = arg;
     const am_quantization *q = job->q;
-    const char *from = q->from;
-    char *to = q->to, *scale = q->scales;
+    const am_quantized_axis *row = row_of(q);
+    am_quantized_row r = {.kernels = job->kernels,
+                          .format = q->format,
+                          .from = am_strided_row(q->from, q->type, row->from, row->length),
+                          .to = q->to,
+                          .step = row->to,
+                          .team = team};
+    char *scale = q->scales;
     for (int i = q->axes - 2; i >= 0; i--) {
         const am_quantized_axis *axis = &q->axis[i];
         const ptrdiff_t step = index % axis->length;
         index /= axis->length;
-        from += step * axis->from, to += step * axis->to, scale += step * axis->scale;
+        r.from.data += step * axis->from, r.to += step * axis->to, scale += step * axis->scale;
     }
-    return q->group ? quantize_groups(job, from, to, scale, team) : quantize_row(job, from, to, scale, team);
+    const am_kv_scales groups = {
+        .group = q->group, .element = row->scale, .offset = sizeof(float), .type = AM_FLOAT32};
+    return q->group ? am_quantize_groups(&r, &groups, scale) : am_quantize_row(&r, (float *)scale);
 }
 
 am_status am_quantize(const am_context *context, const am_quantization *q)

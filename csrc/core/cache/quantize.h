@@ -2,7 +2,25 @@
 #ifndef AM_CORE_CACHE_QUANTIZE_H
 #define AM_CORE_CACHE_QUANTIZE_H
 
+#include "core/arrays/strided.h"
 #include "core/cache/formats.h"
+#include "core/runtime/threads.h"
+
+/* A row of numbers that is quantized. */
+typedef struct {
+    const am_kernels *kernels;
+    const am_kv_format *format;
+    am_strided from;
+    char *to; /* its values, each a byte */
+    ptrdiff_t step;
+    am_team *team; /* NULL: it is finished without a checkpoint */
+} am_quantized_row;
+
+/* Find the scale of the row, or that of each group and its offset from `at` on; or take that of each channel,
+ * which lie `step` bytes apart. */
+am_status am_quantize_row(const am_quantized_row *row, float *scale);
+am_status am_quantize_groups(const am_quantized_row *row, const am_kv_scales *groups, char *at);
+am_status am_quantize_by_channel(const am_quantized_row *row, const char *scales, ptrdiff_t step);
 
 enum { AM_QUANTIZED_AXES = 64 };
 

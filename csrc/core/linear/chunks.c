@@ -127,19 +127,19 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
     return at;
 }
 
-am_strided_rows am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
+am_strided am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
 {
-    am_strided_rows rows = am_linear_rows_at(array, at->batch, token, at->head);
+    am_strided rows = am_linear_rows_at(array, at->batch, token, at->head);
     rows.data += at->channel * array->stride[3];
     return rows;
 }
 
 /* A state, of an array of states. */
-static am_strided_rows state_at(const am_linear_array *states, const am_linear_place *at)
+static am_strided state_at(const am_linear_array *states, const am_linear_place *at)
 {
-    am_strided_rows rows = am_linear_rows_at(states, at->sequence, at->head, 0);
+    am_strided rows = am_linear_rows_at(states, at->sequence, at->head, 0);
     rows.data += at->channel * states->stride[3];
-    rows.stride = states->stride[2];
+    rows.row = states->stride[2];
     return rows;
 }
 
@@ -200,8 +200,8 @@ void am_linear_release(am_linear_buffers *b) { free(b->token_scratch); }
 static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,
                         ptrdiff_t token, ptrdiff_t count, void *to)
 {
-    am_strided_rows rows = am_linear_rows_at(array, at->batch, token, at->head);
-    rows.element = array->stride[1];
+    am_strided rows = am_linear_rows_at(array, at->batch, token, at->head);
+    rows.column = array->stride[1];
     am_linear_read(base->all_kernels, base->type, to, base->shape.token_step, rows, 1, count);
 }
 
@@ -305,11 +305,11 @@ void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *
     read_values(base, base->chunks->rows, at, token, chunk->tokens, b->v);
 }
 
-static void add_soon(am_linear_soon *soon, am_strided_rows rows, ptrdiff_t count, ptrdiff_t columns)
+static void add_soon(am_linear_soon *soon, am_strided rows, ptrdiff_t count, ptrdiff_t columns)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows.type);
-    if (rows.element == size && count > 0)
-        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.stride, columns * size, count};
+    if (rows.column == size && count > 0)
+        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.row, columns * size, count};
 }
 
 void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,

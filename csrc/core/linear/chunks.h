@@ -93,7 +93,7 @@ void am_linear_write_state(const am_linear_base *base, const am_linear_array *st
                            const am_linear_place *at, const void *from);
 
 /* Rows of an array of values, or of one state. */
-am_strided_rows am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token);
+am_strided am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token);
 
 /* State `index` of a sequence among those that are kept. */
 char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,

@@ -19,7 +19,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/arrays/convert.h"
+#include "core/arrays/strided.h"
 #include "core/sequences/packed.h"
 
 enum {
@@ -53,89 +53,31 @@ typedef struct {
     am_workspaces workspaces; /* tile_buffers, unless source and result are direct */
 } plan;
 
-/* A region of memory, strides in bytes: steps × lanes, or in a scan a single row of steps. */
-typedef struct {
-    ptrdiff_t rows, columns, row_stride, column_stride;
-} grid;
-
 /* Buffers for a region that is copied through the cache: too much for the stack of a small thread. */
 typedef struct {
-    _Alignas(64) double in[TILE], out[TILE], raw[TILE];
+    _Alignas(64) double in[TILE], out[TILE];
 } tile_buffers;
 
-/* The kernel that transposes a tile; NULL where time is not contiguous, or elements are narrower than 32
- * bits. */
-static am_transpose *transpose_kernel(const plan *p, ptrdiff_t step, size_t size)
+/* Whether a kernel transposes a tile: time is contiguous, and elements are not narrower than 32 bits. */
+static bool is_transposed(ptrdiff_t step, am_dtype type)
 {
-    if (step != (ptrdiff_t)size || size < 4) return NULL;
-    return size == 4 ? p->kernels->copy.transpose_32 : p->kernels->copy.transpose_64;
-}
-
-static bool load_tile(const plan *p, tile_buffers *tile, const char *src, grid g)
-{
-    am_convert_row *convert = am_converter(p->cumsum->src_type, p->type);
-    size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
-    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
-    if (g.column_stride != (ptrdiff_t)size) {
-        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
-        bool same = p->cumsum->src_type == p->type;
-        void *raw = same ? tile->in : tile->raw;
-        if (transpose)
-            transpose(raw, g.columns, src, g.column_stride / (ptrdiff_t)size, g.columns, g.rows);
-        else
-            am_copy_2d(raw, row_bytes, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns,
-                       size);
-        return same || convert(p->kernels, tile->in, tile->raw, g.rows * g.columns);
-    }
-    if (g.row_stride == row_bytes) return convert(p->kernels, tile->in, src, g.rows * g.columns);
-    bool fits = true;
-    for (ptrdiff_t r = 0; r < g.rows; r++) {
-        fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride,
-                        g.columns);
-    }
-    return fits;
-}
-
-static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const void *from, tile_buffers *tile)
-{
-    am_convert_row *convert = am_converter(type, p->cumsum->dst_type);
-    size_t size = am_size_of(p->cumsum->dst_type), wide = am_size_of(type);
-    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
-    bool fits = true;
-    if (g.column_stride != (ptrdiff_t)size) {
-        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
-        if (p->cumsum->dst_type != type) {
-            fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
-            from = tile->raw;
-        }
-        if (transpose)
-            transpose(dst, g.column_stride / (ptrdiff_t)size, from, g.columns, g.rows, g.columns);
-        else
-            am_copy_2d(dst, g.row_stride, g.column_stride, from, row_bytes, (ptrdiff_t)size, g.rows,
-                       g.columns, size);
-        return fits;
-    }
-    if (g.row_stride == row_bytes) return convert(p->kernels, dst, from, g.rows * g.columns);
-    for (ptrdiff_t r = 0; r < g.rows; r++) {
-        fits &= convert(p->kernels, dst + r * g.row_stride,
-                        (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
-    }
-    return fits;
+    const size_t size = am_size_of(type);
+    return step == (ptrdiff_t)size && size >= 4;
 }
 
 /* Stores integer sums in the type of the result. Scaled ones are computed in float64, and truncated if the
  * result is an integer. */
-static bool store_integers(const plan *p, char *dst, grid g, tile_buffers *tile)
+static bool store_integers(const plan *p, const am_strided *to, tile_buffers *tile)
 {
     const am_cumsum *c = p->cumsum;
-    if (!c->scaled && am_is_integer(c->dst_type)) return store_tile(p, AM_INT64, dst, g, tile->out, tile);
-    am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, g.rows * g.columns);
-    if (c->scaled) {
-        for (ptrdiff_t i = 0; i < g.rows * g.columns; i++) tile->in[i] *= c->scale;
-    }
-    if (!am_is_integer(c->dst_type)) return store_tile(p, AM_FLOAT64, dst, g, tile->in, tile);
-    return am_converter(AM_FLOAT64, AM_INT64)(p->kernels, tile->out, tile->in, g.rows * g.columns) &&
-           store_tile(p, AM_INT64, dst, g, tile->out, tile);
+    const ptrdiff_t count = to->rows * to->columns;
+    const bool integers = am_is_integer(c->dst_type);
+    if (!c->scaled && integers) return am_scatter(p->kernels, to, AM_INT64, tile->out, to->columns);
+    am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, count);
+    for (ptrdiff_t i = 0; c->scaled && i < count; i++) tile->in[i] *= c->scale;
+    if (!integers) return am_scatter(p->kernels, to, AM_FLOAT64, tile->in, to->columns);
+    return am_converter(AM_FLOAT64, AM_INT64)(p->kernels, tile->out, tile->in, count) &&
+           am_scatter(p->kernels, to, AM_INT64, tile->out, to->columns);
 }
 
 static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile *tile, int64_t *carry)
@@ -192,16 +134,20 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
         return true;
     }
     tile_buffers *scratch = l->buffers;
-    grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
-    if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
-    bool fits = p->src_direct || load_tile(p, scratch, src, from);
+    am_strided from = {(char *)src, c->src_type, c->src_step, p->src_lane, steps, lanes},
+               to = {dst, c->dst_type, c->dst_step, p->dst_lane, steps, lanes};
+    if (p->scan) {
+        from = am_strided_row(src, c->src_type, c->src_step, steps);
+        to = am_strided_row(dst, c->dst_type, c->dst_step, steps);
+    }
+    bool fits = p->src_direct || am_gather(p->kernels, p->type, scratch->in, from.columns, &from);
     if (p->type == AM_INT64) {
         fits &= sum_integers((int64_t *)scratch->out, (const int64_t *)scratch->in, &tile, carry);
-        return fits && store_integers(p, dst, to, scratch);
+        return fits && store_integers(p, &to, scratch);
     }
     sum_floats(p, p->dst_direct ? (void *)dst : scratch->out, p->src_direct ? (const void *)src : scratch->in,
                &tile, carry);
-    return p->dst_direct || store_tile(p, p->type, dst, to, scratch->out, scratch);
+    return p->dst_direct || am_scatter(p->kernels, &to, p->type, scratch->out, to.columns);
 }
 
 /* Sums steps begin … end - 1 in regions of `piece` steps, in the direction of the sums. */
@@ -387,8 +333,7 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
     choose_axes(&p);
     p.stream = should_stream(&p);
 
-    bool transposed = transpose_kernel(&p, c.src_step, am_size_of(c.src_type)) ||
-                      transpose_kernel(&p, c.dst_step, am_size_of(c.dst_type));
+    bool transposed = is_transposed(c.src_step, c.src_type) || is_transposed(c.dst_step, c.dst_type);
     ptrdiff_t most_lanes = transposed                     ? TRANSPOSED_LANES
                            : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
                                                           : TILE_LANES;

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/convert.h"
+#include "core/arrays/strided.h"
 
 enum {
     WORD = 64,
@@ -27,14 +27,9 @@ static const char *row_of(const am_ids *ids, ptrdiff_t row)
 static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
                   ptrdiff_t count, int64_t *wide)
 {
-    ptrdiff_t size = (ptrdiff_t)am_size_of(ids->type), step = ids->stride[2];
-    const char *from = row_of(ids, row) + begin * step;
-    uint64_t piece[BLOCK];
-    if (step != size) {
-        am_copy_2d((char *)piece, 0, size, from, 0, step, 1, count, (size_t)size);
-        from = (const char *)piece;
-    }
-    bool fits = am_converter(ids->type, AM_INT64)(kernels, wide, from, count);
+    const ptrdiff_t step = ids->stride[2];
+    const am_strided from = am_strided_row(row_of(ids, row) + begin * step, ids->type, step, count);
+    const bool fits = am_gather(kernels, AM_INT64, wide, count, &from);
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }
 

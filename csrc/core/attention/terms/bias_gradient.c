@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arrays/convert.h"
+#include "core/arrays/strided.h"
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -25,11 +25,9 @@ static ptrdiff_t index_of(const bias_gradient *g, const am_attn_place *at, ptrdi
 static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
 {
     am_dtype own = g->base->type, wanted = g->base->terms.bias->array.type;
-    char *to = g->result + index * (ptrdiff_t)am_size_of(wanted);
-    if (own == wanted)
-        memcpy(to, from, (size_t)(count * g->base->size));
-    else
-        am_converter(own, wanted)(g->base->all_kernels, to, from, count);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(wanted);
+    const am_strided to = am_strided_row(g->result + index * size, wanted, size, count);
+    am_scatter(g->base->all_kernels, &to, own, from, count);
 }
 
 /* --- Tickets: ordered accumulation --- */

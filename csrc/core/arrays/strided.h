@@ -1,0 +1,65 @@
+/* strided.h – rows of numbers of any type and strides, to and from contiguous numbers of a type. */
+#ifndef AM_CORE_ARRAYS_STRIDED_H
+#define AM_CORE_ARRAYS_STRIDED_H
+
+#include <string.h>
+
+#include "core/arrays/convert.h"
+
+/* Rows in memory; strides in bytes. */
+typedef struct {
+    char *data;
+    am_dtype type;
+    ptrdiff_t row, column;
+    ptrdiff_t rows, columns;
+} am_strided;
+
+static inline am_strided am_strided_row(const void *data, am_dtype type, ptrdiff_t stride, ptrdiff_t count)
+{
+    return (am_strided){(char *)data, type, 0, stride, 1, count};
+}
+
+/* Copies contiguous numbers. */
+static inline bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type,
+                              const void *from, ptrdiff_t count)
+{
+    if (type != to_type) return am_converter(type, to_type)(kernels, to, from, count);
+    memcpy(to, from, (size_t)count * am_size_of(type));
+    return true;
+}
+
+/* The functions below for rows that lie in any way. */
+bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step,
+                   const am_strided *from);
+bool am_scatter_all(const am_kernels *kernels, const am_strided *to, am_dtype type, const void *from,
+                    ptrdiff_t step);
+
+/* Copy them to rows of numbers of `type` that begin every `step` numbers, or from there. Types are the same,
+ * or have a converter; false if an integer does not fit. */
+static inline bool am_gather(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step,
+                             const am_strided *from)
+{
+    if (from->rows == 1 && from->column == (ptrdiff_t)am_size_of(from->type))
+        return am_convert(kernels, type, to, from->type, from->data, from->columns);
+    return am_gather_all(kernels, type, to, step, from);
+}
+
+static inline bool am_scatter(const am_kernels *kernels, const am_strided *to, am_dtype type,
+                              const void *from, ptrdiff_t step)
+{
+    if (to->rows == 1 && to->column == (ptrdiff_t)am_size_of(to->type))
+        return am_convert(kernels, to->type, to->data, type, from, to->columns);
+    return am_scatter_all(kernels, to, type, from, step);
+}
+
+/* Returns a row as numbers of `type`: where it lies if it is so already, else in `to`. */
+static inline const void *am_gather_row(const am_kernels *kernels, am_dtype type, void *to,
+                                        const am_strided *from)
+{
+    if (from->type == type && (from->columns == 1 || from->column == (ptrdiff_t)am_size_of(type)))
+        return from->data;
+    am_gather(kernels, type, to, from->columns, from);
+    return to;
+}
+
+#endif
