@@ -49,13 +49,13 @@ static void free_array(const backward_job *job, const am_linear_array *array, pt
 static am_linear_gradients gradients_of(const am_linear_buffers *b)
 {
     return (am_linear_gradients){
-        .d_out = b->d_out,
-        .d_q = b->d_q,
-        .d_k = b->d_k,
-        .d_v = b->d_v,
-        .d_decay = b->d_decay,
-        .d_beta = b->d_beta,
-        .d_u = b->d_u,
+        .d_out = b->back.d_out,
+        .d_q = b->back.d_q,
+        .d_k = b->back.d_k,
+        .d_v = b->back.d_v,
+        .d_decay = b->back.d_decay,
+        .d_beta = b->back.d_beta,
+        .d_u = b->back.d_u,
     };
 }
 
@@ -65,22 +65,23 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
 {
     const am_linear_base *base = l->base;
     am_linear_buffers *b = l->b;
-    am_linear_read(base->all_kernels, base->type, b->d_out, base->shape.channel_step,
+    am_linear_read(base->all_kernels, base->type, b->back.d_out, base->shape.channel_step,
                    am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
                    chunk->tokens, l->at->channels);
     if (chunk->soon && l->index > 0)
         am_linear_values_soon(base, &job->back->d_out, l->at, am_linear_token(base, l->at, l->index - 1),
                               chunk->soon);
     if (kernel(chunk, g, l->pairs, b->scratch)) return AM_OK;
-    if (!b->token_scratch) b->token_scratch = malloc((size_t)base->scratch.backward_tokens);
-    if (!b->token_scratch) return AM_NO_MEMORY;
+    if (!b->back.token_scratch) b->back.token_scratch = malloc((size_t)base->scratch.backward_tokens);
+    if (!b->back.token_scratch) return AM_NO_MEMORY;
     am_linear_put_aside(base, b, 0, NULL, g->d_state);
     if (!chunk->state) { /* a slice of one, which is seldom asked for */
-        am_linear_recall(base, am_linear_kept_state(base, job->back->kept, l->at, l->index), l->at, b->state);
-        chunk->state = b->state;
+        am_linear_recall(base, am_linear_kept_state(base, job->back->kept, l->at, l->index), l->at,
+                         b->back.state);
+        chunk->state = b->back.state;
     }
     am_linear_load_tokens(base, b, l->at, am_linear_token(base, l->at, l->index), chunk);
-    base->kernels->backward_tokens(chunk, g, b->token_scratch);
+    base->kernels->backward_tokens(chunk, g, b->back.token_scratch);
     am_linear_put_back(base, b, 0, NULL, g->d_state);
     return AM_OK;
 }
@@ -105,22 +106,22 @@ static void store(const backward_job *job, const am_linear_buffers *b, const am_
         const char *rows;
         ptrdiff_t step, columns;
     } parts[] = {
-        {&job->query, b->d_q, s->row_step, s->rows},
-        {&job->key, b->d_k, s->row_step, s->rows},
-        {&job->back->value, b->d_v, s->channel_step, s->channels},
-        {&job->decay, b->d_decay, s->row_step, s->rows},
+        {&job->query, b->back.d_q, s->row_step, s->rows},
+        {&job->key, b->back.d_k, s->row_step, s->rows},
+        {&job->back->value, b->back.d_v, s->channel_step, s->channels},
+        {&job->decay, b->back.d_decay, s->row_step, s->rows},
     };
-    base->kernels->scale_rows_back(b->d_q, b->q, b->q_inverse, base->linear->scale, count, s->row_step);
+    base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, count, s->row_step);
     if (base->linear->normalize)
-        base->kernels->scale_rows_back(b->d_k, b->k, b->k_inverse, 1, count, s->row_step);
+        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, count, s->row_step);
     for (int i = 0; i < (base->linear->by_channel ? 4 : 3); i++) {
         if (parts[i].array->data)
             am_linear_write(base->all_kernels, base->type,
                             am_linear_rows_at(parts[i].array, at->batch, token, at->head), parts[i].rows,
                             parts[i].step, count, parts[i].columns);
     }
-    if (!base->linear->by_channel) write_tokens(job, &job->decay, at, token, b->d_decay, count);
-    write_tokens(job, &job->back->beta, at, token, b->d_beta, count);
+    if (!base->linear->by_channel) write_tokens(job, &job->decay, at, token, b->back.d_decay, count);
+    write_tokens(job, &job->back->beta, at, token, b->back.d_beta, count);
 }
 
 /* --- Chunk after chunk --- */
@@ -161,8 +162,8 @@ static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk 
     am_linear_keep(base, am_linear_kept_state(base, job->d_states, l->at, l->index + 1), l->at, g.d_next);
     am_status status = take_chunk(job, l, chunk, &g, base->chunks->backward_state);
     am_linear_write(base->all_kernels, base->type,
-                    am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)), l->b->d_u,
-                    base->shape.channel_step, chunk->tokens, l->at->channels);
+                    am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)),
+                    l->b->back.d_u, base->shape.channel_step, chunk->tokens, l->at->channels);
     return status;
 }
 
@@ -185,7 +186,7 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     g.d_next = am_linear_kept_state(base, job->d_states, &at, i + 1);
     g.d_state = b->states[0];
     g.known = true;
-    am_linear_read(base->all_kernels, base->type, b->d_u, base->shape.channel_step,
+    am_linear_read(base->all_kernels, base->type, b->back.d_u, base->shape.channel_step,
                    am_linear_values_at(&job->d_u, &at, token), chunk.tokens, at.channels);
     am_status status = take_chunk(job, &link, &chunk, &g, base->chunks->backward);
     if (status == AM_OK) store(job, b, &at, token, chunk.tokens);

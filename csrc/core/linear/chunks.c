@@ -176,14 +176,14 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->spare, values + state, AM_LINEAR_TAKE},
         {&b->wide, 2 * keys + values + tokens, base->chunks->rows != base->type ? AM_LINEAR_TAKE : 0},
         {&b->scratch, scratch, AM_LINEAR_FIND | AM_LINEAR_TAKE},
-        {&b->state, state, AM_LINEAR_BACK},
-        {&b->d_out, values, AM_LINEAR_BACK},
-        {&b->d_q, keys, AM_LINEAR_BACK},
-        {&b->d_k, keys, AM_LINEAR_BACK},
-        {&b->d_v, values, AM_LINEAR_BACK},
-        {&b->d_decay, decays, AM_LINEAR_BACK},
-        {&b->d_beta, tokens, AM_LINEAR_BACK},
-        {&b->d_u, values, AM_LINEAR_BACK},
+        {&b->back.state, state, AM_LINEAR_BACK},
+        {&b->back.d_out, values, AM_LINEAR_BACK},
+        {&b->back.d_q, keys, AM_LINEAR_BACK},
+        {&b->back.d_k, keys, AM_LINEAR_BACK},
+        {&b->back.d_v, values, AM_LINEAR_BACK},
+        {&b->back.d_decay, decays, AM_LINEAR_BACK},
+        {&b->back.d_beta, tokens, AM_LINEAR_BACK},
+        {&b->back.d_u, values, AM_LINEAR_BACK},
     };
     ptrdiff_t bytes = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -194,7 +194,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
     return bytes;
 }
 
-void am_linear_release(am_linear_buffers *b) { free(b->token_scratch); }
+void am_linear_release(am_linear_buffers *b) { free(b->back.token_scratch); }
 
 /* A number for each token: of an axis of tokens, as if it were one of channels. */
 static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,
@@ -224,8 +224,7 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
 }
 
 /* Queries, or keys. */
-static am_strided_rows keys_at(const am_linear_base *base, bool keys, const am_linear_place *at,
-                               ptrdiff_t token)
+static am_strided keys_at(const am_linear_base *base, bool keys, const am_linear_place *at, ptrdiff_t token)
 {
     const am_linear *linear = base->linear;
     return am_linear_rows_at(keys ? &linear->key : &linear->query, at->batch, token,
@@ -237,11 +236,11 @@ static const void *unscaled_keys(const am_linear_base *base, bool keys, const am
                                  ptrdiff_t token, void *to)
 {
     const am_linear_shape *s = &base->shape;
-    const am_strided_rows from = keys_at(base, keys, at, token);
+    const am_strided from = keys_at(base, keys, at, token);
     const am_dtype type = base->chunks->rows;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
-    const bool padded = s->rows == s->row_step && from.stride == s->row_step * size;
-    if (from.type == type && from.element == size && padded) return from.data;
+    const bool padded = s->rows == s->row_step && from.row == s->row_step * size;
+    if (from.type == type && from.column == size && padded) return from.data;
     am_linear_read(base->all_kernels, type, to, s->row_step, from, am_min(s->tokens, at->end - token),
                    s->rows);
     return to;

@@ -29,11 +29,14 @@ typedef struct {
 typedef struct {
     char *q, *k, *v, *out, *decay, *factor, *reset, *beta;
     char *q_inverse, *k_inverse; /* of the norms; NULL: none */
-    char *states[2], *state;     /* state: backward */
+    char *states[2];
     char *pairs, *scratch;
-    char *d_out, *d_q, *d_k, *d_v, *d_decay, *d_beta, *d_u, *token_scratch; /* backward */
     char *spare; /* of results that are not finite */
     char *wide;  /* rows of the type of sums, where chunks are of bfloat16 */
+    struct {
+        char *state, *d_out, *d_q, *d_k, *d_v, *d_decay, *d_beta, *d_u;
+        char *token_scratch; /* allocated when it is needed */
+    } back;
 } am_linear_buffers;
 
 /* What chunks are taken for. */

@@ -70,15 +70,15 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
         {&w->turned, state > rows ? state : rows},
-        {&w->d_rows, 2 * values},
-        {&w->d_pairs, 2 * pairs},
-        {&w->d_heads, 2 * keys},
-        {&w->d_tail, keys},
-        {&w->carry, by_channel ? s->row_step : 0},
-        {&w->left, by_channel ? keys : 0},
-        {&w->follow, by_channel ? s->row_step : 0},
-        {&w->reads, by_channel ? 0 : s->token_step},
-        {&w->across, by_channel ? 0 : s->token_step},
+        {&w->back.d_rows, 2 * values},
+        {&w->back.d_pairs, 2 * pairs},
+        {&w->back.d_heads, 2 * keys},
+        {&w->back.d_tail, keys},
+        {&w->back.carry, by_channel ? s->row_step : 0},
+        {&w->back.left, by_channel ? keys : 0},
+        {&w->back.follow, by_channel ? s->row_step : 0},
+        {&w->back.reads, by_channel ? 0 : s->token_step},
+        {&w->back.across, by_channel ? 0 : s->token_step},
         {&w->decays, pairs}, /* from here on not by channel */
         {&w->heads, 2 * keys},
         {&w->tail, keys},
@@ -261,9 +261,9 @@ static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradient
 static void FN(back_to_rows)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const ptrdiff_t n = c->tokens, step = c->shape->channel_step;
-    memcpy(w->d_rows, g->d_out, (size_t)(n * step) * sizeof(T));
+    memcpy(w->back.d_rows, g->d_out, (size_t)(n * step) * sizeof(T));
     for (ptrdiff_t i = 0; c->beta && i < n; i++)
-        FN(scale_row)(w->d_rows + (n + i) * step, (const T *)g->d_u + i * step, -((const T *)c->beta)[i],
+        FN(scale_row)(w->back.d_rows + (n + i) * step, (const T *)g->d_u + i * step, -((const T *)c->beta)[i],
                       step);
 }
 
@@ -277,7 +277,7 @@ static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradient
     }
     FN(back_to_rows)(c, g, w);
     if (!g->known)
-        FN(move_state)(c, w, g->d_state, g->d_next, w->heads, w->d_rows,
+        FN(move_state)(c, w, g->d_state, g->d_next, w->heads, w->back.d_rows,
                        s->delta ? 2 * c->tokens : c->tokens);
 }
 
@@ -312,16 +312,16 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                .depth = s->channels,
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
-        product.c = w->d_pairs + side * n * s->token_step, product.a = w->d_rows + side * n * step;
+        product.c = w->back.d_pairs + side * n * s->token_step, product.a = w->back.d_rows + side * n * step;
         FN(multiply_large)(w, &product);
     }
     FN(turn)(w->turned, s->row_step, c->state, step, s->rows, s->channels);
-    product.c = w->d_heads, product.a = w->d_rows;
+    product.c = w->back.d_heads, product.a = w->back.d_rows;
     product.c_step = product.b_step = product.n = s->row_step;
     product.m = sides * n, product.triangle = ALL;
     FN(multiply_large)(w, &product);
     FN(turn)(w->turned, s->row_step, g->d_next, step, s->rows, s->channels);
-    product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->left : w->d_tail;
+    product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->back.left : w->back.d_tail;
     product.a = u, product.m = n;
     FN(multiply_large)(w, &product);
 }
@@ -346,11 +346,11 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
     } else {
         FN(back_to_decays)(c, g, &w);
         FN(pairs_by_token_back)(c, &w);
-        memcpy(g->d_k, w.d_tail, (size_t)keys * sizeof(T));
-        T *d_k = g->d_k, *later = w.d_heads + keys;
+        memcpy(g->d_k, w.back.d_tail, (size_t)keys * sizeof(T));
+        T *d_k = g->d_k, *later = w.back.d_heads + keys;
         for (ptrdiff_t i = 0; s->delta && i < keys; i += LANES)
             VOP(store)(d_k + i, VOP(add)(VOP(load)(d_k + i), VOP(load)(later + i)));
-        memcpy(g->d_q, w.d_heads, (size_t)keys * sizeof(T));
+        memcpy(g->d_q, w.back.d_heads, (size_t)keys * sizeof(T));
     }
     return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
            (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_step));

@@ -31,16 +31,17 @@ typedef struct {
     T *coupled;                         /* -M times beta, a triangular system */
     T *rounded;                         /* of the factors of a product */
     T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
-    /* Backwards: */
-    T *d_rows;  /* gradients of out and, negated, of v */
-    T *d_pairs; /* of P, and of M behind it */
-    T *d_heads; /* of heads, then of q and of k as the later of a pair */
-    T *d_tail;  /* of tail, unless by channel, then of k as the earlier */
-    T *carry;   /* by channel: [row_step] */
-    T *left;    /* by channel: gradients of tail */
-    T *follow;  /* by channel: the product of the factors behind a token, [row_step] */
-    T *reads;   /* not by channel: gradients of decays from reads of the state, [token_step] */
-    T *across;  /* and from pairs across a token */
+    struct {
+        T *d_rows;  /* gradients of out and, negated, of v */
+        T *d_pairs; /* of P, and of M behind it */
+        T *d_heads; /* of heads, then of q and of k as the later of a pair */
+        T *d_tail;  /* of tail, unless by channel, then of k as the earlier */
+        T *carry;   /* by channel: [row_step] */
+        T *left;    /* by channel: gradients of tail */
+        T *follow;  /* by channel: the product of the factors behind a token, [row_step] */
+        T *reads;   /* not by channel: gradients of decays from reads of the state, [token_step] */
+        T *across;  /* and from pairs across a token */
+    } back;
 } FN(work);
 
 /* --- A factor a token --- */
@@ -160,17 +161,18 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step, pairs = s->token_step, sides = s->delta ? 2 : 1;
     const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
-    T *d_decay = g->d_decay, *across = w->across, before = 0, after = 0;
+    T *d_decay = g->d_decay, *across = w->back.across, before = 0, after = 0;
     for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
         before += FN(dot)(state + r * s->channel_step, d_next + r * s->channel_step, s->channel_step);
     before *= w->whole[0];
     for (ptrdiff_t i = 0; i < n; i++) {
         const T since = w->since[i];
-        w->reads[i] = since * FN(dot)(q + i * step, w->d_heads + i * step, step);
-        if (s->delta) w->reads[i] += since * FN(dot)(k + i * step, w->d_heads + (n + i) * step, step);
+        w->back.reads[i] = since * FN(dot)(q + i * step, w->back.d_heads + i * step, step);
+        if (s->delta)
+            w->back.reads[i] += since * FN(dot)(k + i * step, w->back.d_heads + (n + i) * step, step);
         if (factor[i] == 0) before = 0;
         d_decay[i] = before;
-        before += FN(dot)(w->tail + i * step, w->d_tail + i * step, step);
+        before += FN(dot)(w->tail + i * step, w->back.d_tail + i * step, step);
     }
     memset(across, 0, (size_t)pairs * sizeof *across);
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
@@ -180,13 +182,13 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
             for (ptrdiff_t side = 0; side < sides; side++) {
                 const ptrdiff_t at = i * pairs + j;
                 found = VOP(fma)(VOP(load)((side ? w->m : w->p) + at),
-                                 VOP(load)(w->d_pairs + side * n * pairs + at), found);
+                                 VOP(load)(w->back.d_pairs + side * n * pairs + at), found);
             }
             VOP(store)(across + j, found);
         }
         for (ptrdiff_t j = i; j < pairs && j < i + LANES; j++) across[j] = 0; /* not before token i */
         for (ptrdiff_t j = 0; j < i; j += LANES) sum = VOP(add)(sum, VOP(load)(across + j));
-        after += w->reads[i];
+        after += w->back.reads[i];
         if (factor[i] == 0) {
             after = d_decay[i] = 0;
             memset(across, 0, (size_t)pairs * sizeof *across);
@@ -201,17 +203,17 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    T *d_pairs[] = {w->d_pairs, w->d_pairs + n * s->token_step};
+    T *d_pairs[] = {w->back.d_pairs, w->back.d_pairs + n * s->token_step};
     for (ptrdiff_t i = 0; i < n; i++) {
         for (int side = 0; side < 1 + s->delta; side++) {
-            T *head = w->d_heads + (side * n + i) * step;
+            T *head = w->back.d_heads + (side * n + i) * step;
             FN(scale_row)(head, head, w->since[i], step);
         }
-        T *tail = w->d_tail + i * step;
+        T *tail = w->back.d_tail + i * step;
         FN(scale_row)(tail, tail, w->behind[i], step);
     }
     for (int side = 0; side < 1 + s->delta; side++) {
-        T *heads = w->d_heads + side * n * step;
+        T *heads = w->back.d_heads + side * n * step;
         FN(decay_pairs)(c, w, d_pairs[side], NULL, side == 1);
         FN(product)
         product = {.c = heads,
@@ -227,7 +229,7 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
                    .depth = n,
                    .triangle = LOWER_LEFT};
         FN(multiply)(&product);
-        product.c = w->d_tail, product.start = w->d_tail;
+        product.c = w->back.d_tail, product.start = w->back.d_tail;
         product.a_step = 1, product.a_depth = s->token_step;
         product.b = side ? c->k : c->q;
         product.triangle = UPPER_LEFT;
@@ -343,7 +345,7 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *k = c->k, *factor = c->factor, *d_pairs = w->d_pairs + side * n * s->token_step;
+    const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_step;
     T *keys = w->tail;
     for (ptrdiff_t from = 0; from < n; from += GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
@@ -360,7 +362,7 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
                                      .depth = from};
         FN(multiply)(&product);
         for (ptrdiff_t i = from; i < end; i++) {
-            T *to = w->d_heads + (side * n + i) * step;
+            T *to = w->back.d_heads + (side * n + i) * step;
             const T *since = w->since + i * step, *group_since = w->group_since + i * step;
             const T *by = factor + i * step, *of_group = d_group + (i - from) * step;
             memcpy(keys + i * step, k + i * step, (size_t)step * sizeof *k);
@@ -387,13 +389,13 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->d_pairs, *d_m = d_p + n * s->token_step;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs, *d_m = d_p + n * s->token_step;
     for (ptrdiff_t from = (n - 1) / GROUP * GROUP; from >= 0; from -= GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
         for (ptrdiff_t i = end - 1; i >= from; i--) {
             const T *by = factor + i * step;
             for (ptrdiff_t j = from; j < i; j++) {
-                T *to = w->d_tail + j * step;
+                T *to = w->back.d_tail + j * step;
                 const ptrdiff_t pair = i * s->token_step + j;
                 const V p = VOP(set1)(d_p[pair]), m = VOP(set1)(s->delta ? d_m[pair] : 0);
                 for (ptrdiff_t r = 0; r < step; r += LANES) {
@@ -404,12 +406,12 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
             }
         }
         for (ptrdiff_t j = 0; j < from; j++) {
-            T *to = w->d_tail + j * step;
+            T *to = w->back.d_tail + j * step;
             FN(multiply_row)(to, to, w->group_since + (end - 1) * step, step);
         }
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
-            const FN(product) product = {.c = w->d_tail,
-                                         .start = w->d_tail,
+            const FN(product) product = {.c = w->back.d_tail,
+                                         .start = w->back.d_tail,
                                          .a = (side ? d_m : d_p) + from * s->token_step,
                                          .b = (side ? w->group_k : w->group_q) + from * step,
                                          .c_step = step,
@@ -441,7 +443,7 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
     const T *factor = c->factor;
-    T *d_decay = g->d_decay, *carry = w->carry;
+    T *d_decay = g->d_decay, *carry = w->back.carry;
     const V none = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < step; r++) {
         const T *state = (const T *)c->state + r * s->channel_step;
@@ -454,7 +456,7 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
             const ptrdiff_t at = row + r;
             const V before = VOP(pick_equal)(VOP(load)(factor + at), none, none, VOP(load)(carry + r));
             VOP(store)(d_decay + at, before);
-            VOP(store)(carry + r, VOP(fma)(VOP(load)(w->tail + at), VOP(load)(w->left + at), before));
+            VOP(store)(carry + r, VOP(fma)(VOP(load)(w->tail + at), VOP(load)(w->back.left + at), before));
         }
     }
 }
@@ -465,24 +467,24 @@ static void FN(join_by_channel)(const am_linear_chunk *c, const am_linear_gradie
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->d_heads + n * step;
-    T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->carry, *follow = w->follow;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->back.d_heads + n * step;
+    T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->back.carry, *follow = w->back.follow;
     const V none = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < step; r++) carry[r] = 0, follow[r] = 1;
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
-        const V itself = VOP(set1)(w->d_pairs[i * (s->token_step + 1)]);
+        const V itself = VOP(set1)(w->back.d_pairs[i * (s->token_step + 1)]);
         for (ptrdiff_t r = 0; r < step; r += LANES) {
             const ptrdiff_t at = i * step + r;
             const V query = VOP(load)(q + at), key = VOP(load)(k + at), by = VOP(load)(factor + at);
-            const V head = VOP(load)(w->d_heads + at), behind = VOP(load)(follow + r);
-            V tail = VOP(load)(w->d_tail + at), other = none, sum = VOP(load)(carry + r);
+            const V head = VOP(load)(w->back.d_heads + at), behind = VOP(load)(follow + r);
+            V tail = VOP(load)(w->back.d_tail + at), other = none, sum = VOP(load)(carry + r);
             if (s->delta) other = VOP(load)(later + at);
             sum = VOP(fma)(query, head, VOP(fma)(key, VOP(sub)(other, tail), sum));
             sum = VOP(pick_equal)(by, none, none, sum);
             VOP(store)(carry + r, sum);
             VOP(store)(d_decay + at, VOP(add)(VOP(load)(d_decay + at), sum));
             VOP(store)(d_q + at, VOP(fma)(itself, key, head));
-            tail = VOP(fma)(behind, VOP(load)(w->left + at), VOP(add)(tail, other));
+            tail = VOP(fma)(behind, VOP(load)(w->back.left + at), VOP(add)(tail, other));
             VOP(store)(d_k + at, VOP(fma)(itself, query, tail));
             VOP(store)(follow + r, VOP(mul)(behind, by));
         }
@@ -493,9 +495,9 @@ static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const am_linear_
                                       const FN(work) * w)
 {
     FN(left_by_channel_back)(c, g, w);
-    memset(w->d_tail, 0, (size_t)(c->tokens * c->shape->row_step) * sizeof(T));
+    memset(w->back.d_tail, 0, (size_t)(c->tokens * c->shape->row_step) * sizeof(T));
     for (int side = 0; side < 1 + c->shape->delta; side++) {
-        FN(keep_lower)(c, w->d_pairs + side * c->tokens * c->shape->token_step, side == 1);
+        FN(keep_lower)(c, w->back.d_pairs + side * c->tokens * c->shape->token_step, side == 1);
         FN(later_by_channel_back)(c, w, side);
     }
     FN(earlier_by_channel_back)(c, w);
