@@ -49,16 +49,10 @@ typedef struct {
     ptrdiff_t split;
 } position;
 
-/* Whether a section reads numbers of packed queries, and not lanes. */
-static bool packs_queries(const forward *f, const am_scheduled *g)
-{
-    return g->shape.strategy == AM_UNPACKED && f->base.packs_queries && !g->shape.widens_rows;
-}
-
 /* The lanes of a row of queries before they are packed. */
 static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
 {
-    return packs_queries(f, g) ? f->base.attn->head_dim : f->schedule.lanes;
+    return g->shape.packs_queries ? f->base.attn->head_dim : f->schedule.lanes;
 }
 
 /* The bytes of a row of queries that it packs. */
@@ -108,7 +102,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
         .head_dim = query_lanes(f, g),
         .out_dim = f->schedule.out_dim,
         .cap = am_cap_of(&f->base.terms),
-        .factor = am_scales_products(&f->base) && !packs_queries(f, g) ? f->schedule.factor : 1,
+        .factor = am_scales_products(&f->base) && !g->shape.packs_queries ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
         .float_weights = g->shape.float_weights,
         .unit = f->base.unit,
@@ -138,7 +132,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                .q = w->q + row * query_lanes(f, g) * size,
                .terms = w->terms};
     if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
-    if (packs_queries(f, g)) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
+    if (g->shape.packs_queries) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
     if (am_adds_to_products(&f->base.terms)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
     char *own =
@@ -182,7 +176,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_attn_base *base = &f->base;
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t head_dim = base->attn->head_dim, row_bytes = query_lanes(f, g) * base->size;
-    const bool packs = packs_queries(f, g), in_lanes = am_scales_products(base) && !packs,
+    const bool packs = g->shape.packs_queries, in_lanes = am_scales_products(base) && !packs,
                scaled = g->shape.scales_keys || (packs && base->kv_rows->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;

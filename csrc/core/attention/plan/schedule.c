@@ -93,6 +93,7 @@ static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const a
 {
     const am_work work = work_of(s, base, sections, section);
     am_shape h = am_choose_shape(&work);
+    h.packs_queries = h.strategy == AM_UNPACKED && base->packs_queries && !h.widens_rows;
     ptrdiff_t most = work.tiles, all = most;
     if (am_counts_tiles(&work, &h)) all = count_tiles(base, sections, section, &most);
     am_choose_splits(&work, &h, all, most);
@@ -369,28 +370,25 @@ am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, c
 am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t first_task)
 {
     const am_scheduled *g = am_scheduled_of(s, first_task), *end = s->sections + s->count;
-    am_wave wave = {.first_task = first_task, .tasks = s->tasks - first_task, .row_tasks = 1};
-    if (s->order) wave.row_tasks = wave.tasks; /* one queue */
-    if (g->shape.strategy != AM_SHARED_PACKING) return wave;
-    const ptrdiff_t bytes = s->k_bytes + s->v_bytes, kv_heads = base->attn->kv_heads;
-    ptrdiff_t head = (first_task - g->first_task) / (g->items / kv_heads), tasks = 0;
-    bool equal = true;
-    wave.first_shared = g->first_shared + head * am_length(g->section.tiles);
-    wave.row_tasks = g->items / kv_heads;
+    am_wave wave = {.first_task = first_task, .tasks = s->tasks - first_task};
+    const ptrdiff_t bytes = s->k_bytes + s->v_bytes, kv_heads = base->attn->kv_heads,
+                    head_tasks = kv_heads ? g->items / kv_heads : 0;
+    bool equal = g->shape.strategy == AM_SHARED_PACKING; /* heads have as many tasks as the first */
+    ptrdiff_t head = equal ? (first_task - g->first_task) / head_tasks : 0, tasks = 0;
+    if (equal) wave.first_shared = g->first_shared + head * am_length(g->section.tiles);
     while (g < end && g->shape.strategy == AM_SHARED_PACKING) {
         const ptrdiff_t tiles = am_length(g->section.tiles), more = g->items / kv_heads;
         if (!s->splits_apart && tasks >= WAVE_TASKS && am_product(wave.shared + tiles, bytes, 1) > WAVE_BYTES)
             break;
-        equal = equal && more == wave.row_tasks;
+        equal = equal && more == head_tasks;
         tasks += more * (s->splits_apart ? g->shape.splits : 1);
         wave.shared += tiles;
         if (++head == kv_heads) head = 0, g++;
     }
     if (g == end || g->shape.strategy == AM_SHARED_PACKING)
-        wave.tasks = tasks; /* else the sections that share nothing follow in the same loop */
+        wave.tasks = tasks;
     else
-        equal = false;
-    if (!equal) wave.row_tasks = 1;
-    if (s->order) wave.row_tasks = wave.tasks;
+        equal = false; /* the sections that share nothing follow in the same loop */
+    wave.row_tasks = s->order ? wave.tasks /* one queue */ : equal ? head_tasks : 1;
     return wave;
 }

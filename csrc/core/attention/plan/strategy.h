@@ -50,6 +50,7 @@ typedef struct {
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */
     bool widens_rows;                /* unpacked rows are widened even if kernels read them */
+    bool packs_queries;              /* unpacked rows are multiplied by packed queries; set by the schedule */
     bool float_weights;              /* weights are not rounded though others of the arithmetic are */
 } am_shape;
 
