@@ -33,7 +33,6 @@ from attnmask.jax._types import AnyArray, Shaped
 
 __all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
 
-_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _BIASED, _NEW_PACKED = (1 << i for i in range(8))
 _FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 TRACED = (
@@ -129,7 +128,7 @@ def write(given: Given) -> Any:
     first |= {name: first[name][None] for name in ("key", "value")}
     arrays = Arrays()
     place = arrays.place(given["slot_mapping"] if is_traced(given["slot_mapping"]) else slots)
-    flags = _K_SCALE * ("k_scale" in first) | _V_SCALE * ("v_scale" in first)
+    flags = call.flags_of("cache", {name: name in first for name in ("k_scale", "v_scale")})
     words = np.array([call.VERSION, flags, *call.operand_words(place)], np.int64)
     _, caches = _call("write_kvcache", words, first, arrays, [], True)
     return tuple(caches.values())
@@ -190,18 +189,14 @@ def _words(
 ) -> tuple[NDArray[np.int64], bool]:
     """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
     batch, queries, heads, channels = shape
-    starts, new_starts = given["cu_seqlens_q"], given["cu_seqlens_k_new"]
-    sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
+    sequences = batch if given["cu_seqlens_q"] is None else len(known["cu_seqlens_q"]) - 1
     before, table = given["cache_seqlens"], given["block_table"]
     rows = known["k_cache"].shape[1]
     keys = _keys(known, rows if table is None else rows * table.shape[1])
     scale, terms, low, high, chunk, with_lse = kvcache.options(
         known["query"], (batch, heads, queries, keys), sequences, channels, dict(known)
     )
-    flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
-    flags |= _NEW_PACKED * (new_starts is not None)
-    flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
-    flags |= _MASKED * (given["attention_mask"] is not None) | _BIASED * (given["bias"] is not None)
+    said = {name: given[name] is not None for name in call.WORDS["cache"]} | {"return_lse": with_lse}
     if is_traced(before):
         before = before.reshape(-1)
     elif before is not None:
@@ -216,10 +211,10 @@ def _words(
         if value is not None:
             operands.append(value if is_traced(value) else _core.checked_starts(value, name))
 
-    words = call.first_words(flags, scale)
+    words = call.first_words(call.flags_of("cache", said), scale)
     for operand in operands:
         words += call.operand_words(arrays.place(operand))
-    if flags & (_MASKED | _BIASED):
+    if said["attention_mask"] or said["bias"]:
         words.append(keys)
     bias = given["bias"][..., : max(keys, 1)] if is_traced(given["bias"]) else given["bias"]
     words += call.term_words(term_operands({**given, "bias": bias}, terms, arrays))

@@ -21,10 +21,12 @@ from attnmask.jax._types import ByName, Shaped
 
 __all__ = [
     "VERSION",
+    "WORDS",
     "alike",
     "backward",
     "call_handler",
     "first_words",
+    "flags_of",
     "forward",
     "mask_words",
     "operand_words",
@@ -33,8 +35,8 @@ __all__ = [
     "term_words",
 ]
 
-VERSION = 3  # of the words
-_NORMALIZE, _GRAD_LSE, _PLACES, _PACKED, _PART = (1 << i for i in range(5))
+WORDS = _core.xla_words()  # versions and the bits of flags
+VERSION = WORDS["attention"]["version"]
 _NODES = _core.mask_nodes()  # by their numbers in exported programs
 _TERMS = _core.term_names()  # numbered in the same way
 _NOTHING, _INTEGER, _NARROW, _WIDE, _ARGUMENT = range(5)
@@ -104,6 +106,10 @@ def operand_words(value: Any, learned: Sequence[str] = ()) -> tuple[int, int]:
     return _INTEGER, int(value)
 
 
+def flags_of(kind: str, said: Mapping[str, bool]) -> int:
+    return sum(WORDS[kind][name] for name, true in said.items() if true)
+
+
 def first_words(flags: int, scale: float) -> list[int]:
     return [VERSION, flags, *_bits(scale)]
 
@@ -130,15 +136,22 @@ def mask_words(nodes: Program) -> list[int]:
     return words
 
 
-def _words(spec: Spec, flags: int, learned: Sequence[str], wanted: Sequence[str]) -> NDArray[np.int64]:
-    flags |= _NORMALIZE * spec.normalize | _PART * (spec.part is not None)
+def _words(
+    spec: Spec, said: Mapping[str, bool], learned: Sequence[str], wanted: Sequence[str]
+) -> NDArray[np.int64]:
+    offsets, starts = spec.places or (None, None)
+    said = {
+        **said,
+        "normalize_output": spec.normalize,
+        "part": spec.part is not None,
+        "places": spec.places is not None,
+        "packed": starts is not None,
+    }
     words: list[int] = []
     if spec.places is not None:
-        offsets, starts = spec.places
-        flags |= _PLACES | _PACKED * (starts is not None)
         words += () if starts is None else operand_words(starts)
         words += operand_words(offsets)
-    words = [*first_words(flags, spec.scale), len(learned), *(spec.part or ()), *words]
+    words = [*first_words(flags_of("attention", said), spec.scale), len(learned), *(spec.part or ()), *words]
     return np.array(words + term_words(spec.terms, learned, wanted) + mask_words(spec.nodes), np.int64)
 
 
@@ -207,12 +220,12 @@ def _call(
     learned: ByName,
     more: Sequence[jax.typing.ArrayLike],
     shapes: Sequence[Shaped],
-    flags: int = 0,
     wanted: Sequence[str] = (),
+    **said: bool,
 ) -> tuple[jax.Array, ...]:
     no_gradients = "attnmask.jax.flash_attention has gradients, but no gradients of these"
     terms = _learned_terms(spec)
-    words = _words(spec, flags, (*LEARNED[:3], *terms), wanted)
+    words = _words(spec, said, (*LEARNED[:3], *terms), wanted)
     arrays = [learned[name] for name in LEARNED[:3]]
     arrays += [learned[name].reshape(shape) for name, shape in terms.items()]
     return call_handler(name, words, [*arrays, *more], shapes, no_gradients)
@@ -255,8 +268,8 @@ def backward(
         (terms.get(name, learned[name].shape), np.float32 if narrow else learned[name].dtype)
         for name in names
     ]
-    flags = _GRAD_LSE * (len(of_result) == 4)
-    gradients = _call("attnmask_flash_backward", spec, learned, [*others, *of_result], shapes, flags, wanted)
+    arrays, dlse = [*others, *of_result], len(of_result) == 4
+    gradients = _call("attnmask_flash_backward", spec, learned, arrays, shapes, wanted, dlse=dlse)
     found = dict(zip(names, gradients, strict=True))
     return tuple(
         found[name].reshape(learned[name].shape) if name in found else jax.numpy.zeros_like(learned[name])

@@ -43,20 +43,7 @@ _attend_step: AnyFunction = attention.linear_attention_step
 _convolve: AnyFunction = convolution.short_convolution
 _convolve_step: AnyFunction = convolution.short_convolution_step
 
-_VERSION = 1  # of the words
-_DECAY, _BETA, _STATE, _STARTS, _NORMALIZE, _KEEP, _GRAD_STATE, _BIAS, _SILU, _INDICES = (
-    1 << i for i in range(10)
-)
-_FLAGS = {
-    "decay": _DECAY,
-    "beta": _BETA,
-    "initial_state": _STATE,
-    "cu_seqlens": _STARTS,
-    "bias": _BIAS,
-    "state_indices": _INDICES,
-}
-
-
+_FLAGS = call.WORDS["linear"]
 _ARRAYS = (  # in the order of handlers
     "query", "key", "value", "x", "weight", "decay", "beta", "bias", "cu_seqlens", "initial_state", "state",
     "state_indices",
@@ -92,11 +79,11 @@ def _words(
     normalize_qk: bool = False,
     chunk_size: int = 64,
 ) -> NDArray[np.int64]:
-    flags |= _NORMALIZE * flag(normalize_qk, "normalize_qk")
+    flags |= _FLAGS["normalize_qk"] * flag(normalize_qk, "normalize_qk")
     if scale is None:
         scale = 1 / math.sqrt(channels) if channels else 1.0  # as the core rounds it
     number = struct.unpack("q", struct.pack("d", real(scale, "scale")))
-    return np.array([_VERSION, flags, *number, chunk_size], np.int64)
+    return np.array([_FLAGS["version"], flags, *number, chunk_size], np.int64)
 
 
 def _flags_of(arrays: Iterable[str]) -> int:
@@ -138,7 +125,7 @@ def _differentiable(
 
     def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
         learned, others = jax.tree.map(lambda x: x.value, (learned, others))
-        found = run(targets[0], _KEEP if kept else 0, learned | others, (), [*results, *kept])
+        found = run(targets[0], _FLAGS["kept"] if kept else 0, learned | others, (), [*results, *kept])
         return tuple(found[:2]), (learned, others, found[2:])
 
     def backward(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[ByName, None]:
@@ -149,7 +136,7 @@ def _differentiable(
         states = [] if isinstance(dstate, SymbolicZero) else [dstate]
         names = [name for name in order if name in learned]
         shapes = [(learned[name].shape, learned[name].dtype) for name in names]
-        flags = _GRAD_STATE if states else 0
+        flags = _FLAGS["dstate"] if states else 0
         found = run(targets[1], flags, learned | others, [*held, dout, *states], shapes)
         return dict(zip(names, found, strict=True)), None
 
@@ -408,7 +395,7 @@ def short_convolution(
     arrays["x"] = jax.numpy.asarray(arrays["x"])[..., None]
     out, state = _differentiable(
         ("attnmask_convolution_forward", "attnmask_convolution_backward"),
-        lambda flags: _words(flags | _SILU * silu),
+        lambda flags: _words(flags | _FLAGS["silu"] * silu),
         arrays,
         [(arrays["x"].shape, dtype), ((sequences, channels, width - 1), dtype)],
         [],
@@ -468,7 +455,7 @@ def short_convolution_step(
     arrays["x"] = jax.numpy.asarray(arrays["x"])[:, None, :, None]
     out, after = _in_place(
         "attnmask_convolution_step",
-        lambda flags: _words(flags | _SILU * silu),
+        lambda flags: _words(flags | _FLAGS["silu"] * silu),
         arrays,
         (arrays["x"].shape, arrays["x"].dtype),
         "short_convolution_step",

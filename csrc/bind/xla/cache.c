@@ -28,6 +28,18 @@ enum { /* flags */
        NEW_PACKED = 128, /* with starts of their own */
 };
 
+const am_xla_word am_xla_cache_words[] = {
+    {"return_lse", LSE},
+    {"key", APPEND},
+    {"cu_seqlens_q", PACKED},
+    {"attention_mask", MASKED},
+    {"k_scale", K_SCALE},
+    {"v_scale", V_SCALE},
+    {"bias", BIASED},
+    {"cu_seqlens_k_new", NEW_PACKED},
+    {NULL, 0},
+};
+
 typedef struct {
     am_xla_call *c;
     am_cached cached;

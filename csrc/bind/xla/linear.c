@@ -23,6 +23,21 @@ enum { VERSION = 1 };
 enum { DECAY = 1, BETA = 2, STATE = 4, STARTS = 8, NORMALIZE = 16, KEEP = 32, GRAD_STATE = 64 }; /* flags */
 enum { BIAS = 128, SILU = 256, INDICES = 512 };
 
+const am_xla_word am_xla_linear_words[] = {
+    {"version", VERSION},
+    {"decay", DECAY},
+    {"beta", BETA},
+    {"initial_state", STATE},
+    {"cu_seqlens", STARTS},
+    {"kept", KEEP},
+    {"bias", BIAS},
+    {"normalize_qk", NORMALIZE},
+    {"dstate", GRAD_STATE},
+    {"silu", SILU},
+    {"state_indices", INDICES},
+    {NULL, 0},
+};
+
 typedef struct {
     am_xla_call *c;
     int64_t next_argument, next_result;

@@ -34,6 +34,16 @@
 enum { VERSION = 3 }; /* of the words: programs are exported and kept */
 enum { NORMALIZE = 1, GRAD_LSE = 2, PLACES = 4, PACKED = 8, PART = 16 }; /* flags */
 
+static const am_xla_word attention_words[] = {
+    {"version", VERSION},
+    {"normalize_output", NORMALIZE},
+    {"dlse", GRAD_LSE},
+    {"places", PLACES},
+    {"packed", PACKED},
+    {"part", PART},
+    {NULL, 0},
+};
+
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
 /* Looks at an input, of which one batch row may stand for those of all calls. */
@@ -387,8 +397,27 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
     return capsules;
 }
 
+static PyObject *dict_of(const am_xla_word *words)
+{
+    PyObject *dict = PyDict_New();
+    for (; dict && words->name; words++) {
+        am_owned PyObject *value = PyLong_FromLongLong(words->value);
+        if (!value || PyDict_SetItemString(dict, words->name, value) < 0) Py_CLEAR(dict);
+    }
+    return dict;
+}
+
+static PyObject *xla_words(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return Py_BuildValue("{s:N,s:N,s:N}", "attention", dict_of(attention_words), "cache",
+                         dict_of(am_xla_cache_words), "linear", dict_of(am_xla_linear_words));
+}
+
 PyMethodDef am_xla_methods[] = {
     {"xla_handlers", xla_handlers, METH_NOARGS,
      "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules by name."},
+    {"xla_words", xla_words, METH_NOARGS,
+     "xla_words($module, /)\n--\n\nThe versions and flags of the handlers' attributes, by kind and name."},
     {.ml_name = NULL},
 };

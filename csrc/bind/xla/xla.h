@@ -4,6 +4,13 @@
 
 #include "bind/xla/buffers.h"
 
+/* The version of a kind of words and the bits of their flags, which Python asks for by name. */
+typedef struct {
+    const char *name; /* of an argument where a flag says that this is given; NULL behind the last one */
+    int64_t value;
+} am_xla_word;
+extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[];
+
 /* The first words: version and flags. */
 bool am_xla_read_flags(am_xla_call *c);
 /* These and the scale, to an am_attn that has nothing else. */
