@@ -233,9 +233,9 @@ static bool read_dense(am_request *r, am_node *node, const am_operand *o)
     node->dense.data = v->data, node->dense.type = v->type;
     node->dense.batch = am_shared_stride(v, 0), node->dense.head = am_shared_stride(v, 1);
     node->dense.row = am_shared_stride(v, 2), node->dense.column = am_shared_stride(v, 3);
-    node->dense.q_shift = read_shift(r, &o[1], slack[0]);
-    node->dense.k_shift = node->dense.q_shift ? read_shift(r, &o[2], slack[1]) : NULL;
-    return node->dense.k_shift;
+    node->dense.map.q_shift = read_shift(r, &o[1], slack[0]);
+    node->dense.map.k_shift = node->dense.map.q_shift ? read_shift(r, &o[2], slack[1]) : NULL;
+    return node->dense.map.k_shift;
 }
 
 /* The elements in C order: in place if they are so already, else a copy. */
@@ -266,13 +266,14 @@ static bool read_tiles(am_request *r, am_node *node, const am_operand *o)
         bits->type != AM_UINT8 || bits->axes != 3 || bits->shape[1] != AM_TILE_ROWS ||
         bits->shape[2] != AM_TILE_COLUMNS / 8)
         return reject(r, "tiles must be int32 places of four axes, and bits of 64 × 8 bytes");
-    if (!read_size(r, &o[1], &node->tiles.q_size) || !read_size(r, &o[2], &node->tiles.k_size)) return false;
-    node->tiles.places = contiguous(r, places);
+    if (!read_size(r, &o[1], &node->tiles.map.q_size) || !read_size(r, &o[2], &node->tiles.map.k_size))
+        return false;
+    node->tiles.map.places = contiguous(r, places);
     node->tiles.bits = bits->shape[0] ? contiguous(r, bits) : NULL;
-    if (!node->tiles.places || (bits->shape[0] && !node->tiles.bits)) return false;
-    node->tiles.q_shift = read_shift(r, &o[4], -1);
-    node->tiles.k_shift = node->tiles.q_shift ? read_shift(r, &o[5], -1) : NULL;
-    if (!node->tiles.k_shift) return false;
+    if (!node->tiles.map.places || (bits->shape[0] && !node->tiles.bits)) return false;
+    node->tiles.map.q_shift = read_shift(r, &o[4], -1);
+    node->tiles.map.k_shift = node->tiles.map.q_shift ? read_shift(r, &o[5], -1) : NULL;
+    if (!node->tiles.map.k_shift) return false;
     return am_mask_set_tiles(&r->mask, node, places->shape, bits->shape[0]) ||
            reject(r, "tiles must cover the mask, and have bits where they are mixed");
 }

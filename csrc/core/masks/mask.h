@@ -66,6 +66,16 @@ typedef struct {
     int32_t all_valid; /* every id is valid */
 } am_id_block;
 
+/* Tiles of pairs, of any size. */
+typedef struct {
+    const int32_t *places; /* AM_DEAD, AM_FULL, or AM_MIXED and above. Other threads may write any number to
+                            * those of the caller: it is checked where it is read */
+    ptrdiff_t batch, head, row; /* strides in elements */
+    ptrdiff_t q_size, k_size;   /* pairs in a tile */
+    const ptrdiff_t *q_shift,
+        *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
+} am_tile_map;
+
 typedef struct {
     am_node_kind kind;
     bool borrowed; /* its summaries belong to another mask, which is prepared */
@@ -106,21 +116,13 @@ typedef struct {
             const char *data;
             am_dtype type;
             ptrdiff_t batch, head, row, column; /* strides in bytes */
-            const ptrdiff_t *q_shift, *k_shift; /* [batch], not negative; an array whose stride is not 0 has
-                                                   an element for each shifted position */
-            uint8_t *tiles; /* summaries: an am_tile for each 64 × 64 pairs, for each distinct (b, h) */
-            ptrdiff_t q_blocks, k_blocks; /* the numbers of tiles along each axis */
+            am_tile_map map; /* summaries: of 64 × 64 pairs, and of all along an axis whose stride is 0.
+                              * Arrays have an element for each shifted position of the others */
         } dense;
         struct {
-            const int32_t
-                *places; /* of a tile: AM_DEAD, AM_FULL, or AM_MIXED + i if bits[i] are its own. Other
-                            threads may write any number there: it is checked where it is read */
-            ptrdiff_t batch, head, row;                   /* strides in elements */
-            ptrdiff_t q_size, k_size;                     /* pairs in a tile; 64 × 64 if any has bits */
-            const unsigned char (*bits)[AM_TILE_ROWS][8]; /* a bit for each pair of a row */
+            am_tile_map map;                              /* tiles of 64 × 64 pairs, if any has bits */
+            const unsigned char (*bits)[AM_TILE_ROWS][8]; /* of AM_MIXED + i, a bit for each pair of a row */
             ptrdiff_t patterns;                           /* tiles that have bits */
-            const ptrdiff_t *q_shift,
-                *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
         } tiles;
     };
 } am_node;

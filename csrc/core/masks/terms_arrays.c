@@ -14,7 +14,7 @@ enum { BLOCK = AM_TILE_COLUMNS };
 static void dense_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
-    ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
+    ptrdiff_t q = p->q + node->dense.map.q_shift[p->b], k = p->k + node->dense.map.k_shift[p->b];
     const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
                        q * node->dense.row + k * node->dense.column;
     am_nonzero_bits *nonzero = mask->kernels->masks.nonzero_bits[am_lane_of(node->dense.type)];
@@ -35,8 +35,10 @@ static void dense_bits(const am_mask *mask, const am_node *node, const am_region
 
 typedef struct {
     const am_mask *mask;
-    am_node *node;
+    const am_node *node;
+    int32_t *places;
     ptrdiff_t queries, keys; /* the rows and columns of the array that some batch row reads */
+    ptrdiff_t q_blocks;
 } dense_job;
 
 /* Finds the kind of each 64 × 64 tile in one row of tiles. Each element is read once, in the order of
@@ -46,8 +48,8 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     enum { WORDS = 64 }; /* words read from a row before the next row; one word where elements lie apart */
     const dense_job *job = arg;
     const am_node *node = job->node;
-    const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks,
-                    first = index % node->dense.q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
+    const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / job->q_blocks,
+                    first = index % job->q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
     /* Tiles are those of the array: the shift of a batch row is added when they are read. */
     const char *data =
         node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
@@ -68,7 +70,7 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
         for (ptrdiff_t i = 0; i < words; i++) {
             bool full = !(dead[i] & am_low_bits(am_min(BLOCK, columns - i * BLOCK)));
             am_tile tile = !any[i] ? AM_DEAD : full ? AM_FULL : AM_MIXED;
-            node->dense.tiles[index * node->dense.k_blocks + k / BLOCK + i] = (uint8_t)tile;
+            job->places[index * node->dense.map.row + k / BLOCK + i] = (int32_t)tile;
         }
     }
     return am_checkpoint(team);
@@ -76,10 +78,12 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
 
 static am_status dense_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
+    static const ptrdiff_t ALL = (ptrdiff_t)1 << 60; /* beyond every shifted position */
+    am_tile_map *map = &node->dense.map;
     ptrdiff_t most_q_shift = 0, most_k_shift = 0;
     for (ptrdiff_t b = 0; b < mask->batch; b++) {
-        most_q_shift = am_max(most_q_shift, node->dense.q_shift[b]);
-        most_k_shift = am_max(most_k_shift, node->dense.k_shift[b]);
+        most_q_shift = am_max(most_q_shift, map->q_shift[b]);
+        most_k_shift = am_max(most_k_shift, map->k_shift[b]);
     }
     dense_job job = {
         .mask = mask,
@@ -87,73 +91,95 @@ static am_status dense_prepare(const am_context *context, const am_mask *mask, a
         .queries = node->dense.row ? mask->queries + most_q_shift : am_min(mask->queries, 1),
         .keys = node->dense.column ? mask->keys + most_k_shift : am_min(mask->keys, 1),
     };
-    node->dense.q_blocks = am_ceil_div(job.queries, BLOCK);
-    node->dense.k_blocks = am_ceil_div(job.keys, BLOCK);
-    ptrdiff_t rows = am_distinct_rows(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
+    job.q_blocks = am_ceil_div(job.queries, BLOCK);
+    map->q_size = node->dense.row ? BLOCK : ALL, map->k_size = node->dense.column ? BLOCK : ALL;
+    map->row = am_ceil_div(job.keys, BLOCK);
+    map->head = node->dense.head ? job.q_blocks * map->row : 0;
+    map->batch = node->dense.batch ? (node->dense.head ? mask->heads : 1) * job.q_blocks * map->row : 0;
+    ptrdiff_t rows = am_distinct_rows(mask, node->dense.batch, node->dense.head) * job.q_blocks;
     /* No question is asked about an empty mask, whose arrays may have no elements. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
-    node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
-    return node->dense.tiles ? am_parallel(context, rows, 1, dense_task, &job) : AM_NO_MEMORY;
+    map->places = job.places = malloc((size_t)am_max(rows * map->row, 1) * sizeof *job.places);
+    return job.places ? am_parallel(context, rows, 1, dense_task, &job) : AM_NO_MEMORY;
 }
 
 static void dense_release(am_node *node)
 {
-    free(node->dense.tiles);
-    node->dense.tiles = NULL;
+    free((void *)node->dense.map.places);
+    node->dense.map.places = NULL;
 }
 
-/* The rows of tiles that cover a region. */
-typedef struct {
-    const uint8_t *tiles;
-    ptrdiff_t rows, row_tiles;
-    ptrdiff_t k_shift;
-} dense_view;
+/* --- Where tiles are --- */
 
-static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am_region *p)
+/* The tiles of one (b, h) from that of shifted query q on. */
+static const int32_t *tiles_of(const am_tile_map *map, const am_region *p, ptrdiff_t q)
 {
-    ptrdiff_t q = p->q + node->dense.q_shift[p->b];
-    ptrdiff_t first = node->dense.row ? q / BLOCK : 0, last = node->dense.row ? (q + p->rows - 1) / BLOCK : 0;
-    ptrdiff_t plane = am_distinct_index(mask, p->b, p->h, node->dense.batch, node->dense.head);
-    return (dense_view){
-        .tiles = node->dense.tiles + (plane * node->dense.q_blocks + first) * node->dense.k_blocks,
-        .rows = last - first + 1,
-        .row_tiles = node->dense.k_blocks,
-        .k_shift = node->dense.k_shift[p->b],
+    return map->places + p->b * map->batch + p->h * map->head + q / map->q_size * map->row;
+}
+
+/* The tiles that cover a region; of all keys if it has no columns. */
+typedef struct {
+    const int32_t *places; /* the first one */
+    ptrdiff_t rows, columns;
+    ptrdiff_t first_column; /* of the first one, among all tiles */
+} tile_view;
+
+static tile_view tiles_that_cover(const am_tile_map *map, const am_region *p, ptrdiff_t k, ptrdiff_t columns)
+{
+    const ptrdiff_t q = p->q + map->q_shift[p->b], q_size = map->q_size, k_size = map->k_size;
+    k += map->k_shift[p->b];
+    return (tile_view){
+        .places = tiles_of(map, p, q) + k / k_size,
+        .rows = (q + p->rows - 1) / q_size - q / q_size + 1,
+        .columns = (k + columns - 1) / k_size - k / k_size + 1,
+        .first_column = k / k_size,
     };
 }
 
-static int column_is_dead(const dense_view *view, ptrdiff_t column)
+static bool column_is_dead(const am_tile_map *map, const tile_view *view, ptrdiff_t column)
 {
     for (ptrdiff_t r = 0; r < view->rows; r++) {
-        if (view->tiles[r * view->row_tiles + column] != AM_DEAD) return 0;
+        if (view->places[r * map->row + column] != AM_DEAD) return false;
     }
-    return 1;
+    return true;
+}
+
+static am_range keys_of(const am_tile_map *map, const am_mask *mask, const am_region *p)
+{
+    const tile_view view = tiles_that_cover(map, p, 0, mask->keys);
+    const ptrdiff_t k_size = map->k_size, k_shift = map->k_shift[p->b];
+    ptrdiff_t begin = 0, end = view.columns;
+    while (begin < end && column_is_dead(map, &view, begin)) begin++;
+    while (begin < end && column_is_dead(map, &view, end - 1)) end--;
+    if (begin == end) return (am_range){0, 0};
+    begin += view.first_column, end += view.first_column;
+    /* The last tile may end beyond all positions. */
+    const ptrdiff_t last = end > PTRDIFF_MAX / k_size ? PTRDIFF_MAX : end * k_size;
+    return (am_range){am_max(begin * k_size - k_shift, 0), am_min(last - k_shift, mask->keys)};
+}
+
+static am_tile tile_of(const am_tile_map *map, const am_region *p)
+{
+    const tile_view view = tiles_that_cover(map, p, p->k, p->columns);
+    const int32_t first = am_read_once(view.places);
+    if (first != AM_DEAD && first != AM_FULL) return AM_MIXED;
+    for (ptrdiff_t r = 0; r < view.rows; r++) {
+        for (ptrdiff_t c = 0; c < view.columns; c++) {
+            if (view.places[r * map->row + c] != first) return AM_MIXED;
+        }
+    }
+    return (am_tile)first;
 }
 
 static am_range dense_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
-    dense_view view = dense_tiles(mask, node, p);
-    if (!node->dense.column) return (am_range){0, column_is_dead(&view, 0) ? 0 : mask->keys};
-    ptrdiff_t begin = view.k_shift / BLOCK, end = am_ceil_div(mask->keys + view.k_shift, BLOCK);
-    while (begin < end && column_is_dead(&view, begin)) begin++;
-    while (begin < end && column_is_dead(&view, end - 1)) end--;
-    return (am_range){am_max(begin * BLOCK - view.k_shift, 0),
-                      am_min(end * BLOCK - view.k_shift, mask->keys)};
+    return keys_of(&node->dense.map, mask, p);
 }
 
 static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
-    dense_view view = dense_tiles(mask, node, p);
-    ptrdiff_t k = p->k + view.k_shift;
-    ptrdiff_t first = node->dense.column ? k / BLOCK : 0,
-              last = node->dense.column ? (k + p->columns - 1) / BLOCK : 0;
-    am_tile kind = view.tiles[first];
-    for (ptrdiff_t r = 0; r < view.rows; r++) {
-        for (ptrdiff_t c = first; c <= last; c++) {
-            if (view.tiles[r * view.row_tiles + c] != kind) return AM_MIXED;
-        }
-    }
-    return kind;
+    (void)mask;
+    return tile_of(&node->dense.map, p);
 }
 
 static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0; }
@@ -181,93 +207,42 @@ static bool tiles_cover(const am_mask *mask, const ptrdiff_t *shift, ptrdiff_t t
 
 bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape[4], ptrdiff_t count)
 {
+    am_tile_map *map = &node->tiles.map;
     const bool by_row = shape[0] != 1, by_head = shape[1] != 1;
     if ((by_row && shape[0] != mask->batch) || (by_head && shape[1] != mask->heads)) return false;
-    if (count && (node->tiles.q_size != AM_TILE_ROWS || node->tiles.k_size != AM_TILE_COLUMNS)) return false;
-    if (!tiles_cover(mask, node->tiles.q_shift, shape[2], node->tiles.q_size, mask->queries) ||
-        !tiles_cover(mask, node->tiles.k_shift, shape[3], node->tiles.k_size, mask->keys))
+    if (count && (map->q_size != AM_TILE_ROWS || map->k_size != AM_TILE_COLUMNS)) return false;
+    if (!tiles_cover(mask, map->q_shift, shape[2], map->q_size, mask->queries) ||
+        !tiles_cover(mask, map->k_shift, shape[3], map->k_size, mask->keys))
         return false;
     node->tiles.patterns = count;
-    node->tiles.row = shape[3];
-    node->tiles.head = by_head ? shape[2] * shape[3] : 0;
-    node->tiles.batch = by_row ? shape[1] * shape[2] * shape[3] : 0;
+    map->row = shape[3];
+    map->head = by_head ? shape[2] * shape[3] : 0;
+    map->batch = by_row ? shape[1] * shape[2] * shape[3] : 0;
     const ptrdiff_t places = shape[0] * shape[1] * shape[2] * shape[3];
     uint32_t most = 0; /* negative places are the largest */
     for (ptrdiff_t i = 0; i < places; i++) {
-        const uint32_t place = (uint32_t)node->tiles.places[i];
+        const uint32_t place = (uint32_t)map->places[i];
         most = place > most ? place : most;
     }
     return most < (uint64_t)AM_MIXED + (uint64_t)count;
 }
 
-/* Where the tiles of one (b, h) begin, from that of shifted query q on. */
-static const int32_t *tiles_of(const am_node *node, const am_region *p, ptrdiff_t q)
-{
-    return node->tiles.places + p->b * node->tiles.batch + p->h * node->tiles.head +
-           q / node->tiles.q_size * node->tiles.row;
-}
-
-/* The tiles that cover a region; of all keys if it has no columns. */
-typedef struct {
-    const int32_t *places; /* the first one */
-    ptrdiff_t rows, columns;
-    ptrdiff_t first_column; /* of the first one, among all tiles */
-} tile_view;
-
-static tile_view tiles_that_cover(const am_node *node, const am_region *p, ptrdiff_t k, ptrdiff_t columns)
-{
-    const ptrdiff_t q = p->q + node->tiles.q_shift[p->b], q_size = node->tiles.q_size,
-                    k_size = node->tiles.k_size;
-    k += node->tiles.k_shift[p->b];
-    return (tile_view){
-        .places = tiles_of(node, p, q) + k / k_size,
-        .rows = (q + p->rows - 1) / q_size - q / q_size + 1,
-        .columns = (k + columns - 1) / k_size - k / k_size + 1,
-        .first_column = k / k_size,
-    };
-}
-
-static bool tile_column_is_dead(const am_node *node, const tile_view *view, ptrdiff_t column)
-{
-    for (ptrdiff_t r = 0; r < view->rows; r++) {
-        if (view->places[r * node->tiles.row + column] != AM_DEAD) return false;
-    }
-    return true;
-}
-
 static am_range tiles_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
-    const tile_view view = tiles_that_cover(node, p, 0, mask->keys);
-    const ptrdiff_t k_size = node->tiles.k_size, k_shift = node->tiles.k_shift[p->b];
-    ptrdiff_t begin = 0, end = view.columns;
-    while (begin < end && tile_column_is_dead(node, &view, begin)) begin++;
-    while (begin < end && tile_column_is_dead(node, &view, end - 1)) end--;
-    if (begin == end) return (am_range){0, 0};
-    begin += view.first_column, end += view.first_column;
-    /* The last tile may end beyond all positions. */
-    const ptrdiff_t last = end > PTRDIFF_MAX / k_size ? PTRDIFF_MAX : end * k_size;
-    return (am_range){am_max(begin * k_size - k_shift, 0), am_min(last - k_shift, mask->keys)};
+    return keys_of(&node->tiles.map, mask, p);
 }
 
 static am_tile tiles_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
     (void)mask;
-    const tile_view view = tiles_that_cover(node, p, p->k, p->columns);
-    const int32_t first = am_read_once(view.places);
-    if (first != AM_DEAD && first != AM_FULL) return AM_MIXED;
-    for (ptrdiff_t r = 0; r < view.rows; r++) {
-        for (ptrdiff_t c = 0; c < view.columns; c++) {
-            if (view.places[r * node->tiles.row + c] != first) return AM_MIXED;
-        }
-    }
-    return (am_tile)first;
+    return tile_of(&node->tiles.map, p);
 }
 
 /* The bits of one query. */
 static uint64_t tiles_row(const am_node *node, const am_region *p, ptrdiff_t q)
 {
-    const ptrdiff_t k = p->k + node->tiles.k_shift[p->b], k_size = node->tiles.k_size;
-    const int32_t *places = tiles_of(node, p, q);
+    const ptrdiff_t k = p->k + node->tiles.map.k_shift[p->b], k_size = node->tiles.map.k_size;
+    const int32_t *places = tiles_of(&node->tiles.map, p, q);
     uint64_t row = 0;
     for (ptrdiff_t done = 0, count; done < p->columns; done += count) {
         const ptrdiff_t inside = (k + done) % k_size;
@@ -286,9 +261,9 @@ static uint64_t tiles_row(const am_node *node, const am_region *p, ptrdiff_t q)
 static void tiles_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     (void)mask;
-    const ptrdiff_t q = p->q + node->tiles.q_shift[p->b];
+    const ptrdiff_t q = p->q + node->tiles.map.q_shift[p->b];
     for (ptrdiff_t r = 0; r < p->rows; r++) {
-        const bool repeated = r > 0 && !node->tiles.bits && (q + r) % node->tiles.q_size != 0;
+        const bool repeated = r > 0 && !node->tiles.bits && (q + r) % node->tiles.map.q_size != 0;
         bits[r] = repeated ? bits[r - 1] : tiles_row(node, p, q + r);
     }
 }
@@ -297,11 +272,11 @@ static uint64_t tiles_boundaries(const am_node *node, ptrdiff_t b, am_side side,
                                  ptrdiff_t count)
 {
     const bool queries = side == AM_QUERIES;
-    return am_multiples(queries ? node->tiles.q_size : node->tiles.k_size,
-                        begin + (queries ? node->tiles.q_shift : node->tiles.k_shift)[b], count);
+    return am_multiples(queries ? node->tiles.map.q_size : node->tiles.map.k_size,
+                        begin + (queries ? node->tiles.map.q_shift : node->tiles.map.k_shift)[b], count);
 }
 
-static bool tiles_is_by_head(const am_node *node) { return node->tiles.head != 0; }
+static bool tiles_is_by_head(const am_node *node) { return node->tiles.map.head != 0; }
 
 const am_term_kind am_tiles_term = {
     .keys = tiles_keys,
