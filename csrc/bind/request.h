@@ -149,7 +149,6 @@ typedef struct {
 /* Adds a term, once places and all other numbers are known. */
 bool am_read_term(am_request *r, const am_term_given *given);
 
-bool am_check_result(am_request *r, const am_view *v, const char *name, am_dtype type);
 bool am_check_stats(am_request *r, const am_view *v, const char *name);
 
 typedef struct {

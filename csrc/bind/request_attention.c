@@ -45,7 +45,7 @@ bool am_check_numbers(am_request *r)
 
 /* --- Gradients --- */
 
-bool am_check_result(am_request *r, const am_view *v, const char *name, am_dtype type)
+static bool check_result(am_request *r, const am_view *v, const char *name, am_dtype type)
 {
     const am_attn *attn = &r->attn;
     if (v->type != type) return am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s", name, am_dtype_name(type));
@@ -73,8 +73,8 @@ static am_row_stats stats_of(const am_view *v)
 bool am_read_gradients(am_request *r, const am_gradients_given *g, am_attn_gradients *to)
 {
     const am_dtype type = r->attn.q.type, wide = am_wide_type(type);
-    if (!am_check_result(r, &g->d_out, "dout", type) ||
-        !am_check_result(r, &g->out, "out", g->out.type == wide ? wide : type) ||
+    if (!check_result(r, &g->d_out, "dout", type) ||
+        !check_result(r, &g->out, "out", g->out.type == wide ? wide : type) ||
         !am_check_stats(r, &g->lse, "lse") || (g->d_lse.data && !am_check_stats(r, &g->d_lse, "dlse")))
         return false;
     *to = (am_attn_gradients){.forward = r->attn,

@@ -298,21 +298,11 @@ static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_
     return am_read_nodes_and(&a.mask, NULL, &node, 1) < 0 ? NULL : compute(module, &a);
 }
 
-static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return attend_usual(module, args, nargs, false, false);
-}
-
-static PyObject *flash_usual_fwd(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return attend_usual(module, args, nargs, true, false);
-}
+AM_VARIANT(flash_usual, attend_usual, false, false)
+AM_VARIANT(flash_usual_fwd, attend_usual, true, false)
 
 /* The same with the results of flash_forward_vjp. */
-static PyObject *flash_usual_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return attend_usual(module, args, nargs, true, true);
-}
+AM_VARIANT(flash_usual_vjp, attend_usual, true, true)
 
 /* --- The schedule as data --- */
 

@@ -446,15 +446,8 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     return compute(module, &a, shape);
 }
 
-static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call(module, args, nargs, false);
-}
-
-static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return call(module, args, nargs, true);
-}
+AM_VARIANT(flash_kvcache, call, false)
+AM_VARIANT(check_kvcache, call, true)
 
 /* Writes, or checks only what does not depend on memory. */
 static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
@@ -482,15 +475,8 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-static PyObject *write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return write_slots(module, args, nargs, false);
-}
-
-static PyObject *check_write_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return write_slots(module, args, nargs, true);
-}
+AM_VARIANT(write_kvcache, write_slots, false)
+AM_VARIANT(check_write_kvcache, write_slots, true)
 
 PyMethodDef am_kvcache_methods[] = {
     {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,

@@ -320,15 +320,8 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
     return compute_it ? compute_it(module, &s) : Py_NewRef(Py_None);
 }
 
-static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return take_step(module, args, nargs, "linear_attention_step", compute_step);
-}
-
-static PyObject *check_linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return take_step(module, args, nargs, "check_linear_attention_step", NULL);
-}
+AM_VARIANT(linear_attention_step, take_step, "linear_attention_step", compute_step)
+AM_VARIANT(check_linear_attention_step, take_step, "check_linear_attention_step", NULL)
 
 PyMethodDef am_linear_attention_methods[] = {
     AM_METHOD(linear_attention, "query, key, value, decay, beta, scale, initial_state, cu_seqlens, "

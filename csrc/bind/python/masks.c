@@ -31,7 +31,8 @@ static int keep_array(am_mask_arg *arg, PyArrayObject *array)
     return status;
 }
 
-int am_read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
+/* Reads None, an integer, or an array, which is kept with the mask if it is not the caller's. */
+static int read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
 {
     PyArrayObject *array = NULL;
     *o = (am_operand){0};
@@ -66,7 +67,7 @@ static int read_term(am_mask_arg *arg, PyObject *term)
         return am_fail(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
     if (size - 1 < most) operands[most - 1] = (am_operand){0};
     for (Py_ssize_t i = 1; i < size; i++) {
-        if (am_read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
+        if (read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
     }
     return am_raise_refused(&arg->request, am_mask_add(&arg->request, row, operands));
 }

@@ -19,9 +19,6 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes);
 int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *terms, int count);
 void am_free_mask(am_mask_arg *arg);
 
-/* Reads None, an integer, or an array, which is kept with the mask if it is not the caller's; 0 or -1. */
-int am_read_operand(am_mask_arg *arg, PyObject *object, am_operand *operand);
-
 /* Checks that `out` shares no memory with the arrays of the mask, which `name` names; 0 or -1. */
 int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const char *name);
 

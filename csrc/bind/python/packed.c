@@ -116,20 +116,9 @@ static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssiz
     return fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
 }
 
-static PyObject *prepare_position_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return prepare_tokens(module, args, nargs, "prepare_position_ids", AM_POSITIONS);
-}
-
-static PyObject *prepare_sequence_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return prepare_tokens(module, args, nargs, "prepare_sequence_ids", AM_SEQUENCES);
-}
-
-static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return prepare_tokens(module, args, nargs, "prepare_token_indices", AM_PAIRS);
-}
+AM_VARIANT(prepare_position_ids, prepare_tokens, "prepare_position_ids", AM_POSITIONS)
+AM_VARIANT(prepare_sequence_ids, prepare_tokens, "prepare_sequence_ids", AM_SEQUENCES)
+AM_VARIANT(prepare_token_indices, prepare_tokens, "prepare_token_indices", AM_PAIRS)
 
 /* The offsets of chunks have the form of starts: the chunks of a sequence take the place of its tokens. */
 static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

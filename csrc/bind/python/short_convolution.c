@@ -122,15 +122,8 @@ static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t na
     return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
-static PyObject *short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return convolve(module, args, nargs, "short_convolution", compute);
-}
-
-static PyObject *check_short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return convolve(module, args, nargs, "check_short_convolution", NULL);
-}
+AM_VARIANT(short_convolution, convolve, "short_convolution", compute)
+AM_VARIANT(check_short_convolution, convolve, "check_short_convolution", NULL)
 
 static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
@@ -223,15 +216,8 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
     return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
-static PyObject *short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return take_step(module, args, nargs, "short_convolution_step", compute_step);
-}
-
-static PyObject *check_short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return take_step(module, args, nargs, "check_short_convolution_step", NULL);
-}
+AM_VARIANT(short_convolution_step, take_step, "short_convolution_step", compute_step)
+AM_VARIANT(check_short_convolution_step, take_step, "check_short_convolution_step", NULL)
 
 PyMethodDef am_short_convolution_methods[] = {
     AM_METHOD(short_convolution, "x, weight, bias, silu, cu_seqlens, initial_state, return_state, out"),

@@ -88,6 +88,13 @@ PyArrayObject *am_of_memory(PyObject *array);
     {#name, (PyCFunction)(void *)name, METH_FASTCALL,                                                        \
      #name "($module, " parameters ", /)\n--\n\n" __VA_ARGS__}
 
+/* A function that calls another one with its own arguments and some more. */
+#define AM_VARIANT(name, function, ...)                                                                      \
+    static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)                         \
+    {                                                                                                        \
+        return function(module, args, nargs, __VA_ARGS__);                                                   \
+    }
+
 /* The methods of each topic, which its file adds to the module. */
 extern PyMethodDef am_packed_methods[], am_cumsum_methods[], am_mask_methods[], am_segments_methods[],
     am_pairs_methods[], am_merge_methods[], am_flash_methods[], am_kvcache_methods[], am_xla_methods[],
