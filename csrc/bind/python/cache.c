@@ -315,7 +315,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.request.mask,
     one.lse = lse;
     one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
-    one.pages.table += s * one.pages.table_step, one.pages.used += s, one.pages.lengths += s;
+    one.pages.table += s * one.pages.table_stride, one.pages.used += s, one.pages.lengths += s;
     one.pages.starts = NULL, one.pages.sequences = 1;
     one.terms.places = (am_places){.offsets = cache->offsets + s};
     for (int i = 0; i < one.terms.count; i++) {

@@ -247,7 +247,7 @@ static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
  * arrays may have 64. */
 typedef struct {
     int axes;
-    npy_intp shape[NPY_MAXDIMS], a_steps[NPY_MAXDIMS], b_steps[NPY_MAXDIMS];
+    npy_intp shape[NPY_MAXDIMS], a_strides[NPY_MAXDIMS], b_strides[NPY_MAXDIMS];
 } broadcast;
 
 static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
@@ -260,8 +260,8 @@ static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
                        b_length = in_b < 0 ? 1 : PyArray_DIM(b, in_b);
         if (a_length != b_length && a_length != 1 && b_length != 1) return reject_broadcast(a, b);
         both->shape[axis] = a_length == 1 ? b_length : a_length;
-        both->a_steps[axis] = a_length == 1 ? 0 : PyArray_STRIDE(a, in_a);
-        both->b_steps[axis] = b_length == 1 ? 0 : PyArray_STRIDE(b, in_b);
+        both->a_strides[axis] = a_length == 1 ? 0 : PyArray_STRIDE(a, in_a);
+        both->b_strides[axis] = b_length == 1 ? 0 : PyArray_STRIDE(b, in_b);
     }
     return 0;
 }
@@ -276,8 +276,8 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
     const am_broadcast arrays = {
         .axes = both.axes,
         .shape = both.shape,
-        .a_steps = both.a_steps,
-        .b_steps = both.b_steps,
+        .a_strides = both.a_strides,
+        .b_strides = both.b_strides,
         .a = PyArray_BYTES(a),
         .b = PyArray_BYTES(b),
         .is_signed = PyArray_ISSIGNED(a),

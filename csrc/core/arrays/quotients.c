@@ -56,7 +56,7 @@ static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
         ptrdiff_t rest = begin;
         for (int axis = last; axis >= 0; axis--) {
             ptrdiff_t place = rest % d->shape[axis];
-            a += place * d->a_steps[axis], b += place * d->b_steps[axis];
+            a += place * d->a_strides[axis], b += place * d->b_strides[axis];
             rest /= d->shape[axis];
         }
         const ptrdiff_t left =
@@ -67,7 +67,7 @@ static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
             const uint64_t divisor = given ? given : 1; /* other threads may write a zero */
             d->quotients[i] =
                 d->is_signed ? (uint64_t)ceil_signed((int64_t)n, divisor) : ceil_unsigned(n, divisor);
-            if (d->axes) a += d->a_steps[last], b += d->b_steps[last];
+            if (d->axes) a += d->a_strides[last], b += d->b_strides[last];
         }
     }
     return am_checkpoint(team);

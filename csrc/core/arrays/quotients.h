@@ -9,11 +9,11 @@
  * positive. */
 bool am_divide_each(am_dtype type, void *dst, const void *a, const void *b, ptrdiff_t count);
 
-/* Arrays that broadcast, both of int64 or both of uint64; divisors are positive. Steps are in bytes, and 0
+/* Arrays that broadcast, both of int64 or both of uint64; divisors are positive. Strides are in bytes, and 0
  * along an axis where the array repeats itself. */
 typedef struct {
     int axes;
-    const ptrdiff_t *shape, *a_steps, *b_steps;
+    const ptrdiff_t *shape, *a_strides, *b_strides;
     const char *a, *b;
     bool is_signed;
     uint64_t *quotients; /* of the broadcast shape, in C order */

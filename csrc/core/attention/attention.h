@@ -50,7 +50,7 @@ typedef struct {
  * is a sequence; or packed sequences lie one behind the other in one row of keys. */
 typedef struct {
     const int32_t *table;     /* NULL: keys and values are no pages */
-    ptrdiff_t table_step;     /* from sequence to sequence, in entries */
+    ptrdiff_t table_stride;     /* from sequence to sequence, in entries */
     ptrdiff_t size;           /* tokens of a page */
     const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
     const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */

@@ -92,7 +92,7 @@ static const char *key_at(const am_attn *f, const am_tokens *t, const row *r, pt
     if (!x->table) return am_token(t, r->b, r->kv_head, k);
     const ptrdiff_t s = x->starts ? am_sequence_of(x->starts, x->sequences, k) : r->b,
                     token = k - (x->starts ? x->starts[s] : 0);
-    return am_token(t, x->table[s * x->table_step + token / x->size], r->kv_head, token % x->size);
+    return am_token(t, x->table[s * x->table_stride + token / x->size], r->kv_head, token % x->size);
 }
 
 /* Reads a key or a value, times its scales. */

@@ -29,7 +29,7 @@ static row_move move_of(const am_kv_append *a, ptrdiff_t index)
                     row = index - (a->starts ? a->starts[s] : s * count), token = a->begins[s] + row;
     const char *from = a->starts ? a->rows.data + index * a->rows.token
                                  : a->rows.data + s * a->rows.batch + row * a->rows.token;
-    return (row_move){from, p->table[s * p->table_step + token / p->size], token % p->size};
+    return (row_move){from, p->table[s * p->table_stride + token / p->size], token % p->size};
 }
 
 typedef struct {

@@ -112,7 +112,7 @@ am_pages am_kv_cache_pages(const am_kv_cache *c, ptrdiff_t size)
 {
     return (am_pages){
         .table = c->table ? c->table : c->rows,
-        .table_step = c->table ? c->columns : 1,
+        .table_stride = c->table ? c->columns : 1,
         .size = am_max(1, size), /* no sequence has tokens in pages without any */
         .used = c->used,
         .lengths = c->lengths,
@@ -160,7 +160,7 @@ am_status am_kv_find_writers(const am_pages *p, const ptrdiff_t *before, am_kv_w
     for (ptrdiff_t s = 0; s < p->sequences; s++) {
         for (ptrdiff_t i = before[s] / p->size; before[s] < p->lengths[s] && i * p->size < p->lengths[s];
              i++, n++)
-            written[n][0] = p->table[s * p->table_step + i], written[n][1] = (int32_t)s;
+            written[n][0] = p->table[s * p->table_stride + i], written[n][1] = (int32_t)s;
     }
     qsort(written, (size_t)n, sizeof *written, compare_pages);
     *found = (am_kv_writers){.page = -1};
