@@ -756,74 +756,27 @@ static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
 
 /* Bit i of the result is set if element i has a bit in common with `mask`. The v_expand functions do the
  * reverse. */
-static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
-{
-    const uint8_t *p = src;
-    vi counted = _mm512_set1_epi8((char)mask);
-    uint64_t bits = 0;
-    for (int i = 0; i < 1; i++)
-        bits |= (uint64_t)_mm512_test_epi8_mask(vi_load(p + 64 * i), counted) << (64 * i);
-    return bits;
-}
-static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint8_t *p = dst;
-    vi is_live = _mm512_set1_epi8((char)live), is_dead = _mm512_set1_epi8((char)dead);
-    for (int i = 0; i < 1; i++) {
-        vi_store(p + 64 * i, _mm512_mask_blend_epi8((__mmask64)(bits >> (64 * i)), is_dead, is_live));
+#define V_BITS(size, type, lanes, lane_mask)                                                                 \
+    static inline uint64_t v_nonzero_64x_##size(const void *src, uint64_t mask)                              \
+    {                                                                                                        \
+        const vi counted = _mm512_set1_epi##size((type)mask);                                                \
+        uint64_t bits = 0;                                                                                   \
+        for (int i = 0; i < 64 / (lanes); i++)                                                               \
+            bits |= (uint64_t)_mm512_test_epi##size##_mask(vi_load((const char *)src + 64 * i), counted)     \
+                    << ((lanes) * i);                                                                        \
+        return bits;                                                                                         \
+    }                                                                                                        \
+    static inline void v_expand_64x_##size(void *dst, uint64_t bits, uint64_t live, uint64_t dead)           \
+    {                                                                                                        \
+        const vi is_live = _mm512_set1_epi##size((type)live), is_dead = _mm512_set1_epi##size((type)dead);   \
+        for (int i = 0; i < 64 / (lanes); i++)                                                               \
+            vi_store((char *)dst + 64 * i,                                                                   \
+                     _mm512_mask_blend_epi##size((lane_mask)(bits >> ((lanes) * i)), is_dead, is_live));     \
     }
-}
-static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
-{
-    const uint16_t *p = src;
-    vi counted = _mm512_set1_epi16((short)mask);
-    uint64_t bits = 0;
-    for (int i = 0; i < 2; i++)
-        bits |= (uint64_t)_mm512_test_epi16_mask(vi_load(p + 32 * i), counted) << (32 * i);
-    return bits;
-}
-static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint16_t *p = dst;
-    vi is_live = _mm512_set1_epi16((short)live), is_dead = _mm512_set1_epi16((short)dead);
-    for (int i = 0; i < 2; i++) {
-        vi_store(p + 32 * i, _mm512_mask_blend_epi16((__mmask32)(bits >> (32 * i)), is_dead, is_live));
-    }
-}
-static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
-{
-    const uint32_t *p = src;
-    vi counted = _mm512_set1_epi32((int)mask);
-    uint64_t bits = 0;
-    for (int i = 0; i < 4; i++)
-        bits |= (uint64_t)_mm512_test_epi32_mask(vi_load(p + 16 * i), counted) << (16 * i);
-    return bits;
-}
-static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint32_t *p = dst;
-    vi is_live = _mm512_set1_epi32((int)live), is_dead = _mm512_set1_epi32((int)dead);
-    for (int i = 0; i < 4; i++) {
-        vi_store(p + 16 * i, _mm512_mask_blend_epi32((__mmask16)(bits >> (16 * i)), is_dead, is_live));
-    }
-}
-static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
-{
-    const uint64_t *p = src;
-    vi counted = _mm512_set1_epi64((long long)mask);
-    uint64_t bits = 0;
-    for (int i = 0; i < 8; i++)
-        bits |= (uint64_t)_mm512_test_epi64_mask(vi_load(p + 8 * i), counted) << (8 * i);
-    return bits;
-}
-static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint64_t *p = dst;
-    vi is_live = _mm512_set1_epi64((long long)live), is_dead = _mm512_set1_epi64((long long)dead);
-    for (int i = 0; i < 8; i++) {
-        vi_store(p + 8 * i, _mm512_mask_blend_epi64((__mmask8)(bits >> (8 * i)), is_dead, is_live));
-    }
-}
+V_BITS(8, char, 64, __mmask64)
+V_BITS(16, short, 32, __mmask32)
+V_BITS(32, int, 16, __mmask16)
+V_BITS(64, long long, 8, __mmask8)
 
 /* Makes streaming stores visible to other threads. */
 static inline void v_fence(void) { _mm_sfence(); }

@@ -331,47 +331,27 @@ static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
     }
     return bits;
 }
-static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint8_t *p = dst;
-    for (int i = 0; i < 64; i++) p[i] = (uint8_t)(bits >> i & 1 ? live : dead);
-}
-static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
-{
-    const uint16_t *p = src;
-    uint64_t bits = 0;
-    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint16_t)mask) != 0) << i;
-    return bits;
-}
-static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint16_t *p = dst;
-    for (int i = 0; i < 64; i++) p[i] = (uint16_t)(bits >> i & 1 ? live : dead);
-}
-static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
-{
-    const uint32_t *p = src;
-    uint64_t bits = 0;
-    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint32_t)mask) != 0) << i;
-    return bits;
-}
-static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint32_t *p = dst;
-    for (int i = 0; i < 64; i++) p[i] = (uint32_t)(bits >> i & 1 ? live : dead);
-}
-static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
-{
-    const uint64_t *p = src;
-    uint64_t bits = 0;
-    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint64_t)mask) != 0) << i;
-    return bits;
-}
-static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
-{
-    uint64_t *p = dst;
-    for (int i = 0; i < 64; i++) p[i] = (uint64_t)(bits >> i & 1 ? live : dead);
-}
+#define V_NONZERO(size)                                                                                      \
+    static inline uint64_t v_nonzero_64x_##size(const void *src, uint64_t mask)                              \
+    {                                                                                                        \
+        const uint##size##_t *p = src;                                                                       \
+        uint64_t bits = 0;                                                                                   \
+        for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint##size##_t)mask) != 0) << i;            \
+        return bits;                                                                                         \
+    }
+#define V_EXPAND(size)                                                                                       \
+    static inline void v_expand_64x_##size(void *dst, uint64_t bits, uint64_t live, uint64_t dead)           \
+    {                                                                                                        \
+        uint##size##_t *p = dst;                                                                             \
+        for (int i = 0; i < 64; i++) p[i] = (uint##size##_t)(bits >> i & 1 ? live : dead);                   \
+    }
+V_NONZERO(16)
+V_NONZERO(32)
+V_NONZERO(64)
+V_EXPAND(8)
+V_EXPAND(16)
+V_EXPAND(32)
+V_EXPAND(64)
 
 static inline void v_fence(void) {}
 
