@@ -8,6 +8,12 @@
 
 PyObject *am_describe(PyObject *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
 
+#define AM_OR_NONE(convert)                                                                                  \
+    int convert##_or_none(PyObject *object, const char *name, void *dst)                                     \
+    {                                                                                                        \
+        return object == Py_None ? 0 : convert(object, name, dst);                                           \
+    }
+
 /* The array that an argument was converted to; NULL: none. */
 static PyArrayObject *converted(const am_param *param)
 {
@@ -53,6 +59,12 @@ int am_reject(PyObject *exception, const char *name, const char *expected, PyObj
     PyErr_Clear(); /* the message below says more */
     am_owned PyObject *what = am_describe(got);
     return what ? am_fail(exception, "%s must be %s, got %U", name, expected, what) : -1;
+}
+
+void *am_reject_array(PyObject *exception, const char *name, const char *expected, PyArrayObject *got)
+{
+    am_reject(exception, name, expected, (PyObject *)got);
+    return NULL;
 }
 
 PyObject *am_position(PyArrayObject *array, npy_intp index)
@@ -191,17 +203,11 @@ int am_to_readable(PyObject *object, const char *name, void *dst)
     return to_readable(object, name, false, dst);
 }
 
-int am_to_readable_or_none(PyObject *object, const char *name, void *dst)
-{
-    return object == Py_None ? 0 : am_to_readable(object, name, dst);
-}
+AM_OR_NONE(am_to_readable)
 
 int am_to_array(PyObject *object, const char *name, void *dst) { return to_array(object, name, false, dst); }
 
-int am_to_array_or_none(PyObject *object, const char *name, void *dst)
-{
-    return object == Py_None ? 0 : am_to_array(object, name, dst);
-}
+AM_OR_NONE(am_to_array)
 
 int am_to_mask(PyObject *object, const char *name, void *dst)
 {
@@ -424,10 +430,7 @@ int am_to_starts(PyObject *object, const char *name, void *dst)
     return am_read_starts(dst, object, name) < 0 ? -1 : am_check_starts(dst, name);
 }
 
-int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
-{
-    return object == Py_None ? 0 : am_to_starts(object, name, dst);
-}
+AM_OR_NONE(am_to_starts)
 
 void am_free_starts(am_starts *s)
 {

@@ -108,8 +108,9 @@ int am_check_starts(am_starts *starts, const char *name);
 /* A text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
 PyObject *am_describe(PyObject *object);
 
-/* Raises "`name` must be `expected`, got …" with a description of `got`. Returns -1. */
+/* Raises "`name` must be `expected`, got …" with a description of `got`. Returns -1, or the next one NULL. */
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
+void *am_reject_array(PyObject *exception, const char *name, const char *expected, PyArrayObject *got);
 
 /* The position of element `index` in C order: an int for a 1-D array, else a tuple; a new reference. */
 PyObject *am_position(PyArrayObject *array, npy_intp index);

@@ -33,8 +33,7 @@ static PyArrayObject *read_array(arguments *a, PyObject *object, const char *nam
     if (am_to_array(object, name, &array) < 0) return NULL;
     array = own(a, array);
     if (!array || am_is_floating(am_dtype_of(PyArray_DESCR(array)))) return array;
-    am_reject(PyExc_TypeError, name, "a floating-point array", (PyObject *)array);
-    return NULL;
+    return am_reject_array(PyExc_TypeError, name, "a floating-point array", array);
 }
 
 static int check_out(arguments *a, PyArrayObject *out, const char *name, int stacked)

@@ -136,10 +136,8 @@ static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, 
 /* Returns the number of live tokens in each row of a 2-D mask, as int64. */
 static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
 {
-    if (PyArray_NDIM(mask) != 2) {
-        am_reject(PyExc_ValueError, "mask", "a 2-D array [batch, length]", (PyObject *)mask);
-        return NULL;
-    }
+    if (PyArray_NDIM(mask) != 2)
+        return am_reject_array(PyExc_ValueError, "mask", "a 2-D array [batch, length]", mask);
     if (am_check_mask(module, mask, "mask") < 0) return NULL;
     PyArrayObject *lens = am_new_array_of(1, PyArray_DIMS(mask), NPY_INT64);
     if (!lens) return NULL;

@@ -39,10 +39,8 @@ static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t na
     const am_param params[] = {
         {"x", am_to_array, &x}, {"values", am_to_readable, &values}, {"scales", am_to_array, &scales}};
     if (am_parse("quantize", args, nargs, params, 3) < 0) return NULL;
-    if (!describe(&q, x, values, scales)) {
-        am_reject(PyExc_ValueError, "values", "made for x and scales", (PyObject *)values);
-        return NULL;
-    }
+    if (!describe(&q, x, values, scales))
+        return am_reject_array(PyExc_ValueError, "values", "made for x and scales", values);
     am_call call;
     const am_context *context = am_enter(&call, module, PyArray_SIZE(x));
     return am_leave(&call, am_quantize(context, &q)) < 0 ? NULL : Py_NewRef(Py_None);

@@ -153,16 +153,12 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
                                {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("attention_mask_to_qkv_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
     int ndim = PyArray_NDIM(array);
-    if (ndim < 2 || ndim > 4) {
-        am_reject(PyExc_ValueError, name, "[B, T], [B, Q, K] or [B, H, Q, K]", (PyObject *)array);
-        return NULL;
-    }
+    if (ndim < 2 || ndim > 4)
+        return am_reject_array(PyExc_ValueError, name, "[B, T], [B, Q, K] or [B, H, Q, K]", array);
     int failed = ndim == 2 ? to_token_mask(array, name, &mask) : am_to_dense(array, name, 3, &mask);
     if (failed < 0 || am_check_mask(module, array, name) < 0) return NULL;
-    if (heads == FIRST && mask.heads == 0) {
-        am_reject(PyExc_ValueError, name, "of one head or more to reduce to the first", (PyObject *)array);
-        return NULL;
-    }
+    if (heads == FIRST && mask.heads == 0)
+        return am_reject_array(PyExc_ValueError, name, "of one head or more to reduce to the first", array);
     if (heads == FIRST) mask.heads = 1;
     am_freed am_extent *extents =
         find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
@@ -273,10 +269,7 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
     am_scoped(free_pairs) pairs p = {0};
     const am_param params[] = {{"pairs", to_pairs, &p}};
     if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) return NULL;
-    if (p.beyond) {
-        am_reject(PyExc_OverflowError, "pairs", "below 2**63", (PyObject *)p.array);
-        return NULL;
-    }
+    if (p.beyond) return am_reject_array(PyExc_OverflowError, "pairs", "below 2**63", p.array);
     am_freed ptrdiff_t *starts = am_new(ptrdiff_t, p.count + 1);
     if (!starts) return PyErr_NoMemory();
     for (npy_intp i = 0; i < p.count; i++) {

@@ -43,10 +43,8 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) return NULL;
     if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) return NULL;
     if (am_check_mask(module, mask, "mask") < 0) return NULL;
-    if (!per_head && dense.heads == 0) {
-        am_reject(PyExc_ValueError, "mask", "of one head or more, or per_head True", (PyObject *)mask);
-        return NULL;
-    }
+    if (!per_head && dense.heads == 0)
+        return am_reject_array(PyExc_ValueError, "mask", "of one head or more, or per_head True", mask);
     int axes = PyArray_NDIM(mask) - 1 - (PyArray_NDIM(mask) == 4 && !per_head); /* batch, heads, tokens */
     npy_intp shape[3] = {dense.batch, dense.heads};
     shape[axes - 1] = dense.queries;
@@ -225,10 +223,8 @@ static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *ar
     uint64_t one;
     const am_param params[] = {{"ids", am_to_array, &ids}, {"dtype", am_to_mask_dtype, &dtype}};
     if (am_parse("segment_ids_to_token_mask", args, nargs, params, 2) < 0) return NULL;
-    if (am_dtype_of(PyArray_DESCR(ids)) != AM_INT32 || !PyArray_IS_C_CONTIGUOUS(ids)) {
-        am_reject(PyExc_TypeError, "ids", "a C-contiguous array of int32", (PyObject *)ids);
-        return NULL;
-    }
+    if (am_dtype_of(PyArray_DESCR(ids)) != AM_INT32 || !PyArray_IS_C_CONTIGUOUS(ids))
+        return am_reject_array(PyExc_TypeError, "ids", "a C-contiguous array of int32", ids);
     if (am_bytes_of(Py_True, dtype, &one) < 0) return NULL;
     result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
     if (!result) return NULL;
@@ -411,10 +407,8 @@ static PyObject *chunks_of_segments(PyObject *module, PyObject *const *args, Py_
     if (am_parse("chunks_of_segments", args, nargs, params, 4) < 0 || read_sides(s.ids, n.ids) < 0)
         return NULL;
     const npy_intp count = PyArray_NDIM(shifts) == 1 ? PyArray_DIM(shifts, 0) : -1;
-    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n.ids[0].shape[0])) {
-        am_reject(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", (PyObject *)shifts);
-        return NULL;
-    }
+    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n.ids[0].shape[0]))
+        return am_reject_array(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", shifts);
     n.size = am_min(n.size, LONGEST_CHUNK);
     n.shifts = PyArray_BYTES(shifts);
     n.shift_stride = count == 1 ? 0 : PyArray_STRIDE(shifts, 0);
