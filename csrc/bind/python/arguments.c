@@ -241,6 +241,17 @@ PyObject *am_returned(const am_out *out, PyArrayObject *target)
     return target ? Py_NewRef(out->given ? out->given : (PyObject *)target) : NULL;
 }
 
+PyObject *am_new_like(int count, PyArrayObject *const *of, PyArrayObject **made)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; tuple && i < count; i++) {
+        made[i] = of[i] ? am_new_array(PyArray_NDIM(of[i]), PyArray_DIMS(of[i]), PyArray_DESCR(of[i])) : NULL;
+        PyTuple_SET_ITEM(tuple, i, of[i] ? (PyObject *)made[i] : Py_NewRef(Py_None));
+        if (of[i] && !made[i]) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
 int am_to_bool(PyObject *object, const char *name, void *dst)
 {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))

@@ -61,6 +61,8 @@ am_to am_to_out;
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
 /* Returns a new reference to the result of a function once `target` is filled; NULL for NULL. */
 PyObject *am_returned(const am_out *out, PyArrayObject *target);
+/* Returns a tuple of new arrays like those of `of`, or None where that has none, and its items in `made`. */
+PyObject *am_new_like(int count, PyArrayObject *const *of, PyArrayObject **made);
 /* bool *: a bool of Python or NumPy. */
 am_to am_to_bool;
 /* npy_intp *: a positive integer; one that exceeds npy_intp becomes its largest value. */

@@ -156,12 +156,10 @@ static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_
 typedef struct {
     arguments a;
     PyArrayObject *kept, *d_out, *d_state;
-    PyArrayObject *results[AM_LINEAR_INPUTS]; /* owned; NULL: not given */
 } gradients;
 
 static void release_gradients(gradients *g)
 {
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_XDECREF(g->results[i]);
     Py_XDECREF(g->kept);
     Py_XDECREF(g->d_out);
     Py_XDECREF(g->d_state);
@@ -193,33 +191,22 @@ static int check_gradients(gradients *g)
     return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", (PyObject *)g->kept);
 }
 
-static int make_results(gradients *g)
-{
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
-        PyArrayObject *array = g->a.arrays[i];
-        if (!array) continue;
-        g->results[i] = am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
-        if (!g->results[i]) return -1;
-    }
-    return 0;
-}
-
 static PyObject *compute_gradients(PyObject *module, gradients *g)
 {
     arguments *a = &g->a;
     am_linear_back back = {.d_out = array_of(g->d_out), .kept = PyArray_DATA(g->kept)};
     if (g->d_state) back.d_state = array_of(g->d_state);
+    PyArrayObject *made[AM_LINEAR_INPUTS];
     am_view results[AM_LINEAR_INPUTS];
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(g->results[i]);
+    am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a->arrays, made);
+    if (!result) return NULL;
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(made[i]);
     if (am_set_linear_gradients(&back, results)) {
         am_call call;
         const am_context *context = am_enter(&call, module, work_of(a));
         if (am_leave(&call, am_linear_backward_all(context, &a->linear, &back)) < 0) return NULL;
     }
-    PyObject *result = PyTuple_New(AM_LINEAR_INPUTS);
-    for (int i = 0; result && i < AM_LINEAR_INPUTS; i++)
-        PyTuple_SET_ITEM(result, i, Py_NewRef(g->results[i] ? (PyObject *)g->results[i] : Py_None));
-    return result;
+    return Py_NewRef(result);
 }
 
 static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -230,7 +217,7 @@ static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssi
                                {"dout", am_to_array, &g.d_out},
                                {"dstate", am_to_array_or_none, &g.d_state}};
     if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) < 0 || check(&g.a, false) < 0 ||
-        check_gradients(&g) < 0 || make_results(&g) < 0)
+        check_gradients(&g) < 0)
         return NULL;
     return compute_gradients(module, &g);
 }

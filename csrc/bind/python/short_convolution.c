@@ -128,13 +128,8 @@ AM_VARIANT(check_short_convolution, convolve, "check_short_convolution", NULL)
 static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
     PyArrayObject *const of[] = {a->x, a->weight, a->bias, a->initial};
-    PyArrayObject *grads[4] = {NULL}; /* of the result */
-    am_owned PyObject *result = PyTuple_New(4);
-    for (int i = 0; result && i < 4; i++) {
-        if (of[i]) grads[i] = am_new_array(PyArray_NDIM(of[i]), PyArray_DIMS(of[i]), PyArray_DESCR(of[i]));
-        if (of[i] && !grads[i]) return NULL;
-        PyTuple_SET_ITEM(result, i, of[i] ? (PyObject *)grads[i] : Py_NewRef(Py_None));
-    }
+    PyArrayObject *grads[4];
+    am_owned PyObject *result = am_new_like(4, of, grads);
     if (!result) return NULL;
     if (PyArray_SIZE(a->weight) > 0) {
         if (find_starts(a) < 0) return NULL;

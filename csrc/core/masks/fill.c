@@ -92,6 +92,16 @@ static ptrdiff_t find_tiles(const am_mask *mask, const am_region *p, am_range li
     return am_min(w * AM_TILE_COLUMNS, p->columns);
 }
 
+/* The rows of a block; `blocks` are those of a (b, h). */
+static am_region block_at(const am_mask *mask, ptrdiff_t blocks, ptrdiff_t index)
+{
+    const ptrdiff_t plane = index / blocks, q = index % blocks * AM_TILE_ROWS;
+    return (am_region){.b = plane / mask->heads,
+                       .h = plane % mask->heads,
+                       .q = q,
+                       .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
+}
+
 static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const fill_job *job = arg;
@@ -99,13 +109,9 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     const am_mask_target *t = job->target;
     const bool apart = t->column != t->size;
     const ptrdiff_t most = apart ? APART_BYTES / t->size : ROW_COLUMNS;
-    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
-    am_region p = {.b = plane / mask->heads,
-                   .h = plane % mask->heads,
-                   .q = q,
-                   .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
-    am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
-    char *block = t->data + p.b * t->batch + p.h * t->head + q * t->row;
+    am_region p = block_at(mask, job->blocks, index);
+    am_range live = am_mask_keys(mask, p.b, p.h, p.q, p.rows);
+    char *block = t->data + p.b * t->batch + p.h * t->head + p.q * t->row;
     for (p.k = 0; p.k < mask->keys; p.k += p.columns) {
         tile_row tiles;
         p.columns = am_min(am_min(most, ROW_COLUMNS), mask->keys - p.k);
@@ -162,21 +168,23 @@ static am_status count_region(const am_mask *mask, const am_region *p, am_range 
 
 typedef struct {
     const am_mask *mask;
-    ptrdiff_t b, h, q_cell, k_cell, cells; /* cells: in a row of the grid */
+    ptrdiff_t plane, rows;           /* the first (b, h), and the rows of cells of each */
+    ptrdiff_t q_cell, k_cell, cells; /* cells: in a row */
     int64_t *counts;
 } grid_job;
 
 /* Counts the live pairs of one row of cells. */
-static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
+static am_status grid_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const grid_job *job = arg;
     const am_mask *mask = job->mask;
-    int64_t *counts = job->counts + row * job->cells;
+    const ptrdiff_t plane = job->plane + index / job->rows, begin = index % job->rows * job->q_cell,
+                    end = am_min(mask->queries - begin, job->q_cell) + begin;
+    int64_t *counts = job->counts + index * job->cells;
     memset(counts, 0, (size_t)job->cells * sizeof *counts);
-    ptrdiff_t end = am_min(mask->queries - row * job->q_cell, job->q_cell) + row * job->q_cell;
-    for (ptrdiff_t q = row * job->q_cell, next; q < end; q = next) {
+    for (ptrdiff_t q = begin, next; q < end; q = next) {
         next = am_min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
-        am_region p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
+        am_region p = {.b = plane / mask->heads, .h = plane % mask->heads, .q = q, .rows = next - q};
         am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
         for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
             p.k = cell * job->k_cell;
@@ -193,41 +201,23 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
 am_status am_mask_grid(const am_context *context, const am_mask *mask, ptrdiff_t b, ptrdiff_t h,
                        ptrdiff_t q_cell, ptrdiff_t k_cell, int64_t *counts)
 {
-    grid_job job = {mask, b, h, q_cell, k_cell, am_ceil_div(mask->keys, k_cell), counts};
-    return am_parallel(context, am_ceil_div(mask->queries, q_cell), 1, grid_task, &job);
-}
-
-typedef struct {
-    const am_mask *mask;
-    ptrdiff_t blocks;
-    int64_t *counts; /* of each block */
-} count_job;
-
-static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const count_job *job = arg;
-    const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
-    am_region p = {plane / mask->heads, plane % mask->heads, q, am_min(AM_TILE_ROWS, mask->queries - q), 0,
-                   mask->keys};
-    job->counts[index] = 0;
-    am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
-    am_status status = count_region(mask, &p, live, &job->counts[index], team);
-    return status == AM_OK ? am_checkpoint(team) : status;
+    const ptrdiff_t rows = am_ceil_div(mask->queries, q_cell), cells = am_ceil_div(mask->keys, k_cell);
+    grid_job job = {mask, b * mask->heads + h, rows, q_cell, k_cell, cells, counts};
+    return am_parallel(context, rows, 1, grid_task, &job);
 }
 
 am_status am_mask_count(const am_context *context, const am_mask *mask, int64_t *counts)
 {
-    ptrdiff_t planes = mask->batch * mask->heads;
-    count_job job = {.mask = mask, .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS)};
-    job.counts = malloc((size_t)am_max(planes * job.blocks, 1) * sizeof *job.counts);
-    if (!job.counts) return AM_NO_MEMORY;
-    am_status status = am_parallel(context, planes * job.blocks, 1, count_task, &job);
+    const ptrdiff_t planes = mask->batch * mask->heads, rows = am_ceil_div(mask->queries, AM_TILE_ROWS);
+    int64_t *of_rows = malloc((size_t)am_max(planes * rows, 1) * sizeof *of_rows);
+    if (!of_rows) return AM_NO_MEMORY;
+    grid_job job = {mask, 0, rows, AM_TILE_ROWS, am_max(mask->keys, 1), 1, of_rows};
+    am_status status = am_parallel(context, planes * rows, 1, grid_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
         counts[plane] = 0;
-        for (ptrdiff_t s = 0; s < job.blocks; s++) counts[plane] += job.counts[plane * job.blocks + s];
+        for (ptrdiff_t row = 0; row < rows; row++) counts[plane] += of_rows[plane * rows + row];
     }
-    free(job.counts);
+    free(of_rows);
     return status;
 }
 
@@ -265,21 +255,20 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const any_job *job = arg;
     const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
-    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
-              rows = am_min(AM_TILE_ROWS, mask->queries - q);
-    am_range live = am_mask_keys(mask, b, h, q, rows);
+    am_region p = block_at(mask, job->blocks, index);
+    am_range live = am_mask_keys(mask, p.b, p.h, p.q, p.rows);
     uint64_t seen = 0;
-    for (ptrdiff_t k = live.begin, next; k < live.end && seen != am_low_bits(rows); k = next) {
-        next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);
+    for (p.k = live.begin; p.k < live.end && seen != am_low_bits(p.rows); p.k += p.columns) {
         uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, &(am_region){b, h, q, rows, k, next - k}, bits);
-        if (kind == AM_FULL) seen = am_low_bits(rows);
-        for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
-        am_status status = checkpoint_if_due(team, k);
+        p.columns = am_min(am_floor_to(p.k, AM_TILE_COLUMNS) + AM_TILE_COLUMNS, live.end) - p.k;
+        am_tile kind = am_mask_bits(mask, &p, bits);
+        if (kind == AM_FULL) seen = am_low_bits(p.rows);
+        for (ptrdiff_t r = 0; kind == AM_MIXED && r < p.rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
+        am_status status = checkpoint_if_due(team, p.k);
         if (status != AM_OK) return status;
     }
-    mask->kernels->masks.expand_bits[AM_LANE_8](job->queries + plane * mask->queries + q, seen, rows, 1, 0);
+    mask->kernels->masks.expand_bits[AM_LANE_8](
+        job->queries + (p.b * mask->heads + p.h) * mask->queries + p.q, seen, p.rows, 1, 0);
     return am_checkpoint(team);
 }
 
