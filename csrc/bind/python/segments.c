@@ -121,15 +121,12 @@ static int reject_id(PyArrayObject *array, const char *name, const char *expecte
     return am_fail(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
 }
 
-/* The contents of a new array of int32. */
-typedef enum { IDS, INTEGERS, POSITIONS } content;
-
 /* Returns NULL with the exception set. `pad` is the position of padding. */
-static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, content what,
+static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, am_id_result what,
                                 int32_t pad)
 {
     am_ids ids;
-    if (read_ids(array, name, what == INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
+    if (read_ids(array, name, what == AM_TO_INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
     am_owned PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
     if (!result) return NULL;
     int32_t *dst = PyArray_DATA(result);
@@ -137,12 +134,10 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     am_call call;
     const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
     call.overflow = "a position does not fit int32";
-    const am_status status = what == IDS        ? am_narrow_ids(context, &ids, dst, &large)
-                             : what == INTEGERS ? am_narrow_integers(context, &ids, dst, &large)
-                                                : am_positions(context, &ids, pad, dst, &large);
+    const am_status status = am_convert_ids(context, &ids, what, pad, dst, &large);
     if (am_leave(&call, status) < 0) return NULL;
     if (!large.any) return (PyArrayObject *)Py_NewRef(result);
-    reject_id(array, name, what == INTEGERS ? "fit int32" : "be below 2**31", large.index);
+    reject_id(array, name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", large.index);
     return NULL;
 }
 
@@ -164,7 +159,7 @@ static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t
     if (read_ids(array, name, 2, 3, &ids) < 0) return NULL;
     return ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array)
                ? Py_NewRef(array)
-               : (PyObject *)new_int32(module, array, name, IDS, 0);
+               : (PyObject *)new_int32(module, array, name, AM_TO_IDS, 0);
 }
 
 /* Returns a copy of integers as int32, of one to three axes. */
@@ -176,7 +171,7 @@ static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t 
     const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
     if (am_parse("int32_copy", args, nargs, params, 2) < 0 || am_to_array(object, name, &array) < 0)
         return NULL;
-    return (PyObject *)new_int32(module, array, name, INTEGERS, 0);
+    return (PyObject *)new_int32(module, array, name, AM_TO_INTEGERS, 0);
 }
 
 /* Refuses additive biases: see am_check_mask. */
@@ -212,7 +207,7 @@ static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *a
     int32_t pad;
     const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
     if (am_parse("positions_from_segment_ids", args, nargs, params, 2) < 0) return NULL;
-    return (PyObject *)new_int32(module, array, "segment_ids", POSITIONS, pad);
+    return (PyObject *)new_int32(module, array, "segment_ids", AM_TO_POSITIONS, pad);
 }
 
 /* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */

@@ -66,4 +66,16 @@ ptrdiff_t am_cache_bytes(void);
 /* Call it once per process, before the first am_parallel. */
 void am_threads_init(void);
 
+/* Lowers or raises a bound that tasks have in common, unless it is as low or high already. */
+static inline void am_lower_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value < known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+static inline void am_raise_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value > known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+
 #endif

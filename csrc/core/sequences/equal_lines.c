@@ -418,8 +418,7 @@ static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
         ptrdiff_t column = check_row(job, data + r * mask_rows->rows.stride, job->column_ids + ids * columns,
                                      row_ids[r], id_is_new, words);
         if (column < 0) continue;
-        ptrdiff_t here = (plane * rows + r) * columns + column, known = atomic_load(&job->found);
-        while (here < known && !atomic_compare_exchange_weak(&job->found, &known, here)) continue;
+        am_lower_to(&job->found, (plane * rows + r) * columns + column);
         break;
     }
     free(words);

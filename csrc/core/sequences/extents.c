@@ -113,17 +113,6 @@ static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t beg
     return begin;
 }
 
-static void lower_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
-{
-    ptrdiff_t known = atomic_load(bound);
-    while (value < known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
-}
-static void raise_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
-{
-    ptrdiff_t known = atomic_load(bound);
-    while (value > known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
-}
-
 /* Widens the bounds of a batch row so that they include the live pairs of rows begin … end - 1. Only what
  * lies outside of the bounds known so far is searched. */
 static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
@@ -137,8 +126,8 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
             if (found < columns) break;
         }
         if (begin == end) return;
-        lower_to(&known->row_begin, begin);
-        lower_to(&known->column_begin, found);
+        am_lower_to(&known->row_begin, begin);
+        am_lower_to(&known->column_begin, found);
         first_row = begin;
     }
     if (atomic_load(&known->row_end) < end) {
@@ -147,15 +136,16 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
             if (found > 0) break;
         }
         if (begin == end) return;
-        raise_to(&known->row_end, end);
-        raise_to(&known->column_end, found);
+        am_raise_to(&known->row_end, end);
+        am_raise_to(&known->column_end, found);
         last_row = end - 1;
     }
     for (ptrdiff_t r = begin; r < end; r++) {
         ptrdiff_t low = atomic_load(&known->column_begin), high = atomic_load(&known->column_end);
         if (low == 0 && high == columns) return;
-        if (r != first_row) lower_to(&known->column_begin, first_live(job, data + r * step, 0, low, team));
-        if (r != last_row) raise_to(&known->column_end, last_live(job, data + r * step, high, columns, team));
+        if (r != first_row) am_lower_to(&known->column_begin, first_live(job, data + r * step, 0, low, team));
+        if (r != last_row)
+            am_raise_to(&known->column_end, last_live(job, data + r * step, high, columns, team));
     }
 }
 

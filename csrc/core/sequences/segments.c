@@ -39,9 +39,8 @@ typedef struct {
     const am_kernels *kernels;
     const am_ids *ids;
     ptrdiff_t row_pieces; /* tasks per row */
-    bool positions;
+    am_id_result what;
     int32_t pad;
-    int64_t lowest; /* the lowest id that is allowed */
     int32_t *dst;
     atomic_ptrdiff_t large; /* the first index of an id that is too large, or PTRDIFF_MAX */
 } row_job;
@@ -50,16 +49,11 @@ typedef struct {
 static ptrdiff_t narrow(const row_job *job, const int64_t *wide, ptrdiff_t count, int32_t *dst)
 {
     if (am_converter(AM_INT64, AM_INT32)(job->kernels, dst, wide, count)) return count;
+    const int64_t lowest = job->what == AM_TO_INTEGERS ? INT32_MIN : INT64_MIN;
     ptrdiff_t i = 0;
-    for (; i < count && wide[i] <= INT32_MAX && wide[i] >= job->lowest; i++)
+    for (; i < count && wide[i] <= INT32_MAX && wide[i] >= lowest; i++)
         dst[i] = wide[i] < INT32_MIN ? INT32_MIN : (int32_t)wide[i];
     return i;
-}
-
-static void report_large(row_job *job, ptrdiff_t index)
-{
-    ptrdiff_t known = atomic_load(&job->large);
-    while (index < known && !atomic_compare_exchange_weak(&job->large, &known, index)) continue;
 }
 
 /* Copies contiguous int32 ids as they are. */
@@ -74,11 +68,12 @@ static am_status copy_piece(const row_job *job, ptrdiff_t row, ptrdiff_t begin, 
 static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
 {
     row_job *job = arg;
+    const bool positions = job->what == AM_TO_POSITIONS;
     const ptrdiff_t tokens = tokens_of(job->ids), row = index / job->row_pieces;
     const ptrdiff_t first = index % job->row_pieces * TASK_TOKENS;
     /* A position depends on all earlier tokens of its row, so one task takes the whole row. */
-    const ptrdiff_t end = job->positions ? tokens : am_min(first + TASK_TOKENS, tokens);
-    if (!job->positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
+    const ptrdiff_t end = positions ? tokens : am_min(first + TASK_TOKENS, tokens);
+    if (!positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
         return copy_piece(job, row, first, end, team);
     int64_t previous = -1;
     int32_t position = 0;
@@ -89,10 +84,10 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
         widen(job->kernels, job->ids, row, begin, count, wide);
         ptrdiff_t fit = narrow(job, wide, count, dst);
         if (fit < count) {
-            report_large(job, row * tokens + begin + fit);
+            am_lower_to(&job->large, row * tokens + begin + fit);
             return AM_OK;
         }
-        for (ptrdiff_t i = 0; i < count && job->positions; i++) {
+        for (ptrdiff_t i = 0; i < count && positions; i++) {
             int64_t id = wide[i];
             if (id == previous && position == INT32_MAX) return AM_OVERFLOW;
             position = id == previous ? position + 1 : 0;
@@ -105,40 +100,18 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-static am_status convert_rows(const am_context *context, row_job *job, am_large_id *large)
+am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
+                         int32_t *dst, am_large_id *large)
 {
-    atomic_init(&job->large, PTRDIFF_MAX);
-    ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
-    job->row_pieces = job->positions ? 1 : am_max(1, am_ceil_div(tokens, TASK_TOKENS));
-    am_status status =
-        am_parallel(context, rows * job->row_pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, job);
-    large->index = atomic_load(&job->large);
+    const ptrdiff_t tokens = tokens_of(ids), rows = tokens > 0 ? rows_of(ids) : 0,
+                    pieces = what == AM_TO_POSITIONS ? 1 : am_max(1, am_ceil_div(tokens, TASK_TOKENS));
+    row_job job = {
+        .kernels = context->kernels, .ids = ids, .row_pieces = pieces, .what = what, .pad = pad, .dst = dst};
+    atomic_init(&job.large, PTRDIFF_MAX);
+    am_status status = am_parallel(context, rows * pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, &job);
+    large->index = atomic_load(&job.large);
     large->any = large->index != PTRDIFF_MAX;
     return status;
-}
-
-am_status am_narrow_ids(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large)
-{
-    row_job job = {.kernels = context->kernels, .ids = ids, .lowest = INT64_MIN, .dst = dst};
-    return convert_rows(context, &job, large);
-}
-
-am_status am_narrow_integers(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large)
-{
-    row_job job = {.kernels = context->kernels, .ids = ids, .lowest = INT32_MIN, .dst = dst};
-    return convert_rows(context, &job, large);
-}
-
-am_status am_positions(const am_context *context, const am_ids *ids, int32_t pad, int32_t *dst,
-                       am_large_id *large)
-{
-    row_job job = {.kernels = context->kernels,
-                   .ids = ids,
-                   .positions = true,
-                   .pad = pad,
-                   .lowest = INT64_MIN,
-                   .dst = dst};
-    return convert_rows(context, &job, large);
 }
 
 typedef struct {

@@ -23,20 +23,18 @@ typedef struct {
     ptrdiff_t index; /* in C order */
 } am_large_id;
 
-/* Converts ids to contiguous int32. All negative ids are padding; those below the range of int32 become its
- * lowest value. */
-am_status am_narrow_ids(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large);
-
-/* Converts any integers to int32. Here a number that is too small is reported like one that is too large. */
-am_status am_narrow_integers(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large);
+/* What becomes of integers, as contiguous int32. */
+typedef enum {
+    AM_TO_IDS,      /* all negative ids are padding; those below the range of int32 become its lowest value */
+    AM_TO_INTEGERS, /* a number that is too small is reported like one that is too large */
+    AM_TO_POSITIONS, /* the position of each token in its run of equal ids, and `pad` for padding */
+} am_id_result;
+am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
+                         int32_t *dst, am_large_id *large);
 
 /* Writes `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
 am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
                         ptrdiff_t size, uint64_t one);
-
-/* Writes the position of each token in its run of equal ids, and `pad` for padding. */
-am_status am_positions(const am_context *context, const am_ids *ids, int32_t pad, int32_t *dst,
-                       am_large_id *large);
 
 /* Counts the tokens of each id. `counts` becomes a new array of `segments` entries, one more than the largest
  * id. Ids from `limit` on are too large. */
