@@ -101,14 +101,13 @@ static bool read_keys(am_request *r, am_node *node, const am_operand *o)
 static bool copy_row(am_request *r, int32_t *to, const char *from, const am_view *v, ptrdiff_t tokens)
 {
     const ptrdiff_t stride = v->stride[v->axes - 1];
-    am_convert_row *widen = am_converter(v->type, AM_INT64);
     if (v->type == AM_INT32 && stride == sizeof *to) {
         if (tokens) memcpy(to, from, (size_t)tokens * sizeof *to);
         return true;
     }
     for (ptrdiff_t i = 0; i < tokens; i++) {
         int64_t number;
-        if (!widen(NULL, &number, from + i * stride, 1)) number = INT64_MAX;
+        if (!am_convert(NULL, AM_INT64, &number, v->type, from + i * stride, 1)) number = INT64_MAX;
         if (number > INT32_MAX)
             return am_refuse(r, AM_WRONG_VALUE, NULL, "segment ids must be below 2**31, got %lld",
                              (long long)number);

@@ -49,11 +49,7 @@ static am_status scan_task(void *arg, ptrdiff_t index, am_team *team)
     for (int axis = last - 1; axis >= 0; rest /= s->shape[axis--])
         data += rest % s->shape[axis] * s->strides[axis];
     const ptrdiff_t found = first_of(s->numbers->type, data, stride, count);
-    if (found >= 0) {
-        const ptrdiff_t place = row * s->shape[last] + begin + found;
-        ptrdiff_t known = atomic_load(&s->first);
-        while (place < known && !atomic_compare_exchange_weak(&s->first, &known, place)) continue;
-    }
+    if (found >= 0) am_lower_to(&s->first, row * s->shape[last] + begin + found);
     return am_checkpoint(team);
 }
 

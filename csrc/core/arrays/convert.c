@@ -67,34 +67,17 @@ uint64_t am_repeated(uint64_t element, ptrdiff_t size)
 #define FN(name) name##_u64
 #include "core/arrays/convert_tpl.h"
 
-static bool copy_8(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    (void)kernels;
-    memcpy(dst, src, (size_t)count * 8);
-    return true;
-}
-
-static bool copy_4(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    (void)kernels;
-    memcpy(dst, src, (size_t)count * 4);
-    return true;
-}
-
-static bool copy_2(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    (void)kernels;
-    memcpy(dst, src, (size_t)count * 2);
-    return true;
-}
-
-static bool i64_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
-                       ptrdiff_t count)
-{
-    (void)kernels;
-    for (ptrdiff_t i = 0; i < count; i++) ((double *)dst)[i] = (double)((const int64_t *)src)[i];
-    return true;
-}
+#define CAST(name, from, to)                                                                                 \
+    static bool name(const am_kernels *kernels, void *restrict dst, const void *restrict src,                \
+                     ptrdiff_t count)                                                                        \
+    {                                                                                                        \
+        (void)kernels;                                                                                       \
+        for (ptrdiff_t i = 0; i < count; i++) ((to *)dst)[i] = (to)((const from *)src)[i];                   \
+        return true;                                                                                         \
+    }
+CAST(i64_to_f64, int64_t, double)
+CAST(f32_to_f64, float, double)
+CAST(f64_to_f32, double, float)
 
 static bool f64_to_i64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
                        ptrdiff_t count)
@@ -110,45 +93,16 @@ static bool f64_to_i64(const am_kernels *kernels, void *restrict dst, const void
     return fits;
 }
 
-static bool f32_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
-                       ptrdiff_t count)
-{
-    (void)kernels;
-    for (ptrdiff_t i = 0; i < count; i++) ((double *)dst)[i] = (double)((const float *)src)[i];
-    return true;
-}
-
-static bool f64_to_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src,
-                       ptrdiff_t count)
-{
-    (void)kernels;
-    for (ptrdiff_t i = 0; i < count; i++) ((float *)dst)[i] = (float)((const double *)src)[i];
-    return true;
-}
-
-static bool f16_to_f32(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    kernels->copy.widen_f16(dst, src, count);
-    return true;
-}
-
-static bool bf16_to_f32(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    kernels->copy.widen_bf16(dst, src, count);
-    return true;
-}
-
-static bool f32_to_f16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    kernels->copy.narrow_f16(dst, src, count);
-    return true;
-}
-
-static bool f32_to_bf16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    kernels->copy.narrow_bf16(dst, src, count);
-    return true;
-}
+#define KERNEL(name, kernel)                                                                                 \
+    static bool name(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)                 \
+    {                                                                                                        \
+        kernels->copy.kernel(dst, src, count);                                                               \
+        return true;                                                                                         \
+    }
+KERNEL(f16_to_f32, widen_f16)
+KERNEL(bf16_to_f32, widen_bf16)
+KERNEL(f32_to_f16, narrow_f16)
+KERNEL(f32_to_bf16, narrow_bf16)
 
 /* float64 meets the sixteen-bit types, and int64 the floating ones, by way of a type that both sides know. */
 enum { STEP = 256 };
@@ -166,15 +120,13 @@ static bool two_steps(const am_kernels *kernels, void *dst, size_t dst_size, am_
     return fits;
 }
 
-static bool f16_to_f64(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    return two_steps(kernels, dst, 8, f32_to_f64, src, 2, f16_to_f32, count);
-}
-
-static bool bf16_to_f64(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    return two_steps(kernels, dst, 8, f32_to_f64, src, 2, bf16_to_f32, count);
-}
+#define TWO_STEPS(name, dst_size, second, src_size, first)                                                   \
+    static bool name(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)                 \
+    {                                                                                                        \
+        return two_steps(kernels, dst, dst_size, second, src, src_size, first, count);                       \
+    }
+TWO_STEPS(f16_to_f64, 8, f32_to_f64, 2, f16_to_f32)
+TWO_STEPS(bf16_to_f64, 8, f32_to_f64, 2, bf16_to_f32)
 
 /* Rounding twice may differ from rounding once, unless the first time is to an odd last bit where inexact. */
 static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src,
@@ -192,40 +144,38 @@ static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const 
     return true;
 }
 
-static bool f64_to_f16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    return two_steps(kernels, dst, 2, f32_to_f16, src, 8, f64_to_odd_f32, count);
-}
-
-static bool f64_to_bf16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
-{
-    return two_steps(kernels, dst, 2, f32_to_bf16, src, 8, f64_to_odd_f32, count);
-}
+TWO_STEPS(f64_to_f16, 2, f32_to_f16, 8, f64_to_odd_f32)
+TWO_STEPS(f64_to_bf16, 2, f32_to_bf16, 8, f64_to_odd_f32)
 
 static am_convert_row *const converters[AM_OTHER][AM_OTHER] = {
-    [AM_INT8][AM_INT64] = load_i8,         [AM_UINT8][AM_INT64] = load_u8,
-    [AM_INT16][AM_INT64] = load_i16,       [AM_UINT16][AM_INT64] = load_u16,
-    [AM_INT32][AM_INT64] = load_i32,       [AM_UINT32][AM_INT64] = load_u32,
-    [AM_INT64][AM_INT64] = copy_8,         [AM_UINT64][AM_INT64] = load_u64,
-    [AM_FLOAT64][AM_INT64] = f64_to_i64,
+    [AM_INT8][AM_INT64] = load_i8,           [AM_UINT8][AM_INT64] = load_u8,
+    [AM_INT16][AM_INT64] = load_i16,         [AM_UINT16][AM_INT64] = load_u16,
+    [AM_INT32][AM_INT64] = load_i32,         [AM_UINT32][AM_INT64] = load_u32,
+    [AM_UINT64][AM_INT64] = load_u64,        [AM_FLOAT64][AM_INT64] = f64_to_i64,
 
-    [AM_INT64][AM_INT8] = store_i8,        [AM_INT64][AM_UINT8] = store_u8,
-    [AM_INT64][AM_INT16] = store_i16,      [AM_INT64][AM_UINT16] = store_u16,
-    [AM_INT64][AM_INT32] = store_i32,      [AM_INT64][AM_UINT32] = store_u32,
-    [AM_INT64][AM_UINT64] = store_u64,     [AM_INT64][AM_FLOAT64] = i64_to_f64,
+    [AM_INT64][AM_INT8] = store_i8,          [AM_INT64][AM_UINT8] = store_u8,
+    [AM_INT64][AM_INT16] = store_i16,        [AM_INT64][AM_UINT16] = store_u16,
+    [AM_INT64][AM_INT32] = store_i32,        [AM_INT64][AM_UINT32] = store_u32,
+    [AM_INT64][AM_UINT64] = store_u64,       [AM_INT64][AM_FLOAT64] = i64_to_f64,
 
-    [AM_FLOAT16][AM_FLOAT32] = f16_to_f32, [AM_BFLOAT16][AM_FLOAT32] = bf16_to_f32,
-    [AM_FLOAT32][AM_FLOAT32] = copy_4,     [AM_FLOAT64][AM_FLOAT32] = f64_to_f32,
-    [AM_FLOAT32][AM_FLOAT16] = f32_to_f16, [AM_FLOAT32][AM_BFLOAT16] = f32_to_bf16,
+    [AM_FLOAT16][AM_FLOAT32] = f16_to_f32,   [AM_BFLOAT16][AM_FLOAT32] = bf16_to_f32,
+    [AM_FLOAT64][AM_FLOAT32] = f64_to_f32,   [AM_FLOAT32][AM_FLOAT16] = f32_to_f16,
+    [AM_FLOAT32][AM_BFLOAT16] = f32_to_bf16,
 
-    [AM_BFLOAT16][AM_BFLOAT16] = copy_2,
-
-    [AM_FLOAT16][AM_FLOAT64] = f16_to_f64, [AM_BFLOAT16][AM_FLOAT64] = bf16_to_f64,
-    [AM_FLOAT32][AM_FLOAT64] = f32_to_f64, [AM_FLOAT64][AM_FLOAT64] = copy_8,
-    [AM_FLOAT64][AM_FLOAT16] = f64_to_f16, [AM_FLOAT64][AM_BFLOAT16] = f64_to_bf16,
+    [AM_FLOAT16][AM_FLOAT64] = f16_to_f64,   [AM_BFLOAT16][AM_FLOAT64] = bf16_to_f64,
+    [AM_FLOAT32][AM_FLOAT64] = f32_to_f64,   [AM_FLOAT64][AM_FLOAT16] = f64_to_f16,
+    [AM_FLOAT64][AM_BFLOAT16] = f64_to_bf16,
 };
 
 am_convert_row *am_converter(am_dtype from, am_dtype to) { return converters[from][to]; }
+
+bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type, const void *from,
+                ptrdiff_t count)
+{
+    if (type != to_type) return am_converter(type, to_type)(kernels, to, from, count);
+    memcpy(to, from, (size_t)count * am_size_of(type));
+    return true;
+}
 
 #define T uint8_t
 #define FN(name) name##_1

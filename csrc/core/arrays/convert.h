@@ -25,6 +25,10 @@ typedef bool am_convert_row(const am_kernels *kernels, void *dst, const void *sr
  * towards zero on its way back); every other pair is NULL. */
 am_convert_row *am_converter(am_dtype from, am_dtype to);
 
+/* The same for types that may be the same. */
+bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type, const void *from,
+                ptrdiff_t count);
+
 /* Copies rows × columns elements of `size` bytes; one side is a small tile, the other is walked in its
  * memory's order. */
 void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *src, ptrdiff_t src_row,

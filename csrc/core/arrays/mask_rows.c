@@ -2,6 +2,7 @@
 #include "core/arrays/mask_rows.h"
 
 #include "core/arrays/convert.h"
+#include "core/runtime/sizes.h"
 
 /* Elements of a piece: a multiple of 64, so that pieces fill whole words of bits. */
 enum { PIECE = 512 };
@@ -32,46 +33,40 @@ am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask)
     return mask_rows;
 }
 
-static bool is_contiguous(const am_mask_rows *mask_rows)
+/* How many elements of a row are read at once. */
+static ptrdiff_t most_of(const am_mask_rows *mask_rows)
 {
-    return mask_rows->columns.stride == mask_rows->size;
+    return mask_rows->columns.stride == mask_rows->size ? PTRDIFF_MAX : PIECE;
 }
 
-static void copy_piece(const am_mask_rows *mask_rows, uint64_t *piece, const char *row, ptrdiff_t begin,
-                       ptrdiff_t count)
+/* So many elements of a row: where they lie, or copied to `piece`. */
+static const void *piece_of(const am_mask_rows *mask_rows, uint64_t piece[PIECE], const char *row,
+                            ptrdiff_t begin, ptrdiff_t count)
 {
-    am_copy_2d((char *)piece, 0, mask_rows->size, row + begin * mask_rows->columns.stride, 0,
-               mask_rows->columns.stride, 1, count, (size_t)mask_rows->size);
+    const ptrdiff_t stride = mask_rows->columns.stride, size = mask_rows->size;
+    if (stride == size) return row + begin * size;
+    am_copy_2d((char *)piece, 0, size, row + begin * stride, 0, stride, 1, count, (size_t)size);
+    return piece;
 }
 
 void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char *row, ptrdiff_t begin,
                        ptrdiff_t count)
 {
     am_pack_bits *pack = mask_rows->kernels->masks.pack[mask_rows->lane];
-    if (is_contiguous(mask_rows)) {
-        pack(dst, row + begin * mask_rows->size, count);
-        return;
-    }
     uint64_t piece[PIECE];
-    for (ptrdiff_t done = 0; done < count; done += PIECE) {
-        ptrdiff_t length = count - done < PIECE ? count - done : PIECE;
-        copy_piece(mask_rows, piece, row, begin + done, length);
-        pack(dst + done / 64, piece, length);
+    for (ptrdiff_t done = 0, length; done < count; done += length) {
+        length = am_min(most_of(mask_rows), count - done);
+        pack(dst + done / 64, piece_of(mask_rows, piece, row, begin + done, length), length);
     }
 }
 
 ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     am_find_nonzero *first = mask_rows->kernels->masks.first[mask_rows->lane];
-    if (is_contiguous(mask_rows)) {
-        ptrdiff_t found = first(row + begin * mask_rows->size, end - begin);
-        return found < 0 ? end : begin + found;
-    }
     uint64_t piece[PIECE];
     for (ptrdiff_t length; begin < end; begin += length) {
-        length = end - begin < PIECE ? end - begin : PIECE;
-        copy_piece(mask_rows, piece, row, begin, length);
-        ptrdiff_t found = first(piece, length);
+        length = am_min(most_of(mask_rows), end - begin);
+        ptrdiff_t found = first(piece_of(mask_rows, piece, row, begin, length), length);
         if (found >= 0) return begin + found;
     }
     return end;
@@ -80,12 +75,10 @@ ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptr
 ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     am_find_nonzero *last = mask_rows->kernels->masks.last[mask_rows->lane];
-    if (is_contiguous(mask_rows)) return begin + last(row + begin * mask_rows->size, end - begin) + 1;
     uint64_t piece[PIECE];
     for (ptrdiff_t length; begin < end; end -= length) {
-        length = end - begin < PIECE ? end - begin : PIECE;
-        copy_piece(mask_rows, piece, row, end - length, length);
-        ptrdiff_t found = last(piece, length);
+        length = am_min(most_of(mask_rows), end - begin);
+        ptrdiff_t found = last(piece_of(mask_rows, piece, row, end - length, length), length);
         if (found >= 0) return end - length + found + 1;
     }
     return begin;
@@ -95,13 +88,12 @@ bool am_mask_rows_collect(const am_mask_rows *mask_rows, void *seen, const char 
                           ptrdiff_t count)
 {
     am_collect_nonzero *collect = mask_rows->kernels->masks.collect[mask_rows->lane];
-    if (is_contiguous(mask_rows)) return collect(seen, row + begin * mask_rows->size, count);
     uint64_t piece[PIECE];
     bool any = false;
-    for (ptrdiff_t done = 0; done < count; done += PIECE) {
-        ptrdiff_t length = count - done < PIECE ? count - done : PIECE;
-        copy_piece(mask_rows, piece, row, begin + done, length);
-        any |= collect((char *)seen + done * mask_rows->size, piece, length);
+    for (ptrdiff_t done = 0, length; done < count; done += length) {
+        length = am_min(most_of(mask_rows), count - done);
+        any |= collect((char *)seen + done * mask_rows->size,
+                       piece_of(mask_rows, piece, row, begin + done, length), length);
     }
     return any;
 }

@@ -2,8 +2,6 @@
 #ifndef AM_CORE_ARRAYS_STRIDED_H
 #define AM_CORE_ARRAYS_STRIDED_H
 
-#include <string.h>
-
 #include "core/arrays/convert.h"
 
 /* Rows in memory; strides in bytes. */
@@ -17,15 +15,6 @@ typedef struct {
 static inline am_strided am_strided_row(const void *data, am_dtype type, ptrdiff_t stride, ptrdiff_t count)
 {
     return (am_strided){(char *)data, type, 0, stride, 1, count};
-}
-
-/* Copies contiguous numbers. */
-static inline bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type,
-                              const void *from, ptrdiff_t count)
-{
-    if (type != to_type) return am_converter(type, to_type)(kernels, to, from, count);
-    memcpy(to, from, (size_t)count * am_size_of(type));
-    return true;
 }
 
 /* The functions below for rows that lie in any way. */

@@ -72,7 +72,6 @@ static void FN(channel_gradients)(const merge_job *job, const ptrdiff_t *place, 
 {
     const am_merge *m = job->merge;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type), channels = m->shape[3];
-    am_convert_row *narrow = am_converter(TYPE, m->type);
     T dout_scratch[PIECE], scratch[PIECE], d_part[PIECE];
     const T *dout =
         FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_scratch);
@@ -87,7 +86,7 @@ static void FN(channel_gradients)(const merge_job *job, const ptrdiff_t *place, 
         const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
         dots[i] += FN(dot)(dout, values, count);
         for (ptrdiff_t c = 0; c < count; c++) d_part[c] = weight * dout[c];
-        narrow(job->kernels, to, d_part, count);
+        am_convert(job->kernels, m->type, to, TYPE, d_part, count);
     }
 }
 
@@ -111,7 +110,6 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
     const am_merge *m = job->merge;
     const ptrdiff_t tokens = m->shape[1], heads = m->shape[2], channels = m->shape[3];
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type);
-    am_convert_row *narrow = am_converter(TYPE, m->type);
     T *dots = weights + m->count;
     ptrdiff_t done = 0;
     for (ptrdiff_t row = begin; row < end; row++) {
@@ -128,7 +126,8 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
                 FN(channel_gradients)(job, place, row, weights, first, count, dots);
             } else {
                 FN(weighted_sum)(job, place, weights, first, count, sums);
-                narrow(job->kernels, m->out + (row * channels + first) * size, sums, count);
+                am_convert(job->kernels, m->type, m->out + (row * channels + first) * size, TYPE, sums,
+                           count);
             }
             done += m->count * count;
             if (done < CHECK) continue;

@@ -69,10 +69,8 @@ static void write_number(const plain *p, am_dtype type, char *to, double x)
     const float number = (float)x;
     if (type == AM_FLOAT64)
         memcpy(to, &x, sizeof x);
-    else if (type == AM_FLOAT32)
-        memcpy(to, &number, sizeof number);
     else
-        am_converter(AM_FLOAT32, type)(p->kernels, to, &number, 1);
+        am_convert(p->kernels, type, to, AM_FLOAT32, &number, 1);
 }
 
 static void read_row(const am_tokens *t, const char *from, ptrdiff_t count, double *to)
