@@ -247,7 +247,7 @@ def flash_attention_with_kvcache(
     k_scale, v_scale : array, optional
         The scales of a quantized cache.
     attention_mask : array or MaskInfo, optional
-        Not supported with `cu_seqlens_q` in a compiled function.
+        May be traced.
     return_lse, rotate : bool
         As in `attnmask.flash_attention_with_kvcache`.
     **more

@@ -93,8 +93,6 @@ def attend(given: Given) -> KVCacheResult:
     # The bias is checked later: its keys depend on lengths.
     _core.check_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None})
     packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
-    if packed and given["attention_mask"] is not None:
-        raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
     first = {name: given[name] for name in _FIRST if given[name] is not None}
     if packed:
         first["query"] = first["query"][None]

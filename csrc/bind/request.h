@@ -118,6 +118,9 @@ bool am_mask_join(am_request *r, am_node_kind operator);
 bool am_mask_include(am_request *r, const am_mask *mask);
 /* `more` terms are joined by "and" to what was read, which may be nothing. */
 bool am_mask_end(am_request *r, const am_node *more, int more_count);
+/* Gives a mask that has a shape the nodes of the request's mask, which has one batch row, from a query on,
+ * and likewise more. Neither is prepared. */
+bool am_mask_cut(am_request *r, ptrdiff_t begin, am_mask *part, const am_node *more, int more_count);
 
 /* --- Integers --- */
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/arrays/convert.h"
 #include "core/cache/append.h"
 #include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
@@ -452,6 +453,40 @@ void am_cached_describe(am_request *r, const am_cached *c)
                                      .offset_step = 1,
                                      .starts = c->q_starts,
                                      .sequences = c->q_starts ? c->sequences : 0};
+}
+
+int am_cached_one(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *one,
+                  am_node terms[AM_KV_TERMS])
+{
+    const am_kv_cache *cache = &c->layout;
+    const ptrdiff_t begin = cache->q_starts[s];
+    const am_kv_cache own = {.sequences = 1,
+                             .keys = cache->lengths[s],
+                             .lengths = cache->lengths + s,
+                             .low = cache->low + s,
+                             .high = cache->high + s,
+                             .q_shift = cache->q_shift + s,
+                             .k_shift = cache->k_shift + s};
+    *one = *all;
+    one->batch = 1, one->queries = cache->q_starts[s + 1] - begin, one->keys = own.keys;
+    one->q.data += begin * one->q.token, one->out.data += begin * one->out.token;
+    one->pages.table += s * one->pages.table_stride, one->pages.used += s, one->pages.lengths += s;
+    one->pages.starts = NULL, one->pages.sequences = 1;
+    one->terms.places = (am_places){.offsets = cache->offsets + s};
+    for (int i = 0; i < one->terms.count; i++) {
+        am_tokens *array = &one->terms.list[i].array;
+        array->data += s * array->batch + begin * array->token;
+    }
+    return am_kv_cache_terms(&own, &c->limits, terms);
+}
+
+void am_cached_put_lse(const am_cached *c, const am_attn *all, ptrdiff_t s, const char *lse)
+{
+    const ptrdiff_t begin = c->layout.q_starts[s], count = c->layout.q_starts[s + 1] - begin,
+                    size = (ptrdiff_t)am_size_of(am_wide_type(all->q.type));
+    for (ptrdiff_t h = 0; lse && h < all->heads; h++)
+        memcpy((char *)all->lse + (h * all->queries + begin) * size, lse + h * count * size,
+               (size_t)(count * size));
 }
 
 am_status am_cached_append(const am_context *context, const am_cached *c)

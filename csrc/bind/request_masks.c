@@ -380,3 +380,82 @@ bool am_mask_end(am_request *r, const am_node *more, int more_count)
     r->mask.node_count = next - r->mask.nodes;
     return true;
 }
+
+/* --- Parts of a mask --- */
+
+/* A bound that is counted from elsewhere; where there is none there is none. */
+static ptrdiff_t moved(ptrdiff_t bound, ptrdiff_t by)
+{
+    return bound == -AM_FAR || bound == AM_FAR ? bound : saturated(bound, by);
+}
+
+/* The same numbers, moved, and within limits. */
+static const ptrdiff_t *all_moved(am_request *r, const ptrdiff_t *from, ptrdiff_t count, ptrdiff_t by,
+                                  am_range limits)
+{
+    ptrdiff_t *to = am_keep(r, count, sizeof *to);
+    for (ptrdiff_t i = 0; to && i < count; i++)
+        to[i] = am_min(am_max(moved(from[i], by), limits.begin), limits.end);
+    return to;
+}
+
+/* Lets both be counted from `begin` on in the sequence that has begun before it. */
+static bool cut_sequences(am_request *r, am_node *node, const am_mask *part, ptrdiff_t begin)
+{
+    const ptrdiff_t count = node->sequences.count, *starts = node->sequences.q_starts;
+    ptrdiff_t *numbers = am_keep(r, 3 * count, sizeof *numbers);
+    for (ptrdiff_t s = 0; numbers && s < count; s++) {
+        const ptrdiff_t before = am_min(am_max(0, begin - starts[s]), starts[s + 1] - starts[s]);
+        numbers[s] = moved(node->sequences.low[s], before);
+        numbers[count + s] = moved(node->sequences.high[s], before);
+        numbers[2 * count + s] = node->sequences.size ? node->sequences.offsets[s] + before : 0;
+    }
+    node->sequences.low = numbers;
+    if (!numbers) return false;
+    node->sequences.high = numbers + count, node->sequences.offsets = numbers + 2 * count;
+    node->sequences.q_starts = all_moved(r, starts, count + 1, -begin, (am_range){0, part->queries});
+    node->sequences.k_starts =
+        all_moved(r, node->sequences.k_starts, count + 1, 0, (am_range){0, part->keys});
+    return node->sequences.q_starts && node->sequences.k_starts;
+}
+
+/* Lets the node of a mask of one batch row begin with a query. */
+static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_t begin)
+{
+    const am_range bounds = {-AM_FAR, AM_FAR}, shifts = {0, AM_FAR};
+    switch (node->kind) {
+    case AM_TERM_BAND:
+        node->band.low = all_moved(r, node->band.low, node->band.batch, begin, bounds);
+        node->band.high =
+            node->band.low ? all_moved(r, node->band.high, node->band.batch, begin, bounds) : NULL;
+        return node->band.high;
+    case AM_TERM_CHUNK:
+        node->chunk.q_shift = all_moved(r, node->chunk.q_shift, 1, begin, shifts);
+        return node->chunk.q_shift;
+    case AM_TERM_TILES:
+        node->tiles.map.q_shift = all_moved(r, node->tiles.map.q_shift, 1, begin, shifts);
+        return node->tiles.map.q_shift;
+    case AM_TERM_SEQUENCES: return cut_sequences(r, node, part, begin);
+    case AM_TERM_EQUAL: node->equal.q_ids += begin; return true;
+    case AM_TERM_DIAGONAL: node->diagonal.at += begin; return true;
+    case AM_TERM_DENSE: node->dense.data += begin * node->dense.row; return true;
+    default: return true;
+    }
+}
+
+bool am_mask_cut(am_request *r, ptrdiff_t begin, am_mask *part, const am_node *more, int more_count)
+{
+    const am_mask *whole = &r->mask;
+    part->nodes = am_keep(r, whole->node_count + 2 * more_count, sizeof *part->nodes);
+    if (!part->nodes) return false;
+    memcpy(part->nodes, whole->nodes, (size_t)whole->node_count * sizeof *part->nodes);
+    for (ptrdiff_t i = 0; i < whole->node_count; i++) {
+        if (!cut_node(r, &part->nodes[i], part, begin)) return false;
+    }
+    part->node_count = whole->node_count;
+    for (int i = 0; i < more_count; i++) {
+        part->nodes[part->node_count++] = more[i];
+        part->nodes[part->node_count++] = (am_node){.kind = AM_AND};
+    }
+    return true;
+}

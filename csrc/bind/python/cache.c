@@ -6,6 +6,7 @@
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
 #include "bind/request_cache.h"
+#include "core/arrays/convert.h"
 
 /* The arguments, which are those of the public function. */
 enum {
@@ -293,39 +294,18 @@ static int attend(PyObject *module, arguments *a, const am_attn *attn, bool firs
 /* Attends with the queries of one packed sequence. The logsumexp of `attn` is that of all. */
 static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdiff_t s)
 {
-    const am_kv_cache *cache = &a->cached.layout;
-    const am_range queries = {cache->q_starts[s], cache->q_starts[s + 1]};
-    const ptrdiff_t count = queries.end - queries.begin,
-                    size = all->q.type == AM_FLOAT64 ? sizeof(double) : sizeof(float);
-    const am_kv_cache own = {.sequences = 1,
-                             .keys = cache->lengths[s],
-                             .lengths = cache->lengths + s,
-                             .low = cache->low + s,
-                             .high = cache->high + s,
-                             .q_shift = cache->q_shift + s,
-                             .k_shift = cache->k_shift + s};
-    am_scoped(am_free_mask) am_mask_arg mask = {
-        .request.mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
+    am_attn one;
     am_node terms[AM_KV_TERMS];
-    const int term_count = am_kv_cache_terms(&own, &a->cached.limits, terms);
-    am_freed char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
+    const int term_count = am_cached_one(&a->cached, all, s, &one, terms);
+    const size_t size = am_size_of(am_wide_type(all->q.type));
+    am_scoped(am_free_mask) am_mask_arg mask = {
+        .request.mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys}};
+    am_freed char *lse = all->lse ? malloc((size_t)(all->heads * one.queries) * size + 1) : NULL;
     if (all->lse && !lse) return am_raise(AM_NO_MEMORY);
     if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) return -1;
-    am_attn one = *all;
-    one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.request.mask,
-    one.lse = lse;
-    one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
-    one.pages.table += s * one.pages.table_stride, one.pages.used += s, one.pages.lengths += s;
-    one.pages.starts = NULL, one.pages.sequences = 1;
-    one.terms.places = (am_places){.offsets = cache->offsets + s};
-    for (int i = 0; i < one.terms.count; i++) {
-        am_tokens *array = &one.terms.list[i].array;
-        array->data += s * array->batch + queries.begin * array->token;
-    }
+    one.mask = &mask.request.mask, one.lse = lse;
     if (attend(module, a, &one, false) < 0) return -1;
-    for (ptrdiff_t h = 0; lse && h < all->heads; h++)
-        memcpy((char *)all->lse + (h * all->queries + queries.begin) * size, lse + h * count * size,
-               (size_t)(count * size));
+    am_cached_put_lse(&a->cached, all, s, lse);
     return 0;
 }
 

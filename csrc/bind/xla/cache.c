@@ -138,17 +138,19 @@ static bool read_arguments(problem *p)
 
 /* --- The call --- */
 
+/* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
+static bool is_one_by_one(const problem *p) { return has(p, PACKED) && has(p, MASKED); }
+
 /* Mask and bias have keys for all tokens of a sequence, and may have more, which nobody sees. */
-static bool read_keys(problem *p)
+static bool read_keys(problem *p, int64_t *given)
 {
     am_xla_call *c = p->c;
     am_mask *mask = &c->request.mask;
     const ptrdiff_t longest = p->cached.layout.longest;
-    int64_t keys;
     if (!has(p, MASKED) && !has(p, BIASED)) return true;
-    if (!am_xla_next_word(c, &keys)) return false;
-    if (keys > p->cached.capacity || (has(p, PACKED) && has(p, MASKED)))
-        return am_xla_fail(c, "words: a mask that does not fit");
+    if (!am_xla_next_word(c, given)) return false;
+    const int64_t keys = *given;
+    if (keys > p->cached.capacity) return am_xla_fail(c, "words: a mask that does not fit");
     if (longest > keys)
         return am_xla_fail(c, "%s must broadcast to [B, H, Tq, Tk] = (%td, %td, %td, %td), got %td keys",
                            has(p, MASKED) ? "attention_mask" : "bias", mask->batch, mask->heads,
@@ -158,18 +160,23 @@ static bool read_keys(problem *p)
 }
 
 /* Reads the mask, and adds the terms for lengths, limits and chunks. */
-static bool read_mask(problem *p)
+static bool read_mask(problem *p, int64_t keys)
 {
     am_node more[AM_KV_TERMS];
+    if (is_one_by_one(p)) {
+        p->c->request.mask.keys = keys;
+        return am_xla_read_mask(p->c, NULL, 0);
+    }
     return am_xla_read_mask(p->c, more, am_cached_terms(&p->cached, has(p, MASKED), more));
 }
 
 static bool read_attention(problem *p)
 {
     am_xla_call *c = p->c;
-    if (!read_keys(p)) return false;
+    int64_t keys = 0;
+    if (!read_keys(p, &keys)) return false;
     am_cached_describe(&c->request, &p->cached);
-    return am_xla_read_terms(c) && read_mask(p);
+    return am_xla_read_terms(c) && read_mask(p, keys);
 }
 
 /* The next result is to have the type and shape of `v`. */
@@ -222,13 +229,41 @@ static bool read_results(problem *p)
     return look_at_all_written(p);
 }
 
+static bool attend(am_xla_call *c, am_mask *mask, const am_attn *attn)
+{
+    return am_refuse_status(&c->request, am_mask_prepare(&c->context, mask)) &&
+           am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
+}
+
+/* Attends with the queries of one packed sequence. */
+static bool attend_one(problem *p, ptrdiff_t s)
+{
+    am_request *r = &p->c->request;
+    const am_attn *all = &r->attn;
+    am_attn one;
+    am_node terms[AM_KV_TERMS];
+    const int count = am_cached_one(&p->cached, all, s, &one, terms);
+    am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
+    one.mask = &mask;
+    if (all->lse) {
+        one.lse = am_keep(r, am_product(one.heads, one.queries, 1), am_size_of(am_wide_type(all->q.type)));
+        if (!one.lse) return false;
+    }
+    const bool done = am_mask_cut(r, p->cached.q_starts[s], &mask, terms, count) && attend(p->c, &mask, &one);
+    am_mask_release(&mask);
+    if (done && all->lse) am_cached_put_lse(&p->cached, all, s, one.lse);
+    return done;
+}
+
 static bool compute(problem *p)
 {
-    am_xla_call *c = p->c;
-    am_request *r = &c->request;
-    return am_refuse_status(r, am_cached_append(&c->context, &p->cached)) &&
-           am_refuse_status(r, am_mask_prepare(&c->context, &r->mask)) &&
-           am_refuse_status(r, am_attn_forward(&c->context, &c->request.attn));
+    am_request *r = &p->c->request;
+    if (!am_refuse_status(r, am_cached_append(&p->c->context, &p->cached))) return false;
+    if (!is_one_by_one(p)) return attend(p->c, &r->mask, &r->attn);
+    for (ptrdiff_t s = 0; s < p->cached.sequences; s++) {
+        if (!attend_one(p, s)) return false;
+    }
+    return true;
 }
 
 bool am_xla_kvcache(am_xla_call *c)
