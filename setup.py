@@ -81,7 +81,7 @@ SECONDS = {
     **{f"avx2/{topic}": 1.8 for topic in ALL},
     **{f"avx512/{topic}": 2.3 for topic in ALL},
     **{f"avx512bf16/{topic}": 2.5 for topic in TOPICS["avx512bf16"]},
-    "avx512vnni/kv_i16x2": 4.7,
+    "avx512vnni/kv_i16x2": 2.3,
     "amx/flash_amx": 0.5,
 }
 

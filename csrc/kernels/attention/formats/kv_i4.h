@@ -1,15 +1,16 @@
-/* kv_i4.h – attention of few rows to keys and values of four bits by dot products of sixteen-bit integers,
- * as i16x2_tpl.h for int8. A vector holds a chunk of 128 channels, eight per lane. Each quarter of a chunk
- * (32 channels) is multiplied by one scale and has one offset; quarters of one group have the same:
+/* kv_i4.h – attention of few rows to keys and values of four bits by dot products of integers. The channels
+ * of a group are multiplied by one scale, and have one offset:
  *
- *     q·k = Σ scale Σ q n + offset Σ q             over quarters, n from 0 to 15
+ *     q·k = Σ scale Σ q n + offset Σ q             over groups, n from 0 to 15
  *     O + P V = Σ (P scale) n + Σ P offset         over keys
  *
- * Queries, and P times the scales of a group, are rounded to sixteen bits; sums within a chunk and a tile are
- * exact. A packed row of queries begins with its chunks, each of four vectors: word w of vector p is channel
- * 4 w + p. Behind them are the sums of each chunk's quarters, and then the unit of the row. */
+ * Queries, and P times the scales of a group, are rounded to sixteen bits; sums within a group and a tile are
+ * exact. Channels are taken in chunks of up to 128.
+ *
+ * Products with keys are those of bytes: an integer of a query is 256 high + low, both with signs, and a lane
+ * has the bytes of every other of eight channels. */
 
-enum { CHUNK_I4 = 128, QUARTER_I4 = 32 };
+enum { CHUNK_I4 = 128, QUARTER_I4 = 32, MOST_I4 = 127 * 256 + 127 };
 
 /* Channels of the chunk that begins at a channel: the last chunk may have fewer, and its other lanes
  * are 0. */
@@ -17,240 +18,209 @@ static inline ptrdiff_t width_i4(ptrdiff_t channels, ptrdiff_t begin)
 {
     return channels - begin < CHUNK_I4 ? channels - begin : CHUNK_I4;
 }
-static inline __m512i load_i4(const void *p, __mmask16 lanes) { return _mm512_maskz_loadu_epi32(lanes, p); }
-
-/* Loads half a chunk of each of two keys into one vector. */
-static inline __m512i load_both_i4(const void *p, const void *other)
-{
-    const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(p));
-    return _mm512_inserti64x4(low, _mm256_loadu_si256(other), 1);
-}
-
-/* Returns channels 4 w + part as words w. */
-static inline __m512i part_of_i4(__m512i x, const int part)
-{
-    const __m512i low = _mm512_set1_epi16(15);
-    switch (part) {
-    case 0: return _mm512_and_si512(x, low);
-    case 1: return _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
-    case 2: return _mm512_and_si512(_mm512_srli_epi16(x, 8), low);
-    default: return _mm512_srli_epi16(x, 12);
-    }
-}
-
-static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
-{
-    const ptrdiff_t step = am_packed_query_lanes(head_dim);
-    float *to = dst;
-    const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
-        vf factor;
-        if (!write_unit(to, from, head_dim, MOST_I16, &factor)) continue;
-        for (ptrdiff_t c = 0; c < head_dim; c += CHUNK_I4) {
-            const ptrdiff_t width = width_i4(head_dim, c), words = width / 4;
-            int16_t in_order[CHUNK_I4], parts[CHUNK_I4];
-            float sums[VF_LANES] = {0};
-            for (ptrdiff_t i = 0; i < width; i += QUARTER_I4) {
-                const vf first = vf_mul(vf_load(from + c + i), factor),
-                         second = vf_mul(vf_load(from + c + i + VF_LANES), factor);
-                _mm512_storeu_si512(in_order + i, _mm512_castps_si512(vf_narrow_i16x2(first, second)));
-                int32_t sum = 0;
-                for (ptrdiff_t j = i; j < i + QUARTER_I4; j++) sum += in_order[j];
-                for (ptrdiff_t j = i / 8; j < i / 8 + 4; j++) sums[j] = (float)sum;
-            }
-            for (ptrdiff_t w = 0; w < words; w++) {
-                for (ptrdiff_t part = 0; part < 4; part++) parts[part * words + w] = in_order[4 * w + part];
-            }
-            memcpy(to + c / 2, parts, (size_t)width * sizeof *parts);
-            memcpy(to + head_dim / 2 + c / 8, sums, sizeof sums);
-        }
-    }
-}
-
-/* Loads four numbers into each quarter of a vector, from a pointer per quarter. */
-static inline vf load_quarters(const float *const quarters[4])
-{
-    vf v = _mm512_broadcast_f32x4(_mm_loadu_ps(quarters[0]));
-    v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(quarters[1]));
-    v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(quarters[2]));
-    return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(quarters[3]));
-}
-
-/* Adds up each quarter of four vectors: lane i of a quarter is the sum of that quarter of vector i. */
-static inline __m512i add_quarters_i32(const __m512i v[4])
-{
-    vf pairs[2];
-    UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        const vf two[] = {_mm512_castsi512_ps(v[2 * i]), _mm512_castsi512_ps(v[2 * i + 1])};
-        pairs[i] = vf_add_pair_i32(two);
-    }
-    return _mm512_castps_si512(v_add_lanes(_mm512_shuffle_ps(pairs[0], pairs[1], 0x44),
-                                           _mm512_shuffle_ps(pairs[0], pairs[1], 0xee), true));
-}
-
-/* Quarter i of the result is the sum of the quarters of vector i. */
-static inline vf add_up_quarters(const vf v[4])
-{
-    vf sums[2];
-    UNROLL(2)
-    for (int i = 0; i < 2; i++)
-        sums[i] = vf_add(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
-    return vf_add(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88), _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd));
-}
-
-/* Of each of two vectors, the sum of the first two quarters, then that of the others. */
-static inline vf add_up_halves(const vf v[2])
-{
-    return vf_add(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
-}
 
 /* P of a row times the scales of some groups, as i16x2, their units, and the sums of P times offsets. */
 typedef struct {
     float p[4][AM_FLASH_TILE / 2], units[4], offsets[4];
 } weights_i4;
 
-/* What is computed at once: rows of a block from `row` on, with keys begin … end - 1 of a tile. */
+/* What is computed at once: rows of a block from `row` on, with keys begin … end - 1 of a tile and a chunk of
+ * channels. */
 typedef struct {
     const am_flash_rows *block;
     const am_flash_tile *tile;
-    ptrdiff_t row, begin, end;
-    ptrdiff_t column;          /* of values: where the chunk begins */
+    ptrdiff_t row, begin, end, channel, width;
     const weights_i4 *weights; /* of values: of each row */
 } part_i4;
 
-/* How the channels of a row of keys fill vectors. */
-typedef enum {
-    WHOLE_I4,   /* chunks */
-    TWICE_I4,   /* half a chunk, so that a vector has those of two keys, four apart */
-    PARTIAL_I4, /* any number, behind which lanes are 0 */
-} layout_i4;
-
-/* Logits of some rows with four or eight keys `fours` times, from k on, where the part begins. Keys behind
- * `last` are read as that, and have no logits. It prefetches as many lines as it reads. */
-static inline __attribute__((always_inline)) void dots_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                          const layout_i4 layout, const part_i4 at,
-                                                          const uint8_t *k, ptrdiff_t last,
-                                                          prefetch_lines *prefetch)
+/* The group of a channel: their length is a power of two. */
+static inline ptrdiff_t group_of_i4(ptrdiff_t channel, ptrdiff_t group)
 {
-    const am_flash_rows *block = at.block;
-    const am_flash_tile *tile = at.tile;
-    const bool whole = layout == WHOLE_I4, twice = layout == TWICE_I4;
-    const ptrdiff_t some = twice ? 8 : 4;
-    const ptrdiff_t head_dim = block->head_dim, q_step = am_packed_query_lanes(head_dim),
-                    shift = __builtin_ctzll((unsigned long long)tile->k_group);
-    const float *q = (const float *)block->q_packed + at.row * q_step, *scales = tile->k_scales;
-    vf sums[] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
-    for (ptrdiff_t c = 0; c < head_dim; c += CHUNK_I4, k += CHUNK_I4 / 2) {
-        const ptrdiff_t width = whole ? CHUNK_I4 : twice ? CHUNK_I4 / 2 : width_i4(head_dim, c);
-        const __mmask16 lanes = whole ? 0xffff : v_mask_32(width / 8);
-        __m512i dots[16];
-        UNROLL(16)
-        for (ptrdiff_t i = 0; i < 4 * rows * fours; i++) dots[i] = _mm512_setzero_si512();
-        UNROLL(4)
-        for (ptrdiff_t f = 0; f < fours; f++) {
-            __m512i x[4];
-            UNROLL(4)
-            for (ptrdiff_t j = 0; j < 4; j++) {
-                const ptrdiff_t i = some * f + j, other = i + 4;
-                const uint8_t *from = k + (i < last ? i : last) * tile->k.step;
-                x[j] = twice ? load_both_i4(from, k + (other < last ? other : last) * tile->k.step)
-                             : load_i4(from, lanes);
+    return channel >> __builtin_ctzll((unsigned long long)group);
+}
+
+static inline part_i4 part_of_i4(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t channel,
+                                 ptrdiff_t channels)
+{
+    part_i4 at = {.block = block, .tile = tile, .channel = channel};
+    find_live(block, tile, &at.begin, &at.end);
+    at.width = width_i4(channels, channel);
+    return at;
+}
+
+/* A row has four high bytes and four low ones of each four channels; then the sums up to each multiple of 32
+ * channels, and the unit. */
+static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
+{
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
+    const ptrdiff_t step = am_packed_query_lanes(head_dim);
+    float *to = dst;
+    const float *from = q;
+    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
+        int32_t sum = 0;
+        vf factor;
+        if (!write_unit(to, from, head_dim, MOST_I4, &factor)) continue;
+        for (ptrdiff_t c = 0; c < head_dim; c += QUARTER_I4) {
+            const vf first = vf_mul(vf_load(from + c), factor),
+                     second = vf_mul(vf_load(from + c + VF_LANES), factor);
+            const __m512i x = _mm512_castps_si512(vf_narrow_i16x2(first, second)),
+                          high = _mm512_add_epi16(x, _mm512_set1_epi16(128)), /* rounded to its high byte */
+                bytes = _mm512_mask_blend_epi8(UINT64_C(0xaaaaaaaaaaaaaaaa), x, high);
+            _mm512_storeu_si512(to + c / 2, _mm512_shuffle_epi8(bytes, order));
+            to[head_dim / 2 + c / QUARTER_I4] = (float)sum;
+            sum += _mm512_reduce_add_epi32(_mm512_madd_epi16(x, _mm512_set1_epi16(1)));
+        }
+        to[head_dim / 2 + head_dim / QUARTER_I4] = (float)sum;
+    }
+}
+
+/* A chunk of the keys of a tile. Of each sixteen keys, lane i of row j is four bytes of key i, with the
+ * channels 8 j … 8 j + 7. */
+typedef struct {
+    _Alignas(64) uint8_t rows[AM_FLASH_TILE][CHUNK_I4 / 2];
+} keys_i4;
+
+/* Copies a chunk of sixteen keys; instead of those that are not live, others. */
+APART void copy_keys_i4(const part_i4 *at, ptrdiff_t key, uint8_t (*to)[CHUNK_I4 / 2])
+{
+    for (ptrdiff_t i = key; i < key + VF_LANES; i++, to++) {
+        const ptrdiff_t live = i < at->begin ? at->begin : i < at->end ? i : at->end - 1;
+        memcpy(to, (const char *)row_at(&at->tile->k, live) + at->channel / 2, (size_t)at->width / 2);
+    }
+}
+
+APART void transpose_keys_i4(const part_i4 *at, ptrdiff_t key, keys_i4 *to)
+{
+    const am_rows *k = &at->tile->k;
+    const __mmask16 lanes = v_mask_32(at->width / 8);
+    uint8_t copy[VF_LANES][CHUNK_I4 / 2];
+    const char *from = (const char *)copy;
+    ptrdiff_t step = sizeof *copy;
+    vf x[VF_LANES];
+    if (at->begin <= key && key + VF_LANES <= at->end && (k->run == 0 || k->run >= VF_LANES))
+        from = (const char *)row_at(k, key) + at->channel / 2, step = k->step;
+    else
+        copy_keys_i4(at, key, copy);
+    UNROLL(16)
+    for (int i = 0; i < VF_LANES; i++) x[i] = _mm512_maskz_loadu_ps(lanes, from + i * step);
+    vf_transpose(x);
+    UNROLL(16)
+    for (int i = 0; i < VF_LANES; i++) _mm512_store_ps(to->rows[key + i], x[i]);
+}
+
+/* Loads bytes and splits them into their first numbers and their second ones. */
+static inline void load_numbers_i4(const void *bytes, __m512i n[2])
+{
+    const __m512i x = _mm512_load_si512(bytes), low = _mm512_set1_epi8(15);
+    n[0] = _mm512_and_si512(x, low);
+    n[1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
+}
+
+/* Sums of products with four high bytes and with four low ones. GCC would copy sums of type __m512i to and
+ * fro. */
+typedef int32_t vector_i4 __attribute__((vector_size(64)));
+static inline void add_i4(vector_i4 sums[2], __m512i n, __m512i high, __m512i low)
+{
+    sums[0] = (vector_i4)_mm512_dpbusd_epi32((__m512i)sums[0], n, high);
+    sums[1] = (vector_i4)_mm512_dpbusd_epi32((__m512i)sums[1], n, low);
+}
+
+/* Products of some rows with keys, summed up in each group of a chunk. */
+typedef struct {
+    _Alignas(64) int32_t of_rows[4][4][AM_FLASH_TILE];
+} dots_i4;
+
+/* Finds these, for 32 keys at a time, which the first rows transpose. It prefetches as many lines as it
+ * reads. */
+static inline __attribute__((always_inline)) void
+multiply_i4(const int rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to, prefetch_lines *prefetch)
+{
+    enum { VECTORS = 2, KEYS = VECTORS * VF_LANES };
+    const int parts = rows < 4 ? 2 : 1; /* else too few sums do not wait for one another */
+    const ptrdiff_t q_step = am_packed_query_lanes(at->block->head_dim), group = at->tile->k_group;
+    const float *q = (const float *)at->block->q_packed + at->row * q_step + at->channel / 2;
+    prefetch_lines current = *prefetch;
+    for (ptrdiff_t key = at->begin & -KEYS; key < at->end; key += KEYS) {
+        for (ptrdiff_t i = 0; at->row == 0 && i < KEYS; i += VF_LANES) transpose_keys_i4(at, key + i, keys);
+        const uint8_t (*k)[CHUNK_I4 / 2] = &keys->rows[key];
+        const float *bytes = q;
+        int32_t *dots = &to->of_rows[0][0][key];
+        for (ptrdiff_t c = 0; c < at->width; c += group, dots += AM_FLASH_TILE) {
+            vector_i4 sums[4 * VECTORS][2][2];
+            UNROLL(8)
+            for (int i = 0; i < rows * VECTORS; i++) {
+                UNROLL(4)
+                for (int j = 0; j < 4; j++) sums[i][j / 2][j % 2] = (vector_i4){0};
             }
-            UNROLL(4)
-            for (int part = 0; part < 4; part++) {
-                __m512i n[4];
-                UNROLL(4)
-                for (int j = 0; j < 4; j++) n[j] = part_of_i4(x[j], part);
-                UNROLL(4)
-                for (ptrdiff_t r = 0; r < rows; r++) {
-                    const float *its = q + r * q_step + c / 2 + part * width / 8;
-                    const __m512i y = twice ? load_both_i4(its, its) : load_i4(its, lanes);
-                    __m512i *to = dots + 4 * (r * fours + f);
+            for (ptrdiff_t i = 0; i < group; i += 8, k++, bytes += 4) {
+                __m512i n[VECTORS][2];
+                prefetch_few(&current, VECTORS, true);
+                UNROLL(2)
+                for (int j = 0; j < VECTORS; j++) load_numbers_i4(k + j * VF_LANES, n[j]);
+                UNROLL(2)
+                for (int part = 0; part < 2; part++) {
                     UNROLL(4)
-                    for (int j = 0; j < 4; j++) to[j] = _mm512_dpwssd_epi32(to[j], n[j], y);
+                    for (int r = 0; r < rows; r++) {
+                        const float *four = bytes + r * q_step + 2 * part;
+                        const __m512i high = _mm512_castps_si512(vf_set1(four[0])),
+                                      low = _mm512_castps_si512(vf_set1(four[1]));
+                        UNROLL(2)
+                        for (int j = 0; j < VECTORS; j++)
+                            add_i4(sums[j * rows + r][part % parts], n[j][part], high, low);
+                    }
                 }
             }
-        }
-        prefetch_few(prefetch, 4 * fours, true);
-        const float *of_scales[4], *of_offsets[4];
-        UNROLL(4)
-        for (ptrdiff_t i = 0; i < 4; i++) {
-            const ptrdiff_t quarter = twice ? i % 2 : i,
-                            channel = whole || twice || quarter * QUARTER_I4 < width
-                                          ? c + quarter * QUARTER_I4
-                                          : head_dim - 1;
-            of_scales[i] =
-                scales + (channel >> shift) * 2 * AM_FLASH_TILE + at.begin + (twice ? i / 2 * 4 : 0);
-            of_offsets[i] = of_scales[i] + AM_FLASH_TILE;
-        }
-        UNROLL(4)
-        for (ptrdiff_t f = 0; f < fours; f++) {
-            const vf scale = load_quarters(of_scales), offset = load_quarters(of_offsets);
-            UNROLL(4)
-            for (ptrdiff_t i = 0; i < 4; i++) of_scales[i] += some, of_offsets[i] += some;
-            UNROLL(4)
-            for (ptrdiff_t r = 0; r < rows; r++) {
-                const ptrdiff_t i = r * fours + f;
-                const float *its = q + r * q_step + head_dim / 2 + c / 8;
-                const vf of_q = twice ? _mm512_castsi512_ps(load_both_i4(its, its)) : vf_load(its),
-                         dot = _mm512_cvtepi32_ps(add_quarters_i32(dots + 4 * i));
-                sums[i] = vf_add(sums[i], vf_fma(dot, scale, vf_mul(offset, of_q)));
+            UNROLL(8)
+            for (int i = 0; i < rows * VECTORS; i++) {
+                vector_i4 high = sums[i][0][0], low = sums[i][0][1];
+                if (parts > 1) high += sums[i][1][0], low += sums[i][1][1];
+                int32_t *its = dots + i % rows * 4 * AM_FLASH_TILE + i / rows * VF_LANES;
+                _mm512_store_si512(its, (__m512i)(high * 256 + low));
             }
         }
     }
-    float all[2 * VF_LANES];
-    vf_store(all, twice ? add_up_halves(sums) : add_up_quarters(sums));
-    if (twice) vf_store(all + VF_LANES, add_up_halves(sums + 2));
-    UNROLL(4)
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        const __m128 unit = _mm_set1_ps(q[r * q_step + q_step - VF_LANES]);
-        float *logits = (float *)block->logits + (at.row + r) * AM_FLASH_TILE + at.begin;
-        UNROLL(8)
-        for (ptrdiff_t i = 0; i < some * fours; i += 4) {
-            const __m128 four = _mm_mul_ps(unit, _mm_loadu_ps(all + r * some * fours + i));
-            if (last + 1 >= some * fours)
-                _mm_storeu_ps(logits + i, four);
-            else if (i <= last)
-                _mm_mask_storeu_ps(logits + i, (__mmask8)(last - i < 3 ? (2 << (last - i)) - 1 : 15), four);
+    *prefetch = current;
+}
+
+APART void find_dots_i4(ptrdiff_t rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to,
+                        prefetch_lines *prefetch)
+{
+    switch (rows) {
+    case 1: multiply_i4(1, at, keys, to, prefetch); break;
+    case 2: multiply_i4(2, at, keys, to, prefetch); break;
+    case 4: multiply_i4(4, at, keys, to, prefetch); break;
+    }
+}
+
+/* Logits of a row: the first, or what a chunk adds to them. */
+static inline void scale_dots_i4(const part_i4 *at, ptrdiff_t row, const int32_t dots[4][AM_FLASH_TILE])
+{
+    const am_flash_rows *block = at->block;
+    const ptrdiff_t group = at->tile->k_group, q_step = am_packed_query_lanes(block->head_dim);
+    const float *q = (const float *)block->q_packed + row * q_step,
+                *sum = q + block->head_dim / 2 + at->channel / QUARTER_I4, /* up to this chunk */
+                    *scales = (const float *)at->tile->k_scales +
+                              group_of_i4(at->channel, group) * 2 * AM_FLASH_TILE;
+    float *logits = (float *)block->logits + row * AM_FLASH_TILE;
+    vf sums[AM_FLASH_TILE / VF_LANES] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
+    for (ptrdiff_t c = 0; c < at->width; c += group, dots++, scales += 2 * AM_FLASH_TILE) {
+        const vf of_q = vf_set1(sum[group / QUARTER_I4] - *sum);
+        sum += group / QUARTER_I4;
+        UNROLL(4)
+        for (int j = 0; j < 4; j++) {
+            const vf dot = _mm512_cvtepi32_ps(_mm512_load_si512(*dots + j * VF_LANES)),
+                     offset = vf_load(scales + AM_FLASH_TILE + j * VF_LANES);
+            sums[j] = vf_fma(dot, vf_load(scales + j * VF_LANES), vf_fma(offset, of_q, sums[j]));
         }
     }
-}
-
-/* Logits of up to four rows with keys of one run. */
-static inline __attribute__((always_inline)) void dots_of_run_i4(const ptrdiff_t rows, const ptrdiff_t fours,
-                                                                 const layout_i4 layout, part_i4 at,
-                                                                 prefetch_lines *prefetch)
-{
-    const uint8_t *k = row_at(&at.tile->k, at.begin);
-    const ptrdiff_t step = at.tile->k.step, some = layout == TWICE_I4 ? 8 : 4;
-    for (; at.end - at.begin >= some * fours; at.begin += some * fours, k += some * fours * step)
-        dots_i4(rows, fours, layout, at, k, some * fours - 1, prefetch);
-    for (; fours > 1 && at.end - at.begin >= some; at.begin += some, k += some * step)
-        dots_i4(rows, 1, layout, at, k, some - 1, prefetch);
-    if (at.begin < at.end) dots_i4(rows, 1, layout, at, k, at.end - at.begin - 1, prefetch);
-}
-
-#define DOTS_I4(n, fours)                                                                                    \
-    case n:                                                                                                  \
-        if (head_dim % CHUNK_I4 == 0)                                                                        \
-            dots_of_run_i4(n, fours, WHOLE_I4, *at, prefetch);                                               \
-        else if (head_dim == CHUNK_I4 / 2)                                                                   \
-            dots_of_run_i4(n, fours, TWICE_I4, *at, prefetch);                                               \
-        else                                                                                                 \
-            dots_of_run_i4(n, fours, PARTIAL_I4, *at, prefetch);                                             \
-        break;
-APART void find_dots_i4(ptrdiff_t rows, const part_i4 *at, prefetch_lines *prefetch)
-{
-    const ptrdiff_t head_dim = at->block->head_dim;
-    switch (rows) {
-        DOTS_I4(1, 4)
-        DOTS_I4(2, 2)
-        DOTS_I4(4, 1)
+    const vf unit = vf_set1(q[q_step - VF_LANES]);
+    UNROLL(4)
+    for (int j = 0; j < 4; j++) {
+        float *to = logits + j * VF_LANES;
+        vf_store(to, at->channel > 0 ? vf_fma(sums[j], unit, vf_load(to)) : vf_mul(sums[j], unit));
     }
 }
-#undef DOTS_I4
 
 static inline float number_i4(const uint8_t *row, ptrdiff_t channel)
 {
@@ -278,19 +248,20 @@ static inline ptrdiff_t some_rows_i4(ptrdiff_t left) { return left >= 4 ? 4 : le
 
 static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
-    ptrdiff_t begin, end;
-    find_live(block, tile, &begin, &end);
     prefetch_lines none = prefetch_nothing(tile->k.data);
-    for (ptrdiff_t i = begin, next; i < end; i = next) {
-        next = end_of_run(&tile->k, i, end);
-        for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
-            rows = some_rows_i4(block->rows - row);
-            const part_i4 at = {block, tile, .row = row, .begin = i, .end = next};
-            find_dots_i4(rows, &at, row == 0 ? prefetch : &none);
+    part_i4 at;
+    for (ptrdiff_t c = 0; c < block->head_dim; c += CHUNK_I4) {
+        keys_i4 keys;
+        at = part_of_i4(block, tile, c, block->head_dim);
+        for (ptrdiff_t rows; at.row < block->rows; at.row += rows) {
+            dots_i4 dots;
+            rows = some_rows_i4(block->rows - at.row);
+            find_dots_i4(rows, &at, &keys, &dots, at.row == 0 ? prefetch : &none);
+            for (ptrdiff_t r = 0; r < rows; r++) scale_dots_i4(&at, at.row + r, dots.of_rows[r]);
         }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++)
-        if (isnan(unit_of_query(block, r))) find_logits_apart_i4(block, tile, r, begin, end);
+        if (isnan(unit_of_query(block, r))) find_logits_apart_i4(block, tile, r, at.begin, at.end);
 }
 
 /* O + P V of one group, whose first channel is `channel`, in float32: for P times scales without a unit. */
@@ -310,15 +281,16 @@ weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int 
 {
     const am_flash_tile *tile = at->tile;
     const float *p = (const float *)at->block->logits + at->row * AM_FLASH_TILE + first,
-                *scales =
-                    (const float *)tile->v_scales + at->column / tile->v_group * 2 * AM_FLASH_TILE + first;
+                *scales = (const float *)tile->v_scales +
+                          group_of_i4(at->channel, tile->v_group) * 2 * AM_FLASH_TILE + first;
     for (ptrdiff_t g = 0; g < groups; g++, scales += 2 * AM_FLASH_TILE) {
         vf x[AM_FLASH_TILE / VF_LANES], sum = vf_set1(0);
         UNROLL(4)
         for (int j = 0; j < count; j++) {
             const vf y = vf_load(p + j * VF_LANES);
-            x[j] = scale_p_f32(y, vf_load(scales + j * VF_LANES));
-            sum = vf_add(sum, scale_p_f32(y, vf_load(scales + AM_FLASH_TILE + j * VF_LANES)));
+            const __mmask16 lanes = _mm512_cmp_ps_mask(y, vf_set1(0), _CMP_NEQ_UQ); /* as scale_p_f32 */
+            x[j] = _mm512_maskz_mul_ps(lanes, y, vf_load(scales + j * VF_LANES));
+            sum = vf_add(sum, _mm512_maskz_mul_ps(lanes, y, vf_load(scales + AM_FLASH_TILE + j * VF_LANES)));
         }
         to->offsets[g] = vf_total(sum);
         to->units[g] = narrow_weights_i16x2(x, count, to->p[g] + first / 2);
@@ -327,7 +299,7 @@ weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int 
         UNROLL(4)
         for (int j = 0; j < count; j++) vf_store(apart + first + j * VF_LANES, x[j]);
         add_group_apart_i4((float *)at->block->out + at->row * at->block->out_dim, tile, at->begin, at->end,
-                           at->column + g * tile->v_group, apart);
+                           at->channel + g * tile->v_group, apart);
         memset(to->p[g], 0, sizeof to->p[g]);
         to->units[g] = 0;
     }
@@ -389,14 +361,15 @@ static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, c
                                                                prefetch_lines *prefetch)
 {
     const int halves = halves_i4(rows);
-    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.column / 2;
+    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.channel / 2;
     const float *p = at.weights->p[0] + at.begin / 2;
     ptrdiff_t step = at.tile->v.step, keys = at.end - at.begin;
     const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
     prefetch_lines current = half == 0 ? *prefetch : (prefetch_lines){0};
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (; keys > 0; keys -= 2, v += 2 * step, p++) {
-        const __m512i x = load_i4(v, lanes->all), y = load_i4(v + (keys > 1 ? step : 0), lanes->all);
+        const __m512i x = _mm512_maskz_loadu_epi32(lanes->all, v),
+                      y = _mm512_maskz_loadu_epi32(lanes->all, v + (keys > 1 ? step : 0));
         vf n[8];
         UNROLL(2)
         for (int h = 0; h < halves; h++) {
@@ -426,7 +399,8 @@ static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, c
 {
     const int halves = halves_i4(rows);
     const am_flash_tile *tile = at.tile;
-    const ptrdiff_t width = width_i4(2 * tile->value_bytes, at.column), group = tile->v_group / 8; /* lanes */
+    const ptrdiff_t width = width_i4(2 * tile->value_bytes, at.channel),
+                    group = tile->v_group / 8; /* lanes */
     lanes_i4 lanes = {.all = v_mask_32(width / 8)};
     vf out[4][8];
     UNROLL(4)
@@ -457,7 +431,7 @@ static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, c
     }
     UNROLL(4)
     for (int r = 0; r < rows; r++) {
-        float *to = (float *)at.block->out + (at.row + r) * at.block->out_dim + at.column;
+        float *to = (float *)at.block->out + (at.row + r) * at.block->out_dim + at.channel;
         straighten_i4(out[r]);
         for (ptrdiff_t i = 0; i < width / VF_LANES; i++)
             vf_store(to + i * VF_LANES, vf_add(vf_load(to + i * VF_LANES), out[r][i]));
@@ -467,12 +441,12 @@ static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, c
 #define ROWS_I4(n)                                                                                           \
     case n:                                                                                                  \
         switch (groups) {                                                                                    \
-        case 1: add_chunk_i4(n, 1, *at, prefetch); break;                                                    \
+        case 1:                                                                                              \
         case 2: add_chunk_i4(n, 2, *at, prefetch); break;                                                    \
         default: add_chunk_i4(n, 4, *at, prefetch); break;                                                   \
         }                                                                                                    \
         break;
-/* Three groups are taken as four, of which the last has no columns. */
+/* One group is taken as two, and three as four, of which the last has no columns. */
 APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const part_i4 *at, prefetch_lines *prefetch)
 {
     switch (rows) {
@@ -493,7 +467,13 @@ static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, p
         const ptrdiff_t groups = width_i4(2 * tile->value_bytes, column) / tile->v_group;
         for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
             weights_i4 weights[4];
-            part_i4 at = {block, tile, row, begin, end, column, weights};
+            part_i4 at = {.block = block,
+                          .tile = tile,
+                          .row = row,
+                          .begin = begin,
+                          .end = end,
+                          .channel = column,
+                          .weights = weights};
             rows = some_rows_i4(block->rows - row);
             for (ptrdiff_t r = 0; r < rows; r++, at.row++) {
                 if (both)
