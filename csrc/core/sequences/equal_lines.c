@@ -20,7 +20,8 @@ enum {
     WORD = 64,
     STRIPE = 8,           /* words read from each row at once */
     PANEL = 64,           /* words per row of the bit matrix that is transposed to read columns */
-    PARTS = 8,            /* the most ranges of positions */
+    PARTS = 8,            /* the most ranges of positions of either side; combining them takes one thread */
+    MORE_PARTS = 16,      /* the same for more threads than these */
     PART_PAIRS = 1 << 18, /* pairs that are worth a range of their own */
     MANY_LINES = 1 << 14, /* lines read or refined between two checkpoints */
 };
@@ -265,11 +266,12 @@ static am_status ids_task(void *arg, ptrdiff_t index, am_team *team)
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
-static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, const am_axis *other)
+static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, const am_axis *other,
+                              ptrdiff_t most)
 {
     ptrdiff_t step = is_columns ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
-    ptrdiff_t parts = am_min(am_min(PARTS, steps),
-                             axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
+    ptrdiff_t parts = am_min(am_min(most, steps),
+                             axis->count > PART_PAIRS ? most : 1 + axis->count * other->count / PART_PAIRS);
     *s = (side){.is_columns = is_columns,
                 .count = axis->count,
                 .lines = 1 + (is_columns ? am_ceil_div(axis->count, WORD * AM_TRANSPOSE_TILES) * WORD *
@@ -290,8 +292,9 @@ static am_status group_plane(const am_context *context, const am_mask_rows *mask
     plane_job job = {.plane = *mask_rows, .axes = {rows, columns}, .ids = {q_ids, k_ids}};
     job.plane.data = data;
     if (mask_rows->transposed) job.ids[0] = k_ids, job.ids[1] = q_ids;
-    am_status status = prepare_side(&job.sides[0], false, rows, columns);
-    if (status == AM_OK) status = prepare_side(&job.sides[1], true, columns, rows);
+    const ptrdiff_t most = context->threads > PARTS ? MORE_PARTS : PARTS;
+    am_status status = prepare_side(&job.sides[0], false, rows, columns, most);
+    if (status == AM_OK) status = prepare_side(&job.sides[1], true, columns, rows, most);
     if (status == AM_OK)
         status = am_parallel(context, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
     if (status == AM_OK) status = am_parallel(context, 2, 1, ids_task, &job);
