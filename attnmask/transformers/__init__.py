@@ -113,6 +113,7 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
     return numbers
 
 
+@torch.compiler.disable
 def _by_layer(module: torch.nn.Module, bias: torch.Tensor, longest: int) -> torch.Tensor:
     """Return the bias of a step by distance, from 1 - longest to 0.
 

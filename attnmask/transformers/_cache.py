@@ -47,15 +47,11 @@ class Pages:
     before: Arguments  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
     after: Arguments
     new: Arguments  # key and value; empty when they have been appended
+    longest: int  # tokens of a sequence, with the new ones
 
     @property
     def packed(self) -> bool:
         return "cu_seqlens_q" in self.after
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest sequence."""
-        return int(self.after["cache_seqlens"].max(initial=0))
 
     def _held(self) -> Arguments:
         kv = self.kv
@@ -239,7 +235,8 @@ class _Store:
                 if not self.length(0):
                     self.free()
             raise
-        pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v})
+        longest = int(now.after["cache_seqlens"].max(initial=0))
+        pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v}, longest)
         now.layers[layer] = pages
         now.step._attended.add(layer)  # which it is by `append_all` at the latest
         if len(now.layers) == self.writers and not now.packed:

@@ -430,6 +430,25 @@ def test_biases_in_steps(name, monkeypatch):
 
 
 @later
+@pytest.mark.long
+def test_compiled_with_biases(monkeypatch):
+    """In batches and steps; the cache is outside of the graphs."""
+    never_gathered(monkeypatch)
+    model, ids = with_biases("T5", num_decoder_layers=1), random_ids(2, TOKENS)
+    torch._dynamo.reset()
+    decoder, cache = torch.compile(model.decoder, backend="eager"), paged(model)
+    with torch.no_grad():
+        right = model.decoder(ids).last_hidden_state
+        got = [decoder(part, **{CACHE: cache}).last_hidden_state for part in ids.split((4, 6, 1), 1)]
+        assert_close({"out": torch.cat(got, dim=1)}, {"out": right})
+        cache = paged(model)
+        sequences = [cache.kv.new_sequence() for _ in ids]
+        with cache.step(sequences, TOKENS) as inputs:
+            out = decoder(ids.reshape(1, -1), **inputs).last_hidden_state
+        assert_close({"out": out.reshape(right.shape)}, {"out": right})
+
+
+@later
 def test_biases_that_a_step_cannot_have():
     """What depends on more than distances, or comes from elsewhere; a batch takes it."""
     model = with_biases("T5")
