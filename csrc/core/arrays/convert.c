@@ -7,15 +7,11 @@
 
 #include "kernels/vec/half.h"
 
-size_t am_size_of(am_dtype type)
-{
-    static const unsigned char sizes[] = {
-        [AM_BOOL] = 1,     [AM_INT8] = 1,    [AM_UINT8] = 1,   [AM_INT16] = 2,  [AM_UINT16] = 2,
-        [AM_INT32] = 4,    [AM_UINT32] = 4,  [AM_INT64] = 8,   [AM_UINT64] = 8, [AM_FLOAT16] = 2,
-        [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
-    };
-    return am_is_of_cache(type) ? 1 : sizes[type];
-}
+const unsigned char am_sizes[] = {
+    [AM_BOOL] = 1,     [AM_INT8] = 1,    [AM_UINT8] = 1,   [AM_INT16] = 2,  [AM_UINT16] = 2,
+    [AM_INT32] = 4,    [AM_UINT32] = 4,  [AM_INT64] = 8,   [AM_UINT64] = 8, [AM_FLOAT16] = 2,
+    [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
+};
 
 ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers)
 {
@@ -168,14 +164,6 @@ static am_convert_row *const converters[AM_OTHER][AM_OTHER] = {
 };
 
 am_convert_row *am_converter(am_dtype from, am_dtype to) { return converters[from][to]; }
-
-bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type, const void *from,
-                ptrdiff_t count)
-{
-    if (type != to_type) return am_converter(type, to_type)(kernels, to, from, count);
-    memcpy(to, from, (size_t)count * am_size_of(type));
-    return true;
-}
 
 #define T uint8_t
 #define FN(name) name##_1

@@ -4,11 +4,13 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "core/runtime/status.h"
 #include "kernels/table.h"
 
-size_t am_size_of(am_dtype type);
+extern const unsigned char am_sizes[];
+static inline size_t am_size_of(am_dtype type) { return am_is_of_cache(type) ? 1 : am_sizes[type]; }
 /* The type of sums over floating-point numbers of a type. */
 static inline am_dtype am_wide_type(am_dtype type) { return type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
 ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers);
@@ -26,8 +28,13 @@ typedef bool am_convert_row(const am_kernels *kernels, void *dst, const void *sr
 am_convert_row *am_converter(am_dtype from, am_dtype to);
 
 /* The same for types that may be the same. */
-bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type, const void *from,
-                ptrdiff_t count);
+static inline bool am_convert(const am_kernels *kernels, am_dtype to_type, void *to, am_dtype type,
+                              const void *from, ptrdiff_t count)
+{
+    if (type != to_type) return am_converter(type, to_type)(kernels, to, from, count);
+    memcpy(to, from, (size_t)count * am_size_of(type));
+    return true;
+}
 
 /* Copies rows × columns elements of `size` bytes; one side is a small tile, the other is walked in its
  * memory's order. */
