@@ -16,6 +16,19 @@
         LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
+/* What is multiplied, and where sums go: c += a b or c = a b, of sums of `length` products. */
+typedef struct {
+    ptrdiff_t length;
+    const T *a;
+    ptrdiff_t a_row, a_column; /* from row to row of a, and from number to number of a row */
+    const S *b;
+    ptrdiff_t b_row;
+    T *c;
+    ptrdiff_t c_row;
+    const row_runs *in_runs; /* in which rows of b lie; NULL: one behind the other */
+    T *loaded;               /* where panels of b are stored as they were loaded, or NULL */
+} FROM(operands);
+
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
  * more: their addresses are that of row 0 plus the bytes to an odd row, times 1, 2, 4 or 8, which one
  * instruction adds. */
@@ -33,87 +46,96 @@ static inline __attribute__((always_inline)) FROM(odd_rows) FROM(odd_rows_of)(pt
     return odd;
 }
 
-/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. Two vectors of b are stored to `loaded`, unless it is
- * NULL. */
-static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
-                                                              ptrdiff_t a_row, const FROM(odd_rows) * odd,
-                                                              const S *b, ptrdiff_t b_row, const bool add,
-                                                              V sums[STRIP][2], T *loaded)
+/* Where a loop over numbers of a and rows of b is. */
+typedef struct {
+    const T *a;
+    const S *b;
+    T *loaded;
+} FROM(cursor);
+
+/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. */
+static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors,
+                                                              const FROM(operands) x, const FROM(cursor) at,
+                                                              const FROM(odd_rows) * odd, const bool add,
+                                                              V sums[STRIP][2])
 {
-    (void)b_row;
     V left, right, third, fourth;
     if (vectors > 2) {
-        LOADS_WIDE(b, b_row, left, right, third, fourth);
+        LOADS_WIDE(at.b, x.b_row, left, right, third, fourth);
     } else {
-        LOADS(b, b_row, vectors, left, right);
+        LOADS(at.b, x.b_row, vectors, left, right);
     }
-    if (vectors == 2 && loaded) VOP(store)(loaded, left), VOP(store)(loaded + LANES, right);
+    if (vectors == 2 && at.loaded) VOP(store)(at.loaded, left), VOP(store)(at.loaded + LANES, right);
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
         const int twos = r ? __builtin_ctz((unsigned)r) : 0;
         const ptrdiff_t offset = r ? odd->to[r >> twos >> 1] * (1 << twos) : 0;
-        V x = VOP(set1)(rows <= ROWS_WITH_ADDRESSES ? a[r * a_row] : *(const T *)((const char *)a + offset));
-        sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
-        if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
+        V y = VOP(set1)(rows <= ROWS_WITH_ADDRESSES ? at.a[r * x.a_row]
+                                                    : *(const T *)((const char *)at.a + offset));
+        sums[r][0] = add ? FMA(y, left, sums[r][0]) : TIMES(y, left);
+        if (vectors > 1) sums[r][1] = add ? FMA(y, right, sums[r][1]) : TIMES(y, right);
         if (vectors <= 2) continue;
         V *more = sums[rows + r];
-        more[0] = add ? FMA(x, third, more[0]) : TIMES(x, third);
-        more[1] = add ? FMA(x, fourth, more[1]) : TIMES(x, fourth);
+        more[0] = add ? FMA(y, third, more[0]) : TIMES(y, third);
+        more[1] = add ? FMA(y, fourth, more[1]) : TIMES(y, fourth);
     }
 }
 
 /* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
- * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows of b lie
- * `in_runs` unless that is NULL. Panels of b are stored as they were loaded, unless `loaded` is NULL. */
-static inline __attribute__((always_inline)) void
-FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T *a, ptrdiff_t a_row,
-                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, V sums[STRIP][2], const int lines,
-                  prefetch_lines *prefetch, const bool runs, const row_runs *in_runs, T *loaded)
+ * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. */
+static inline __attribute__((always_inline)) void FROM(add_to_sums)(const int rows, const int vectors,
+                                                                    const FROM(operands) x, V sums[STRIP][2],
+                                                                    const int lines, const bool runs,
+                                                                    prefetch_lines *prefetch)
 {
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
+    ptrdiff_t length = x.length;
+    const row_runs *in_runs = x.in_runs;
+    const T *a = x.a;
+    const S *b = x.b;
+    T *loaded = x.loaded;
     const void *const *next = in_runs ? in_runs->next : NULL;
-    FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
-    const int hidden = __builtin_constant_p(a_row) || rows <= ROWS_WITH_ADDRESSES ? 0 : rows / 2;
+    FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
+    const int hidden = __builtin_constant_p(x.a_row) || rows <= ROWS_WITH_ADDRESSES ? 0 : rows / 2;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
     const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {
-        ptrdiff_t left = in_runs && in_runs->rows < head_dim ? in_runs->rows : head_dim;
-        head_dim -= left;
+        ptrdiff_t left = in_runs && in_runs->rows < length ? in_runs->rows : length;
+        length -= left;
         for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
             if (lines && current.left <= RUN_ROWS * lines) break;
             UNROLL(8)
-            for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
+            for (int i = 0; i < RUN_ROWS; i++, a += x.a_column, b += x.b_row) {
                 if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, true, sums, loaded);
+                FROM(outer)(rows, vectors, x, (FROM(cursor)){a, b, loaded}, &odd, true, sums);
                 if (loaded) loaded += FN(PANEL);
             }
         }
 #pragma GCC unroll 2
-        for (; left > 0; left--, a += a_column, b += b_row) {
+        for (; left > 0; left--, a += x.a_column, b += x.b_row) {
             prefetch_few(&current, lines, runs);
             UNROLL(8)
             for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
-            FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, true, sums, loaded);
+            FROM(outer)(rows, vectors, x, (FROM(cursor)){a, b, loaded}, &odd, true, sums);
             if (loaded) loaded += FN(PANEL);
         }
-        if (head_dim <= 0) break;
+        if (length <= 0) break;
         b = (const S *)((const char *)*next++ + in_runs->offset);
     }
     if (lines) *prefetch = current;
 }
 
 /* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
-static inline __attribute__((always_inline)) void
-FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T *a, ptrdiff_t a_row,
-                 ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs,
-                 T *loaded)
+static inline __attribute__((always_inline)) void FROM(product_of)(const int rows, const int vectors,
+                                                                   FROM(operands) x, const bool add,
+                                                                   const int lines, const bool runs,
+                                                                   prefetch_lines *prefetch)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
-    T *row = c;
+    T *c = x.c, *row = c;
     UNROLL(16)
-    for (int r = 0; add && r < rows; r++, row += c_row) {
+    for (int r = 0; add && r < rows; r++, row += x.c_row) {
         UNROLL(4)
         for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
         if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
@@ -122,17 +144,16 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T 
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
         prefetch_few(&current, lines, runs);
-        const FROM(odd_rows) odd = FROM(odd_rows_of)(a_row);
-        FROM(outer)(rows, vectors, a, a_row, &odd, b, b_row, false, sums, NULL);
-        head_dim--, a += a_column, b += b_row;
+        const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
+        FROM(outer)(rows, vectors, x, (FROM(cursor)){x.a, x.b, NULL}, &odd, false, sums);
+        x.length--, x.a += x.a_column, x.b += x.b_row;
     }
-    FROM(add_to_sums)(rows, vectors, head_dim, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
-                      in_runs, loaded);
+    FROM(add_to_sums)(rows, vectors, x, sums, lines, runs, &current);
     if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
     UNROLL(16)
-    for (int r = 0; r < rows; r++, row += c_row) {
+    for (int r = 0; r < rows; r++, row += x.c_row) {
         if (vectors > 1) JOIN(&sums[r][0], &sums[r][1]);
         if (vectors > 2) JOIN(&sums[rows + r][0], &sums[rows + r][1]);
         UNROLL(4)
@@ -148,10 +169,9 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
-    b += half, c += half;
-#define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, head_dim, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,       \
-                     prefetch, false, NULL, NULL)
+    const FROM(operands)
+        x = {head_dim, a, a_step, 1, b + half, FN(PANEL), c + half, AM_FLASH_TILE, NULL, NULL};
+#define PART_OF(n, vectors) FROM(product_of)(n, vectors, x, false, lines, false, prefetch)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -198,11 +218,9 @@ static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t row
                                                                    const int lines, prefetch_lines *prefetch,
                                                                    const bool runs, const row_runs *in_runs)
 {
+    const FROM(operands) x = {head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, in_runs, NULL};
 #define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        FROM(product_of)(n, vectors, head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,       \
-                         prefetch, runs, in_runs, NULL);                                                     \
-        break;
+    case n: FROM(product_of)(n, vectors, x, true, lines, runs, prefetch); break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
@@ -243,14 +261,12 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
 
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
 #define WIDE_ROWS(n)                                                                                         \
-    case n:                                                                                                  \
-        FROM(product_of)(n, 4, head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,   \
-                         true, in_runs, NULL);                                                               \
-        break;
+    case n: FROM(product_of)(n, 4, x, true, lines, true, prefetch); break;
 APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
                                  const row_runs *in_runs)
 {
+    const FROM(operands) x = {head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, in_runs, NULL};
     switch (rows) {
         EACH_FEW_ROWS(WIDE_ROWS)
     }
@@ -264,9 +280,8 @@ static inline __attribute__((always_inline)) void
 FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a, const S *b,
                             ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
 {
-#define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, head_dim, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,  \
-                     in_runs, loaded)
+    const FROM(operands) x = {head_dim, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, in_runs, loaded};
+#define PART_OF(n, vectors) FROM(product_of)(n, vectors, x, true, 0, false, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \

@@ -19,9 +19,13 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
     const ptrdiff_t piece = p->soon ? BETWEEN_ROWS : end - begin;
     for (ptrdiff_t at = begin; at < end; at += piece) {
         if (p->soon) prefetch_soon(p->soon);
-        FROM(add_to_sums)(rows, vectors, at + piece < end ? piece : end - at,
-                          p->a + row * p->a_step + at * p->a_depth, p->a_step, p->a_depth,
-                          p->b + at * p->b_step + column, p->b_step, sums, 0, NULL, false, NULL, NULL);
+        const FROM(operands) x = {.length = at + piece < end ? piece : end - at,
+                                  .a = p->a + row * p->a_step + at * p->a_depth,
+                                  .a_row = p->a_step,
+                                  .a_column = p->a_depth,
+                                  .b = p->b + at * p->b_step + column,
+                                  .b_row = p->b_step};
+        FROM(add_to_sums)(rows, vectors, x, sums, 0, false, NULL);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {

@@ -33,8 +33,9 @@ APART void add_first_strip_bf16x2(ptrdiff_t lanes, const float *p, const uint16_
                                   float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
                                   const row_runs *in_runs, float *interleaved)
 {
-    product_of_interleaved(V_STRIP, 2, lanes, p, AM_FLASH_TILE, 1, v, v_step, out, out_step, true,
-                           LINES_BF16X2, prefetch, true, in_runs, interleaved);
+    const operands_interleaved x = {lanes,  p,   AM_FLASH_TILE, 1,       v,
+                                    v_step, out, out_step,      in_runs, interleaved};
+    product_of_interleaved(V_STRIP, 2, x, true, LINES_BF16X2, true, prefetch);
 }
 
 /* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as

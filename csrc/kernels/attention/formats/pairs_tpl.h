@@ -38,12 +38,16 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
         }
         const row_runs *in_runs = tile->v.run && next - begin > tile->v.run ? &runs : NULL;
         if (next - begin > 1)
-            FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
-                              sums, lines, prefetch, true, in_runs, NULL);
+            FROM(add_to_sums)(rows, vectors,
+                              (FROM(operands)){(next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v,
+                                               2 * step, NULL, 0, in_runs, NULL},
+                              sums, lines, true, prefetch);
         /* P is 0 for the key behind the last one, which may not be there. */
         if ((next - begin) % 2 != 0)
-            FROM(add_to_sums)(rows, vectors, 1, p + (next - 1) / 2, AM_FLASH_TILE, 1, last, 0, sums, 0, NULL,
-                              false, NULL, NULL);
+            FROM(add_to_sums)(
+                rows, vectors,
+                (FROM(operands)){1, p + (next - 1) / 2, AM_FLASH_TILE, 1, last, 0, NULL, 0, NULL, NULL}, sums,
+                0, false, NULL);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
