@@ -18,19 +18,20 @@ static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_til
 /* c[r] += sum over live i of a[r][i] b[i], for a b that holds NaN or Inf: 0 × NaN would reach beyond live
  * pairs. It sums in the same order as `add_product`, so that garbage in dead pairs does not change a bit.
  * Panels of b lie `b_panel` apart. */
-static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
-                              ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
-                              ptrdiff_t c_row, ptrdiff_t head_dim)
+static void FN(add_live_rows)(ptrdiff_t rows, ptrdiff_t columns, const uint64_t *live, const FN(operands) * p,
+                              ptrdiff_t b_panel)
 {
     for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < head_dim; j += LANES) {
-            const T *panel = b + j / FN(PANEL) * b_panel + j % FN(PANEL);
-            V sum = VOP(load)(c + r * c_row + j);
+        for (ptrdiff_t j = 0; j < columns; j += LANES) {
+            const T *panel = p->b + j / FN(PANEL) * b_panel + j % FN(PANEL);
+            T *to = p->c + r * p->c_row + j;
+            V sum = VOP(load)(to);
             for (uint64_t left = live[r]; left; left &= left - 1) {
                 ptrdiff_t i = __builtin_ctzll(left);
-                sum = VOP(fma)(VOP(set1)(a[r * a_row + i * a_column]), VOP(load)(panel + i * b_row), sum);
+                sum = VOP(fma)(VOP(set1)(p->a[r * p->a_row + i * p->a_column]),
+                               VOP(load)(panel + i * p->b_row), sum);
             }
-            VOP(store)(c + r * c_row + j, sum);
+            VOP(store)(to, sum);
         }
     }
 }
@@ -39,8 +40,9 @@ static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, 
 static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                          const T *panel)
 {
-    FN(add_live_rows)(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0,
-                      (T *)block->out + column, block->out_dim, columns_at(block, column, FN(PANEL)));
+    const FN(operands) x =
+        FN(by_rows)(0, block->logits, panel, FN(PANEL), (T *)block->out + column, block->out_dim);
+    FN(add_live_rows)(block->rows, columns_at(block, column, FN(PANEL)), tile->live, &x, 0);
 }
 
 /* Adds some vectors of weights to `total`, lane by lane. */
@@ -60,20 +62,20 @@ static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p,
 }
 
 /* O + P V of a strip, and of some columns of packed values, at most a panel. */
-static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *p, const T *panel,
-                           T *c, ptrdiff_t c_step)
+static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, const FN(operands) * p)
 {
-    FN(add_product)(rows, columns, head_dim, p, panel, FN(PANEL), c, c_step, NULL, NULL);
+    FN(add_product)(rows, columns, p, NULL, NULL);
 }
 
-/* O + P V of some columns of unpacked values, at most a panel. */
-static void FN(add_unpacked)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const am_flash_tile *tile,
-                             ptrdiff_t column, T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
+/* O + P V of a strip, and of some columns of unpacked values, at most a panel. */
+static void FN(add_unpacked)(const am_flash_rows *block, const am_flash_tile *tile, const FN(strip) * s,
+                             ptrdiff_t column, prefetch_lines *prefetch)
 {
     const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(T));
-    const T *v = (const T *)tile->v.data + column;
-    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v, tile->v.step / (ptrdiff_t)sizeof(T), c, c_step,
-                    prefetch, tile->v.run ? &runs : NULL);
+    const FN(operands) x = FN(by_rows)(AM_FLASH_TILE, (const T *)block->logits + s->row * AM_FLASH_TILE,
+                                       (const T *)tile->v.data + column, tile->v.step / (ptrdiff_t)sizeof(T),
+                                       (T *)block->out + s->row * block->out_dim + column, block->out_dim);
+    FN(add_product)(s->rows, columns_at(block, column, FN(PANEL)), &x, prefetch, tile->v.run ? &runs : NULL);
 }
 
 #define STEP(name) FN(name)

@@ -22,13 +22,12 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(
 #ifdef AMX_PRODUCTS
     find_logits(strips, count, lanes, &(amx_product){p->a, p->b, a_step, p->c, AM_FLASH_TILE, false}, queue);
 #else
-    const T *b = p->b;
-    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
+    STEP(operands) x = {.length = lanes, .a_row = a_step, .b = p->b};
+    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), x.b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(queue, lanes);
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes,
-                                     p->a + s->row * a_step, a_step, b,
-                                     p->c + s->row * AM_FLASH_TILE + column, lines))
+            x.a = p->a + s->row * a_step, x.c = p->c + s->row * AM_FLASH_TILE + column;
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &x, lines))
                 prefetch_rest(queue, lines, lanes);
         }
     }
@@ -45,18 +44,19 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
     const T *a = STEP(join_rows)(scratch, p->a, p->rows), *b = p->b;
     const ptrdiff_t step = p->step, b_row = WIDTH == 1 ? step : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
+    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->c, step};
     if (p->live) {
-        ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
-        STEP(add_live_rows)(columns, p->live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, p->c, step, p->columns);
+        const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
+        STEP(add_live_rows)(columns, p->columns, p->live, &x, b_panel);
         return;
     }
     for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product_transposed)(s->rows, p->columns - column, end - begin,
-                                         a + begin * AM_FLASH_TILE + s->row, b + begin * b_row, b_row,
-                                         p->c + s->row * step + column, step, NULL, NULL);
+            x.length = end - begin, x.a = a + begin * AM_FLASH_TILE + s->row, x.b = b + begin * b_row;
+            x.c = p->c + s->row * step + column;
+            STEP(add_product_transposed)(s->rows, p->columns - column, &x, NULL, NULL);
         }
     }
 }
@@ -75,18 +75,18 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const 
     (void)queue;
     const T *b = p->b;
     const ptrdiff_t step = p->step, b_panel = FN(PANEL) * AM_FLASH_TILE / WIDTH;
+    STEP(operands) x = STEP(by_rows)(0, p->a, b, FN(PANEL), p->c, step);
     if (p->live) {
-        STEP(add_live_rows)(p->rows, p->live, p->a, AM_FLASH_TILE, 1, b, FN(PANEL), b_panel, p->c, step,
-                            p->columns);
+        STEP(add_live_rows)(p->rows, p->columns, p->live, &x, b_panel);
         return;
     }
     for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, p->columns - column, end - begin,
-                              p->a + s->row * AM_FLASH_TILE + begin, b + begin * FN(PANEL), FN(PANEL),
-                              p->c + s->row * step + column, step, NULL, NULL);
+            x.length = end - begin, x.a = p->a + s->row * AM_FLASH_TILE + begin, x.b = b + begin * FN(PANEL);
+            x.c = p->c + s->row * step + column;
+            STEP(add_product)(s->rows, p->columns - column, &x, NULL, NULL);
         }
     }
 }

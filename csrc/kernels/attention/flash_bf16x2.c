@@ -12,10 +12,9 @@ void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_til
 {
     find_p_bf16x2(block, tile);
 }
-void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
-                                      const float *panel, float *c, ptrdiff_t c_step)
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, const operands_bf16x2 *p)
 {
-    add_product_bf16x2(rows, columns, head_dim, p, panel, PANEL_f32, c, c_step, NULL, NULL);
+    add_product_bf16x2(rows, columns, p, NULL, NULL);
 }
 
 const am_kernels TABLE(flash_bf16x2) = {

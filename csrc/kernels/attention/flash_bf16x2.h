@@ -63,22 +63,22 @@ static void narrow_bf16x2(float *to, ptrdiff_t begin, ptrdiff_t end)
 }
 
 /* As `add_live_rows`, where a and b are bf16x2: of both numbers of a lane of b, dead ones become 0. */
-static void add_live_rows_bf16x2(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
-                                 ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
-                                 float *c, ptrdiff_t c_row, ptrdiff_t head_dim)
+static void add_live_rows_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const uint64_t *live,
+                                 const operands_bf16x2 *p, ptrdiff_t b_panel)
 {
     static const uint32_t halves[] = {0, 0xffff, 0xffff0000, 0xffffffff};
     for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < head_dim; j += VF_LANES) {
-            const float *panel = b + j / PANEL_f32 * b_panel + j % PANEL_f32;
-            vf sum = vf_load(c + r * c_row + j);
+        for (ptrdiff_t j = 0; j < columns; j += VF_LANES) {
+            const float *panel = p->b + j / PANEL_f32 * b_panel + j % PANEL_f32;
+            float *to = p->c + r * p->c_row + j;
+            vf sum = vf_load(to);
             for (ptrdiff_t i = 0; i < AM_FLASH_TILE / 2; i++) {
                 uint32_t bits = halves[live[r] >> 2 * i & 3];
                 if (!bits) continue;
-                vf x = vf_only_bits(vf_load(panel + i * b_row), bits);
-                sum = vf_fma_bf16x2(vf_set1(a[r * a_row + i * a_column]), x, sum);
+                vf x = vf_only_bits(vf_load(panel + i * p->b_row), bits);
+                sum = vf_fma_bf16x2(vf_set1(p->a[r * p->a_row + i * p->a_column]), x, sum);
             }
-            vf_store(c + r * c_row + j, sum);
+            vf_store(to, sum);
         }
     }
 }
@@ -99,18 +99,22 @@ static const float *join_rows_bf16x2(float *to, const float *from, ptrdiff_t row
 static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                             const float *panel)
 {
-    add_live_rows_bf16x2(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
-                         (float *)block->out + column, block->out_dim, columns_at(block, column, PANEL_f32));
+    const operands_bf16x2 x =
+        by_rows_bf16x2(0, block->logits, panel, PANEL_f32, (float *)block->out + column, block->out_dim);
+    add_live_rows_bf16x2(block->rows, columns_at(block, column, PANEL_f32), tile->live, &x, 0);
 }
 
-/* O + P V of some columns of unpacked values, of which each two rows are interleaved. */
-static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const am_flash_tile *tile,
-                                ptrdiff_t column, float *c, ptrdiff_t c_step, prefetch_lines *prefetch)
+/* O + P V of a strip, and of some columns of unpacked values, of which each two rows are interleaved. */
+static void add_unpacked_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, const strip_f32 *s,
+                                ptrdiff_t column, prefetch_lines *prefetch)
 {
-    const uint16_t *v = (const uint16_t *)tile->v.data + column;
-    const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof *v);
-    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, TWO_ROWS(tile->v.step), c, c_step,
-                            prefetch, tile->v.run ? &runs : NULL);
+    const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof(uint16_t));
+    const operands_interleaved x =
+        by_rows_interleaved(AM_FLASH_TILE / 2, (const float *)block->logits + s->row * AM_FLASH_TILE,
+                            (const uint16_t *)tile->v.data + column, TWO_ROWS(tile->v.step),
+                            (float *)block->out + s->row * block->out_dim + column, block->out_dim);
+    add_product_interleaved(s->rows, columns_at(block, column, PANEL_f32), &x, prefetch,
+                            tile->v.run ? &runs : NULL);
 }
 #endif
 
@@ -121,7 +125,6 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
 
 /* Those of flash_bf16x2.c, which other topics call. */
 void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_tile *tile);
-void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
-                                      const float *panel, float *c, ptrdiff_t c_step);
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, const operands_bf16x2 *p);
 
 #endif

@@ -33,10 +33,9 @@
 #include "kernels/attention/rows_tpl.h"
 
 void SHARED(find_p_f32)(const am_flash_rows *block, const am_flash_tile *tile) { find_p_f32(block, tile); }
-void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
-                            const float *panel, float *c, ptrdiff_t c_step)
+void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, const operands_f32 *p)
 {
-    add_packed_f32(rows, columns, head_dim, p, panel, c, c_step);
+    add_packed_f32(rows, columns, p);
 }
 
 const am_kernels TABLE(flash_f32) = {

@@ -9,8 +9,7 @@
 /* Those of flash_f32.c, which other topics call. */
 #define OWN(name) SHARED(name##_f32)
 void SHARED(find_p_f32)(const am_flash_rows *block, const am_flash_tile *tile);
-void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
-                            const float *panel, float *c, ptrdiff_t c_step);
+void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, const operands_f32 *p);
 
 /* Loads up to two vectors; what is missing is zero. */
 static inline void load_two(const float *from, ptrdiff_t count, vf *first, vf *second)

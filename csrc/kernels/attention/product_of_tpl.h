@@ -25,9 +25,24 @@ typedef struct {
     ptrdiff_t b_row;
     T *c;
     ptrdiff_t c_row;
-    const row_runs *in_runs; /* in which rows of b lie; NULL: one behind the other */
-    T *loaded;               /* where panels of b are stored as they were loaded, or NULL */
 } FROM(operands);
+
+/* Rows of a that lie AM_FLASH_TILE apart, and rows of b. */
+static inline __attribute__((always_inline)) FROM(operands)
+    FROM(by_rows)(ptrdiff_t length, const T *a, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row)
+{
+    return (FROM(operands)){length, a, AM_FLASH_TILE, 1, b, b_row, c, c_row};
+}
+
+/* How rows of b are read. */
+typedef struct {
+    int lines; /* that are prefetched with each of them */
+    prefetch_lines *prefetch;
+    bool runs;                    /* whether these lines may lie in runs */
+    const row_runs *in_runs;      /* in which rows of b lie; NULL: one behind the other */
+    T *loaded;                    /* where panels of them are stored as they were loaded, or NULL */
+    const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
+} FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
  * more: their addresses are that of row 0 plus the bytes to an odd row, times 1, 2, 4 or 8, which one
@@ -82,18 +97,19 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 }
 
 /* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
- * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. */
+ * half as many rows at most. */
 static inline __attribute__((always_inline)) void FROM(add_to_sums)(const int rows, const int vectors,
-                                                                    const FROM(operands) x, V sums[STRIP][2],
-                                                                    const int lines, const bool runs,
-                                                                    prefetch_lines *prefetch)
+                                                                    const FROM(operands) x,
+                                                                    const FROM(reading) how, V sums[STRIP][2])
 {
-    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
+    const int lines = how.lines;
+    const bool runs = how.runs;
+    const row_runs *in_runs = how.in_runs;
     ptrdiff_t length = x.length;
-    const row_runs *in_runs = x.in_runs;
     const T *a = x.a;
     const S *b = x.b;
-    T *loaded = x.loaded;
+    T *loaded = how.loaded;
+    prefetch_lines current = lines ? *how.prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
     FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
     const int hidden = __builtin_constant_p(x.a_row) || rows <= ROWS_WITH_ADDRESSES ? 0 : rows / 2;
@@ -123,14 +139,12 @@ static inline __attribute__((always_inline)) void FROM(add_to_sums)(const int ro
         if (length <= 0) break;
         b = (const S *)((const char *)*next++ + in_runs->offset);
     }
-    if (lines) *prefetch = current;
+    if (lines) *how.prefetch = current;
 }
 
 /* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
-static inline __attribute__((always_inline)) void FROM(product_of)(const int rows, const int vectors,
-                                                                   FROM(operands) x, const bool add,
-                                                                   const int lines, const bool runs,
-                                                                   prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void
+FROM(product_of)(const int rows, const int vectors, FROM(operands) x, FROM(reading) how, const bool add)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *c = x.c, *row = c;
@@ -141,15 +155,20 @@ static inline __attribute__((always_inline)) void FROM(product_of)(const int row
         if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
         if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
     }
-    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
+    prefetch_lines *const prefetch = how.prefetch, current = how.lines ? *prefetch : (prefetch_lines){0};
+    how.prefetch = &current;
     if (!add) {
-        prefetch_few(&current, lines, runs);
+        prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
         FROM(outer)(rows, vectors, x, (FROM(cursor)){x.a, x.b, NULL}, &odd, false, sums);
         x.length--, x.a += x.a_column, x.b += x.b_row;
     }
-    FROM(add_to_sums)(rows, vectors, x, sums, lines, runs, &current);
-    if (lines) *prefetch = current;
+    FROM(add_to_sums)(rows, vectors, x, how, sums);
+    if (how.lines) *prefetch = current;
+    if (how.again) {
+        HIDE(how.again);
+        c = how.again->c, x.c_row = how.again->c_row;
+    }
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
     UNROLL(16)
@@ -162,144 +181,127 @@ static inline __attribute__((always_inline)) void FROM(product_of)(const int row
 }
 
 static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
-                                                               ptrdiff_t head_dim, const T *a,
-                                                               ptrdiff_t a_step, const S *b, T *c,
-                                                               const int lines, prefetch_lines *prefetch)
+                                                               const FROM(operands) * p,
+                                                               const FROM(reading) how)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     const FROM(operands)
-        x = {head_dim, a, a_step, 1, b + half, FN(PANEL), c + half, AM_FLASH_TILE, NULL, NULL};
-#define PART_OF(n, vectors) FROM(product_of)(n, vectors, x, false, lines, false, prefetch)
+        x = {p->length, p->a, p->a_row, 1, p->b + half, FN(PANEL), p->c + half, AM_FLASH_TILE};
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
-            PART_OF(n, 2);                                                                                   \
+            FROM(product_of)(n, 2, x, how, false);                                                           \
         else                                                                                                 \
-            PART_OF(n, 1);                                                                                   \
+            FROM(product_of)(n, 1, x, how, false);                                                           \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
-#undef PART_OF
     return true;
 }
-APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
-                                    const T *a, ptrdiff_t a_step, const S *b, T *c)
+APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const FROM(operands) * p)
 {
-    return FROM(within)(rows, begin, end, head_dim, a, a_step, b, c, 0, NULL);
+    return FROM(within)(rows, begin, end, p, (FROM(reading)){.lines = 0});
 }
-APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
-                                    const T *a, ptrdiff_t a_step, const S *b, T *c, prefetch_lines *prefetch)
+APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const FROM(operands) * p,
+                                    prefetch_lines *prefetch)
 {
-    return FROM(within)(rows, begin, end, head_dim, a, a_step, b, c, 1, prefetch);
+    return FROM(within)(rows, begin, end, p, (FROM(reading)){.lines = 1, .prefetch = prefetch});
 }
 
-/* Multiplies rows of a by one packed panel; head_dim is at least 1. It computes at least those of the columns
- * begin … end - 1 that lie in the panel, and returns whether any do. It prefetches a line with each row of b,
- * if `prefetch` is not NULL. */
-static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
-                                        const T *a, ptrdiff_t a_step, const S *b, T *c,
-                                        prefetch_lines *prefetch)
+/* Multiplies rows of a by one packed panel, to rows of c that lie AM_FLASH_TILE apart; `length` is at least
+ * 1. It computes at least those of the columns begin … end - 1 that lie in the panel, and returns whether any
+ * do. It prefetches a line with each row of b, if `prefetch` is not NULL. */
+static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
+                                        const FROM(operands) * p, prefetch_lines *prefetch)
 {
-    prefetch_lines none = prefetch_nothing(b);
-    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, head_dim, a, a_step, b, c,
-                                                            prefetch ? prefetch : &none)
-                                 : FROM(within_no_prefetch)(rows, begin, end, head_dim, a, a_step, b, c);
+    prefetch_lines none = prefetch_nothing(p->b);
+    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, p, prefetch ? prefetch : &none)
+                                 : FROM(within_no_prefetch)(rows, begin, end, p);
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
- * anywhere. With each row of b it prefetches `lines`. */
+ * anywhere. */
 static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
-                                                                   ptrdiff_t head_dim, const T *a, const S *b,
-                                                                   ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                                                   const int lines, prefetch_lines *prefetch,
-                                                                   const bool runs, const row_runs *in_runs)
+                                                                   FROM(operands) x, const FROM(reading) how)
 {
-    const FROM(operands) x = {head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, in_runs, NULL};
+    x.a_row = AM_FLASH_TILE, x.a_column = 1;
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, vectors, x, true, lines, runs, prefetch); break;
+    case n: FROM(product_of)(n, vectors, x, how, true); break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
 }
 
-APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
-                                 T *c, ptrdiff_t c_step)
+APART void FROM(add_no_prefetch)(ptrdiff_t rows, const FROM(operands) * p)
 {
-    FROM(accumulate)(rows, 2, head_dim, a, b, b_step, c, c_step, 0, NULL, false, NULL);
+    FROM(accumulate)(rows, 2, *p, (FROM(reading)){.lines = 0});
 }
 /* Rows of b lie `in_runs` unless that is NULL. */
-APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step, T *c,
-                          ptrdiff_t c_step, const row_runs *in_runs)
+APART void FROM(add_half)(ptrdiff_t rows, const FROM(operands) * p, const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 1, head_dim, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
+    FROM(accumulate)(rows, 1, *p, (FROM(reading)){.in_runs = in_runs});
 }
-APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
-                                 T *c, ptrdiff_t c_step, prefetch_lines *prefetch, const row_runs *in_runs)
+APART void FROM(add_prefetching)(ptrdiff_t rows, const FROM(operands) * p, prefetch_lines *prefetch,
+                                 const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 2, head_dim, a, b, b_step, c, c_step, 1, prefetch, false, in_runs);
+    FROM(accumulate)(rows, 2, *p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .in_runs = in_runs});
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
  * `prefetch` is not NULL; half a panel never prefetches. */
-static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a,
-                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, const FROM(operands) * p,
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
-    prefetch_lines none = prefetch_nothing(b);
+    prefetch_lines none = prefetch_nothing(p->b);
     if (columns <= LANES)
-        FROM(add_half)(rows, head_dim, a, b, b_step, c, c_step, in_runs);
+        FROM(add_half)(rows, p, in_runs);
     else if (prefetch || in_runs || IS_DOUBLE)
-        FROM(add_prefetching)(rows, head_dim, a, b, b_step, c, c_step, prefetch ? prefetch : &none, in_runs);
+        FROM(add_prefetching)(rows, p, prefetch ? prefetch : &none, in_runs);
     else
-        FROM(add_no_prefetch)(rows, head_dim, a, b, b_step, c, c_step);
+        FROM(add_no_prefetch)(rows, p);
 }
 
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
-#define WIDE_ROWS(n)                                                                                         \
-    case n: FROM(product_of)(n, 4, x, true, lines, true, prefetch); break;
-APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
-                                 T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
-                                 const row_runs *in_runs)
+APART void FROM(accumulate_wide)(ptrdiff_t rows, const FROM(operands) * p, const int lines,
+                                 prefetch_lines *prefetch, const row_runs *in_runs)
 {
-    const FROM(operands) x = {head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, in_runs, NULL};
+    FROM(operands) x = *p;
+    x.a_row = AM_FLASH_TILE, x.a_column = 1;
+    const FROM(reading)
+        how = {.lines = lines, .prefetch = prefetch, .runs = true, .in_runs = in_runs, .again = p};
+#define ROWS(n)                                                                                              \
+    case n: FROM(product_of)(n, 4, x, how, true); break;
     switch (rows) {
-        EACH_FEW_ROWS(WIDE_ROWS)
+        EACH_FEW_ROWS(ROWS)
     }
+#undef ROWS
 }
-#undef WIDE_ROWS
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
  * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
  */
-static inline __attribute__((always_inline)) void
-FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a, const S *b,
-                            ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
+APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, const FROM(operands) * p,
+                                        const row_runs *in_runs, T *loaded)
 {
-    const FROM(operands) x = {head_dim, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, in_runs, loaded};
-#define PART_OF(n, vectors) FROM(product_of)(n, vectors, x, true, 0, false, NULL)
+    FROM(operands) x = *p;
+    x.a_row = 1, x.a_column = AM_FLASH_TILE;
+    const FROM(reading) how = {.in_runs = in_runs, .loaded = loaded};
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \
-            PART_OF(n, 2);                                                                                   \
+            FROM(product_of)(n, 2, x, how, true);                                                            \
         else                                                                                                 \
-            PART_OF(n, 1);                                                                                   \
+            FROM(product_of)(n, 1, x, how, true);                                                            \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
-#undef PART_OF
-}
-APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a,
-                                        const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                        const row_runs *in_runs, T *loaded)
-{
-    FROM(accumulate_transposed)(rows, columns, head_dim, a, b, b_step, c, c_step, in_runs, loaded);
 }
 
 #undef SPLIT

@@ -376,15 +376,17 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
-    const T *q = block->q, *k = tile->k.data, *v = tile->v.data;
+    const T *q = block->q, *v = tile->v.data;
+    STEP(operands)
+    s_of = {.length = block->head_dim, .a_row = block->q_step, .b = tile->k.data},
+    o_of = {.b_row = FN(PANEL), .c_row = block->out_dim};
     if (block->head_dim == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
     for (ptrdiff_t column = 0; block->head_dim > 0 && column < AM_FLASH_TILE;
-         column += FN(PANEL), k += FN(PANEL) * block->head_dim) {
+         column += FN(PANEL), s_of.b += FN(PANEL) * block->head_dim) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->head_dim,
-                                     q + s->row * block->q_step, block->q_step, k,
-                                     logits + s->row * AM_FLASH_TILE + column, lines))
+            s_of.a = q + s->row * block->q_step, s_of.c = logits + s->row * AM_FLASH_TILE + column;
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &s_of, lines))
                 prefetch_rest(&queue, lines, block->head_dim);
         }
     }
@@ -402,13 +404,13 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             prefetch_lines *lines = columns > LANES ? prefetch_pick(&queue, end - begin) : NULL;
-            const T *p = logits + s->row * AM_FLASH_TILE + begin;
-            T *c = out + s->row * block->out_dim + column;
-            if (tile->layout == AM_PACKED_KEYS)
-                STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_dim, lines);
-            else
-                STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
-                                  c, block->out_dim, lines, NULL);
+            if (tile->layout == AM_PACKED_KEYS) {
+                STEP(add_unpacked)(block, tile, s, column, lines);
+            } else {
+                o_of.length = end - begin, o_of.a = logits + s->row * AM_FLASH_TILE + begin;
+                o_of.b = v + panel + begin * FN(PANEL), o_of.c = out + s->row * block->out_dim + column;
+                STEP(add_product)(s->rows, columns, &o_of, lines, NULL);
+            }
             prefetch_rest(&queue, lines, end - begin);
         }
     }

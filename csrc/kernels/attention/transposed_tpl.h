@@ -71,18 +71,21 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
     T *c = (T *)block->out + s->row * block->out_dim + column;
     const bool packed = !am_has_value_rows(tile->layout);
     if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
-        STEP(add_product_transposed)(s->rows, columns, count, p, packed ? v + column * count : interleaved,
-                                     FN(PANEL), c, block->out_dim, NULL, NULL);
+        const STEP(operands) x =
+            STEP(by_rows)(count, p, packed ? v + column * count : interleaved, FN(PANEL), c, block->out_dim);
+        STEP(add_product_transposed)(s->rows, columns, &x, NULL, NULL);
         return;
     }
     const row_runs runs = runs_behind(&tile->v, 0, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
-    add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
-                                       TWO_ROWS(tile->v.step), c, block->out_dim, tile->v.run ? &runs : NULL,
+    const operands_interleaved x = by_rows_interleaved(count, p, (const uint16_t *)v + column,
+                                                       TWO_ROWS(tile->v.step), c, block->out_dim);
+    add_product_transposed_interleaved(s->rows, columns, &x, tile->v.run ? &runs : NULL,
                                        s->rows < block->rows ? interleaved : NULL);
 #else
-    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v.step / (ptrdiff_t)sizeof(T), c,
-                               block->out_dim, tile->v.run ? &runs : NULL, NULL);
+    const FN(operands) x =
+        FN(by_rows)(count, p, v + column, tile->v.step / (ptrdiff_t)sizeof(T), c, block->out_dim);
+    FN(add_product_transposed)(s->rows, columns, &x, tile->v.run ? &runs : NULL, NULL);
 #endif
 }
 
@@ -93,13 +96,13 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
                     panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
     T *logits = block->logits;
-    const T *q = block->q_packed;
-    for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->head_dim) {
+    STEP(operands)
+    x = {.length = block->head_dim, .a_row = tile->k.step / (ptrdiff_t)sizeof(T), .b = block->q_packed};
+    for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), x.b += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
-            STEP(product_within)(AM_TRANSPOSED_KEYS, 0, block->rows - row, block->head_dim,
-                                 row_at(&tile->k, key), tile->k.step / (ptrdiff_t)sizeof(T), q,
-                                 logits + key * AM_FLASH_TILE + row, lines);
+            x.a = row_at(&tile->k, key), x.c = logits + key * AM_FLASH_TILE + row;
+            STEP(product_within)(AM_TRANSPOSED_KEYS, 0, block->rows - row, &x, lines);
             prefetch_rest(&queue, lines, block->head_dim);
         }
     }

@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
                                   .a_column = p->a_depth,
                                   .b = p->b + at * p->b_step + column,
                                   .b_row = p->b_step};
-        FROM(add_to_sums)(rows, vectors, x, sums, 0, false, NULL);
+        FROM(add_to_sums)(rows, vectors, x, (FROM(reading)){.lines = 0}, sums);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {

@@ -13,15 +13,18 @@ void SHARED(add_values_bf16)(const am_flash_rows *block, const am_flash_tile *ti
 /* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
 
 /* O + P V of half a panel of columns of unpacked values. */
-APART void add_half_panel_bf16x2(ptrdiff_t rows, ptrdiff_t lanes, const float *p, const uint16_t *v,
-                                 ptrdiff_t v_step, float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+APART void add_half_panel_bf16x2(ptrdiff_t rows, const operands_interleaved *p, prefetch_lines *prefetch,
                                  const row_runs *in_runs)
 {
-    prefetch_lines none = prefetch_nothing(v);
+    operands_interleaved x = *p;
+    prefetch_lines none = prefetch_nothing(x.b);
     for (ptrdiff_t r = 0, some; r < rows; r += some) {
         some = strip_rows(rows - r, V_STRIP);
-        accumulate_interleaved(some, 1, lanes, p + r * AM_FLASH_TILE, v, v_step, out + r * out_step, out_step,
-                               1, r == 0 ? prefetch : &none, true, in_runs);
+        x.a = p->a + r * AM_FLASH_TILE, x.c = p->c + r * p->c_row;
+        accumulate_interleaved(
+            some, 1, x,
+            (reading_interleaved){
+                .lines = 1, .prefetch = r == 0 ? prefetch : &none, .runs = true, .in_runs = in_runs});
     }
 }
 
@@ -29,13 +32,14 @@ enum { LINES_BF16X2 = 2 }; /* of a panel of two unpacked rows */
 
 /* O + P V of a whole strip and a panel of columns of unpacked values, which are stored as they were
  * interleaved for the strips after it. */
-APART void add_first_strip_bf16x2(ptrdiff_t lanes, const float *p, const uint16_t *v, ptrdiff_t v_step,
-                                  float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+APART void add_first_strip_bf16x2(const operands_interleaved *p, prefetch_lines *prefetch,
                                   const row_runs *in_runs, float *interleaved)
 {
-    const operands_interleaved x = {lanes,  p,   AM_FLASH_TILE, 1,       v,
-                                    v_step, out, out_step,      in_runs, interleaved};
-    product_of_interleaved(V_STRIP, 2, x, true, LINES_BF16X2, true, prefetch);
+    operands_interleaved x = *p;
+    x.a_row = AM_FLASH_TILE, x.a_column = 1;
+    const reading_interleaved how = {
+        .lines = LINES_BF16X2, .prefetch = prefetch, .runs = true, .in_runs = in_runs, .loaded = interleaved};
+    product_of_interleaved(V_STRIP, 2, x, how, true);
 }
 
 /* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as
@@ -52,7 +56,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                     step = tile->v.step / (ptrdiff_t)sizeof(uint16_t);
     const uint16_t *v = (const uint16_t *)values + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
-    float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
+    float panel[AM_FLASH_TILE / 2 * PANEL_f32];
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof *v - column;
         const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof *v),
@@ -60,34 +64,40 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
+        float *out = (float *)block->out + column;
+        const operands_interleaved x =
+            by_rows_interleaved(lanes, p, v + column, 2 * step, out, block->out_dim);
+        operands_bf16x2 of_panel = by_rows_bf16x2(lanes, p, panel, PANEL_f32, out, block->out_dim);
         if (!tile->live && columns == VF_LANES) {
-            add_half_panel_bf16x2(rows, lanes, p, v + column, 2 * step, out + column, block->out_dim,
-                                  prefetch, in_runs);
+            add_half_panel_bf16x2(rows, &x, prefetch, in_runs);
             continue;
         }
         if (whole) {
             if (wide) {
-                accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
-                                            block->out_dim, 2 * LINES_BF16X2, prefetch, in_runs);
+                accumulate_wide_interleaved(rows, &x, 2 * LINES_BF16X2, prefetch, in_runs);
                 continue;
             }
             ptrdiff_t r = 0;
             if (rows > V_STRIP) {
-                add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_dim, prefetch,
-                                       in_runs, panel);
+                add_first_strip_bf16x2(&x, prefetch, in_runs, panel);
                 r = V_STRIP;
             }
             prefetch_lines none = prefetch_nothing(v);
             for (ptrdiff_t some; r < rows; r += some) {
                 some = strip_rows(rows - r, V_STRIP);
-                float *to = out + r * block->out_dim + column;
-                if (rows <= V_STRIP)
-                    accumulate_interleaved(some, 2, lanes, p + r * AM_FLASH_TILE, v + column, 2 * step, to,
-                                           block->out_dim, LINES_BF16X2, r == 0 ? prefetch : &none, true,
-                                           in_runs);
-                else
-                    SHARED_BF16X2(add_packed_bf16x2)(some, PANEL_f32, lanes, p + r * AM_FLASH_TILE, panel, to,
-                                                     block->out_dim);
+                if (rows <= V_STRIP) {
+                    const operands_interleaved strip =
+                        by_rows_interleaved(lanes, p + r * AM_FLASH_TILE, x.b, 2 * step,
+                                            out + r * block->out_dim, block->out_dim);
+                    accumulate_interleaved(some, 2, strip,
+                                           (reading_interleaved){.lines = LINES_BF16X2,
+                                                                 .prefetch = r == 0 ? prefetch : &none,
+                                                                 .runs = true,
+                                                                 .in_runs = in_runs});
+                } else {
+                    of_panel.a = p + r * AM_FLASH_TILE, of_panel.c = out + r * block->out_dim;
+                    SHARED_BF16X2(add_packed_bf16x2)(some, PANEL_f32, &of_panel);
+                }
             }
             continue;
         }
@@ -100,14 +110,13 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
-            add_live_rows_bf16x2(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
-                                 block->out_dim, columns_at(block, column, PANEL_f32));
+            add_live_rows_bf16x2(rows, columns_at(block, column, PANEL_f32), live, &of_panel, 0);
             continue;
         }
         for (ptrdiff_t r = 0, some; r < rows; r += some) {
             some = strip_rows(rows - r, V_STRIP);
-            SHARED_BF16X2(add_packed_bf16x2)(some, block->out_dim - column, lanes, p + r * AM_FLASH_TILE,
-                                             panel, out + r * block->out_dim + column, block->out_dim);
+            of_panel.a = p + r * AM_FLASH_TILE, of_panel.c = out + r * block->out_dim;
+            SHARED_BF16X2(add_packed_bf16x2)(some, block->out_dim - column, &of_panel);
         }
     }
 }

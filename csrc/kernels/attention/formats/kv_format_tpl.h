@@ -81,14 +81,14 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const W *v = rows_of_v;
         const ptrdiff_t v_step = row_step;
 #endif
-        bool packed = tile->live || width > columns;
+        FN(operands) of_panel = FN(by_rows)(keys, logits, panel, FN(PANEL), out, block->out_dim);
+        const bool packed = tile->live || width > columns;
         if (packed) {
             V nothing = WIDE(pack_panel)(panel, v, v_step, keys, columns, VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
-                FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
-                                  block->out_dim, width);
+                FN(add_live_rows)(block->rows, width, live, &of_panel, 0);
                 continue;
             }
         }
@@ -98,16 +98,21 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             rows = strip_rows(block->rows - r, STRIP);
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_dim;
-            if (packed)
-                OWN(add_packed)(rows, width, keys, p, panel, to, block->out_dim);
-            else if (wide)
-                WIDE(accumulate_wide)(rows, keys, p, v, v_step, to, block->out_dim, WIDE_LINES, lines,
-                                      in_runs);
-            else if (width == FN(PANEL))
-                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_dim, LINES, lines, true,
-                                 in_runs);
-            else
-                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_dim, 1, lines, true, in_runs);
+            const WIDE(operands) x = WIDE(by_rows)(keys, p, v, v_step, to, block->out_dim);
+            if (packed) {
+                of_panel.a = p, of_panel.c = to;
+                OWN(add_packed)(rows, width, &of_panel);
+            } else if (wide) {
+                WIDE(accumulate_wide)(rows, &x, WIDE_LINES, lines, in_runs);
+            } else if (width == FN(PANEL)) {
+                WIDE(accumulate)(
+                    rows, 2, x,
+                    (WIDE(reading)){.lines = LINES, .prefetch = lines, .runs = true, .in_runs = in_runs});
+            } else {
+                WIDE(accumulate)(
+                    rows, 1, x,
+                    (WIDE(reading)){.lines = 1, .prefetch = lines, .runs = true, .in_runs = in_runs});
+            }
         }
     }
 }

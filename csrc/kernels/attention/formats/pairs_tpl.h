@@ -38,16 +38,14 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
         }
         const row_runs *in_runs = tile->v.run && next - begin > tile->v.run ? &runs : NULL;
         if (next - begin > 1)
-            FROM(add_to_sums)(rows, vectors,
-                              (FROM(operands)){(next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v,
-                                               2 * step, NULL, 0, in_runs, NULL},
-                              sums, lines, true, prefetch);
+            FROM(add_to_sums)(
+                rows, vectors, FROM(by_rows)((next - begin) / 2, p + begin / 2, v, 2 * step, NULL, 0),
+                (FROM(reading)){.lines = lines, .prefetch = prefetch, .runs = true, .in_runs = in_runs},
+                sums);
         /* P is 0 for the key behind the last one, which may not be there. */
         if ((next - begin) % 2 != 0)
-            FROM(add_to_sums)(
-                rows, vectors,
-                (FROM(operands)){1, p + (next - 1) / 2, AM_FLASH_TILE, 1, last, 0, NULL, 0, NULL, NULL}, sums,
-                0, false, NULL);
+            FROM(add_to_sums)(rows, vectors, FROM(by_rows)(1, p + (next - 1) / 2, last, 0, NULL, 0),
+                              (FROM(reading)){.lines = 0}, sums);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
