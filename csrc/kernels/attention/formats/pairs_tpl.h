@@ -9,14 +9,24 @@
  * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
  * pairs, if it is not so yet, and calls add_pairs. */
 
+/* Values begin … end - 1 of a tile, for the rows of a block. */
+typedef struct {
+    const am_flash_rows *block;
+    const am_flash_tile *tile;
+    ptrdiff_t begin, end;
+} FROM(values);
+
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
 /* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
  * run, so that runs do not alter a bit. */
-static inline __attribute__((always_inline)) void
-FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, const int rows,
-                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int panels, prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void FROM(add_panels)(const FROM(values) * values, ptrdiff_t row,
+                                                                   const int rows, ptrdiff_t column,
+                                                                   const int panels, prefetch_lines *prefetch)
 {
+    const am_flash_rows *block = values->block;
+    const am_flash_tile *tile = values->tile;
+    ptrdiff_t begin = values->begin, end = values->end;
     const int vectors = 2 * panels, lines = panels; /* of two rows of 32 bytes a panel */
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
     const ptrdiff_t columns = tile->value_bytes - column; /* of a byte each */
@@ -67,12 +77,11 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
 
 /* The same of one row or more. */
 #define ROWS_OF(n, panels)                                                                                   \
-    case n: FROM(add_panels)(block, tile, row, n, begin, end, column, panels, prefetch); break;
+    case n: FROM(add_panels)(values, row, n, column, panels, prefetch); break;
 #define ONE_PANEL(n) ROWS_OF(n, 1)
 #define TWO_PANELS(n) ROWS_OF(n, 2)
 #define ADD_PANELS(name, cases)                                                                              \
-    APART void FROM(name)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,              \
-                          ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,                  \
+    APART void FROM(name)(const FROM(values) * values, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t column,      \
                           prefetch_lines *prefetch)                                                          \
     {                                                                                                        \
         switch (rows) {                                                                                      \
@@ -91,17 +100,18 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
                             ptrdiff_t end, prefetch_lines *prefetch)
 {
     const ptrdiff_t rows = block->rows;
+    const FROM(values) values = {block, tile, begin, end};
     prefetch_lines none = prefetch_nothing(tile->v.data);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const bool wide = rows <= V_STRIP / 2 && tile->value_bytes - column >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (wide) {
-            FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);
+            FROM(add_two_panels)(&values, 0, rows, column, prefetch);
             continue;
         }
         for (ptrdiff_t row = 0, count; row < rows; row += count) {
             count = strip_rows(rows - row, V_STRIP);
-            FROM(add_one_panel)(block, tile, row, count, begin, end, column, row == 0 ? prefetch : &none);
+            FROM(add_one_panel)(&values, row, count, column, row == 0 ? prefetch : &none);
         }
     }
 }
