@@ -333,3 +333,41 @@ def test_latent_caches_are_not_rotated():
     both = np.stack([cache, cache[..., ::-1]], axis=1)[..., :64]  # keys beside values, of fewer channels
     k_cache, v_cache = both[:, 0], both[:, 1, ..., :32]
     attnmask.flash_attention_with_kvcache(x, k_cache, v_cache, rotate=True)
+
+
+SLOTS_WRONG = [
+    (
+        {"slot_mapping": [0, 1, 2, 3, 112]},
+        IndexError,
+        "slot_mapping must be from -1 to 111, got 112 at index 4",
+    ),
+    (
+        {"slot_mapping": [0, 1, -2, 3, 4]},
+        IndexError,
+        "slot_mapping must be from -1 to 111, got -2 at index 2",
+    ),
+    (
+        {"slot_mapping": [0, 7, 2, 7, 4]},
+        ValueError,
+        "slot_mapping must give each token a slot of its own, got 7",
+    ),
+    ({"slot_mapping": [0, 1, 2, 3]}, ValueError, r"slot_mapping must be of shape \(5,\)"),
+    ({"slot_mapping": [0.0] * 5}, TypeError, "slot_mapping must be integers"),
+    ({"key": np.ones((5, HKV, 32), F32)}, ValueError, "key must have 2 heads of 64 channels"),
+    ({"value": None}, ValueError, "value must be given with key"),
+    ({"value": np.ones((5, HKV, 32), int)}, TypeError, "value must be of float16"),
+]
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_bad_slots_write_nothing(kind, rotate):
+    names = (*CACHES, "key", "value", "rotate")
+    for wrong, error, words in SLOTS_WRONG:
+        arguments = {name: x for name, x in good(kind, rotate).items() if name in names}
+        arguments |= {"slot_mapping": [5, 1, -1, 3, 111]} | wrong
+        before = bits_of_memory(arguments)
+        with pytest.raises(error, match=words):
+            attnmask.write_kvcache(**arguments)
+        assert bits_of_memory(arguments) == before, words
+    attnmask.write_kvcache(**{**arguments, **{name: good(kind, rotate)[name] for name in ("key", "value")}})

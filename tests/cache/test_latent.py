@@ -248,3 +248,27 @@ def test_tensors(dtype):
     out = at.flash_attention_with_kvcache(**given, k_cache=latent, v_cache=latent[again.channels])
     assert tensor(torch, expected).equal(out)
     assert again.latent.tobytes() == call.latent.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), np.dtype("int8")], ids=str)
+@pytest.mark.parametrize("form", ["first channels", "packed pages"])
+def test_graphs(dtype, form):
+    """Values that are taken from the keys in the graph share their memory."""
+    torch = pytest.importorskip("torch")
+    at = pytest.importorskip("attnmask.torch")
+    call, again = Call(dtype, **FORMS[form]), Call(dtype, **FORMS[form])
+    expected = attnmask.flash_attention_with_kvcache(**call.arguments())
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(latent, scale, **given):
+        values = latent[..., :DV]
+        out = at.flash_attention_with_kvcache(**given, k_cache=latent, v_cache=values, k_scale=scale)
+        return out, latent.sum()
+
+    torch._dynamo.reset()
+    scale = None if again.scale is None else tensor(torch, again.scale)
+    given = {name: tensor(torch, x) for name, x in again.given.items()}
+    out, total = attend(tensor(torch, again.latent), scale, **given)
+    assert tensor(torch, expected).equal(out)
+    assert again.latent.tobytes() == call.latent.tobytes()
+    assert total == tensor(torch, call.latent).sum()
