@@ -405,6 +405,20 @@ def test_what_must_be_known():
             function(value)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "bias"])
+def test_fewer_keys_than_tokens(name):
+    """How many there are is known when lengths are."""
+    cache = np.ones((2, 12, 2, 8), F32)
+    arguments = {"query": np.ones((2, 3, 4, 8), F32), "k_cache": cache, "v_cache": cache}
+    arguments |= {name: np.zeros((3, 10), F32), "cache_seqlens": np.array([5, 11])}
+    function, traced = compiled(arguments)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=rf"{name} must broadcast to .* = \(2, 4, 3, 11\), got 10 keys"
+    ):
+        jax.block_until_ready(function(traced))
+    function(traced | {"cache_seqlens": np.array([5, 10])})
+
+
 def test_there_is_no_memory_to_write_to():
     x = np.ones((1, 1, 2, 8), F32)
     with pytest.raises(TypeError, match="argument 'out'; leave it out, as the result is a new array"):
