@@ -172,6 +172,27 @@ def test_shared_keys(decay):
     check_gradients(arrays, given)
 
 
+@pytest.mark.parametrize("rows", [16, 24, 32])
+@pytest.mark.parametrize("decay", ["BTH", "BTHK"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_among_others(rows, decay, dtype):
+    """Rows that lie one behind the other are read in place, and nothing that lies between rows."""
+    sizes = {"heads": 1, "tokens": 150, "rows": rows, "channels": 16}
+    arrays, given = make("among", decay=decay, dtype=dtype, normalize_qk=True, **sizes)
+
+    def among(x, step, shift=0):
+        memory = np.full(x[..., 0].size * step * x.itemsize + shift, 255, np.uint8)  # NaN
+        wide = memory[shift:].view(x.dtype).reshape(*x.shape[:-1], step)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    expected = attnmask.linear_attention(*arrays, **given)
+    for step, shift in ((32, 0), (40, 0), (rows, 2)):  # behind each other if padded; apart; at odd places
+        given["decay"] = among(given["decay"], step) if decay == "BTHK" else given["decay"]
+        places = [among(x, max(step, x.shape[-1]), shift) for x in arrays]
+        assert attnmask.linear_attention(*places, **given).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_packed(decay):
     starts = [0, 0, 3, 70, 70, 71, 200, 200]

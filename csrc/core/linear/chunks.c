@@ -2,6 +2,7 @@
 #include "core/linear/chunks.h"
 
 #include <math.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -205,6 +206,22 @@ static void read_tokens(const am_linear_base *base, const am_linear_array *array
     am_linear_read(base->all_kernels, base->type, to, base->shape.token_step, rows, 1, count);
 }
 
+/* Whether kernels can read rows of this type where they lie, a lane of 4 bytes at a time. */
+static bool is_plain(const am_linear_base *base, const am_strided *rows, am_dtype type)
+{
+    const uintptr_t places = (uintptr_t)rows->data | (uintptr_t)rows->row;
+    return rows->type == type && rows->column == (ptrdiff_t)am_size_of(type) &&
+           places % (uintptr_t)base->size == 0;
+}
+
+static void read_channel_decay(const am_linear_base *base, const am_linear_buffers *b,
+                               const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
+{
+    am_linear_read(base->all_kernels, base->type, b->decay, base->shape.row_step,
+                   am_linear_rows_at(&base->linear->decay, at->batch, token, at->head), count,
+                   base->shape.rows);
+}
+
 static void read_decay(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
                        ptrdiff_t token, ptrdiff_t count)
 {
@@ -214,8 +231,14 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
         memset(b->decay, 0, (size_t)(s->token_step * base->size));
         base->kernels->exp(b->factor, b->decay, s->token_step);
     } else if (linear->by_channel) {
-        am_linear_read(base->all_kernels, base->type, b->decay, s->row_step,
-                       am_linear_rows_at(&linear->decay, at->batch, token, at->head), count, s->rows);
+        const am_strided from = am_linear_rows_at(&linear->decay, at->batch, token, at->head);
+        if (is_plain(base, &from, base->type) && s->rows == s->row_step) {
+            for (ptrdiff_t r = 0; r < count; r++)
+                base->kernels->exp(b->factor + r * s->row_step * base->size, from.data + r * from.row,
+                                   s->row_step);
+            return;
+        }
+        read_channel_decay(base, b, at, token, count);
         base->kernels->exp(b->factor, b->decay, count * s->row_step);
     } else {
         read_tokens(base, &linear->decay, at, token, count, b->decay);
@@ -238,9 +261,8 @@ static const void *unscaled_keys(const am_linear_base *base, bool keys, const am
     const am_linear_shape *s = &base->shape;
     const am_strided from = keys_at(base, keys, at, token);
     const am_dtype type = base->chunks->rows;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
-    const bool padded = s->rows == s->row_step && from.row == s->row_step * size;
-    if (from.type == type && from.column == size && padded) return from.data;
+    if (is_plain(base, &from, type) && s->rows == s->row_step && from.row == s->row_step * from.column)
+        return from.data;
     am_linear_read(base->all_kernels, type, to, s->row_step, from, am_min(s->tokens, at->end - token),
                    s->rows);
     return to;
@@ -298,10 +320,17 @@ static void read_values(const am_linear_base *base, am_dtype type, const am_line
 void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
                            ptrdiff_t token, am_linear_chunk *chunk)
 {
-    chunk->shape = &base->shape;
-    chunk->v = b->v;
+    const am_linear_shape *s = &base->shape;
+    const am_dtype type = base->chunks->rows;
+    const am_strided from = am_linear_values_at(&base->linear->value, at, token);
+    const bool read_once = s->delta || type != base->type;
+    chunk->shape = s;
     chunk->out = b->out;
-    read_values(base, base->chunks->rows, at, token, chunk->tokens, b->v);
+    chunk->v = b->v, chunk->v_step = s->channel_step;
+    if (read_once && is_plain(base, &from, type) && at->channels == s->channel_step)
+        chunk->v = from.data, chunk->v_step = from.row / from.column;
+    else
+        read_values(base, type, at, token, chunk->tokens, b->v);
 }
 
 static void add_soon(am_linear_soon *soon, am_strided rows, ptrdiff_t count, ptrdiff_t columns)
@@ -351,12 +380,13 @@ void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *
         char *v = k + s->token_step * s->row_step * base->size;
         if (inverse) inverse = v + s->token_step * s->channel_step * base->size;
         read_values(base, base->type, at, token, chunk->tokens, v);
-        chunk->v = v;
+        chunk->v = v, chunk->v_step = s->channel_step;
     }
     if (base->unscaled || !chunk->q)
         read_keys(base, at, token, chunk->tokens, (char *const[]){q, k},
                   (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
     if (!chunk->factor) read_decay(base, b, at, token, chunk->tokens);
+    if (base->linear->by_channel) read_channel_decay(base, b, at, token, chunk->tokens);
     chunk->q = q, chunk->k = k, chunk->factor = b->factor;
     find_resets(base, b, chunk);
 }

@@ -178,12 +178,13 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t step = s->channel_step;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const T *v = c->v;
     FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_step : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_step + i]);
-        for (ptrdiff_t j = i * step; j < (i + 1) * step; j += LANES)
-            VOP(store)(x + j, VOP(fma)(since, VOP(load)(x + j), VOP(load)(v + j)));
+        const T *v = (const T *)c->v + i * c->v_step;
+        T *row = x + i * step;
+        for (ptrdiff_t j = 0; j < step; j += LANES)
+            VOP(store)(row + j, VOP(fma)(since, VOP(load)(row + j), VOP(load)(v + j)));
     }
     FN(couple)(c, w, false);
     FN(solve)(x, step, w->coupled, s->token_step, 1, c->tokens, step);

@@ -325,22 +325,22 @@ static void join_keys(const am_linear_chunk *c, const work *w)
 static void find_w(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
-    const uint16_t *v = c->v;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         float *x = w->x + i * s->channel_step;
         const vf since = vf_set1(-w->k_since[i]);
         for (ptrdiff_t j = 0; j < s->channel_step; j += VF_LANES)
-            vf_store(x + j, vf_fma(since, vf_load(x + j), vf_load_bf16(v + i * s->channel_step + j)));
+            vf_store(x + j,
+                     vf_fma(since, vf_load(x + j), vf_load_bf16((const uint16_t *)c->v + i * c->v_step + j)));
     }
     solve_f32(w->x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
 }
 
 static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff_t channel)
 {
-    const ptrdiff_t at = token * c->shape->channel_step + channel;
     if (token >= c->tokens) return vf_set1(0);
-    return c->beta ? vf_mul(vf_set1(((const float *)c->beta)[token]), vf_load(w->x + at))
-                   : vf_load_bf16((const uint16_t *)c->v + at);
+    if (!c->beta) return vf_load_bf16((const uint16_t *)c->v + token * c->v_step + channel);
+    const vf beta = vf_set1(((const float *)c->beta)[token]);
+    return vf_mul(beta, vf_load(w->x + token * c->shape->channel_step + channel));
 }
 
 static void find_u(const am_linear_chunk *c, const work *w)

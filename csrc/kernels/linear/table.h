@@ -43,9 +43,10 @@ typedef struct {
  * to a multiple of 2 AM_LINEAR_PAD, and so are tokens. */
 typedef struct {
     const am_linear_shape *shape;
-    ptrdiff_t tokens;   /* of this chunk */
-    const void *q, *k;  /* [tokens][row_step] */
-    const void *v;      /* [tokens][channel_step] */
+    ptrdiff_t tokens;  /* of this chunk */
+    const void *q, *k; /* [tokens][row_step] */
+    const void *v;     /* [tokens][v_step]; channel_step, unless each row is read once */
+    ptrdiff_t v_step;
     const void *factor; /* exp(decay): [tokens], or [tokens][row_step] by channel */
     const void *reset;  /* bool: which factors are 0 for a decay of -inf, as factor; NULL: none */
     const void *beta;   /* [tokens]; NULL without the delta rule */

@@ -83,7 +83,7 @@ static FN(token) FN(token_of)(const am_linear_chunk *c, ptrdiff_t i, T *state, T
     return (FN(token)){
         .q = (const T *)c->q + i * s->row_step,
         .k = k,
-        .v = (const T *)c->v + i * s->channel_step,
+        .v = (const T *)c->v + i * c->v_step,
         .beta = c->beta ? (const T *)c->beta + i : NULL,
         .factor = rows,
         .decayed = decayed,
