@@ -34,6 +34,22 @@
 #    define TOTALS SUMS(totals)
 #endif
 
+/* Some queries, and keys from k on in the same run. */
+typedef struct {
+    ptrdiff_t head_dim;
+    const T *q;
+    const W *k;
+    ptrdiff_t step; /* from key to key */
+} FROM(factors);
+
+/* Keys of which the first are factors, and the others in runs. */
+typedef struct {
+    FROM(factors) first;
+    ptrdiff_t keys, in_first_run;
+    const row_runs *runs;
+    T *logits;
+} FROM(dot_operands);
+
 #if PARTS > 1
 /* Adds products of what was loaded of some keys and the queries at q, of which `count` lanes are left. */
 static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
@@ -59,12 +75,15 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
 /* Sums of products of up to four rows with so many keys that they fit the registers and do not wait for each
  * other; keys behind the last are read as the last. Unless `prefetch` is NULL, it prefetches as many lines as
  * it reads of keys, which are `straight` if the caller knows that they are. */
-static inline __attribute__((always_inline)) void
-FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t head_dim, const T *q, const W *k,
-               ptrdiff_t step, ptrdiff_t last, V *sums, prefetch_lines *prefetch, const bool straight)
+static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                 const FROM(factors) factors, ptrdiff_t last,
+                                                                 V *sums, prefetch_lines *prefetch,
+                                                                 const bool straight)
 {
 #define KEY(j) (k + ((j) < last ? (j) : last) * step)
-    const ptrdiff_t q_step = QUERY_STEP(head_dim);
+    const ptrdiff_t head_dim = factors.head_dim, step = factors.step, q_step = QUERY_STEP(head_dim);
+    const T *q = factors.q;
+    const W *k = factors.k;
     prefetch_lines current = prefetch ? *prefetch : (prefetch_lines){0};
     V x[DOT_SUMS];
     UNROLL(64)
@@ -152,65 +171,65 @@ static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff
 
 /* Logits of some rows and keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                ptrdiff_t head_dim, const T *q, const W *k,
-                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
-                                                                prefetch_lines *prefetch)
+                                                                const FROM(factors) factors, ptrdiff_t last,
+                                                                T *logits, prefetch_lines *prefetch)
 {
     V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
-    FROM(multiply)(rows, keys, head_dim, q, k, step, last, sums, prefetch, false);
+    FROM(multiply)(rows, keys, factors, last, sums, prefetch, false);
     FROM(add_pairs_of)(rows * keys, sums, pairs);
     FROM(store_dots)(rows, keys, last, pairs, logits);
 }
 
-/* Logits of keys of which the first are at k, and the others in runs. It takes `most` keys at a time, and at
- * the end of a run as many, of which some may not be there. Where rows take turns, it
- * prefetches once in `turns` times, first after `wait` times without. The steps that add up lanes wait for
- * one another: if the registers have room, all but the first are left until the next keys are multiplied.
- * Lines are counted one by one for one row, which waits for memory: counted at once, float32 takes 1.04
- * to 1.08 of the time there.
- */
+/* Logits of all keys. It takes `most` at a time, and at the end of a run as many, of which some may not be
+ * there. Where rows take turns, it prefetches once in `turns` times, first after `wait` times without. The
+ * steps that add up lanes wait for one another: if the registers have room, all but the first are left until
+ * the next keys are multiplied. Lines are counted one by one for one row, which waits for memory: counted at
+ * once, float32 takes 1.04 to 1.08 of the time there. */
 static inline __attribute__((always_inline)) void
-FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, ptrdiff_t first,
-                   ptrdiff_t head_dim, const T *q, const W *k, ptrdiff_t step, const row_runs *runs,
-                   T *logits, prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
+FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_operands) x,
+                   prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
 {
-    const ptrdiff_t lines = (head_dim * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE, run = runs->rows;
-    const void *const *next = runs->next;
+    const ptrdiff_t head_dim = x.first.head_dim, step = x.first.step, run = x.runs->rows,
+                    lines = (head_dim * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
+    const T *q = x.first.q;
+    const W *k = x.first.k;
+    const void *const *next = x.runs->next;
+    ptrdiff_t keys = x.keys;
+    T *logits = x.logits;
     V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
     T *before = NULL;
-    for (ptrdiff_t left = first;; left = keys < run ? keys : run) {
+    for (ptrdiff_t left = x.in_first_run;; left = keys < run ? keys : run) {
         keys -= left;
         for (; left >= most; left -= most, k += most * step, logits += most) {
             const bool prefetches = turns == 1 || wait == 0;
             wait = prefetches ? turns - 1 : wait - 1;
+            const FROM(factors) some = {head_dim, q, k, step};
             if (!prefetches)
-                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, NULL, false);
+                FROM(multiply)(rows, most, some, most - 1, sums, NULL, false);
             else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
-                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, prefetch, true);
+                FROM(multiply)(rows, most, some, most - 1, sums, prefetch, true);
             else
-                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, prefetch, false);
+                FROM(multiply)(rows, most, some, most - 1, sums, prefetch, false);
             if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
             FROM(add_pairs_of)(rows * most, sums, pairs);
             if (PAIR == 1) FROM(store_dots)(rows, most, most - 1, pairs, logits);
             before = logits;
         }
-        if (left > 0) FROM(dots_of)(rows, most, head_dim, q, k, step, left - 1, logits, prefetch);
+        if (left > 0)
+            FROM(dots_of)(rows, most, (FROM(factors)){head_dim, q, k, step}, left - 1, logits, prefetch);
         if (keys == 0) break;
         logits += left;
-        k = (const W *)((const char *)*next++ + runs->offset);
+        k = (const W *)((const char *)*next++ + x.runs->offset);
     }
     if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
 }
 
 /* The same of one to four rows, which prefetch each time. */
-static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first,
-                                                ptrdiff_t head_dim, const T *q, const W *k, ptrdiff_t step,
-                                                const row_runs *runs, T *logits, prefetch_lines *prefetch)
+static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, const FROM(dot_operands) * x,
+                                                prefetch_lines *prefetch)
 {
 #define DOTS(n, most)                                                                                        \
-    case n:                                                                                                  \
-        FROM(dots_of_rows)(n, most, keys, first, head_dim, q, k, step, runs, logits, prefetch, 0, 1);        \
-        break;
+    case n: FROM(dots_of_rows)(n, most, *x, prefetch, 0, 1); break;
 /* 2, 4 or 8, but at most n, which divides most runs: five or six keys at a time would leave a rest. */
 #define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
     switch (rows) {
@@ -225,14 +244,10 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, 
 
 /* The same of four of more rows, which take turns at prefetching: if the first four prefetched all, they
  * would wait for memory, which would then be idle while the others are multiplied. */
-static __attribute__((nonnull)) void FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_t first, ptrdiff_t head_dim,
-                                                        const T *q, const W *k, ptrdiff_t step,
-                                                        const row_runs *runs, T *logits,
-                                                        prefetch_lines *prefetch, ptrdiff_t wait,
-                                                        ptrdiff_t turns)
+static __attribute__((nonnull)) void
+FROM(dots_of_four)(const FROM(dot_operands) * x, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
 {
-    FROM(dots_of_rows)(4, DOT_SUMS / 4, keys, first, head_dim, q, k, step, runs, logits, prefetch, wait,
-                       turns);
+    FROM(dots_of_rows)(4, DOT_SUMS / 4, *x, prefetch, wait, turns);
 }
 
 /* Where value 0 of a tile would be if all were in the run of value i. */
@@ -273,14 +288,17 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
         next = by_runs ? begin + first : end;
 #endif
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-            const ptrdiff_t rows = block->rows - r, keys = next - begin, q_step = QUERY_STEP(block->head_dim);
-            T *logits = (T *)block->logits + r * AM_FLASH_TILE + begin;
+            const ptrdiff_t rows = block->rows - r;
+            const FROM(dot_operands)
+                x = {{block->head_dim, q + r * QUERY_STEP(block->head_dim), from, k_step},
+                     next - begin,
+                     first,
+                     &runs,
+                     (T *)block->logits + r * AM_FLASH_TILE + begin};
             if (turns > 1 && rows >= 4)
-                FROM(dots_of_four)(keys, first, block->head_dim, q + r * q_step, from, k_step, &runs, logits,
-                                   prefetch, r / 4, turns);
+                FROM(dots_of_four)(&x, prefetch, r / 4, turns);
             else
-                FROM(dots)(rows < 4 ? rows : 4, keys, first, block->head_dim, q + r * q_step, from, k_step,
-                           &runs, logits, r == 0 ? prefetch : &none);
+                FROM(dots)(rows < 4 ? rows : 4, &x, r == 0 ? prefetch : &none);
         }
     }
 }
