@@ -16,16 +16,16 @@ am_status am_kv_cache_make(am_kv_cache *c, ptrdiff_t n)
                                         &c->q_shift, &c->k_shift, &c->zeros};
     c->sequences = n;
     if (n > INT32_MAX) return AM_NO_MEMORY;
-    c->memory = calloc((size_t)n + 1, ARRAYS * sizeof *c->memory + sizeof *c->rows);
-    if (!c->memory) return AM_NO_MEMORY;
-    for (int i = 0; i < ARRAYS; i++) *arrays[i] = c->memory + i * (n + 1);
-    c->rows = (int32_t *)(c->memory + ARRAYS * (n + 1));
+    c->before = calloc((size_t)n + 1, ARRAYS * sizeof *c->before + sizeof *c->rows);
+    if (!c->before) return AM_NO_MEMORY;
+    for (int i = 1; i < ARRAYS; i++) *arrays[i] = c->before + i * (n + 1);
+    c->rows = (int32_t *)(c->before + ARRAYS * (n + 1));
     return AM_OK;
 }
 
 void am_kv_cache_free(am_kv_cache *c)
 {
-    free(c->memory);
+    free(c->before); /* and all others */
     free(c->table);
 }
 
