@@ -166,10 +166,6 @@ def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Given) -> Term | None:
     return Term("softmax_aux", sinks.reshape(1, -1, 1, array.shape[-1]))
 
 
-def _alibi(alibi_slopes: ArrayLike, sizes: Sizes, _: Given) -> Term:
-    return by_head(alibi_slopes, "alibi_slopes", sizes)
-
-
 def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
     """Return a term of numbers, one per head, or per batch row or sequence and head."""
     heads, rows, row = sizes.shape[1], sizes.rows, sizes.row
@@ -206,7 +202,7 @@ TERMS: dict[str, Callable[..., Term | None]] = {
     "logits_soft_cap": _soft_cap,
     "softmax_aux": _sinks,
     "dropout_prob": _dropout,
-    "alibi_slopes": _alibi,
+    "alibi_slopes": lambda slopes, sizes, _: by_head(slopes, "alibi_slopes", sizes),
     "relative_bias": _relative_bias,
     "relative_low": _relative_low,
 }

@@ -437,7 +437,8 @@ def qkv_cu_seqlens_to_qkv_masks(
     >>> attnmask.qkv_cu_seqlens_to_qkv_masks([1, 3], max_q_len=3, cu_seqlens_kv=[0, 1], max_kv_len=2)
     (array([[False,  True,  True]]), array([[ True, False]]))
     """
-    kv, kv_len = _keys_like_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
+    kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    kv_len = max_q_len if max_kv_len is None else max_kv_len
     return _core.qkv_cu_seqlens_to_qkv_masks(cu_seqlens_q, max_q_len, kv, kv_len, dtype)
 
 
@@ -485,20 +486,9 @@ def qkv_cu_seqlens_to_attention_mask(
            [0, 1, 1],
            [0, 1, 1]])
     """
-    kv, kv_len = _keys_like_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
+    kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    kv_len = max_q_len if max_kv_len is None else max_kv_len
     return _core.qkv_cu_seqlens_to_attention_mask(cu_seqlens_q, max_q_len, kv, kv_len, dtype, out)
-
-
-def _keys_like_queries(
-    cu_seqlens_q: ArrayLike,
-    max_q_len: SupportsIndex,
-    cu_seqlens_kv: ArrayLike | None,
-    max_kv_len: SupportsIndex | None,
-) -> tuple[ArrayLike, SupportsIndex]:
-    return (
-        cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
-        max_q_len if max_kv_len is None else max_kv_len,
-    )
 
 
 @traced

@@ -360,7 +360,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         return frozen(np.where(ids < 0, np.int32(-1), number))
 
     def moved(ids: Ids) -> Ids:
-        number = np.arange(ids.shape[-1]) + _by_row(shift, ids.ndim)
+        number = np.arange(ids.shape[-1]) + np.reshape(shift, (-1, *(1,) * (ids.ndim - 1)))
         number //= min(size, ALL_PLACES)
         number += 1
         number[number < 1] = -1
@@ -371,11 +371,6 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
     return _with_terms(
         state, chunk(size, shift), "and", band(*up_to, shift), "and", kind="chunked", labels=labels
     )
-
-
-def _by_row(value: PerRow, axes: int) -> PerRow:
-    """Return `value` with a first axis for batch rows, so that it broadcasts to an array of so many axes."""
-    return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
 
 def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:

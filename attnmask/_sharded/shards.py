@@ -100,15 +100,11 @@ def shard_sequence(
     array: Any = _array(x, "x")
     tokens = _axis(array, "x", axis)
     length = array.shape[tokens]
-    count, number = _process(world, rank)
+    count = processes(world)
+    number = place(rank, "rank", count)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
     shard: _Array = taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)
     return shard
-
-
-def _process(world: int, rank: int) -> tuple[int, int]:
-    count = processes(world)
-    return count, place(rank, "rank", count)
 
 
 def unshard_sequence(

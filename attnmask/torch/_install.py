@@ -130,11 +130,6 @@ def _used(seqused_k: torch.Tensor, room: NDArray[np.int64]) -> NDArray[np.int32]
     return used
 
 
-def _room(block_table: torch.Tensor, q_starts: torch.Tensor, key: torch.Tensor) -> NDArray[np.int64]:
-    """Return how many keys the pages of each sequence can hold."""
-    return np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
-
-
 def _first_keys(
     seqused_k: torch.Tensor, starts: _Starts, query: torch.Tensor, key: torch.Tensor
 ) -> Arguments:
@@ -174,12 +169,13 @@ def _varlen_into(
     if block_table is not None:
         if seqused_k is None:
             raise ValueError("seqused_k must be given with block_table, got None")
+        room = np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
         attend: AnyFunction = flash_attention_with_kvcache  # in place, whatever the kind of array
         _, lse = attend(
             query,
             key,
             value,
-            cache_seqlens=_used(seqused_k, _room(block_table, q_starts, key)),
+            cache_seqlens=_used(seqused_k, room),
             block_table=block_table,
             cu_seqlens_q=q_starts,
             softmax_scale=scale,
