@@ -238,6 +238,12 @@ typedef struct {
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
+/* Takes several packed tiles at once, of which only `live` may alter products: no bias, dropout or scales; of
+ * the block no cap, no row_max, a factor of more than 0 and a unit of 1. Logits have AM_STEP_ROWS rows of all
+ * tiles. */
+enum { AM_STEP_TILES = 4, AM_STEP_ROWS = 32 };
+typedef void am_flash_steps(const am_flash_rows *block, const am_flash_tile *tiles, ptrdiff_t count);
+
 /* For few rows, and unpacked keys and values: of several heads, which may lie side by side. Keys of float8
  * have at most AM_MOST_WIDENED numbers. */
 enum { AM_MOST_WIDENED = 1024 };
@@ -380,6 +386,7 @@ typedef struct {
     am_scaling scaling;
     bool packed_alone; /* the step takes no rows of keys and values */
     am_flash_step *step;
+    am_flash_steps *steps; /* NULL: there is none */
     am_flash_merge *merge;
     am_kv_kernels kv[AM_OTHER];    /* by am_dtype */
     am_widen_row *widen[AM_OTHER]; /* what is AM_KV_WIDENED or AM_KV_ROWS */

@@ -374,6 +374,61 @@ def check_step(kernel: Kernel, rng) -> None:
         check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind, scales))
 
 
+def run_steps(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list[Problem], old: State) -> State:
+    """Runs one step over the tiles of several problems, which have the same queries."""
+    memory, width, panel, first = Memory(), arithmetic.width, arithmetic.panel, problems[0]
+    scratch = CONSTANTS["AM_STEP_ROWS"] * CONSTANTS["AM_STEP_TILES"]
+    q_step = -(-first.q.shape[1] // width) + pick(rng, [0, 3])
+    block, mine = block_of(memory, arithmetic, first, old, q_step, None, scratch)
+    prefetch, tiles = prefetch_of(rng, memory), []
+    for p in problems:
+        k, v = structure("am_rows"), structure("am_rows")
+        k.data = memory.read(packed_keys(p.k, panel, width)).ctypes.data
+        v.data = memory.read(packed_values(p.v, panel, width)).ctypes.data
+        words = words_in(memory, p.terms)
+        fields = {"k": k, "v": v, "finite": is_finite(p.v), "prefetch": ctypes.addressof(prefetch), **words}
+        tiles.append(structure("am_flash_tile", layout=CONSTANTS["AM_PACKED"], **fields))
+    kernel(block, (TYPES["am_flash_tile"] * len(tiles))(*tiles), len(tiles))
+    memory.check(problems)
+    return mine
+
+
+def check_steps(kernel: Kernel, rng) -> None:
+    """One tile as a step does; several as one step after the other, but for the rounding of weights."""
+    arithmetic, step = arithmetic_of(kernel), Kernel(kernel.slot.replace("steps", "step"), kernel.table)
+    for _ in range(STEPS):
+        _, p, out_depth = draw_step(rng, arithmetic)
+        rows, value_depth, factor = len(p.q), p.v.shape[1], abs(p.terms.factor)
+        shapes = [
+            (rows, p.q.shape[1], value_depth, draw_columns(rng, arithmetic))
+            for _ in range(rng.integers(1, CONSTANTS["AM_STEP_TILES"] + 1))
+        ]
+        problems = [replace(draw(rng, arithmetic, shape, [1.0]), q=p.q) for shape in shapes]
+        for tile in problems:
+            tile.terms = Terms(factor, 1.0, live=tile.terms.live)
+        old = draw_state(rng, arithmetic, rows, out_depth, True)
+        old.row_max = None
+        new = run_steps(kernel, rng, arithmetic, problems, old)
+        if len(problems) == 1:
+            check_state(arithmetic, problems[0], old, new)
+        clean = run_steps(kernel, rng, arithmetic, [tile.clean() for tile in problems], old)
+        apart = old
+        for tile in problems:
+            apart = run_step(step, rng, arithmetic, tile, apart, "packed", (None, None))
+        same = np.all([tile.untouched_rows() for tile in problems], axis=0)
+        for name in ("out", "sum", "ref_max", "exact_sum"):
+            if getattr(new, name) is not None:
+                np.testing.assert_array_equal(getattr(new, name)[same], getattr(clean, name)[same], name)
+        same &= np.isfinite(wide(p.q)).all(1) & (apart.sum > 0)
+        one, other = (
+            np.column_stack(
+                [x.out[same, :value_depth] / x.sum[same, None], x.ref_max[same] + np.log2(x.sum[same])]
+            )
+            for x in (new, apart)
+        )
+        np.testing.assert_allclose(one, other, rtol=0, atol=0.05, err_msg=repr(problems))
+
+
 def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
     """NaN and Inf that belong to no live pair of a row must not change a bit of the row."""
     rows = p.untouched_rows()

@@ -8,7 +8,7 @@ from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
 from kernel_checks_conv import CHECKS as CONV_CHECKS
 from kernel_checks_rows import CHECKS as ROW_CHECKS
-from kernel_checks_step import check_step, check_step_unpacked
+from kernel_checks_step import check_step, check_step_unpacked, check_steps
 from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
 
 
@@ -16,7 +16,7 @@ from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
 def check_end_tiles(kernel, rng):
     """Steps configure tiles themselves, whether they are configured or not."""
     table = kernel.table
-    for slot in ("flash_amx.step", "flash_amx.backward"):
+    for slot in ("flash_amx.step", "flash_amx.steps", "flash_amx.backward"):
         CHECKS[SLOTS[slot]](Kernel(slot, table), rng)
         kernel()
         kernel()
@@ -31,6 +31,7 @@ CHECKS = {
     "am_flash_find_row_max": check_find_row_max,
     "am_flash_step": check_step,
     "am_flash_step_unpacked": check_step_unpacked,
+    "am_flash_steps": check_steps,
 }
 LEVELS_WITH_I16X2 = ("avx512vnni", "avx512bf16", "amx")
 FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_I16X2, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
@@ -97,9 +98,9 @@ def test_kernel(isa, slot):
     if slot.startswith("flash_bf16x2.widen") and isa not in levels:
         assert not kernel.address
         pytest.skip(f"{isa} only emulates products of bfloat16")
-    if slot == "end_tiles" and isa != "amx":
+    if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
         assert not kernel.address
-        pytest.skip(f"{isa} has no tiles")
+        pytest.skip(f"{isa} has no tiles, or this arithmetic does not use them")
     assert kernel.address, "the level has no such kernel"
     below = (
         Kernel(slot.replace("flash_amx", "flash_bf16x2"), table_of("avx512bf16")) if isa == "amx" else None

@@ -71,12 +71,12 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     w->q = am_take(memory, &used, s->item_rows * attn->head_dim * size);
     w->q_packed = am_take(
         memory, &used, am_max(s->packed_queries * s->k_bytes, s->item_rows * packed_query_bytes(&f->base)));
-    w->logits = am_take(memory, &used, tile);
+    w->logits = am_take(memory, &used, am_max(tile, AM_STEP_ROWS * TILE * s->step_tiles * size));
     am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
     w->accumulators = am_take(memory, &used, s->item_bytes);
     w->terms.row = w->kv.row;
     w->terms.bias = am_take(memory, &used, am_adds_to_products(&f->base.terms) ? tile : 0);
-    w->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    w->terms.live = (uint64_t *)am_take(memory, &used, s->step_tiles * AM_FLASH_ROWS * word);
     w->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     w->terms.row_keys = (uint64_t *)am_take(memory, &used, s->item_rows * word);
     return used;
@@ -352,6 +352,40 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
     return AM_OK;
 }
 
+/* Takes an item over the keys of a split, several tiles in a step. Which ones share a step follows from their
+ * places in the section: tiles that the item does not see alter no sum. */
+static am_status advance_in_steps(const forward *f, item *it, const position *here, const position *next,
+                                  am_kv_workspace *kv, am_team *team)
+{
+    const am_attn_base *base = &f->base;
+    const ptrdiff_t most = f->schedule.step_tiles, first = here->section->section.tiles.begin;
+    const am_flash_rows *rows = here->split > 0 ? &it->split : &it->rows;
+    const tile_order order = tile_order_of(f, here);
+    step_place step = {here, next, 1, {0, 1}, {NULL, -1}};
+    am_prefetch_rows prefetch[AM_STEP_TILES][AM_PREFETCH_KINDS];
+    am_flash_tile tiles[AM_STEP_TILES];
+    am_status status = AM_OK;
+    ptrdiff_t count = 0;
+    for (ptrdiff_t index = order.tiles.begin; status == AM_OK && index < order.tiles.end; index++) {
+        am_logit_scratch scratch = it->terms;
+        am_logit_terms terms;
+        scratch.live += count * AM_FLASH_ROWS;
+        if (am_find_logit_terms(base, &it->at, am_range_at(&f->sections.tiles, index), &scratch, &terms)) {
+            am_kv_begin_tile(kv, &it->at, index);
+            am_kv_tile(kv, &it->at, !terms.live, &tiles[count]);
+            step.after = tile_after(f, here, next, &order, index - order.tiles.begin + most - 1);
+            choose_prefetch(f, &step, it, kv, prefetch[count]);
+            tiles[count].live = terms.live, tiles[count].prefetch = prefetch[count];
+            count++;
+        }
+        if (count == 0 || ((index + 1 - first) % most > 0 && index + 1 < order.tiles.end)) continue;
+        base->arithmetic->steps(rows, tiles, count);
+        count = 0;
+        status = am_checkpoint(team);
+    }
+    return status;
+}
+
 /* Takes items in lockstep over their keys from a position on, and writes their results. `next`: what this
  * thread may begin after them. */
 static am_status run_items(const forward *f, const workspace *w, am_task_items task, position here,
@@ -372,8 +406,10 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
         then.split++;
         for (item *it = items; it < items + task.count; it++)
             am_clear_rows(&f->base, here.split > 0 ? &it->split : &it->rows);
-        am_status status =
-            advance_items(f, items, task.count, &here, then.split < end ? &then : next, kv, team);
+        const position *after = then.split < end ? &then : next;
+        am_status status = am_takes_steps(&f->schedule, g)
+                               ? advance_in_steps(f, items, &here, after, kv, team)
+                               : advance_items(f, items, task.count, &here, after, kv, team);
         if (status != AM_OK) return status;
         for (item *it = items; !apart && here.split > 0 && it < items + task.count; it++)
             f->base.arithmetic->merge(&it->rows, &it->split);

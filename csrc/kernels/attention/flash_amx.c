@@ -20,6 +20,7 @@ const am_kernels TABLE(flash_amx) = {
             .scaling = AM_SCALE_PRODUCTS,
             .packed_alone = true,
             .step = flash_step_amx,
+            .steps = flash_steps_amx,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,
         },

@@ -273,6 +273,17 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
     return failed ? AM_NO_MEMORY : AM_OK;
 }
 
+/* The tiles of a step: several if kernels take them at once, as long as logits are products alone. */
+static ptrdiff_t step_tiles_of(const am_attn_base *base, double factor)
+{
+    const am_attn *f = base->attn;
+    const am_terms_found *terms = &base->terms;
+    const bool plain = !(terms->dropout || terms->cap || am_adds_to_products(terms)) && f->normalize &&
+                       factor > 0 && base->unit == 1 && !f->k_scales.data && !f->v_scales.data &&
+                       !terms->nearest_first;
+    return base->arithmetic->steps && plain ? AM_STEP_TILES : 1;
+}
+
 /* Whether two sections of one block are of one shape. */
 static bool is_like(const am_sections *sections, const am_section *a, const am_section *b)
 {
@@ -293,10 +304,10 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
         .scale_bytes =
             am_scales_products(base) && f->k_scales.data && !f->k_scales.group ? TILE * base->size : 0,
-        .local_tiles = 1,
     };
     if (!s->sections) return AM_NO_MEMORY;
     if (am_scales_products(base)) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
+    s->step_tiles = s->local_tiles = step_tiles_of(base, s->factor);
     s->k_bytes = TILE * s->lanes * base->size + s->scale_bytes;
     s->v_bytes = TILE * panels * panel * base->size / am_width(base) + s->scale_bytes;
     ptrdiff_t items = 0, all_splits = 0;

@@ -40,6 +40,7 @@ typedef struct {
     ptrdiff_t item_bytes;     /* the most bytes of their accumulators */
     ptrdiff_t packed_queries; /* the most items in lockstep whose queries are packed */
     ptrdiff_t step_items;     /* the most items in one step: more than 1 if unpacked */
+    ptrdiff_t step_tiles;     /* of a step where sections have many blocks; most kernels take 1 */
     ptrdiff_t local_tiles, shared_tiles, partial_bytes;
 } am_schedule;
 
@@ -104,6 +105,12 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
 static inline ptrdiff_t am_lockstep(const am_scheduled *section)
 {
     return section->shape.strategy >= AM_LOCAL_PACKING ? 1 : section->task_items;
+}
+
+/* Whether the items of a section take several tiles in a step: one item at a time does. */
+static inline bool am_takes_steps(const am_schedule *schedule, const am_scheduled *section)
+{
+    return schedule->step_tiles > 1 && section->shape.strategy >= AM_LOCAL_PACKING;
 }
 
 /* Whether the splits of a section are items of their own. */

@@ -372,7 +372,7 @@ static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *
 /* The place of a tile among the local ones. */
 static ptrdiff_t local_place(const am_kv *kv, const am_scheduled *g, ptrdiff_t index)
 {
-    return g->shape.strategy == AM_LOCAL_PACKING ? index % kv->schedule->local_tiles : 0;
+    return g->shape.strategy >= AM_LOCAL_PACKING ? index % kv->schedule->local_tiles : 0;
 }
 
 /* The index of a tile among those of all heads. */
