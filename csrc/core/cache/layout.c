@@ -26,7 +26,7 @@ am_status am_kv_cache_make(am_kv_cache *c, ptrdiff_t n)
 void am_kv_cache_free(am_kv_cache *c)
 {
     free(c->before); /* and all others */
-    free(c->table);
+    free(c->table.pages);
 }
 
 ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity)
@@ -87,10 +87,10 @@ int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node 
 
 am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdiff_t pages, am_kv_entry *wrong)
 {
-    const ptrdiff_t columns = c->columns = am_ceil_div(c->longest, from->size);
+    const ptrdiff_t columns = c->table.columns = am_ceil_div(c->longest, from->size);
     *wrong = (am_kv_entry){.sequence = -1};
-    c->table = malloc((size_t)am_product(c->sequences, columns, sizeof *c->table) | 1);
-    if (!c->table) return AM_NO_MEMORY;
+    c->table.pages = malloc((size_t)am_product(c->sequences, columns, sizeof *c->table.pages) | 1);
+    if (!c->table.pages) return AM_NO_MEMORY;
     for (ptrdiff_t s = 0; s < c->sequences; s++) {
         const ptrdiff_t end = am_ceil_div(c->lengths[s], from->size);
         /* Queries may see fewer tokens than are appended. */
@@ -99,7 +99,7 @@ am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdif
             const char *entry = from->data + s * from->sequence + i * from->page;
             const int64_t page =
                 from->wide ? *(const volatile int64_t *)entry : am_read_once((const int32_t *)entry);
-            c->table[s * columns + i] = (int32_t)page;
+            c->table.pages[s * columns + i] = (int32_t)page;
             if (page >= 0 && page < am_min(pages, INT32_MAX)) continue;
             *wrong = (am_kv_entry){page, s, i};
             return AM_OK;
@@ -111,8 +111,8 @@ am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdif
 am_pages am_kv_cache_pages(const am_kv_cache *c, ptrdiff_t size)
 {
     return (am_pages){
-        .table = c->table ? c->table : c->rows,
-        .table_stride = c->table ? c->columns : 1,
+        .table = c->table.pages ? c->table.pages : c->rows,
+        .table_stride = c->table.pages ? c->table.columns : 1,
         .size = am_max(1, size), /* no sequence has tokens in pages without any */
         .used = c->used,
         .lengths = c->lengths,

@@ -23,9 +23,11 @@ typedef struct {
     ptrdiff_t *k_starts;          /* [sequences + 1]; where packed keys would begin */
     ptrdiff_t *q_shift, *k_shift; /* what chunks add to queries and keys, so that no sum is negative */
     ptrdiff_t *zeros;
-    int32_t *rows;     /* a table of one page a sequence: the rows of a contiguous cache */
-    int32_t *table;    /* [sequences][columns]; what am_kv_cache_read_table has copied, or NULL */
-    ptrdiff_t columns; /* of it */
+    int32_t *rows; /* a table of one page a sequence: the rows of a contiguous cache */
+    struct {
+        int32_t *pages; /* [sequences][columns]; what am_kv_cache_read_table has copied, or NULL */
+        ptrdiff_t columns;
+    } table;
 } am_kv_cache;
 
 /* Which keys a query sees: distances k - q from `low` to `high`, and only its own chunk. */
