@@ -261,7 +261,8 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_base *
     rounds_job job = {
         .base = base, .sliced = *base, .chains = chains, .lanes = lanes, .threads = context->threads};
     am_linear_cut_channels(&job.sliced, context);
-    job.group = am_min(am_ceil_div(8 * (ptrdiff_t)context->threads, lanes), am_max(longest, 1));
+    const ptrdiff_t most = base->linear->by_channel ? 8 : 16; /* a thread: pairs by channel are larger */
+    job.group = am_min(am_ceil_div(most * context->threads, lanes), am_max(longest, 1));
     job.last_round = am_max(am_ceil_div(longest, job.group), 1) - 1;
     am_status status = allocate(&job, context);
     if (status == AM_OK) status = run_rounds(context, &job);
