@@ -58,24 +58,24 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
     am_backward_workspace unused;
-    const ptrdiff_t tiles = p.apart ? p.sections.tiles.count * f->kv_heads : 0,
+    const ptrdiff_t tiles = p.parts.apart ? p.sections.tiles.count * f->kv_heads : 0,
                     totals_bytes = am_product(tiles, p.lengths.k_rows + p.lengths.v_rows, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
     if (status == AM_OK)
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
-    if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks);
+    if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
     p.states = malloc((size_t)am_max(am_product(p.sections.blocks.count, f->heads, sizeof *p.states), 1));
-    if (p.apart) {
-        p.turns = malloc((size_t)am_product(tiles, sizeof *p.turns, 1));
-        p.totals = am_alloc_aligned(totals_bytes);
-        if (!(p.turns && p.totals)) status = AM_NO_MEMORY;
-        for (ptrdiff_t i = 0; p.turns && i < tiles; i++)
-            atomic_init(&p.turns[i].serving, 0), p.turns[i].summed = false;
+    if (p.parts.apart) {
+        p.parts.turns = malloc((size_t)am_product(tiles, sizeof *p.parts.turns, 1));
+        p.parts.totals = am_alloc_aligned(totals_bytes);
+        if (!(p.parts.turns && p.parts.totals)) status = AM_NO_MEMORY;
+        for (ptrdiff_t i = 0; p.parts.turns && i < tiles; i++)
+            atomic_init(&p.parts.turns[i].serving, 0), p.parts.turns[i].summed = false;
     }
-    p.stats_bytes = stats_bytes / AM_ROW_STATS;
-    p.row_stats = am_alloc_aligned(stats_bytes);
+    p.stats.bytes = stats_bytes / AM_ROW_STATS;
+    p.stats.data = am_alloc_aligned(stats_bytes);
     if (p.d_q.type != p.base.type) {
         own_d_q = am_alloc_aligned(d_q_bytes);
         p.d_q = (am_tokens){
@@ -87,15 +87,15 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
             .element = size,
         };
     }
-    if (status == AM_OK && !(p.states && p.row_stats && p.d_q.data)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(p.states && p.stats.data && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(context, &p);
     am_workspaces_free(&p.workspaces);
     am_backward_plan_free(&p);
-    free(p.sinks);
+    free(p.sinks.of_heads);
     free(p.states);
-    free(p.turns);
-    am_free_aligned(p.totals, totals_bytes);
-    am_free_aligned(p.row_stats, stats_bytes);
+    free(p.parts.turns);
+    am_free_aligned(p.parts.totals, totals_bytes);
+    am_free_aligned(p.stats.data, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     am_line_gradients_free(&p.lines);

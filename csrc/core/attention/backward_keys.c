@@ -75,7 +75,7 @@ static am_status end_part(const am_backward_plan *p, const am_attn_place *at, co
                           const am_backward_workspace *s, am_team *team)
 {
     const ptrdiff_t heads = p->base.attn->kv_heads;
-    am_key_turn *turns = p->turns ? p->turns + task->tiles.begin * heads + at->kv_head : NULL;
+    am_key_turn *turns = p->parts.turns ? p->parts.turns + task->tiles.begin * heads + at->kv_head : NULL;
     am_status status = task->turns > 0 ? am_await(team, &turns->serving, task->turn) : AM_OK;
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
         am_local_tile *tile = &s->tiles[i];
@@ -301,8 +301,8 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     am_status status = AM_OK;
     if (task->turns > 0) {
         const ptrdiff_t tiles = p->sections.tiles.count, first = at.kv_head * tiles + task->tiles.begin;
-        s.total.d_k = p->totals + first * p->lengths.k_rows;
-        s.total.d_v = p->totals + heads * tiles * p->lengths.k_rows + first * p->lengths.v_rows;
+        s.total.d_k = p->parts.totals + first * p->lengths.k_rows;
+        s.total.d_v = p->parts.totals + heads * tiles * p->lengths.k_rows + first * p->lengths.v_rows;
     }
     for (ptrdiff_t g = task->sections.begin; g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];

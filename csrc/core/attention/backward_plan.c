@@ -45,7 +45,7 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     s->total.d_k = am_take(memory, &used, n * p->lengths.k_rows);
     s->total.d_v = am_take(memory, &used, n * p->lengths.v_rows);
     s->part = s->total;
-    if (p->divided) {
+    if (p->parts.divided) {
         s->part.d_k = am_take(memory, &used, n * p->lengths.k_rows);
         s->part.d_v = am_take(memory, &used, n * p->lengths.v_rows);
     }
@@ -116,7 +116,7 @@ static ptrdiff_t choose(am_backward_plan *p)
         const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
         p->part_visits[i] = choose_part(p, section);
-        p->divided |= am_parts_of(p, section) > 1;
+        p->parts.divided |= am_parts_of(p, section) > 1;
         tiles += own;
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
@@ -144,7 +144,7 @@ static am_range parts_seen(const am_backward_plan *p, const am_section *section,
 static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
 {
     am_range parts = {0, 0};
-    if (p->apart && am_length(task->sections) == 1)
+    if (p->parts.apart && am_length(task->sections) == 1)
         parts = parts_seen(p, &p->sections.list[task->sections.begin], task->tiles);
     const ptrdiff_t count = am_max(1, am_length(parts));
     for (ptrdiff_t i = 0; to && i < count; i++) {
@@ -226,8 +226,8 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
     am_range sections = {0, 0};
-    p->apart = count_tasks(p, most) < EACH * p->threads && p->divided && !p->in_order;
-    if (p->apart) count_tasks(p, most);
+    p->parts.apart = count_tasks(p, most) < EACH * p->threads && p->parts.divided && !p->in_order;
+    if (p->parts.apart) count_tasks(p, most);
     p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
     if (!p->tasks) return AM_NO_MEMORY;
     sections = (am_range){0, 0};

@@ -48,19 +48,25 @@ typedef struct {
     am_key_task *tasks;     /* [batch][row_tasks], of a row as they begin */
     ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;   /* the most tiles of a task */
-    bool divided, apart;    /* some section has parts; each of them is a task */
-    am_key_turn *turns;     /* if apart: of each tile and key head */
-    char *totals;           /* their d_k and d_v */
-    int threads;            /* the threads of the call */
-    bool in_order;          /* tasks add to the gradient of a term, too: they are in the order of their keys,
-                             * and the same for any number of threads */
-    am_tokens d_q;          /* of the arithmetic type: the result, or what is converted to it */
-    am_rows_state *states;  /* [block][heads] */
-    char *row_stats;        /* base, rest, add and share, each [batch][heads][queries] */
-    ptrdiff_t stats_bytes;  /* the length of each */
-    am_sink_sum *sinks;     /* one for each head; NULL without sinks */
-    ptrdiff_t sink_parts;   /* of a head, into which the gradient of its sinks is divided */
-    double *d_sinks;        /* [heads][sink_parts][sink_count] */
+    struct {
+        bool divided, apart; /* some section has parts; each of them is a task */
+        am_key_turn *turns;  /* if apart: of each tile and key head */
+        char *totals;        /* their d_k and d_v */
+    } parts;
+    int threads;           /* the threads of the call */
+    bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
+                            * and the same for any number of threads */
+    am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
+    am_rows_state *states; /* [block][heads] */
+    struct {
+        char *data;      /* base, rest, add and share, each [batch][heads][queries] */
+        ptrdiff_t bytes; /* the length of each */
+    } stats;
+    struct {
+        am_sink_sum *of_heads; /* one for each head; NULL without sinks */
+        ptrdiff_t parts;       /* of a head, into which the gradient of its sinks is divided */
+        double *gradients;     /* [heads][parts][sink_count] */
+    } sinks;
     am_bias_gradient bias;
     am_line_gradients lines;
     am_workspaces workspaces;
@@ -128,7 +134,7 @@ static inline ptrdiff_t am_parts_of(const am_backward_plan *p, const am_section 
 /* One statistic of the rows of a block. */
 static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_place *at, am_row_stat which)
 {
-    return p->row_stats + which * p->stats_bytes + am_row_index(p, at) * p->base.size;
+    return p->stats.data + which * p->stats.bytes + am_row_index(p, at) * p->base.size;
 }
 
 /* Divides the work: sections, sums, tasks and the lengths of what a task keeps. */

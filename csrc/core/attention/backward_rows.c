@@ -93,7 +93,8 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
     am_backward_rows block = am_begin_backward_rows(p, at, s);
     block.share = am_row_stats_of(p, at, AM_ROW_SHARE);
     am_begin_logits(&p->base, at, &s->terms);
-    const am_sink_sum sinks = p->sinks ? p->sinks[at->head] : (am_sink_sum){.highest = -INFINITY};
+    const am_sink_sum sinks =
+        p->sinks.of_heads ? p->sinks.of_heads[at->head] : (am_sink_sum){.highest = -INFINITY};
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         am_set_number(&p->base, block.base, r, sinks.highest);
         am_set_number(&p->base, block.rest, r, sinks.sum);
@@ -189,13 +190,13 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
     const am_attn *f = p->base.attn;
-    const ptrdiff_t head = index / p->sink_parts, part = index % p->sink_parts,
+    const ptrdiff_t head = index / p->sinks.parts, part = index % p->sinks.parts,
                     blocks = p->sections.blocks.count, count = am_sink_count(&p->base.terms);
-    double *d_sinks = p->d_sinks + index * count;
+    double *d_sinks = p->sinks.gradients + index * count;
     am_status status = AM_OK;
     memset(d_sinks, 0, (size_t)count * sizeof *d_sinks);
-    for (ptrdiff_t block = part * blocks / p->sink_parts;
-         status == AM_OK && block < (part + 1) * blocks / p->sink_parts; block++) {
+    for (ptrdiff_t block = part * blocks / p->sinks.parts;
+         status == AM_OK && block < (part + 1) * blocks / p->sinks.parts; block++) {
         const am_attn_place at = am_backward_block(p, block * f->heads + head);
         for (ptrdiff_t r = 0; status == AM_OK && r < at.rows; r++) {
             double base = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_BASE), r),
@@ -222,15 +223,16 @@ am_status am_sum_sink_gradients(const am_context *context, am_backward_plan *p)
     const ptrdiff_t heads = p->base.attn->heads, count = am_sink_count(&p->base.terms),
                     work = am_product(p->sections.blocks.count, TILE, count), sums = heads * count;
     double *to = p->base.terms.sinks->gradient;
-    p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->sections.blocks.count));
-    p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
+    p->sinks.parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->sections.blocks.count));
+    p->sinks.gradients =
+        malloc((size_t)am_max(am_product(sums, p->sinks.parts, sizeof *p->sinks.gradients), 1));
     am_status status =
-        p->d_sinks ? am_parallel(context, heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
+        p->sinks.gradients ? am_parallel(context, heads * p->sinks.parts, 1, sinks_task, p) : AM_NO_MEMORY;
     for (ptrdiff_t i = 0; status == AM_OK && i < sums; i++) {
-        const double *from = p->d_sinks + i / count * p->sink_parts * count + i % count;
+        const double *from = p->sinks.gradients + i / count * p->sinks.parts * count + i % count;
         to[i] = 0;
-        for (ptrdiff_t part = 0; part < p->sink_parts; part++) to[i] += from[part * count];
+        for (ptrdiff_t part = 0; part < p->sinks.parts; part++) to[i] += from[part * count];
     }
-    free(p->d_sinks);
+    free(p->sinks.gradients);
     return status;
 }
