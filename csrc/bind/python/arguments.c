@@ -289,7 +289,8 @@ int am_to_scale(PyObject *object, const char *name, void *dst)
     am_owned PyArrayObject *array = NULL; /* of one number, if the object is not a number itself */
     if (object == Py_None) return 0;
     bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
-                  PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
+                  PyArray_IsScalar(object, Floating) ||
+                  (PyArray_IsScalar(object, Integer) && !PyArray_IsScalar(object, Timedelta));
     if (!number && am_to_array(object, name, &array) < 0 && !PyErr_ExceptionMatches(PyExc_TypeError))
         return -1;
     if (array) number = PyArray_NDIM(array) == 0 && am_dtype_of(PyArray_DESCR(array)) != AM_BOOL;
