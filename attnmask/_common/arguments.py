@@ -130,7 +130,8 @@ def real(value: object, name: str) -> float:
     """Return any real number except a bool or NaN as a Python float."""
     if type(value) is float and value == value:
         return value
-    if isinstance(value, Real) and not isinstance(value, (bool, np.timedelta64)):  # NumPy's durations are integers
+    # NumPy's durations are a kind of integers.
+    if isinstance(value, Real) and not isinstance(value, (bool, np.timedelta64)):
         try:
             number = float(value)
         except OverflowError:
