@@ -3,13 +3,13 @@
  * Each message names the argument, what was expected and what came. The package's Python functions pass every
  * argument by position, so a table of converters is all the parsing that is needed:
  *
- *     PyArrayObject *g = NULL;
+ *     am_owned PyArrayObject *g = NULL;
  *     bool reverse;
  *     const am_param params[] = {{"g", am_to_array, &g}, {"reverse", am_to_bool, &reverse}};
- *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) goto fail;
+ *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) return NULL;
  *
- * The caller owns what a converter stores, also after a failure: initialize to zero, and release at
- * `fail:`.
+ * The caller owns what a converter stores, also after a failure: initialize to zero, and let the end of the
+ * scope release it (state.h).
  */
 #ifndef AM_BIND_PYTHON_ARGUMENTS_H
 #define AM_BIND_PYTHON_ARGUMENTS_H

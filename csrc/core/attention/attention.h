@@ -9,7 +9,7 @@
 #include "core/runtime/threads.h"
 #include "core/attention/terms/kinds.h"
 
-/* A strided array; steps in bytes. */
+/* A strided array; strides in bytes. */
 typedef struct {
     char *data;
     am_dtype type;
@@ -19,9 +19,9 @@ typedef struct {
 /* One term of the logits, as kinds.h has them. */
 typedef struct {
     am_logit_kind kind;
-    am_tokens array;    /* its numbers by batch row or sequence, head, query and key: steps are 0 along axes
-                         * that are shared. double, and side by side along the last axis; a bias is of any
-                         * type and has any steps */
+    am_tokens array;    /* its numbers by batch row or sequence, head, query and key: strides are 0 along
+                         * axes that are shared. double, and side by side along the last axis; a bias is of any
+                         * type and has any strides */
     ptrdiff_t shape[4]; /* of the array; 1 along axes that are shared */
     double number;      /* of a soft cap, the cap; of dropout, the probability, below 1 */
     int64_t integer;    /* of a relative bias, the distance that it begins with; of dropout, the seed */
@@ -50,7 +50,7 @@ typedef struct {
  * is a sequence; or packed sequences lie one behind the other in one row of keys. */
 typedef struct {
     const int32_t *table;     /* NULL: keys and values are no pages */
-    ptrdiff_t table_stride;     /* from sequence to sequence, in entries */
+    ptrdiff_t table_stride;   /* from sequence to sequence, in entries */
     ptrdiff_t size;           /* tokens of a page */
     const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
     const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
@@ -59,8 +59,8 @@ typedef struct {
 } am_pages;
 
 /* Scales of the numbers in memory, float32: one for each token and head, or for each head and channel, where
- * steps from token to token are 0. Or a scale, and an offset that is added after it, for each `group`
- * channels of a token and head, `element` apart. Steps are in bytes. */
+ * strides from token to token are 0. Or a scale, and an offset that is added after it, for each `group`
+ * channels of a token and head, `element` apart. Strides are in bytes. */
 typedef struct {
     char *data; /* NULL: none */
     bool by_channel;
@@ -93,7 +93,7 @@ static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
 
 am_status am_attn_forward(const am_context *context, const am_attn *attn);
 
-/* One number for each row, of the arithmetic type; steps in bytes. */
+/* One number for each row, of the arithmetic type; strides in bytes. */
 typedef struct {
     const char *data;
     ptrdiff_t batch, head, token;

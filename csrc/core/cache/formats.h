@@ -61,7 +61,7 @@ typedef struct {
 am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,
                                  const am_kv_scales *scales);
 
-/* Widens a row of `count` numbers, whatever its steps. `groups`: its scales, if they are of groups. */
+/* Widens a row of `count` numbers, whatever its strides. `groups`: its scales, if they are of groups. */
 void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const char *groups,
                      ptrdiff_t count);
 

@@ -52,7 +52,7 @@ void am_kv_cache_limit(am_kv_cache *cache, const am_kv_limits *limits);
 enum { AM_KV_TERMS = 3 };
 int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[AM_KV_TERMS]);
 
-/* A table of pages of `size` tokens where the caller has it; steps in bytes. */
+/* A table of pages of `size` tokens where the caller has it; strides in bytes. */
 typedef struct {
     const char *data;
     bool wide; /* int64, not int32 */

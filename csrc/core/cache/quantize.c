@@ -34,10 +34,10 @@ static const float *read_floats(const am_quantized_row *r, float *to, ptrdiff_t 
 static void write_values(const am_quantized_row *r, ptrdiff_t i, const float *quotients, ptrdiff_t count)
 {
     uint8_t bytes[PIECE];
-    char *to = r->to + i / r->format->numbers * r->step;
-    r->format->narrow(r->step == 1 ? (void *)to : bytes, quotients, count);
-    for (ptrdiff_t j = 0; r->step != 1 && j < count / r->format->numbers; j++)
-        to[j * r->step] = (char)bytes[j];
+    char *to = r->to + i / r->format->numbers * r->stride;
+    r->format->narrow(r->stride == 1 ? (void *)to : bytes, quotients, count);
+    for (ptrdiff_t j = 0; r->stride != 1 && j < count / r->format->numbers; j++)
+        to[j * r->stride] = (char)bytes[j];
 }
 
 /* The bits of magnitudes are in their order, and those of NaN beyond. */
@@ -81,14 +81,14 @@ am_status am_quantize_row(const am_quantized_row *r, float *scale)
     return AM_OK;
 }
 
-am_status am_quantize_by_channel(const am_quantized_row *r, const char *scales, ptrdiff_t step)
+am_status am_quantize_by_channel(const am_quantized_row *r, const char *scales, ptrdiff_t stride)
 {
     for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
         float piece[PIECE], quotients[PIECE];
         count = am_min(PIECE, r->from.columns - i);
         const float *numbers = read_floats(r, piece, i, count);
         for (ptrdiff_t j = 0; j < count; j++)
-            quotients[j] = numbers[j] / *(const float *)(scales + (i + j) * step);
+            quotients[j] = numbers[j] / *(const float *)(scales + (i + j) * stride);
         write_values(r, i, quotients, count);
     }
     return AM_OK;
@@ -128,7 +128,7 @@ static am_status quantize_task(void *arg, ptrdiff_t index, am_team *team)
                           .format = q->format,
                           .from = am_strided_row(q->from, q->type, row->from, row->length),
                           .to = q->to,
-                          .step = row->to,
+                          .stride = row->to,
                           .team = team};
     char *scale = q->scales;
     for (int i = q->axes - 2; i >= 0; i--) {

@@ -12,19 +12,19 @@ typedef struct {
     const am_kv_format *format;
     am_strided from;
     char *to; /* its values, each a byte */
-    ptrdiff_t step;
+    ptrdiff_t stride;
     am_team *team; /* NULL: it is finished without a checkpoint */
 } am_quantized_row;
 
 /* Find the scale of the row, or that of each group and its offset from `at` on; or take that of each channel,
- * which lie `step` bytes apart. */
+ * which lie `stride` bytes apart. */
 am_status am_quantize_row(const am_quantized_row *row, float *scale);
 am_status am_quantize_groups(const am_quantized_row *row, const am_kv_scales *groups, char *at);
-am_status am_quantize_by_channel(const am_quantized_row *row, const char *scales, ptrdiff_t step);
+am_status am_quantize_by_channel(const am_quantized_row *row, const char *scales, ptrdiff_t stride);
 
 enum { AM_QUANTIZED_AXES = 64 };
 
-/* An axis of an array; steps in bytes. */
+/* An axis of an array; strides in bytes. */
 typedef struct {
     ptrdiff_t length, from, to, scale;
 } am_quantized_axis;
