@@ -1,6 +1,7 @@
 """How attention forward is divided: the strategy of each shape, and what the division may depend on."""
 
 import runpy
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -315,6 +316,14 @@ def test_tasks_take_a_part_of_the_blocks_where_keys_are_too_few(shape, options, 
         for found in (few, many)
     ]
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
+def test_what_sees_no_key_is_not_divided(heads):
+    dead = np.zeros((1, 1, 1024, 1024), bool)
+    found = _backward_schedule(64, **arguments(1024, 1024, heads), attention_mask=dead)
+    assert found["sections"]
+    assert {g["part_visits"] for g in found["sections"]} == {sys.maxsize}
 
 
 BUSY = [

@@ -90,6 +90,7 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
         first = am_min(first, sums.begin), last = am_max(last, sums.end);
         if (f->kv_heads * (last - first) >= MANY_SUMS) return PTRDIFF_MAX;
     }
+    if (visits == 0) return PTRDIFF_MAX; /* then there is no first sum, either */
     const ptrdiff_t all = f->kv_heads * (last - first);
     return visits < all * FEW_VISITS ? PTRDIFF_MAX : am_max(PART_VISITS, visits / ENOUGH_VISITS);
 }
