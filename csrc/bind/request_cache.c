@@ -450,7 +450,7 @@ void am_cached_describe(am_request *r, const am_cached *c)
     attn->k_scales = c->scales[0], attn->v_scales = c->scales[1];
     attn->normalize = true;
     attn->terms.places = (am_places){.offsets = c->layout.moved,
-                                     .offset_step = 1,
+                                     .offset_stride = 1,
                                      .starts = c->q_starts,
                                      .sequences = c->q_starts ? c->sequences : 0};
 }

@@ -112,6 +112,6 @@ bool am_read_places(am_request *r, const am_operand *starts, const am_operand *o
         places->sequences = rows;
     }
     places->offsets = am_read_integers(r, offsets, rows, 0);
-    places->offset_step = 1;
+    places->offset_stride = 1;
     return places->offsets;
 }

@@ -18,18 +18,18 @@
  * `carry`. With `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
 typedef struct {
     ptrdiff_t steps, period, lanes;
-    ptrdiff_t dst_step, src_step;
+    ptrdiff_t dst_stride, src_stride;
     bool reverse;
     bool stream; /* write around the caches */
 } am_cumsum_tile;
 
 /* Lanes side by side, one step after the other. For each lane l, in the order of the sums:
- *     carry[l] += src[t * src_step + l];    dst[t * dst_step + l] = scale * carry[l]
+ *     carry[l] += src[t * src_stride + l];    dst[t * dst_stride + l] = scale * carry[l]
  * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type, those of sixteen-bit floats in
  * float32; `carry`, a double, moves from
  * block to block. So the error stays below 10 roundings of the sum of absolute values, however long the row.
- * To stream, dst and dst_step are multiples of a cache line. `carry` has room for AM_CUMSUM_PAD zeros behind
- * it. */
+ * To stream, dst and dst_stride are multiples of a cache line. `carry` has room for AM_CUMSUM_PAD zeros
+ * behind it. */
 #define AM_CUMSUM_BLOCK 8
 #define AM_CUMSUM_PAD 16
 #define AM_CUMSUM_LANES 1024 /* at most */
@@ -46,9 +46,9 @@ typedef am_cumsum_rows am_cumsum_scan;
  * it. */
 #define AM_CUMSUM_PIECE 64
 
-/* Transposes a matrix of elements of 32 or 64 bits: dst[c * dst_step + r] = src[r * src_step + c]. */
-typedef void am_transpose(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                          ptrdiff_t columns);
+/* Transposes a matrix of elements of 32 or 64 bits: dst[c * dst_stride + r] = src[r * src_stride + c]. */
+typedef void am_transpose(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
+                          ptrdiff_t rows, ptrdiff_t columns);
 
 /* Sixteen-bit floats to float32 and back, rounding to nearest even. */
 typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
@@ -148,7 +148,7 @@ enum {
 typedef struct {
     ptrdiff_t rows, head_dim, out_dim; /* out_dim: a multiple of half a panel's columns */
     const void *q;                     /* [rows][head_dim] */
-    ptrdiff_t q_step;                  /* lanes from row to row; `head_dim` where keys are unpacked */
+    ptrdiff_t q_stride;                /* lanes from row to row; `head_dim` where keys are unpacked */
     const void *q_packed;              /* like keys, for transposed tiles; or by pack_queries */
     void *out;                         /* [rows][out_dim]; columns that values lack are not defined */
     void *ref_max, *sum, *row_max;     /* [rows]; row_max may be NULL */
@@ -227,8 +227,8 @@ typedef struct {
     ptrdiff_t k_group, v_group; /* channels of a group */
     const uint64_t *live;       /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept;       /* the same for dropout; NULL: no dropout */
-    const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_step apart; NULL: none */
-    ptrdiff_t bias_step;
+    const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_stride apart; NULL: none */
+    ptrdiff_t bias_stride;
     const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
     /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
      * all begin at these addresses; NULL: they do not. */
@@ -273,9 +273,9 @@ typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t column
 /* dst[i] = src[i] factor, in the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
-/* Packs rows of queries, q_step apart, as step_unpacked reads them; each row has am_packed_query_lanes
+/* Packs rows of queries, q_stride apart, as step_unpacked reads them; each row has am_packed_query_lanes
  * lanes. */
-typedef void am_flash_pack_queries(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows,
+typedef void am_flash_pack_queries(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows,
                                    ptrdiff_t head_dim);
 static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t head_dim) { return (head_dim + 31) / 32 * 32 + 16; }
 
@@ -348,7 +348,7 @@ typedef struct {
     void *d_k, *d_v;             /* [AM_FLASH_TILE][q.step], [AM_FLASH_TILE][d_out.step] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
-    ptrdiff_t bias_step;
+    ptrdiff_t bias_stride;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
@@ -361,12 +361,12 @@ typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backw
 
 /* Load, add or multiply rows whose steps may differ. Loaded rows are zero up to whole panels; returns whether
  * all numbers are finite. */
-typedef bool am_load_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                          ptrdiff_t head_dim);
-typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                         ptrdiff_t head_dim);
+typedef bool am_load_rows(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
+                          ptrdiff_t rows, ptrdiff_t head_dim);
+typedef void am_add_rows(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
+                         ptrdiff_t rows, ptrdiff_t head_dim);
 /* The scalar product of each row; 0 where all of b is 0, whatever is in a. */
-typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
+typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_stride, const void *b, ptrdiff_t b_stride,
                          ptrdiff_t rows, ptrdiff_t head_dim);
 
 /* Where the factor of logits and the scales of tokens are multiplied: into queries or keys and into values,
@@ -404,7 +404,7 @@ typedef struct {
  * `silu` a result z becomes z / (1 + e^-z). */
 typedef struct {
     ptrdiff_t steps, lanes, width;
-    ptrdiff_t dst_step, src_step, weight_step;
+    ptrdiff_t dst_stride, src_stride, weight_stride;
     const void *weight, *bias;
     bool silu;
     bool stream; /* write around the caches; rows of dst lie on multiples of 64 bytes */
@@ -414,17 +414,17 @@ typedef void am_conv(void *dst, const void *src, const am_conv_tile *tile);
 /* A few rows of elements to and from elements in turn: row r has elements r, r + rows, … of `count` times
  * `rows`, which are 1 to AM_MOST_SPLIT. */
 enum { AM_MOST_SPLIT = 4 };
-typedef void am_split(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t count, ptrdiff_t rows);
-typedef void am_join(void *dst, const void *src, ptrdiff_t src_step, ptrdiff_t count, ptrdiff_t rows);
+typedef void am_split(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t count, ptrdiff_t rows);
+typedef void am_join(void *dst, const void *src, ptrdiff_t src_stride, ptrdiff_t count, ptrdiff_t rows);
 
 /* Multiplies `count` dout by the slope of silu at z, and writes them to z. */
 typedef void am_silu_gradient(void *z, const void *dout, ptrdiff_t count);
 
 /* Adds up the gradients of the weights and of the bias, for gradients dz that lie as dst does:
  *     sums[j] += Σ dz[t] src[t + j],   sums[width] += Σ dz[t]
- * in rows of am_conv_sums_step(lanes). */
+ * in rows of am_conv_sums_stride(lanes). */
 typedef void am_conv_sums(double *sums, const void *dz, const void *src, const am_conv_tile *tile);
-static inline ptrdiff_t am_conv_sums_step(ptrdiff_t lanes) { return (lanes + 15) / 16 * 16; }
+static inline ptrdiff_t am_conv_sums_stride(ptrdiff_t lanes) { return (lanes + 15) / 16 * 16; }
 
 typedef struct {
     am_conv *forward[AM_OTHER]; /* by the type of dst and src in memory; others are of the type of the sums */

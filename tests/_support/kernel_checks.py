@@ -98,8 +98,8 @@ def check_cumsum(kernel: Kernel, rng) -> None:
             steps=steps,
             period=period,
             lanes=lanes,
-            dst_step=dst.strides[0] // dtype.itemsize,
-            src_step=src.strides[0] // dtype.itemsize,
+            dst_stride=dst.strides[0] // dtype.itemsize,
+            src_stride=src.strides[0] // dtype.itemsize,
             reverse=reverse,
             stream=stream,
         )

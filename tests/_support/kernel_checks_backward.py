@@ -75,12 +75,12 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     panel, width = arithmetic.panel, arithmetic.width
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
-    step, value_step = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
+    step, value_stride = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
     scratch = [memory.written(np.full((rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
     sums = [
         memory.written(padded_columns(values, width_of), width_step)
         for values, width_of, width_step in zip(
-            b.old, (columns, columns, value_columns), (step, step, value_step), strict=True
+            b.old, (columns, columns, value_columns), (step, step, value_stride), strict=True
         )
     ]
     d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
@@ -88,7 +88,7 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         "am_backward_rows",
         rows=rows,
         q=operand(memory, arithmetic, p.q, step),
-        d_out=operand(memory, arithmetic, b.d_out, value_step),
+        d_out=operand(memory, arithmetic, b.d_out, value_stride),
         base=stats[0],
         rest=stats[1],
         add=stats[2],

@@ -41,7 +41,7 @@ def check_conv(kernel: Kernel, rng) -> None:
         stream, activated, biased = (bool(rng.random() < 0.5) for _ in range(3))
         case = (steps, lanes, width, stream, activated, biased)
         line, memory = 64 // stored.itemsize, Memory()
-        dst_step = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
+        dst_stride = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
         src = memory.read(
             rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(stored),
             lanes + pick(rng, [0, 5]),
@@ -49,15 +49,15 @@ def check_conv(kernel: Kernel, rng) -> None:
         )
         weight = memory.read(rng.standard_normal((width, lanes)).astype(dtype), lanes + pick(rng, [0, 2]), 1)
         bias = memory.read(rng.standard_normal(lanes).astype(dtype), shift=1) if biased else None
-        dst = memory.written(np.zeros((steps, lanes), stored), dst_step, shift=0 if stream else 1)
+        dst = memory.written(np.zeros((steps, lanes), stored), dst_stride, shift=0 if stream else 1)
         tile = structure(
             "am_conv_tile",
             steps=steps,
             lanes=lanes,
             width=width,
-            dst_step=dst_step,
-            src_step=src.strides[0] // stored.itemsize,
-            weight_step=weight.strides[0] // dtype.itemsize,
+            dst_stride=dst_stride,
+            src_stride=src.strides[0] // stored.itemsize,
+            weight_stride=weight.strides[0] // dtype.itemsize,
             weight=weight,
             bias=bias,
             silu=activated,
@@ -113,8 +113,8 @@ def check_sums(kernel: Kernel, rng) -> None:
             steps=steps,
             lanes=lanes,
             width=width,
-            dst_step=dz.strides[0] // dtype.itemsize,
-            src_step=src.strides[0] // dtype.itemsize,
+            dst_stride=dz.strides[0] // dtype.itemsize,
+            src_stride=src.strides[0] // dtype.itemsize,
         )
         kernel(sums, dz, src, tile)
         memory.check(case)

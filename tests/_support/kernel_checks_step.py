@@ -181,7 +181,7 @@ def block_of(
     arithmetic: Arithmetic,
     p: Problem,
     state: State,
-    q_step: int,
+    q_stride: int,
     q_packed,
     scratch: int,
     float_weights: bool = False,
@@ -194,8 +194,8 @@ def block_of(
         rows=rows,
         head_dim=q.shape[1],
         out_dim=state.out.shape[1],
-        q=memory.read(q, q_step),
-        q_step=q_step,
+        q=memory.read(q, q_stride),
+        q_stride=q_stride,
         q_packed=q_packed,
         logits=memory.written(np.full((scratch, TILE), np.nan, arithmetic.dtype)),
         cap=p.terms.cap,
@@ -223,7 +223,7 @@ def words_in(memory: Memory, terms: Terms) -> dict:
 def bias_in(memory: Memory, rng, terms: Terms) -> dict:
     """The bias of a tile, and the step of its rows."""
     step = pick(rng, [TILE, TILE + 5, -TILE - 1])
-    return {"bias": None if terms.bias is None else memory.read(terms.bias, step), "bias_step": step}
+    return {"bias": None if terms.bias is None else memory.read(terms.bias, step), "bias_stride": step}
 
 
 def whole_rows(values: np.ndarray) -> np.ndarray:
@@ -378,8 +378,8 @@ def run_steps(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list[Proble
     """Runs one step over the tiles of several problems, which have the same queries."""
     memory, width, panel, first = Memory(), arithmetic.width, arithmetic.panel, problems[0]
     scratch = CONSTANTS["AM_STEP_ROWS"] * CONSTANTS["AM_STEP_TILES"]
-    q_step = -(-first.q.shape[1] // width) + pick(rng, [0, 3])
-    block, mine = block_of(memory, arithmetic, first, old, q_step, None, scratch)
+    q_stride = -(-first.q.shape[1] // width) + pick(rng, [0, 3])
+    block, mine = block_of(memory, arithmetic, first, old, q_stride, None, scratch)
     prefetch, tiles = prefetch_of(rng, memory), []
     for p in problems:
         k, v = structure("am_rows"), structure("am_rows")
@@ -465,8 +465,8 @@ def run_unpacked(
         if packer.address:
             q_packed = memory.written(np.full((rows, packed_query_lanes(depth)), np.nan, np.float32))
             packer(q_packed, memory.read(p.q), depth, rows, depth)
-        q_step = -(-depth // width)
-        block, accumulators = block_of(memory, arithmetic, p, state, q_step, q_packed, rows, float_weights)
+        q_stride = -(-depth // width)
+        block, accumulators = block_of(memory, arithmetic, p, state, q_stride, q_packed, rows, float_weights)
         k, k_runs = rows_in(memory, p.k, rng, width, run)
         v, v_runs = rows_in(memory, p.v, rng, width, run)
         if run and tiles:  # only the addresses of the first tile are its own

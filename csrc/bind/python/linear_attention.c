@@ -229,16 +229,16 @@ typedef struct {
     am_out state;
     PyArrayObject *indices;
     const ptrdiff_t *slots; /* NULL: each row has its own */
-} token_step;
+} token_stride;
 
-static void release_step(token_step *s)
+static void release_step(token_stride *s)
 {
     Py_XDECREF(s->state.array);
     Py_XDECREF(s->indices);
     release(&s->a);
 }
 
-static int read_slots(token_step *s)
+static int read_slots(token_stride *s)
 {
     am_request *r = &s->a.request;
     const npy_intp batch = s->a.linear.sequences, count = PyArray_DIM(s->state.array, 0);
@@ -254,7 +254,7 @@ static int read_slots(token_step *s)
                                        batch, count));
 }
 
-static int check_step(token_step *s)
+static int check_step(token_stride *s)
 {
     arguments *a = &s->a;
     if (check(a, true) < 0) return -1;
@@ -270,7 +270,7 @@ static int check_step(token_step *s)
                         PyArray_DESCR(a->arrays[AM_QUERY]));
 }
 
-static PyObject *compute_step(PyObject *module, token_step *s)
+static PyObject *compute_step(PyObject *module, token_stride *s)
 {
     arguments *a = &s->a;
     am_owned PyArrayObject *out =
@@ -288,9 +288,9 @@ static PyObject *compute_step(PyObject *module, token_step *s)
 
 /* `compute_it` is NULL where the arguments are only checked. */
 static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
-                           PyObject *(*compute_it)(PyObject *, token_step *))
+                           PyObject *(*compute_it)(PyObject *, token_stride *))
 {
-    am_scoped(release_step) token_step s = {.a.chunk = 16};
+    am_scoped(release_step) token_stride s = {.a.chunk = 16};
     const am_param params[] = {
         {"query", am_to_array, &s.a.arrays[AM_QUERY]},
         {"key", am_to_array, &s.a.arrays[AM_KEY]},

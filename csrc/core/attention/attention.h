@@ -33,7 +33,7 @@ typedef struct {
  * row, or of its sequence where batch rows are divided. */
 typedef struct {
     const ptrdiff_t *offsets; /* NULL: 0 */
-    ptrdiff_t offset_step;    /* 1, or 0 if it is shared */
+    ptrdiff_t offset_stride;  /* 1, or 0 if it is shared */
     const ptrdiff_t *starts;  /* where the queries of sequences begin, and their number; NULL: batch rows */
     ptrdiff_t sequences;
     ptrdiff_t first_query, first_key; /* of a part of a larger problem: its places there */

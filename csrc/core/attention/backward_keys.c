@@ -41,7 +41,7 @@ static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums,
 static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t rows)
 {
     memset(to.d_k, 0, (size_t)(rows * p->lengths.step * p->base.size));
-    memset(to.d_v, 0, (size_t)(rows * p->lengths.value_step * p->base.size));
+    memset(to.d_v, 0, (size_t)(rows * p->lengths.value_stride * p->base.size));
 }
 
 /* Where this part of the i-th tile is summed up: as the total, if that is the task's own and has none yet. */
@@ -59,14 +59,15 @@ static am_key_sums open_sums(const am_backward_plan *p, const am_key_task *task,
 static void add_part(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums part,
                      ptrdiff_t rows)
 {
-    const ptrdiff_t step = p->lengths.step, value_step = p->lengths.value_step, size = p->base.size;
+    const ptrdiff_t step = p->lengths.step, value_stride = p->lengths.value_stride, size = p->base.size;
     if (first) {
         memcpy(total.d_k, part.d_k, (size_t)(rows * step * size));
-        memcpy(total.d_v, part.d_v, (size_t)(rows * value_step * size));
+        memcpy(total.d_v, part.d_v, (size_t)(rows * value_stride * size));
         return;
     }
     p->base.arithmetic->add_rows(total.d_k, step, part.d_k, step, rows, p->base.attn->head_dim);
-    p->base.arithmetic->add_rows(total.d_v, value_step, part.d_v, value_step, rows, p->base.attn->value_dim);
+    p->base.arithmetic->add_rows(total.d_v, value_stride, part.d_v, value_stride, rows,
+                                 p->base.attn->value_dim);
 }
 
 /* Ends a part of the visits of a task: adds what it has summed up to the total; after the parts before it, if
@@ -252,7 +253,7 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         if (!s->tiles[i].summed) clear_sums(p, sums, am_length(keys));
         const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
         const am_rows k = {.data = sums.d_k, .step = p->lengths.step * p->base.size},
-                      v = {.data = sums.d_v, .step = p->lengths.value_step * p->base.size};
+                      v = {.data = sums.d_v, .step = p->lengths.value_stride * p->base.size};
         write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
         write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
         behind = keys.end;

@@ -43,7 +43,7 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
 {
     const am_attn *f = p->base.attn;
     const am_backward_operand q = {.dim = f->head_dim, .step = p->lengths.step},
-                              d_out = {.dim = f->value_dim, .step = p->lengths.value_step};
+                              d_out = {.dim = f->value_dim, .step = p->lengths.value_stride};
     return (am_backward_rows){
         .rows = at->rows,
         .q = load_block(p, &f->q, at, q, s->q, s->q_rows, s->row),
@@ -71,7 +71,7 @@ bool am_find_backward_terms(const am_backward_plan *p, const am_attn_place *at, 
     if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &terms)) return false;
     tile->columns = am_length(keys);
     tile->live = terms.live, tile->kept = terms.kept;
-    tile->bias = terms.bias, tile->bias_step = terms.bias_step;
+    tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
     return true;
 }
 

@@ -138,10 +138,10 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     char *own =
         am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
     it.rows = rows_of(f, g, own, it.at.rows);
-    it.rows.q = it.q, it.rows.q_step = query_lanes(f, g);
+    it.rows.q = it.q, it.rows.q_stride = query_lanes(f, g);
     if (g->shape.queries_direct) {
         it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
-        it.rows.q_step = f->base.attn->q.token / size;
+        it.rows.q_stride = f->base.attn->q.token / size;
     }
     it.rows.q_packed = it.q_packed;
     it.rows.logits = w->logits + tile_row * TILE * size;
@@ -196,9 +196,9 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
                           head_dim);
     if (packs) {
-        base->kv_rows->pack_queries(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
+        base->kv_rows->pack_queries(it->q_packed, it->rows.q, it->rows.q_stride, it->at.rows, head_dim);
     } else if (it->q_packed) {
-        const am_rows rows = {.data = it->rows.q, .step = it->rows.q_step * base->size};
+        const am_rows rows = {.data = it->rows.q, .step = it->rows.q_stride * base->size};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
     }
 }
@@ -329,7 +329,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (live == 0) am_kv_begin_tile(kv, &it->at, index);
                 am_kv_tile(kv, &it->at, !terms.live, tile);
                 tile->live = terms.live, tile->kept = terms.kept;
-                tile->bias = terms.bias, tile->bias_step = terms.bias_step;
+                tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
                 tile->prefetch = prefetch;
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;

@@ -65,7 +65,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_link *l, am
 {
     const am_linear_base *base = l->base;
     am_linear_buffers *b = l->b;
-    am_linear_read(base->all_kernels, base->type, b->back.d_out, base->shape.channel_step,
+    am_linear_read(base->all_kernels, base->type, b->back.d_out, base->shape.channel_stride,
                    am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
                    chunk->tokens, l->at->channels);
     if (chunk->soon && l->index > 0)
@@ -106,14 +106,15 @@ static void store(const backward_job *job, const am_linear_buffers *b, const am_
         const char *rows;
         ptrdiff_t step, columns;
     } parts[] = {
-        {&job->query, b->back.d_q, s->row_step, s->rows},
-        {&job->key, b->back.d_k, s->row_step, s->rows},
-        {&job->back->value, b->back.d_v, s->channel_step, s->channels},
-        {&job->decay, b->back.d_decay, s->row_step, s->rows},
+        {&job->query, b->back.d_q, s->row_stride, s->rows},
+        {&job->key, b->back.d_k, s->row_stride, s->rows},
+        {&job->back->value, b->back.d_v, s->channel_stride, s->channels},
+        {&job->decay, b->back.d_decay, s->row_stride, s->rows},
     };
-    base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, count, s->row_step);
+    base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, count,
+                                   s->row_stride);
     if (base->linear->normalize)
-        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, count, s->row_step);
+        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, count, s->row_stride);
     for (int i = 0; i < (base->linear->by_channel ? 4 : 3); i++) {
         if (parts[i].array->data)
             am_linear_write(base->all_kernels, base->type,
@@ -163,7 +164,7 @@ static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk 
     am_status status = take_chunk(job, l, chunk, &g, base->chunks->backward_state);
     am_linear_write(base->all_kernels, base->type,
                     am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)),
-                    l->b->back.d_u, base->shape.channel_step, chunk->tokens, l->at->channels);
+                    l->b->back.d_u, base->shape.channel_stride, chunk->tokens, l->at->channels);
     return status;
 }
 
@@ -186,7 +187,7 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     g.d_next = am_linear_kept_state(base, job->d_states, &at, i + 1);
     g.d_state = b->states[0];
     g.known = true;
-    am_linear_read(base->all_kernels, base->type, b->back.d_u, base->shape.channel_step,
+    am_linear_read(base->all_kernels, base->type, b->back.d_u, base->shape.channel_stride,
                    am_linear_values_at(&job->d_u, &at, token), chunk.tokens, at.channels);
     am_status status = take_chunk(job, &link, &chunk, &g, base->chunks->backward);
     if (status == AM_OK) store(job, b, &at, token, chunk.tokens);

@@ -83,9 +83,9 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .tokens = tokens,
         .rows = linear->rows,
         .channels = linear->channels,
-        .token_step = padded_to(tokens, pad),
-        .row_step = padded_to(linear->rows, pad),
-        .channel_step = padded(linear->channels),
+        .token_stride = padded_to(tokens, pad),
+        .row_stride = padded_to(linear->rows, pad),
+        .channel_stride = padded(linear->channels),
         .decay = linear->by_channel ? AM_DECAY_BY_CHANNEL : AM_DECAY_BY_TOKEN,
         .delta = linear->beta.data,
         .normalize = base->unscaled && linear->normalize,
@@ -93,7 +93,7 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
     };
     find_scratch(base);
     base->slices = 1;
-    base->kept_step = base->shape.channel_step;
+    base->kept_stride = base->shape.channel_stride;
     base->offsets = calloc((size_t)linear->sequences + 1, sizeof *base->offsets);
     if (!base->offsets) return AM_NO_MEMORY;
     for (ptrdiff_t s = 0; s < linear->sequences; s++)
@@ -108,7 +108,7 @@ void am_linear_cut_channels(am_linear_base *base, const am_context *context)
     if (tasks == 0 || tasks >= context->threads) return;
     const ptrdiff_t most = am_max(base->linear->channels / NARROWEST, 1);
     const ptrdiff_t slices = am_min(am_ceil_div(context->threads, tasks), most);
-    base->shape.channels = base->shape.channel_step = padded(am_ceil_div(base->linear->channels, slices));
+    base->shape.channels = base->shape.channel_stride = padded(am_ceil_div(base->linear->channels, slices));
     base->slices = am_ceil_div(base->linear->channels, am_max(base->shape.channels, 1));
     find_scratch(base);
 }
@@ -147,11 +147,11 @@ static am_strided state_at(const am_linear_array *states, const am_linear_place 
 ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, int uses, char *memory)
 {
     const am_linear_shape *s = &base->shape;
-    const ptrdiff_t keys = s->token_step * s->row_step * base->size;
-    const ptrdiff_t values = s->token_step * s->channel_step * base->size,
-                    tokens = s->token_step * base->size;
+    const ptrdiff_t keys = s->token_stride * s->row_stride * base->size;
+    const ptrdiff_t values = s->token_stride * s->channel_stride * base->size,
+                    tokens = s->token_stride * base->size;
     const ptrdiff_t decays = base->linear->by_channel ? keys : tokens;
-    const ptrdiff_t state = s->row_step * s->channel_step * base->size;
+    const ptrdiff_t state = s->row_stride * s->channel_stride * base->size;
     ptrdiff_t scratch = uses & AM_LINEAR_FIND ? base->scratch.find : 0;
     if (uses & AM_LINEAR_TAKE) scratch = am_max(scratch, base->scratch.forward);
     if (uses & AM_LINEAR_BACK) scratch = am_max(scratch, base->scratch.backward);
@@ -203,7 +203,7 @@ static void read_tokens(const am_linear_base *base, const am_linear_array *array
 {
     am_strided rows = am_linear_rows_at(array, at->batch, token, at->head);
     rows.column = array->stride[1];
-    am_linear_read(base->all_kernels, base->type, to, base->shape.token_step, rows, 1, count);
+    am_linear_read(base->all_kernels, base->type, to, base->shape.token_stride, rows, 1, count);
 }
 
 /* Whether kernels can read rows of this type where they lie, a lane of 4 bytes at a time. */
@@ -217,7 +217,7 @@ static bool is_plain(const am_linear_base *base, const am_strided *rows, am_dtyp
 static void read_channel_decay(const am_linear_base *base, const am_linear_buffers *b,
                                const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
 {
-    am_linear_read(base->all_kernels, base->type, b->decay, base->shape.row_step,
+    am_linear_read(base->all_kernels, base->type, b->decay, base->shape.row_stride,
                    am_linear_rows_at(&base->linear->decay, at->batch, token, at->head), count,
                    base->shape.rows);
 }
@@ -228,21 +228,21 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
     const am_linear *linear = base->linear;
     const am_linear_shape *s = &base->shape;
     if (!linear->decay.data) {
-        memset(b->decay, 0, (size_t)(s->token_step * base->size));
-        base->kernels->exp(b->factor, b->decay, s->token_step);
+        memset(b->decay, 0, (size_t)(s->token_stride * base->size));
+        base->kernels->exp(b->factor, b->decay, s->token_stride);
     } else if (linear->by_channel) {
         const am_strided from = am_linear_rows_at(&linear->decay, at->batch, token, at->head);
-        if (is_plain(base, &from, base->type) && s->rows == s->row_step) {
+        if (is_plain(base, &from, base->type) && s->rows == s->row_stride) {
             for (ptrdiff_t r = 0; r < count; r++)
-                base->kernels->exp(b->factor + r * s->row_step * base->size, from.data + r * from.row,
-                                   s->row_step);
+                base->kernels->exp(b->factor + r * s->row_stride * base->size, from.data + r * from.row,
+                                   s->row_stride);
             return;
         }
         read_channel_decay(base, b, at, token, count);
-        base->kernels->exp(b->factor, b->decay, count * s->row_step);
+        base->kernels->exp(b->factor, b->decay, count * s->row_stride);
     } else {
         read_tokens(base, &linear->decay, at, token, count, b->decay);
-        base->kernels->exp(b->factor, b->decay, s->token_step);
+        base->kernels->exp(b->factor, b->decay, s->token_stride);
     }
 }
 
@@ -261,9 +261,9 @@ static const void *unscaled_keys(const am_linear_base *base, bool keys, const am
     const am_linear_shape *s = &base->shape;
     const am_strided from = keys_at(base, keys, at, token);
     const am_dtype type = base->chunks->rows;
-    if (is_plain(base, &from, type) && s->rows == s->row_step && from.row == s->row_step * from.column)
+    if (is_plain(base, &from, type) && s->rows == s->row_stride && from.row == s->row_stride * from.column)
         return from.data;
-    am_linear_read(base->all_kernels, type, to, s->row_step, from, am_min(s->tokens, at->end - token),
+    am_linear_read(base->all_kernels, type, to, s->row_stride, from, am_min(s->tokens, at->end - token),
                    s->rows);
     return to;
 }
@@ -274,10 +274,11 @@ static void read_keys(const am_linear_base *base, const am_linear_place *at, ptr
 {
     const am_linear *linear = base->linear;
     for (int i = 0; i < 2; i++) {
-        am_linear_read(base->all_kernels, base->type, to[i], base->shape.row_step,
+        am_linear_read(base->all_kernels, base->type, to[i], base->shape.row_stride,
                        keys_at(base, i, at, token), count, base->shape.rows);
         if (i == 0 || linear->normalize)
-            base->kernels->scale_rows(to[i], inverses[i], i ? 1 : linear->scale, count, base->shape.row_step);
+            base->kernels->scale_rows(to[i], inverses[i], i ? 1 : linear->scale, count,
+                                      base->shape.row_stride);
     }
 }
 
@@ -313,7 +314,7 @@ am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear
 static void read_values(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
                         ptrdiff_t count, char *to)
 {
-    am_linear_read(base->all_kernels, type, to, base->shape.channel_step,
+    am_linear_read(base->all_kernels, type, to, base->shape.channel_stride,
                    am_linear_values_at(&base->linear->value, at, token), count, at->channels);
 }
 
@@ -326,9 +327,9 @@ void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *
     const bool read_once = s->delta || type != base->type;
     chunk->shape = s;
     chunk->out = b->out;
-    chunk->v = b->v, chunk->v_step = s->channel_step;
-    if (read_once && is_plain(base, &from, type) && at->channels == s->channel_step)
-        chunk->v = from.data, chunk->v_step = from.row / from.column;
+    chunk->v = b->v, chunk->v_stride = s->channel_stride;
+    if (read_once && is_plain(base, &from, type) && at->channels == s->channel_stride)
+        chunk->v = from.data, chunk->v_stride = from.row / from.column;
     else
         read_values(base, type, at, token, chunk->tokens, b->v);
 }
@@ -359,7 +360,7 @@ void am_linear_values_soon(const am_linear_base *base, const am_linear_array *va
 
 static void find_resets(const am_linear_base *base, const am_linear_buffers *b, am_linear_chunk *chunk)
 {
-    const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->row_step : 1);
+    const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->row_stride : 1);
     bool *reset = (bool *)b->reset, any = false;
     for (ptrdiff_t i = 0; i < count; i++) {
         const double decay =
@@ -376,11 +377,11 @@ void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *
     const am_linear_shape *s = &base->shape;
     char *q = b->q, *k = b->k, *inverse = b->q_inverse;
     if (b->wide) {
-        q = b->wide, k = q + s->token_step * s->row_step * base->size;
-        char *v = k + s->token_step * s->row_step * base->size;
-        if (inverse) inverse = v + s->token_step * s->channel_step * base->size;
+        q = b->wide, k = q + s->token_stride * s->row_stride * base->size;
+        char *v = k + s->token_stride * s->row_stride * base->size;
+        if (inverse) inverse = v + s->token_stride * s->channel_stride * base->size;
         read_values(base, base->type, at, token, chunk->tokens, v);
-        chunk->v = v, chunk->v_step = s->channel_step;
+        chunk->v = v, chunk->v_stride = s->channel_stride;
     }
     if (base->unscaled || !chunk->q)
         read_keys(base, at, token, chunk->tokens, (char *const[]){q, k},
@@ -403,13 +404,13 @@ ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at,
 
 static ptrdiff_t spare_values(const am_linear_base *base)
 {
-    return base->shape.token_step * base->shape.channel_step * base->size;
+    return base->shape.token_stride * base->shape.channel_stride * base->size;
 }
 
 void am_linear_put_aside(const am_linear_base *base, const am_linear_buffers *b, ptrdiff_t tokens,
                          const void *out, const void *state)
 {
-    const size_t row = (size_t)(base->shape.channel_step * base->size), rows = (size_t)base->shape.rows;
+    const size_t row = (size_t)(base->shape.channel_stride * base->size), rows = (size_t)base->shape.rows;
     if (tokens > 0) memcpy(b->spare, out, (size_t)tokens * row);
     memcpy(b->spare + spare_values(base), state, rows * row);
 }
@@ -426,10 +427,10 @@ void am_linear_read_state(const am_linear_base *base, const am_linear_array *sta
 {
     const am_linear_shape *s = &base->shape;
     if (!states->data) {
-        memset(to, 0, (size_t)(s->rows * s->channel_step * base->size));
+        memset(to, 0, (size_t)(s->rows * s->channel_stride * base->size));
         return;
     }
-    am_linear_read(base->all_kernels, base->type, to, s->channel_step, state_at(states, at), s->rows,
+    am_linear_read(base->all_kernels, base->type, to, s->channel_stride, state_at(states, at), s->rows,
                    at->channels);
 }
 
@@ -437,7 +438,7 @@ void am_linear_write_state(const am_linear_base *base, const am_linear_array *st
                            const am_linear_place *at, const void *from)
 {
     const am_linear_shape *s = &base->shape;
-    am_linear_write(base->all_kernels, base->type, state_at(states, at), from, s->channel_step, s->rows,
+    am_linear_write(base->all_kernels, base->type, state_at(states, at), from, s->channel_stride, s->rows,
                     at->channels);
 }
 
@@ -445,13 +446,13 @@ char *am_linear_kept_state(const am_linear_base *base, const void *kept, const a
                            ptrdiff_t index)
 {
     const ptrdiff_t number = (base->offsets[at->sequence] + index) * base->linear->heads + at->head;
-    return (char *)kept + (number * base->shape.rows * base->kept_step + at->channel) * base->size;
+    return (char *)kept + (number * base->shape.rows * base->kept_stride + at->channel) * base->size;
 }
 
 /* The last slice may be padded to more than what is kept. */
 static ptrdiff_t kept_channels(const am_linear_base *base, const am_linear_place *at)
 {
-    return am_min(base->shape.channel_step, base->kept_step - at->channel);
+    return am_min(base->shape.channel_stride, base->kept_stride - at->channel);
 }
 
 void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state)
@@ -459,14 +460,14 @@ void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_plac
     const am_linear_shape *s = &base->shape;
     const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
     for (ptrdiff_t r = 0; r < s->rows; r++)
-        memcpy(kept + r * base->kept_step * base->size, state + r * s->channel_step * base->size, bytes);
+        memcpy(kept + r * base->kept_stride * base->size, state + r * s->channel_stride * base->size, bytes);
 }
 
 void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state)
 {
     const am_linear_shape *s = &base->shape;
     const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
-    memset(state, 0, (size_t)(s->rows * s->channel_step * base->size));
+    memset(state, 0, (size_t)(s->rows * s->channel_stride * base->size));
     for (ptrdiff_t r = 0; r < s->rows; r++)
-        memcpy(state + r * s->channel_step * base->size, kept + r * base->kept_step * base->size, bytes);
+        memcpy(state + r * s->channel_stride * base->size, kept + r * base->kept_stride * base->size, bytes);
 }

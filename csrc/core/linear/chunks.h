@@ -12,12 +12,12 @@ typedef struct {
     const am_linear_kernels *chunks; /* take chunks; the same or for bfloat16 */
     am_linear_shape shape;
     am_linear_scratch scratch;
-    am_dtype type;       /* of sums */
-    ptrdiff_t size;      /* of their elements */
-    ptrdiff_t *offsets;  /* [sequences + 1]: states that are kept before each sequence */
-    ptrdiff_t slices;    /* of the channels of values, which do not meet: a task takes one */
-    ptrdiff_t kept_step; /* from row to row of a state that is kept */
-    bool unscaled;       /* queries and keys of chunks are as in memory */
+    am_dtype type;         /* of sums */
+    ptrdiff_t size;        /* of their elements */
+    ptrdiff_t *offsets;    /* [sequences + 1]: states that are kept before each sequence */
+    ptrdiff_t slices;      /* of the channels of values, which do not meet: a task takes one */
+    ptrdiff_t kept_stride; /* from row to row of a state that is kept */
+    bool unscaled;         /* queries and keys of chunks are as in memory */
 } am_linear_base;
 
 /* A sequence, value head, and slice of its channels. */

@@ -42,7 +42,7 @@ static am_status take(void *results, const am_linear_link *l, am_linear_chunk *c
     }
     keep_slice(to, l, l->index + 1);
     am_linear_write(base->all_kernels, base->type, am_linear_values_at(&to->out, l->at, token), l->b->out,
-                    base->shape.channel_step, chunk->tokens, l->at->channels);
+                    base->shape.channel_stride, chunk->tokens, l->at->channels);
     return AM_OK;
 }
 
@@ -77,8 +77,8 @@ typedef struct {
 static bool is_in_place(const am_linear_base *base, const am_linear_array *state)
 {
     const am_linear_shape *s = &base->shape;
-    return s->channels == s->channel_step && state->stride[3] == base->size &&
-           state->stride[2] == s->channel_step * base->size;
+    return s->channels == s->channel_stride && state->stride[3] == base->size &&
+           state->stride[2] == s->channel_stride * base->size;
 }
 
 static void take_step(const step_job *job, const am_linear_buffers *b, const am_linear_place *at)
@@ -89,7 +89,7 @@ static void take_step(const step_job *job, const am_linear_buffers *b, const am_
     am_linear_place slot = *at;
     slot.sequence = step->slots ? step->slots[at->sequence] : at->sequence;
     if (slot.sequence < 0) {
-        memset(b->out, 0, (size_t)(base->shape.channel_step * base->size));
+        memset(b->out, 0, (size_t)(base->shape.channel_stride * base->size));
     } else {
         am_linear_chunk chunk = am_linear_load(base, b, at, 0);
         am_linear_load_values(base, b, at, 0, &chunk);
@@ -102,7 +102,7 @@ static void take_step(const step_job *job, const am_linear_buffers *b, const am_
         base->kernels->forward_tokens(&chunk, b->scratch);
         if (!in_place) am_linear_write_state(base, &step->state, &slot, state);
     }
-    am_linear_write(base->all_kernels, base->type, out, b->out, base->shape.channel_step, 1, at->channels);
+    am_linear_write(base->all_kernels, base->type, out, b->out, base->shape.channel_stride, 1, at->channels);
 }
 
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)

@@ -54,9 +54,9 @@ static am_conv_tile tile_of(const am_conv_place *p)
 {
     return (am_conv_tile){.lanes = p->lanes,
                           .width = p->conv->width,
-                          .weight_step = p->lanes,
-                          .src_step = p->lanes,
-                          .dst_step = p->lanes,
+                          .weight_stride = p->lanes,
+                          .src_stride = p->lanes,
+                          .dst_stride = p->lanes,
                           .weight = p->weight,
                           .bias = p->bias,
                           .silu = p->conv->silu};
@@ -100,14 +100,14 @@ static am_status convolve(const conv_job *job, const am_conv_place *p, const buf
         const char *src = b->window;
         if (direct) {
             src = am_conv_at(p, &c->x, t - history);
-            tile.src_step = c->x.token / job->size;
+            tile.src_stride = c->x.token / job->size;
         } else {
             am_conv_load_window(p, b->window, t, count);
         }
         char *dst = b->results;
         if (job->dst_direct) {
             dst = am_conv_at(p, &c->out, t);
-            tile.dst_step = c->out.token / job->size;
+            tile.dst_stride = c->out.token / job->size;
             tile.stream = job->stream && (uintptr_t)dst % LINE == 0;
         }
         am_conv_kernel(p)(dst, src, &tile);

@@ -78,9 +78,9 @@ static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, p
     const am_conv_tile tile = {.steps = count,
                                .lanes = p->lanes,
                                .width = c->width,
-                               .dst_step = p->lanes,
-                               .src_step = p->lanes,
-                               .weight_step = p->lanes,
+                               .dst_stride = p->lanes,
+                               .src_stride = p->lanes,
+                               .weight_stride = p->lanes,
                                .weight = p->weight,
                                .bias = p->bias};
     am_conv_kernel(p)(b->dz, b->window, &tile);
@@ -99,9 +99,9 @@ static void add_terms(const am_conv_place *p, const buffers *b, void *to, const 
     const am_conv_tile tile = {.steps = s.count,
                                .lanes = p->lanes,
                                .width = s.terms,
-                               .dst_step = p->lanes,
-                               .src_step = p->lanes,
-                               .weight_step = p->lanes,
+                               .dst_stride = p->lanes,
+                               .src_stride = p->lanes,
+                               .weight_stride = p->lanes,
                                .weight = b->reversed + s.first_weight * p->row,
                                .bias = more};
     am_conv_kernel(p)(to, b->dz + s.first_dz * p->row, &tile);
@@ -131,8 +131,11 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
     for (ptrdiff_t t = first; t < last; t += job->chunk) {
         const ptrdiff_t count = am_min(job->chunk, last - t);
         find_dz(p, b, t, am_min(count + history, p->length - t));
-        const am_conv_tile tile = {
-            .steps = count, .lanes = p->lanes, .width = c->width, .dst_step = p->lanes, .src_step = p->lanes};
+        const am_conv_tile tile = {.steps = count,
+                                   .lanes = p->lanes,
+                                   .width = c->width,
+                                   .dst_stride = p->lanes,
+                                   .src_stride = p->lanes};
         am_conv_kernels_of(p->kernels, c->type)->sums(sums, b->dz, b->window, &tile);
         const ptrdiff_t whole = am_max(am_min(count, p->length - history - t), 0);
         add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0});
@@ -151,8 +154,8 @@ static am_status gradient_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
                     end = am_min(begin + job->tokens, c->starts[c->sequences]);
-    double *sums = job->sums + index * (c->width + 1) * am_conv_sums_step(job->lanes);
-    memset(sums, 0, (size_t)((c->width + 1) * am_conv_sums_step(p.lanes)) * sizeof *sums);
+    double *sums = job->sums + index * (c->width + 1) * am_conv_sums_stride(job->lanes);
+    memset(sums, 0, (size_t)((c->width + 1) * am_conv_sums_stride(p.lanes)) * sizeof *sums);
     buffers b;
     if (!new_buffers(&b, job)) return AM_NO_MEMORY;
     load_weights(&p, &b);
@@ -173,7 +176,8 @@ static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
     const gradient_job *job = arg;
     const am_short_conv *c = &job->gradients->conv;
     const am_conv_place p = place_of(job, band);
-    const ptrdiff_t step = am_conv_sums_step(p.lanes), one = (c->width + 1) * am_conv_sums_step(job->lanes);
+    const ptrdiff_t step = am_conv_sums_stride(p.lanes),
+                    one = (c->width + 1) * am_conv_sums_stride(job->lanes);
     double *row = malloc((size_t)p.lanes * sizeof *row);
     if (!row) return AM_NO_MEMORY;
     for (ptrdiff_t j = 0; j <= c->width; j++) {
@@ -226,7 +230,7 @@ am_status am_short_conv_backward(const am_context *context, const am_short_conv_
         am_max(am_max(AM_CONV_TASK / job.lanes, 16 * (c->width + 1)), am_ceil_div(tokens, MOST_PIECES));
     job.pieces = am_ceil_div(tokens, job.tokens);
     const ptrdiff_t rows = am_product(job.pieces * job.bands, c->width + 1, (ptrdiff_t)sizeof *job.sums);
-    job.sums = malloc((size_t)am_product(rows, am_conv_sums_step(job.lanes), 1));
+    job.sums = malloc((size_t)am_product(rows, am_conv_sums_stride(job.lanes), 1));
     if (!job.sums && rows) return AM_NO_MEMORY;
     am_status status = am_parallel(context, job.pieces * job.bands, 1, gradient_task, &job);
     if (status == AM_OK) status = am_parallel(context, job.bands, 1, join_task, &job);

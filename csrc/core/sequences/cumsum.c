@@ -118,14 +118,14 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type), lanes = l->lanes;
-    char *dst = l->dst + first * c->dst_step;
-    const char *src = l->src + first * c->src_step;
+    char *dst = l->dst + first * c->dst_time_stride;
+    const char *src = l->src + first * c->src_time_stride;
     am_cumsum_tile tile = {
         .steps = steps,
         .period = period,
         .lanes = lanes,
-        .dst_step = p->dst_direct ? c->dst_step / size : lanes,
-        .src_step = p->src_direct ? c->src_step / size : lanes,
+        .dst_stride = p->dst_direct ? c->dst_time_stride / size : lanes,
+        .src_stride = p->src_direct ? c->src_time_stride / size : lanes,
         .reverse = c->reverse,
         .stream = p->stream,
     };
@@ -134,11 +134,11 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
         return true;
     }
     tile_buffers *scratch = l->buffers;
-    am_strided from = {(char *)src, c->src_type, c->src_step, p->src_lane, steps, lanes},
-               to = {dst, c->dst_type, c->dst_step, p->dst_lane, steps, lanes};
+    am_strided from = {(char *)src, c->src_type, c->src_time_stride, p->src_lane, steps, lanes},
+               to = {dst, c->dst_type, c->dst_time_stride, p->dst_lane, steps, lanes};
     if (p->scan) {
-        from = am_strided_row(src, c->src_type, c->src_step, steps);
-        to = am_strided_row(dst, c->dst_type, c->dst_step, steps);
+        from = am_strided_row(src, c->src_type, c->src_time_stride, steps);
+        to = am_strided_row(dst, c->dst_type, c->dst_time_stride, steps);
     }
     bool fits = p->src_direct || am_gather(p->kernels, p->type, scratch->in, from.columns, &from);
     if (p->type == AM_INT64) {
@@ -294,9 +294,10 @@ static void choose_axes(plan *p)
     }
 
     bool contiguous_lanes = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
-    p->scan = !contiguous_lanes && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
-    bool src_contiguous = (p->scan ? c->src_step : p->src_lane) == src_size;
-    bool dst_contiguous = (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    p->scan = !contiguous_lanes &&
+              (lanes.length == 1 || c->dst_time_stride == dst_size || c->src_time_stride == src_size);
+    bool src_contiguous = (p->scan ? c->src_time_stride : p->src_lane) == src_size;
+    bool dst_contiguous = (p->scan ? c->dst_time_stride : p->dst_lane) == dst_size;
     /* Loading and storing less than a vector of sixteen-bit floats is slow. */
     bool whole_vectors = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
     bool sixteen_bits = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
@@ -313,7 +314,7 @@ static bool should_stream(const plan *p)
     static const uintptr_t LINE = 64;
     const am_cumsum *c = p->cumsum;
     uintptr_t misaligned = (uintptr_t)c->dst | (uintptr_t)p->dst_outer[0] | (uintptr_t)p->dst_outer[1];
-    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_step);
+    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_time_stride);
     misaligned |= (uintptr_t)(p->scan ? 0 : p->lanes * p->dst_lane);
     return p->dst_direct && misaligned % LINE == 0 &&
            p->outer[0] * p->outer[1] * p->lanes >=
@@ -356,7 +357,8 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
     choose_axes(&p);
     p.stream = should_stream(&p);
 
-    bool transposed = is_transposed(c.src_step, c.src_type) || is_transposed(c.dst_step, c.dst_type);
+    bool transposed =
+        is_transposed(c.src_time_stride, c.src_type) || is_transposed(c.dst_time_stride, c.dst_type);
     ptrdiff_t most_lanes = transposed                     ? TRANSPOSED_LANES
                            : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
                                                           : TILE_LANES;

@@ -11,9 +11,9 @@ typedef struct {
     am_dtype src_type, dst_type; /* both integers, both floating, or integer to floating */
     const char *src;
     char *dst;
-    ptrdiff_t steps;                 /* the length of the time axis */
-    ptrdiff_t src_step, dst_step;    /* its strides, in bytes */
-    ptrdiff_t shape[AM_CUMSUM_AXES]; /* the other axes, outermost first; unused ones are 1 */
+    ptrdiff_t steps;                            /* the length of the time axis */
+    ptrdiff_t src_time_stride, dst_time_stride; /* its strides, in bytes */
+    ptrdiff_t shape[AM_CUMSUM_AXES];            /* the other axes, outermost first; unused ones are 1 */
     ptrdiff_t src_stride[AM_CUMSUM_AXES], dst_stride[AM_CUMSUM_AXES];
     const ptrdiff_t *starts; /* [sequences + 1], from 0 to `steps`; there is at least one sequence */
     ptrdiff_t sequences;

@@ -16,9 +16,9 @@ enum {
 /* What is summed; `carry` and both arrays begin with the same lane. Negative steps run backwards. */
 typedef struct {
     T *dst;
-    ptrdiff_t dst_step;
+    ptrdiff_t dst_stride;
     const T *src;
-    ptrdiff_t src_step;
+    ptrdiff_t src_stride;
     double *carry;
     V scale;
 } FN(sums);
@@ -45,10 +45,10 @@ static inline __attribute__((always_inline)) void FN(cumsum_strip)(const FN(sums
     for (int v = 0; v < vectors; v++) sum[v] = sums[v];
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (int v = 0; v < vectors; v++) {
-            const T *from = x.src + t * x.src_step + v * LANES;
+            const T *from = x.src + t * x.src_stride + v * LANES;
             if (stream && v * LANES % FN(LINE) == 0)
-                __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * x.src_step);
-            T *to = x.dst + t * x.dst_step + v * LANES;
+                __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * x.src_stride);
+            T *to = x.dst + t * x.dst_stride + v * LANES;
             sum[v] = VOP(add)(sum[v], part ? MEM(load_part)(from, part) : MEM(load)(from));
             V out = VOP(mul)(x.scale, VOP(add)(base[v], sum[v]));
             if (part)
@@ -88,7 +88,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_wide)(const FN(sums)
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (ptrdiff_t v = 0; v < vectors; v += FN(WIDEST)) {
             FN(sums) row = FN(sums_from)(x, v * LANES);
-            row.dst += t * x.dst_step, row.src += t * x.src_step;
+            row.dst += t * x.dst_stride, row.src += t * x.src_stride;
             FN(cumsum_strip)(row, 1, FN(WIDEST), 0, base + v, sums + v, stream);
         }
     }
@@ -103,7 +103,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_band)(const FN(sums)
 {
     enum { WIDE = FN(WIDEST) * LANES };
     ptrdiff_t lane = 0;
-    if (lanes >= 2 * WIDE && x.dst_step > 0) {
+    if (lanes >= 2 * WIDE && x.dst_stride > 0) {
         lane = lanes / WIDE * WIDE;
         FN(cumsum_wide)(x, steps, lane / LANES, stream);
     }
@@ -129,8 +129,8 @@ static void FN(cumsum_rows_segment)(FN(sums) x, ptrdiff_t steps, ptrdiff_t lanes
             FN(cumsum_band)(x, AM_CUMSUM_BLOCK, lanes, true);
         else
             FN(cumsum_band)(x, AM_CUMSUM_BLOCK, lanes, false);
-        x.dst += AM_CUMSUM_BLOCK * x.dst_step;
-        x.src += AM_CUMSUM_BLOCK * x.src_step;
+        x.dst += AM_CUMSUM_BLOCK * x.dst_stride;
+        x.src += AM_CUMSUM_BLOCK * x.src_stride;
     }
     if (steps) FN(cumsum_band)(x, steps, lanes, false);
 }
@@ -210,8 +210,8 @@ static void FN(cumsum_rows)(void *to, const void *from, const am_cumsum_tile *ti
         ptrdiff_t steps, first = FN(segment_begin)(tile, period, i, count, &steps);
         if (tile->reverse) first += steps - 1;
         if (tile->period) memset(carry, 0, (size_t)(tile->lanes + AM_CUMSUM_PAD) * sizeof *carry);
-        x.dst = dst + first * tile->dst_step, x.dst_step = direction * tile->dst_step;
-        x.src = src + first * tile->src_step, x.src_step = direction * tile->src_step;
+        x.dst = dst + first * tile->dst_stride, x.dst_stride = direction * tile->dst_stride;
+        x.src = src + first * tile->src_stride, x.src_stride = direction * tile->src_stride;
         FN(cumsum_rows_segment)(x, steps, tile->lanes, tile->stream);
     }
     if (tile->stream) v_fence();

@@ -9,13 +9,13 @@ FN(split_rows)(T *restrict to, ptrdiff_t step, const T *restrict from, ptrdiff_t
     }
 }
 
-static void FN(split)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t count, ptrdiff_t rows)
+static void FN(split)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t count, ptrdiff_t rows)
 {
     switch (rows) {
-    case 1: FN(split_rows)(dst, dst_step, src, count, 1); break;
-    case 2: FN(split_rows)(dst, dst_step, src, count, 2); break;
-    case 3: FN(split_rows)(dst, dst_step, src, count, 3); break;
-    default: FN(split_rows)(dst, dst_step, src, count, 4); break;
+    case 1: FN(split_rows)(dst, dst_stride, src, count, 1); break;
+    case 2: FN(split_rows)(dst, dst_stride, src, count, 2); break;
+    case 3: FN(split_rows)(dst, dst_stride, src, count, 3); break;
+    default: FN(split_rows)(dst, dst_stride, src, count, 4); break;
     }
 }
 
@@ -27,13 +27,13 @@ FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t step, ptrdiff_t 
     }
 }
 
-static void FN(join)(void *dst, const void *src, ptrdiff_t src_step, ptrdiff_t count, ptrdiff_t rows)
+static void FN(join)(void *dst, const void *src, ptrdiff_t src_stride, ptrdiff_t count, ptrdiff_t rows)
 {
     switch (rows) {
-    case 1: FN(join_rows)(dst, src, src_step, count, 1); break;
-    case 2: FN(join_rows)(dst, src, src_step, count, 2); break;
-    case 3: FN(join_rows)(dst, src, src_step, count, 3); break;
-    default: FN(join_rows)(dst, src, src_step, count, 4); break;
+    case 1: FN(join_rows)(dst, src, src_stride, count, 1); break;
+    case 2: FN(join_rows)(dst, src, src_stride, count, 2); break;
+    case 3: FN(join_rows)(dst, src, src_stride, count, 3); break;
+    default: FN(join_rows)(dst, src, src_stride, count, 4); break;
     }
 }
 

@@ -52,9 +52,9 @@ static void end_tiles(void)
 /* c = (add ? c : 0) + a b, where b is packed. */
 typedef struct {
     const float *a, *b;
-    ptrdiff_t a_step;
+    ptrdiff_t a_stride;
     float *c;
-    ptrdiff_t c_step;
+    ptrdiff_t c_stride;
     bool add;
 } amx_product;
 
@@ -71,13 +71,13 @@ static inline __attribute__((always_inline)) void amx_multiply_spans(const bool 
                                                                      const amx_span *spans, ptrdiff_t count,
                                                                      prefetch_queue *queue)
 {
-    const ptrdiff_t a_step = p->a_step, c_step = p->c_step;
-    float *c = p->c, *c_low = c + AMX_TILE_ROWS * c_step;
+    const ptrdiff_t a_stride = p->a_stride, c_stride = p->c_stride;
+    float *c = p->c, *c_low = c + AMX_TILE_ROWS * c_stride;
     if (p->add) {
-        vt_load(0, c, c_step);
-        if (right) vt_load(1, c + AMX_TILE_LANES, c_step);
-        if (low) vt_load(2, c_low, c_step);
-        if (low && right) vt_load(3, c_low + AMX_TILE_LANES, c_step);
+        vt_load(0, c, c_stride);
+        if (right) vt_load(1, c + AMX_TILE_LANES, c_stride);
+        if (low) vt_load(2, c_low, c_stride);
+        if (low && right) vt_load(3, c_low + AMX_TILE_LANES, c_stride);
     } else {
         vt_zero(0);
         if (right) vt_zero(1);
@@ -85,10 +85,10 @@ static inline __attribute__((always_inline)) void amx_multiply_spans(const bool 
         if (low && right) vt_zero(3);
     }
     for (const amx_span *span = spans; span < spans + count; span++) {
-        const float *a = span->a, *a_low = a + AMX_TILE_ROWS * a_step, *b = span->b;
+        const float *a = span->a, *a_low = a + AMX_TILE_ROWS * a_stride, *b = span->b;
         for (ptrdiff_t left = span->lanes; left > 0; left -= AMX_TILE_LANES) {
             prefetch_rest(queue, NULL, 0);
-            vt_load(4, a, a_step);
+            vt_load(4, a, a_stride);
             vt_load(6, b, PANEL_f32);
             vt_fma_bf16x2(0, 4, 6);
             if (right) {
@@ -96,17 +96,17 @@ static inline __attribute__((always_inline)) void amx_multiply_spans(const bool 
                 vt_fma_bf16x2(1, 4, 7);
             }
             if (low) {
-                vt_load(5, a_low, a_step);
+                vt_load(5, a_low, a_stride);
                 vt_fma_bf16x2(2, 5, 6);
             }
             if (low && right) vt_fma_bf16x2(3, 5, 7);
             a += AMX_TILE_LANES, a_low += AMX_TILE_LANES, b += AMX_TILE_LANES * PANEL_f32;
         }
     }
-    vt_store(0, c, c_step);
-    if (right) vt_store(1, c + AMX_TILE_LANES, c_step);
-    if (low) vt_store(2, c_low, c_step);
-    if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_step);
+    vt_store(0, c, c_stride);
+    if (right) vt_store(1, c + AMX_TILE_LANES, c_stride);
+    if (low) vt_store(2, c_low, c_stride);
+    if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_stride);
 }
 
 /* The same of up to two tiles of rows and of columns of the panel; spans have whole tiles of lanes, or one
@@ -139,9 +139,11 @@ static void add_logits(amx_shape *now, const strip_f32 *s, ptrdiff_t first, ptrd
                        const amx_product *p, prefetch_queue *queue)
 {
     for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32) {
-        const amx_product one = {
-            .a_step = p->a_step, .c = p->c + s->row * p->c_step + i, .c_step = p->c_step, .add = first > 0};
-        const amx_span span = {p->a + s->row * p->a_step + first, p->b + i * lanes + first * PANEL_f32,
+        const amx_product one = {.a_stride = p->a_stride,
+                                 .c = p->c + s->row * p->c_stride + i,
+                                 .c_stride = p->c_stride,
+                                 .add = first > 0};
+        const amx_span span = {p->a + s->row * p->a_stride + first, p->b + i * lanes + first * PANEL_f32,
                                lanes_at(first, lanes)};
         amx_multiply(now, s->rows, PANEL_f32, &one, &span, 1, queue);
     }
@@ -171,8 +173,8 @@ static void split_panel(const float *panel, float *finite, uint16_t *rest)
 }
 
 /* c += a b of live pairs of such a rest, which is 0 where numbers are finite. */
-static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_step,
-                     const uint16_t *rest, float *c, ptrdiff_t c_step)
+static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_stride,
+                     const uint16_t *rest, float *c, ptrdiff_t c_stride)
 {
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < rows; r++) any |= live[r];
@@ -182,8 +184,8 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
         for (ptrdiff_t r = 0; r < rows; r++) {
             if (!(live[r] >> row & 1)) continue;
             uint16_t p;
-            memcpy(&p, (const char *)(a + r * a_step) + row * 2, sizeof p);
-            c[r * c_step + column] += am_widen_one_bf16(p) * am_widen_one_bf16(rest[i]);
+            memcpy(&p, (const char *)(a + r * a_stride) + row * 2, sizeof p);
+            c[r * c_stride + column] += am_widen_one_bf16(p) * am_widen_one_bf16(rest[i]);
         }
     }
 }
@@ -198,17 +200,17 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
     for (const strip_f32 *s = strips + count; s-- > strips;) { /* first the shape that logits had last */
         const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
                         end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
-        const float *a = p->a + s->row * p->a_step, *b = p->b;
-        float *c = p->c + s->row * p->c_step;
+        const float *a = p->a + s->row * p->a_stride, *b = p->b;
+        float *c = p->c + s->row * p->c_stride;
         for (ptrdiff_t column = 0; column < head_dim; column += PANEL_f32, b += PANEL_LANES, c += PANEL_f32) {
             const ptrdiff_t columns = head_dim - column < PANEL_f32 ? head_dim - column : PANEL_f32;
             float finite[PANEL_LANES];
             uint16_t rest[2 * PANEL_LANES];
             if (live) split_panel(b, finite, rest);
-            const amx_product one = {.a_step = p->a_step, .c = c, .c_step = p->c_step, .add = true};
+            const amx_product one = {.a_stride = p->a_stride, .c = c, .c_stride = p->c_stride, .add = true};
             const amx_span span = {a + begin, (live ? finite : b) + begin * PANEL_f32, end - begin};
             amx_multiply(now, s->rows, columns, &one, &span, 1, queue);
-            if (live) add_rest(s->rows, live + s->row, a, p->a_step, rest, c, p->c_step);
+            if (live) add_rest(s->rows, live + s->row, a, p->a_stride, rest, c, p->c_stride);
         }
     }
 }
@@ -221,7 +223,7 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    const amx_product logits = {block->q, tile->k.data, block->q_step, block->logits, AM_FLASH_TILE, false},
+    const amx_product logits = {block->q, tile->k.data, block->q_stride, block->logits, AM_FLASH_TILE, false},
                       out = {block->logits, tile->v.data, AM_FLASH_TILE, block->out, block->out_dim, true};
     find_logits(strips, count, block->head_dim, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
@@ -312,7 +314,7 @@ static void add_values(const am_flash_rows *block, strip_tile *tiles, ptrdiff_t 
             }
             spans[i] = (amx_span){t->logits + begin, b + begin * PANEL_f32, end - begin};
         }
-        const amx_product one = {.a_step = STEP_COLUMNS, .c = c, .c_step = block->out_dim, .add = true};
+        const amx_product one = {.a_stride = STEP_COLUMNS, .c = c, .c_stride = block->out_dim, .add = true};
         amx_multiply(&amx_now, block->rows, columns_at(block, column, PANEL_f32), &one, spans, count,
                      &tiles[0].queue);
         for (ptrdiff_t i = 0; i < count; i++) {
@@ -343,9 +345,9 @@ static void take_strip(const am_flash_rows *block, ptrdiff_t row, const am_flash
         for (strip_tile *t = seen; t < seen + count; t++) {
             const amx_product one = {.a = block->q,
                                      .b = t->tile->k.data,
-                                     .a_step = block->q_step,
+                                     .a_stride = block->q_stride,
                                      .c = t->logits,
-                                     .c_step = STEP_COLUMNS};
+                                     .c_stride = STEP_COLUMNS};
             add_logits(&amx_now, &t->strip, first, lanes, &one, &t->queue);
         }
     }
@@ -359,7 +361,7 @@ static void flash_steps_amx(const am_flash_rows *block, const am_flash_tile *til
     for (ptrdiff_t row = 0; row < block->rows; row += AMX_ROWS) {
         am_flash_rows strip = *block;
         strip.rows = block->rows - row < AMX_ROWS ? block->rows - row : AMX_ROWS;
-        strip.q = (const float *)block->q + row * block->q_step;
+        strip.q = (const float *)block->q + row * block->q_stride;
         strip.out = (float *)block->out + row * block->out_dim;
         strip.ref_max = (float *)block->ref_max + row, strip.sum = (float *)block->sum + row;
         if (block->exact_sum) strip.exact_sum = (float *)block->exact_sum + row;

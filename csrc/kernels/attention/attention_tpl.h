@@ -4,7 +4,7 @@
 static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                   T *logits, ptrdiff_t begin, ptrdiff_t end)
 {
-    const T *bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL;
+    const T *bias = tile->bias ? (const T *)tile->bias + row * tile->bias_stride : NULL;
     const FN(soft_cap) cap = FN(soft_cap_of)(block->cap);
     V factor = VOP(set1)((T)block->factor), bent;
     for (ptrdiff_t i = begin; i < end; i += LANES) {

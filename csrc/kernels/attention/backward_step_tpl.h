@@ -14,19 +14,20 @@
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
                             prefetch_queue *queue)
 {
-    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? p->step : lanes;
+    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_stride = WIDTH == 1 ? p->step : lanes;
     if (lanes == 0) {
         memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
         return;
     }
 #ifdef AMX_PRODUCTS
-    find_logits(strips, count, lanes, &(amx_product){p->a, p->b, a_step, p->c, AM_FLASH_TILE, false}, queue);
+    find_logits(strips, count, lanes, &(amx_product){p->a, p->b, a_stride, p->c, AM_FLASH_TILE, false},
+                queue);
 #else
-    STEP(operands) x = {.length = lanes, .a_row = a_step, .b = p->b};
+    STEP(operands) x = {.length = lanes, .a_row = a_stride, .b = p->b};
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), x.b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(queue, lanes);
-            x.a = p->a + s->row * a_step, x.c = p->c + s->row * AM_FLASH_TILE + column;
+            x.a = p->a + s->row * a_stride, x.c = p->c + s->row * AM_FLASH_TILE + column;
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &x, lines))
                 prefetch_rest(queue, lines, lanes);
         }

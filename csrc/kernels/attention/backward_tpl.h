@@ -25,7 +25,7 @@ static inline FN(logit_terms)
         .scale = VOP(set1)((T)block->factor),
         .cap = FN(soft_cap_of)(block->cap),
         .capped = block->cap > 0,
-        .bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL,
+        .bias = tile->bias ? (const T *)tile->bias + row * tile->bias_stride : NULL,
     };
 }
 

@@ -1,12 +1,12 @@
 /* rows_tpl.h – loads, adds and multiplies rows of numbers, for one type of numbers. */
 
-static bool FN(load_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                          ptrdiff_t head_dim)
+static bool FN(load_rows)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
+                          ptrdiff_t rows, ptrdiff_t head_dim)
 {
     T *to = dst;
     const T *from = src;
     V nothing = VOP(set1)(0); /* 0 × x is 0 for finite x, else NaN */
-    for (ptrdiff_t r = 0; r < rows; r++, to += dst_step, from += src_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += dst_stride, from += src_stride) {
         ptrdiff_t i = 0;
         for (; i + LANES <= head_dim; i += LANES) {
             V x = VOP(load)(from + i);
@@ -14,19 +14,19 @@ static bool FN(load_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdif
             nothing = VOP(fma)(x, VOP(set1)(0), nothing);
         }
         if (i == head_dim && head_dim % FN(PANEL) == 0) continue;
-        memset(to + i, 0, (size_t)(dst_step - i) * sizeof *to);
+        memset(to + i, 0, (size_t)(dst_stride - i) * sizeof *to);
         memcpy(to + i, from + i, (size_t)(head_dim - i) * sizeof *to);
         if (i < head_dim) nothing = VOP(fma)(VOP(load)(to + i), VOP(set1)(0), nothing);
     }
     return VOP(total)(nothing) == 0;
 }
 
-static void FN(add_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                         ptrdiff_t head_dim)
+static void FN(add_rows)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
+                         ptrdiff_t rows, ptrdiff_t head_dim)
 {
     T *to = dst;
     const T *from = src;
-    for (ptrdiff_t r = 0; r < rows; r++, to += dst_step, from += src_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += dst_stride, from += src_stride) {
         ptrdiff_t i = 0;
         for (; i + LANES <= head_dim; i += LANES)
             VOP(store)(to + i, VOP(add)(VOP(load)(to + i), VOP(load)(from + i)));
@@ -34,11 +34,11 @@ static void FN(add_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff
     }
 }
 
-static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
+static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_stride, const void *b, ptrdiff_t b_stride,
                          ptrdiff_t rows, ptrdiff_t head_dim)
 {
     const T *left = a, *right = b;
-    for (ptrdiff_t r = 0; r < rows; r++, left += a_step, right += b_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, left += a_stride, right += b_stride) {
         V sums = VOP(set1)(0);
         ptrdiff_t i = 0;
         for (; i + LANES <= head_dim; i += LANES)

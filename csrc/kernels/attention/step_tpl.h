@@ -70,7 +70,7 @@ static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash
     const bool adds = tile->bias && block->cap == 0; /* here, which saves a pass over the row */
     if (!adds && (tile->bias || block->cap > 0 || block->factor != 1))
         FN(apply_logit_terms)(block, tile, row, logits, begin, end);
-    const T *bias = adds ? (const T *)tile->bias + row * tile->bias_step : NULL;
+    const T *bias = adds ? (const T *)tile->bias + row * tile->bias_stride : NULL;
     V most = VOP(set1)(-(T)INFINITY), factor = VOP(set1)((T)block->factor);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(load)(logits + i);
@@ -141,7 +141,7 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
 typedef struct {
     const uint64_t *live, *kept;
     const T *bias;
-    ptrdiff_t bias_step;
+    ptrdiff_t bias_stride;
     const V *unit;   /* NULL for 1, and if `row_max` is not needed */
     const T *scales; /* of values */
 } STEP(extras);
@@ -159,7 +159,7 @@ STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const F
 {
     const ptrdiff_t begin = strip.begin, end = strip.end;
     const uint64_t *live = extras.live;
-    const T *bias = extras.bias ? extras.bias + row * extras.bias_step : NULL;
+    const T *bias = extras.bias ? extras.bias + row * extras.bias_stride : NULL;
     const V *unit = extras.unit;
     V *x = next->x;
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
@@ -254,7 +254,7 @@ STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
-    const ptrdiff_t step = tile->bias_step;
+    const ptrdiff_t step = tile->bias_stride;
     const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
     am_flash_rows with_terms = *block;
     const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
@@ -268,7 +268,7 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
         STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, scales},
                             all, FN(IN_FLIGHT));
     else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
-        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_step = step}, all, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_stride = step}, all, FN(IN_FLIGHT));
     else if (bias)
         STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, NULL}, all,
                             FN(IN_FLIGHT));
@@ -378,14 +378,14 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *v = tile->v.data;
     STEP(operands)
-    s_of = {.length = block->head_dim, .a_row = block->q_step, .b = tile->k.data},
+    s_of = {.length = block->head_dim, .a_row = block->q_stride, .b = tile->k.data},
     o_of = {.b_row = FN(PANEL), .c_row = block->out_dim};
     if (block->head_dim == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
     for (ptrdiff_t column = 0; block->head_dim > 0 && column < AM_FLASH_TILE;
          column += FN(PANEL), s_of.b += FN(PANEL) * block->head_dim) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
-            s_of.a = q + s->row * block->q_step, s_of.c = logits + s->row * AM_FLASH_TILE + column;
+            s_of.a = q + s->row * block->q_stride, s_of.c = logits + s->row * AM_FLASH_TILE + column;
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &s_of, lines))
                 prefetch_rest(&queue, lines, block->head_dim);
         }

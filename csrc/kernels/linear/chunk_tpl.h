@@ -27,14 +27,14 @@ static void FN(multiply_large)(const FN(work) * w, const FN(product) * p)
 
 static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
+    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->row_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
         {&w->heads, by_channel ? 2 * keys : 0},
-        {&w->since, by_channel ? keys : 2 * s->token_step},
+        {&w->since, by_channel ? keys : 2 * s->token_stride},
         {&w->tail, by_channel ? keys : 0},
-        {&w->behind, s->token_step},
-        {&w->whole, s->row_step},
+        {&w->behind, s->token_stride},
+        {&w->whole, s->row_stride},
         {&w->p, pairs},
         {&w->m, pairs},
         {&w->group_q, by_channel ? keys : 0},
@@ -47,25 +47,25 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
 /* For finding pairs. */
 static ptrdiff_t FN(lay_out_find)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const FN(part)
-        parts[] = {{&w->decays, s->token_step * s->token_step}, {&w->turned, s->token_step * s->row_step}};
+    const FN(part) parts[] = {{&w->decays, s->token_stride * s->token_stride},
+                              {&w->turned, s->token_stride * s->row_stride}};
     return FN(lay_out)(parts, COUNT_OF(parts), memory);
 }
 
 static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t values = s->token_step * s->channel_step;
+    const ptrdiff_t values = s->token_stride * s->channel_stride;
     const FN(part) parts[] = {{&w->x, 2 * values},
                               {&w->u, values},
-                              {&w->coupled, s->token_step * s->token_step},
+                              {&w->coupled, s->token_stride * s->token_stride},
                               {&w->rounded, FN(numbers_of_factors)(s)}};
     return FN(lay_out)(parts, COUNT_OF(parts), memory);
 }
 
 static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
-    const ptrdiff_t values = s->token_step * s->channel_step, state = s->row_step * s->channel_step;
+    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->row_stride;
+    const ptrdiff_t values = s->token_stride * s->channel_stride, state = s->row_stride * s->channel_stride;
     const ptrdiff_t rows = keys > values ? keys : values;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(part) parts[] = {
@@ -74,11 +74,11 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
         {&w->back.d_pairs, 2 * pairs},
         {&w->back.d_heads, 2 * keys},
         {&w->back.d_tail, keys},
-        {&w->back.carry, by_channel ? s->row_step : 0},
+        {&w->back.carry, by_channel ? s->row_stride : 0},
         {&w->back.left, by_channel ? keys : 0},
-        {&w->back.follow, by_channel ? s->row_step : 0},
-        {&w->back.reads, by_channel ? 0 : s->token_step},
-        {&w->back.across, by_channel ? 0 : s->token_step},
+        {&w->back.follow, by_channel ? s->row_stride : 0},
+        {&w->back.reads, by_channel ? 0 : s->token_stride},
+        {&w->back.across, by_channel ? 0 : s->token_stride},
         {&w->decays, pairs}, /* from here on not by channel */
         {&w->heads, 2 * keys},
         {&w->tail, keys},
@@ -89,7 +89,7 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
 static am_linear_scratch FN(scratch)(const am_linear_shape *s)
 {
     FN(work) w;
-    const ptrdiff_t of_token = 2 * s->row_step * (ptrdiff_t)sizeof(T),
+    const ptrdiff_t of_token = 2 * s->row_stride * (ptrdiff_t)sizeof(T),
                     forward = FN(lay_out_values)(&w, s, NULL);
     return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), FN(lay_out_find)(&w, s, NULL),
                                forward > of_token ? forward : of_token,
@@ -115,12 +115,12 @@ static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to,
     const FN(product) product = {.c = to,
                                  .a = rows,
                                  .b = state,
-                                 .c_step = s->channel_step,
-                                 .a_step = s->row_step,
+                                 .c_stride = s->channel_stride,
+                                 .a_stride = s->row_stride,
                                  .a_depth = 1,
-                                 .b_step = s->channel_step,
+                                 .b_stride = s->channel_stride,
                                  .m = count,
-                                 .n = s->channel_step,
+                                 .n = s->channel_stride,
                                  .depth = s->rows,
                                  .soon = c->soon};
     FN(multiply_large)(w, &product);
@@ -136,12 +136,12 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
                                  .factor = w->whole,
                                  .a = a,
                                  .b = b,
-                                 .c_step = s->channel_step,
-                                 .a_step = 1,
-                                 .a_depth = s->row_step,
-                                 .b_step = s->channel_step,
+                                 .c_stride = s->channel_stride,
+                                 .a_stride = 1,
+                                 .a_depth = s->row_stride,
+                                 .b_stride = s->channel_stride,
                                  .m = s->rows,
-                                 .n = s->channel_step,
+                                 .n = s->channel_stride,
                                  .depth = count,
                                  .soon = c->soon};
     FN(multiply_large)(w, &product);
@@ -150,7 +150,7 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
 /* coupled_ij = -M_ij beta_i or -M_ij beta_j */
 static void FN(couple)(const am_linear_chunk *c, const FN(work) * w, bool by_row)
 {
-    const ptrdiff_t step = c->shape->token_step;
+    const ptrdiff_t step = c->shape->token_stride;
     const T *beta = c->beta;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const V of_row = VOP(set1)(-beta[i]), zero = VOP(set1)(0);
@@ -176,18 +176,18 @@ static void FN(find_pairs)(const am_linear_chunk *c, void *pairs, void *scratch)
 static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->channel_step;
+    const ptrdiff_t step = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_step : c->k, c->state, c->tokens);
+    FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_stride : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_step + i]);
-        const T *v = (const T *)c->v + i * c->v_step;
+        const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_stride + i]);
+        const T *v = (const T *)c->v + i * c->v_stride;
         T *row = x + i * step;
         for (ptrdiff_t j = 0; j < step; j += LANES)
             VOP(store)(row + j, VOP(fma)(since, VOP(load)(row + j), VOP(load)(v + j)));
     }
     FN(couple)(c, w, false);
-    FN(solve)(x, step, w->coupled, s->token_step, 1, c->tokens, step);
+    FN(solve)(x, step, w->coupled, s->token_stride, 1, c->tokens, step);
     for (ptrdiff_t i = 0; i < c->tokens; i++)
         FN(scale_row)(w->u + i * step, x + i * step, ((const T *)c->beta)[i], step);
 }
@@ -195,7 +195,7 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_step;
+    const ptrdiff_t n = c->tokens, step = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
     spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, step);
@@ -207,10 +207,10 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
                                  .factor = by_channel ? NULL : w.since,
                                  .a = w.p,
                                  .b = u,
-                                 .c_step = step,
-                                 .a_step = s->token_step,
+                                 .c_stride = step,
+                                 .a_stride = s->token_stride,
                                  .a_depth = 1,
-                                 .b_step = step,
+                                 .b_stride = step,
                                  .m = n,
                                  .n = step,
                                  .depth = n,
@@ -237,12 +237,12 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
                                  .start = g->d_u,
                                  .a = w->p,
                                  .b = g->d_out,
-                                 .c_step = s->channel_step,
-                                 .a_step = 1,
-                                 .a_depth = s->token_step,
-                                 .b_step = s->channel_step,
+                                 .c_stride = s->channel_stride,
+                                 .a_stride = 1,
+                                 .a_depth = s->token_stride,
+                                 .b_stride = s->channel_stride,
                                  .m = c->tokens,
-                                 .n = s->channel_step,
+                                 .n = s->channel_stride,
                                  .depth = c->tokens,
                                  .triangle = UPPER_LEFT};
     FN(multiply)(&product);
@@ -252,16 +252,16 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
 static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_step, last = n - 1;
+    const ptrdiff_t n = c->tokens, step = s->channel_stride, last = n - 1;
     FN(couple)(c, w, true);
-    FN(solve)((T *)g->d_u + last * step, -step, w->coupled + last * (s->token_step + 1), -1, -s->token_step,
-              n, step);
+    FN(solve)((T *)g->d_u + last * step, -step, w->coupled + last * (s->token_stride + 1), -1,
+              -s->token_stride, n, step);
 }
 
 /* Of the output, and of W, negated, behind it. */
 static void FN(back_to_rows)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->channel_step;
+    const ptrdiff_t n = c->tokens, step = c->shape->channel_stride;
     memcpy(w->back.d_rows, g->d_out, (size_t)(n * step) * sizeof(T));
     for (ptrdiff_t i = 0; c->beta && i < n; i++)
         FN(scale_row)(w->back.d_rows + (n + i) * step, (const T *)g->d_u + i * step, -((const T *)c->beta)[i],
@@ -285,7 +285,7 @@ static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradient
 /* Of v and beta. */
 static void FN(back_to_v)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->channel_step;
+    const ptrdiff_t n = c->tokens, step = c->shape->channel_stride;
     const T *beta = c->beta;
     T *d_v = g->d_v, *d_beta = g->d_beta;
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -300,28 +300,29 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                               const T *u)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, step = s->channel_step;
-    FN(turn)(w->turned, s->token_step, u, step, n, s->channels);
+    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, step = s->channel_stride;
+    FN(turn)(w->turned, s->token_stride, u, step, n, s->channels);
     FN(product)
     product = {.b = w->turned,
-               .c_step = s->token_step,
-               .a_step = step,
+               .c_stride = s->token_stride,
+               .a_stride = step,
                .a_depth = 1,
-               .b_step = s->token_step,
+               .b_stride = s->token_stride,
                .m = n,
-               .n = s->token_step,
+               .n = s->token_stride,
                .depth = s->channels,
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
-        product.c = w->back.d_pairs + side * n * s->token_step, product.a = w->back.d_rows + side * n * step;
+        product.c = w->back.d_pairs + side * n * s->token_stride,
+        product.a = w->back.d_rows + side * n * step;
         FN(multiply_large)(w, &product);
     }
-    FN(turn)(w->turned, s->row_step, c->state, step, s->rows, s->channels);
+    FN(turn)(w->turned, s->row_stride, c->state, step, s->rows, s->channels);
     product.c = w->back.d_heads, product.a = w->back.d_rows;
-    product.c_step = product.b_step = product.n = s->row_step;
+    product.c_stride = product.b_stride = product.n = s->row_stride;
     product.m = sides * n, product.triangle = ALL;
     FN(multiply_large)(w, &product);
-    FN(turn)(w->turned, s->row_step, g->d_next, step, s->rows, s->channels);
+    FN(turn)(w->turned, s->row_stride, g->d_next, step, s->rows, s->channels);
     product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->back.left : w->back.d_tail;
     product.a = u, product.m = n;
     FN(multiply_large)(w, &product);
@@ -330,9 +331,9 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
 static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
+    const ptrdiff_t n = c->tokens, keys = n * s->row_stride, values = n * s->channel_stride;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
     if (s->decay != AM_DECAY_BY_CHANNEL) {
         FN(decays_by_token)(c, &w, NULL);
         FN(decay_keys)(c, &w);
@@ -354,7 +355,7 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
         memcpy(g->d_q, w.back.d_heads, (size_t)keys * sizeof(T));
     }
     return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
-           (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_step));
+           (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_stride));
 }
 
 static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs,
@@ -362,10 +363,10 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
 {
     const am_linear_shape *s = c->shape;
     const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    spread_soon(c->soon, 2 * c->tokens, s->rows / 2, s->channel_step);
+    spread_soon(c->soon, 2 * c->tokens, s->rows / 2, s->channel_stride);
     if (s->decay != AM_DECAY_BY_CHANNEL) FN(decay_keys)(c, &w);
     FN(back_to_state)(c, g, &w);
-    return FN(all_finite)(g->d_state, s->rows * s->channel_step);
+    return FN(all_finite)(g->d_state, s->rows * s->channel_stride);
 }
 
 static const am_linear_kernels FN(kernels) = {

@@ -18,8 +18,8 @@ FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t
         UNROLL(16)
         for (int i = 0; i < count; i++) {
             const ptrdiff_t at = i % vectors * LANES;
-            const S *from = src + (i / vectors + j) * tile->src_step + lane + at;
-            const V w = GET(weight + j * tile->weight_step + at);
+            const S *from = src + (i / vectors + j) * tile->src_stride + lane + at;
+            const V w = GET(weight + j * tile->weight_stride + at);
             sum[i] = VOP(fma)(w, part ? LOAD_PART(from, part) : LOAD(from), sum[i]);
         }
     }
@@ -31,7 +31,7 @@ FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t
     }
     UNROLL(16)
     for (int i = 0; i < count; i++) {
-        S *to = dst + i / vectors * tile->dst_step + lane + i % vectors * LANES;
+        S *to = dst + i / vectors * tile->dst_stride + lane + i % vectors * LANES;
         if (part)
             STORE_PART(to, sum[i], part);
         else if (tile->stream)
@@ -60,9 +60,9 @@ static inline __attribute__((always_inline)) void FROM(conv_of)(S *dst, const S 
 {
     ptrdiff_t t = 0;
     for (; t + FN(CONV_ROWS) <= tile->steps; t += FN(CONV_ROWS))
-        FROM(conv_rows)(dst + t * tile->dst_step, src + t * tile->src_step, tile, FN(CONV_ROWS), width);
+        FROM(conv_rows)(dst + t * tile->dst_stride, src + t * tile->src_stride, tile, FN(CONV_ROWS), width);
     for (; t < tile->steps; t++)
-        FROM(conv_rows)(dst + t * tile->dst_step, src + t * tile->src_step, tile, 1, width);
+        FROM(conv_rows)(dst + t * tile->dst_stride, src + t * tile->src_stride, tile, 1, width);
 }
 
 static void FROM(conv)(void *dst, const void *src, const am_conv_tile *tile)

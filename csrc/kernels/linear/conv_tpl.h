@@ -38,7 +38,7 @@ static void FN(silu_gradient)(void *z, const void *dout, ptrdiff_t count)
 }
 
 /* The sums of `count` rows of weights, of which one may be those of the bias: src is NULL. */
-static inline __attribute__((always_inline)) void FN(add_products)(double *sums, ptrdiff_t sums_step,
+static inline __attribute__((always_inline)) void FN(add_products)(double *sums, ptrdiff_t sums_stride,
                                                                    const T *dz, const T *src,
                                                                    const am_conv_tile *tile,
                                                                    const ptrdiff_t part, const int count)
@@ -47,27 +47,27 @@ static inline __attribute__((always_inline)) void FN(add_products)(double *sums,
     UNROLL(16)
     for (int j = 0; j < count; j++) sum[j] = VOP(set1)(0);
     for (ptrdiff_t t = 0; t < tile->steps; t++) {
-        const V d = GET(dz + t * tile->dst_step);
+        const V d = GET(dz + t * tile->dst_stride);
         UNROLL(16)
         for (int j = 0; j < count; j++)
-            sum[j] = src ? VOP(fma)(d, GET(src + (t + j) * tile->src_step), sum[j]) : VOP(add)(sum[j], d);
+            sum[j] = src ? VOP(fma)(d, GET(src + (t + j) * tile->src_stride), sum[j]) : VOP(add)(sum[j], d);
     }
     UNROLL(16)
-    for (int j = 0; j < count; j++) FN(add_to_doubles)(sums + j * sums_step, sum[j]);
+    for (int j = 0; j < count; j++) FN(add_to_doubles)(sums + j * sums_stride, sum[j]);
 }
 
 static void FN(conv_sums)(double *sums, const void *dz, const void *src, const am_conv_tile *tile)
 {
-    const ptrdiff_t step = am_conv_sums_step(tile->lanes);
+    const ptrdiff_t step = am_conv_sums_stride(tile->lanes);
     for (ptrdiff_t lane = 0; lane < tile->lanes; lane += LANES) {
         const ptrdiff_t part = tile->lanes - lane < LANES ? tile->lanes - lane : 0;
         const T *d = (const T *)dz + lane, *x = (const T *)src + lane;
         double *to = sums + lane;
         ptrdiff_t j = 0;
         for (; j + 4 <= tile->width; j += 4)
-            FN(add_products)(to + j * step, step, d, x + j * tile->src_step, tile, part, 4);
+            FN(add_products)(to + j * step, step, d, x + j * tile->src_stride, tile, part, 4);
         for (; j < tile->width; j++)
-            FN(add_products)(to + j * step, step, d, x + j * tile->src_step, tile, part, 1);
+            FN(add_products)(to + j * step, step, d, x + j * tile->src_stride, tile, part, 1);
         FN(add_products)(to + j * step, step, d, NULL, tile, part, 1);
     }
 }

@@ -23,36 +23,36 @@
 
 typedef struct {
     float *heads[2];          /* by channel: queries and keys times the factors since the chunk's start,
-                               * [tokens][row_step / 2] */
-    float *turned;            /* lanes of keys, transposed: [row_step / 2][token_step] */
+                               * [tokens][row_stride / 2] */
+    float *turned;            /* lanes of keys, transposed: [row_stride / 2][token_stride] */
     float *keys;              /* each two keys joined, by channel times the factors that follow up to the
-                               * chunk's end: [token_step / 2][row_step] */
-    float *p;                 /* [tokens][token_step / 2], or by channel float32 [tokens][token_step] */
-    float *products;          /* [tokens][token_step] */
+                               * chunk's end: [token_stride / 2][row_stride] */
+    float *p;                 /* [tokens][token_stride / 2], or by channel float32 [tokens][token_stride] */
+    float *products;          /* [tokens][token_stride] */
     float *coupled;           /* -M times beta, likewise */
     float *q_since, *k_since; /* of a row: its scale, and the factors since the chunk's start */
     float *tail;              /* of a key: its scale, and the factors that follow up to the chunk's end */
     float *whole;             /* the product of all factors, [rows] */
-    float *state;             /* each two rows joined: [row_step / 2][channel_step] */
-    float *x;                 /* W: [tokens][channel_step] */
-    float *u, *tail_u;        /* U, and times `tail`; each two rows joined: [token_step / 2][channel_step] */
+    float *state;             /* each two rows joined: [row_stride / 2][channel_stride] */
+    float *x;                 /* W: [tokens][channel_stride] */
+    float *u, *tail_u; /* U, and times `tail`; each two rows joined: [token_stride / 2][channel_stride] */
 } work;
 
 static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 {
-    const ptrdiff_t pairs = s->token_step * s->token_step;
+    const ptrdiff_t pairs = s->token_stride * s->token_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const ptrdiff_t keys = by_channel ? s->token_step * s->row_step / 2 : 0;
+    const ptrdiff_t keys = by_channel ? s->token_stride * s->row_stride / 2 : 0;
     const part_f32 parts[] = {
         {&w->heads[0], keys},
         {&w->heads[1], keys},
         {&w->keys, keys},
         {&w->p, by_channel ? pairs : pairs / 2},
         {&w->coupled, pairs},
-        {&w->q_since, s->token_step},
-        {&w->k_since, s->token_step},
-        {&w->tail, s->token_step},
-        {&w->whole, s->row_step},
+        {&w->q_since, s->token_stride},
+        {&w->k_since, s->token_stride},
+        {&w->tail, s->token_stride},
+        {&w->whole, s->row_stride},
     };
     return lay_out_f32(parts, COUNT_OF(parts), memory);
 }
@@ -60,20 +60,20 @@ static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 /* For finding pairs. */
 static ptrdiff_t lay_out_find(work *w, const am_linear_shape *s, void *memory)
 {
-    const part_f32 parts[] = {{&w->turned, s->token_step * s->row_step / 2},
-                              {&w->products, s->token_step * s->token_step}};
+    const part_f32 parts[] = {{&w->turned, s->token_stride * s->row_stride / 2},
+                              {&w->products, s->token_stride * s->token_stride}};
     return lay_out_f32(parts, COUNT_OF(parts), memory);
 }
 
 static ptrdiff_t lay_out_values(work *w, const am_linear_shape *s, void *memory)
 {
-    const ptrdiff_t values = s->token_step * s->channel_step;
+    const ptrdiff_t values = s->token_stride * s->channel_stride;
     const part_f32 parts[] = {
-        {&w->state, s->row_step * s->channel_step / 2},
+        {&w->state, s->row_stride * s->channel_stride / 2},
         {&w->x, values},
         {&w->u, values / 2},
         {&w->tail_u, values / 2},
-        {&w->keys, s->token_step * s->row_step / 2}, /* not by channel */
+        {&w->keys, s->token_stride * s->row_stride / 2}, /* not by channel */
     };
     return lay_out_f32(parts, COUNT_OF(parts) - (s->decay == AM_DECAY_BY_CHANNEL), memory);
 }
@@ -91,7 +91,7 @@ static float scale_of(const am_linear_shape *s, const float *row, double scale)
 {
     vf sum = vf_set1(0);
     if (!s->normalize) return (float)scale;
-    for (ptrdiff_t i = 0; i < s->row_step / 2; i += VF_LANES)
+    for (ptrdiff_t i = 0; i < s->row_stride / 2; i += VF_LANES)
         sum = vf_fma_bf16x2(vf_load(row + i), vf_load(row + i), sum);
     return (float)scale / sqrtf(vf_total(sum) + 1e-6f);
 }
@@ -102,12 +102,12 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
 {
     const am_linear_shape *s = c->shape;
     const float *beta = c->beta;
-    const float *products = w->products + i * s->token_step;
+    const float *products = w->products + i * s->token_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    float *coupled = w->coupled + i * s->token_step;
-    float *p = w->p + i * s->token_step / (by_channel ? 1 : 2);
+    float *coupled = w->coupled + i * s->token_stride;
+    float *p = w->p + i * s->token_stride / (by_channel ? 1 : 2);
     const vf of_q = vf_set1(q_scale), of_k = vf_set1(-k_scale), zero = vf_set1(0);
-    for (ptrdiff_t j = 0; j < s->token_step; j += 2 * VF_LANES) {
+    for (ptrdiff_t j = 0; j < s->token_stride; j += 2 * VF_LANES) {
         vf pairs[2];
         UNROLL(2)
         for (int v = 0; v < 2; v++) {
@@ -130,22 +130,22 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
 static void products_by_token(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step / 2;
+    const ptrdiff_t n = c->tokens, step = s->row_stride / 2;
     const float *k = c->k;
-    turn_f32(w->turned, s->token_step, k, step, n, step);
+    turn_f32(w->turned, s->token_stride, k, step, n, step);
     product_f32 product = {.c = w->products,
                            .a = c->q,
                            .b = w->turned,
-                           .c_step = s->token_step,
-                           .a_step = step,
+                           .c_stride = s->token_stride,
+                           .a_stride = step,
                            .a_depth = 1,
-                           .b_step = s->token_step,
+                           .b_stride = s->token_stride,
                            .m = n,
-                           .n = s->token_step,
+                           .n = s->token_stride,
                            .depth = (s->rows + 1) / 2,
                            .triangle = LOWER_RESULT,
                            .soon = c->soon};
-    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_step);
+    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     multiply_bf16x2(&product);
     product.c = w->coupled, product.a = k;
     if (s->delta) multiply_bf16x2(&product);
@@ -159,7 +159,7 @@ enum { LEAF = 8 };
 /* Queries and keys of tokens times the factors since `from`; `whole` becomes the product of all factors. */
 static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, float *whole)
 {
-    const ptrdiff_t step = c->shape->row_step;
+    const ptrdiff_t step = c->shape->row_stride;
     const uint16_t *const rows[] = {c->q, c->k};
     for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
         vf since[] = {vf_set1(1), vf_set1(1)};
@@ -181,7 +181,7 @@ static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from,
  */
 static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, bool join)
 {
-    const ptrdiff_t step = c->shape->row_step;
+    const ptrdiff_t step = c->shape->row_stride;
     for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
         vf follow[] = {vf_set1(1), vf_set1(1)}, odd[] = {vf_set1(0), vf_set1(0)}, key[2];
         for (ptrdiff_t j = to - 1; j >= from; j--) {
@@ -202,23 +202,23 @@ static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from,
 static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t middle, ptrdiff_t half)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_step / 2, begin = middle - half;
+    const ptrdiff_t step = s->row_stride / 2, begin = middle - half;
     const ptrdiff_t end = middle + half < c->tokens ? middle + half : c->tokens;
     decay_heads(c, w, middle, end, NULL);
     decay_tails(c, w, begin, middle, false);
-    turn_f32(w->turned, s->token_step, w->keys + begin * step, step, half, step);
-    product_f32 product = {.c = w->products + middle * s->token_step + begin,
+    turn_f32(w->turned, s->token_stride, w->keys + begin * step, step, half, step);
+    product_f32 product = {.c = w->products + middle * s->token_stride + begin,
                            .a = w->heads[0] + middle * step,
                            .b = w->turned,
-                           .c_step = s->token_step,
-                           .a_step = step,
+                           .c_stride = s->token_stride,
+                           .a_stride = step,
                            .a_depth = 1,
-                           .b_step = s->token_step,
+                           .b_stride = s->token_stride,
                            .m = end - middle,
                            .n = half < VF_LANES ? VF_LANES : half,
                            .depth = (s->rows + 1) / 2};
     multiply_bf16x2(&product);
-    product.c = w->coupled + middle * s->token_step + begin, product.a = w->heads[1] + middle * step;
+    product.c = w->coupled + middle * s->token_stride + begin, product.a = w->heads[1] + middle * step;
     if (s->delta) multiply_bf16x2(&product);
 }
 
@@ -227,7 +227,7 @@ static inline __attribute__((always_inline)) void leaf_row(const am_linear_chunk
                                                            ptrdiff_t from, ptrdiff_t i, const int most)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_step, own = i - from;
+    const ptrdiff_t step = s->row_stride, own = i - from;
     vf p[LEAF], m[LEAF], itself = vf_set1(0), sums[2 * LEAF];
     UNROLL(8)
     for (int j = 0; j < LEAF; j++) p[j] = m[j] = vf_set1(0);
@@ -250,8 +250,8 @@ static inline __attribute__((always_inline)) void leaf_row(const am_linear_chunk
     sums[own] = itself;
     float totals[2 * LEAF];
     for (int j = 0; j < 2 * LEAF; j += VF_LANES) vf_store(totals + j, vf_totals(sums + j));
-    memcpy(w->products + i * s->token_step + from, totals, sizeof totals / 2);
-    memcpy(w->coupled + i * s->token_step + from, totals + LEAF, sizeof totals / 2);
+    memcpy(w->products + i * s->token_stride + from, totals, sizeof totals / 2);
+    memcpy(w->coupled + i * s->token_stride + from, totals + LEAF, sizeof totals / 2);
 }
 
 static void products_by_channel(const am_linear_chunk *c, const work *w)
@@ -261,7 +261,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
         for (ptrdiff_t middle = half; middle < n; middle += 2 * half) pairs_of_halves(c, w, middle, half);
     for (ptrdiff_t i = 0; i < n; i++) {
         const ptrdiff_t from = i / LEAF * LEAF;
-        if (i == from) memset(w->turned, 0, (size_t)(LEAF * c->shape->row_step) * sizeof *w->turned);
+        if (i == from) memset(w->turned, 0, (size_t)(LEAF * c->shape->row_stride) * sizeof *w->turned);
         if (i - from <= LEAF / 2)
             leaf_row(c, w, from, i, LEAF / 2);
         else
@@ -274,7 +274,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
 static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_step / 2;
+    const ptrdiff_t step = s->row_stride / 2;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     work w;
     lay_out_pairs(&w, s, pairs);
@@ -284,7 +284,7 @@ static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scrat
     else
         products_by_token(c, &w);
     float since = 1;
-    memset(w.tail, 0, (size_t)s->token_step * sizeof *w.tail);
+    memset(w.tail, 0, (size_t)s->token_stride * sizeof *w.tail);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const float q_scale = scale_of(s, (const float *)c->q + i * step, s->scale);
         const float k_scale = scale_of(s, (const float *)c->k + i * step, 1);
@@ -308,7 +308,7 @@ static void join_rows(float *to, const float *even, const float *odd, ptrdiff_t 
 
 static void join_keys(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t step = c->shape->row_step / 2;
+    const ptrdiff_t step = c->shape->row_stride / 2;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
         const float *k = (const float *)c->k + i * step;
         for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
@@ -326,26 +326,26 @@ static void find_w(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        float *x = w->x + i * s->channel_step;
+        float *x = w->x + i * s->channel_stride;
         const vf since = vf_set1(-w->k_since[i]);
-        for (ptrdiff_t j = 0; j < s->channel_step; j += VF_LANES)
-            vf_store(x + j,
-                     vf_fma(since, vf_load(x + j), vf_load_bf16((const uint16_t *)c->v + i * c->v_step + j)));
+        for (ptrdiff_t j = 0; j < s->channel_stride; j += VF_LANES)
+            vf_store(x + j, vf_fma(since, vf_load(x + j),
+                                   vf_load_bf16((const uint16_t *)c->v + i * c->v_stride + j)));
     }
-    solve_f32(w->x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
+    solve_f32(w->x, s->channel_stride, w->coupled, s->token_stride, 1, c->tokens, s->channel_stride);
 }
 
 static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff_t channel)
 {
     if (token >= c->tokens) return vf_set1(0);
-    if (!c->beta) return vf_load_bf16((const uint16_t *)c->v + token * c->v_step + channel);
+    if (!c->beta) return vf_load_bf16((const uint16_t *)c->v + token * c->v_stride + channel);
     const vf beta = vf_set1(((const float *)c->beta)[token]);
-    return vf_mul(beta, vf_load(w->x + token * c->shape->channel_step + channel));
+    return vf_mul(beta, vf_load(w->x + token * c->shape->channel_stride + channel));
 }
 
 static void find_u(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t step = c->shape->channel_step;
+    const ptrdiff_t step = c->shape->channel_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
         const vf tail[] = {vf_set1(w->tail[i]), vf_set1(w->tail[i + 1])};
         for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
@@ -365,7 +365,7 @@ static void find_u(const am_linear_chunk *c, const work *w)
 static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_step;
+    const ptrdiff_t n = c->tokens, step = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const float *state = c->state;
     work w;
@@ -377,10 +377,10 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     product_f32 product = {.c = w.x,
                            .a = by_channel ? w.heads[1] : c->k,
                            .b = w.state,
-                           .c_step = step,
-                           .a_step = s->row_step / 2,
+                           .c_stride = step,
+                           .a_stride = s->row_stride / 2,
                            .a_depth = 1,
-                           .b_step = step,
+                           .b_stride = step,
                            .m = n,
                            .n = step,
                            .depth = (s->rows + 1) / 2,
@@ -396,15 +396,15 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     product.start = product.c, product.factor = w.q_since;
     product.a = w.p, product.triangle = LOWER_LEFT;
     if (by_channel) {
-        product.a_step = s->token_step, product.b = w.x, product.depth = n;
+        product.a_stride = s->token_stride, product.b = w.x, product.depth = n;
         multiply_f32(&product);
     } else {
-        product.a_step = s->token_step / 2, product.b = w.u, product.depth = (n + 1) / 2;
+        product.a_stride = s->token_stride / 2, product.b = w.u, product.depth = (n + 1) / 2;
         multiply_bf16x2(&product);
         join_keys(c, &w);
     }
     product.depth = (n + 1) / 2, product.c = c->next, product.start = state, product.factor = w.whole;
-    product.a = w.keys, product.a_step = 1, product.a_depth = s->row_step;
+    product.a = w.keys, product.a_stride = 1, product.a_depth = s->row_stride;
     product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;
     multiply_bf16x2(&product);
     return all_finite_f32(c->out, n * step) && all_finite_f32(c->next, s->rows * step);
@@ -422,9 +422,9 @@ static const am_linear_kernels kernels = {
 /* Numbers of scratch for the rounded factors of a product. */
 static ptrdiff_t rounded_numbers(const am_linear_shape *s)
 {
-    ptrdiff_t widest = s->row_step > s->channel_step ? s->row_step : s->channel_step;
-    if (widest < s->token_step) widest = s->token_step;
-    return (2 * s->token_step + widest) * widest;
+    ptrdiff_t widest = s->row_stride > s->channel_stride ? s->row_stride : s->channel_stride;
+    if (widest < s->token_stride) widest = s->token_stride;
+    return (2 * s->token_stride + widest) * widest;
 }
 
 static void multiply_rounded(const product_f32 *p, float *memory)
@@ -432,17 +432,17 @@ static void multiply_rounded(const product_f32 *p, float *memory)
     const ptrdiff_t depth = (p->depth + 1) / 2;
     product_f32 rounded = *p;
     float *a = memory, *b;
-    rounded.depth = depth, rounded.b_step = p->n;
+    rounded.depth = depth, rounded.b_stride = p->n;
     if (p->a_depth == 1) { /* rows; what lies behind them in memory is 0 */
-        rounded.a_step = (depth + VF_LANES - 1) / VF_LANES * VF_LANES;
+        rounded.a_stride = (depth + VF_LANES - 1) / VF_LANES * VF_LANES;
         for (ptrdiff_t i = 0; i < p->m; i++) {
-            const float *row = p->a + i * p->a_step;
+            const float *row = p->a + i * p->a_stride;
             for (ptrdiff_t j = 0; j < p->depth; j += 2 * VF_LANES) {
                 const vf right = j + VF_LANES < p->depth ? vf_load(row + j + VF_LANES) : vf_set1(0);
-                vf_store(a + i * rounded.a_step + j / 2, vf_narrow_bf16x2(vf_load(row + j), right));
+                vf_store(a + i * rounded.a_stride + j / 2, vf_narrow_bf16x2(vf_load(row + j), right));
             }
         }
-        b = a + p->m * rounded.a_step;
+        b = a + p->m * rounded.a_stride;
     } else { /* columns */
         for (ptrdiff_t j = 0; j < depth; j++) {
             const float *column = p->a + 2 * j * p->a_depth;
@@ -451,8 +451,8 @@ static void multiply_rounded(const product_f32 *p, float *memory)
         b = a + depth * p->a_depth;
     }
     for (ptrdiff_t j = 0; j < depth; j++) {
-        const float *row = p->b + 2 * j * p->b_step;
-        join_rows(b + j * p->n, row, 2 * j + 1 < p->depth ? row + p->b_step : NULL, p->n);
+        const float *row = p->b + 2 * j * p->b_stride;
+        join_rows(b + j * p->n, row, 2 * j + 1 < p->depth ? row + p->b_stride : NULL, p->n);
     }
     rounded.a = a, rounded.b = b;
     multiply_bf16x2(&rounded);

@@ -12,7 +12,7 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
         const V factor = VOP(set1)(p->factor ? p->factor[row + r] : 1);
         UNROLL(4)
         for (int j = 0; j < vectors; j++) {
-            const T *start = p->start + (row + r) * p->c_step + column + j * LANES;
+            const T *start = p->start + (row + r) * p->c_stride + column + j * LANES;
             sums[j / 2 * rows + r][j % 2] = p->start ? VOP(mul)(factor, VOP(load)(start)) : VOP(set1)(0);
         }
     }
@@ -20,16 +20,16 @@ static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) *
     for (ptrdiff_t at = begin; at < end; at += piece) {
         if (p->soon) prefetch_soon(p->soon);
         const FROM(operands) x = {.length = at + piece < end ? piece : end - at,
-                                  .a = p->a + row * p->a_step + at * p->a_depth,
-                                  .a_row = p->a_step,
+                                  .a = p->a + row * p->a_stride + at * p->a_depth,
+                                  .a_row = p->a_stride,
                                   .a_column = p->a_depth,
-                                  .b = p->b + at * p->b_step + column,
-                                  .b_row = p->b_step};
+                                  .b = p->b + at * p->b_stride + column,
+                                  .b_row = p->b_stride};
         FROM(add_to_sums)(rows, vectors, x, (FROM(reading)){.lines = 0}, sums);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
-        T *c = p->c + (row + r) * p->c_step + column;
+        T *c = p->c + (row + r) * p->c_stride + column;
         UNROLL(4)
         for (int j = 0; j < vectors; j++) VOP(store)(c + j * LANES, sums[j / 2 * rows + r][j % 2]);
     }

@@ -17,29 +17,29 @@ enum { GROUP = 16 };
 
 /* What a chunk is made of. Matrices have the steps of the shape, and room for whole groups of rows. */
 typedef struct {
-    T *decays; /* D [tokens][token_step], or not by channel */
-    T *heads;  /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
-                * channel only backwards, as results take these factors */
-    T *since; /* these factors, by channel [tokens][row_step]; else [2][token_step], for queries and for keys,
-               * times what is left of their scale and norms */
-    T *tail;  /* keys times the factors that follow up to the chunk's end; likewise */
-    T *behind;                          /* not by channel: these factors, likewise, [tokens] */
-    T *whole;                           /* the product of all factors, [row_step] */
-    T *p, *m;                           /* [tokens][token_step] */
-    T *turned;                          /* a transposed matrix */
-    T *x, *u;                           /* [2 tokens][channel_step]; [tokens][channel_step] */
-    T *coupled;                         /* -M times beta, a triangular system */
-    T *rounded;                         /* of the factors of a product */
+    T *decays;  /* D [tokens][token_stride], or not by channel */
+    T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
+                 * channel only backwards, as results take these factors */
+    T *since;   /* these factors, by channel [tokens][row_stride]; else [2][token_stride], for queries and for
+                 * keys, times what is left of their scale and norms */
+    T *tail;    /* keys times the factors that follow up to the chunk's end; likewise */
+    T *behind;  /* not by channel: these factors, likewise, [tokens] */
+    T *whole;   /* the product of all factors, [row_stride] */
+    T *p, *m;   /* [tokens][token_stride] */
+    T *turned;  /* a transposed matrix */
+    T *x, *u;   /* [2 tokens][channel_stride]; [tokens][channel_stride] */
+    T *coupled; /* -M times beta, a triangular system */
+    T *rounded; /* of the factors of a product */
     T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
     struct {
         T *d_rows;  /* gradients of out and, negated, of v */
         T *d_pairs; /* of P, and of M behind it */
         T *d_heads; /* of heads, then of q and of k as the later of a pair */
         T *d_tail;  /* of tail, unless by channel, then of k as the earlier */
-        T *carry;   /* by channel: [row_step] */
+        T *carry;   /* by channel: [row_stride] */
         T *left;    /* by channel: gradients of tail */
-        T *follow;  /* by channel: the product of the factors behind a token, [row_step] */
-        T *reads;   /* not by channel: gradients of decays from reads of the state, [token_step] */
+        T *follow;  /* by channel: the product of the factors behind a token, [row_stride] */
+        T *reads;   /* not by channel: gradients of decays from reads of the state, [token_stride] */
         T *across;  /* and from pairs across a token */
     } back;
 } FN(work);
@@ -50,7 +50,7 @@ typedef struct {
 static T FN(scale_of)(const am_linear_shape *s, const T *row, double scale)
 {
     if (!s->normalize) return (T)scale;
-    return (T)scale / (T)sqrt((double)(FN(dot)(row, row, s->row_step) + (T)1e-6));
+    return (T)scale / (T)sqrt((double)(FN(dot)(row, row, s->row_stride) + (T)1e-6));
 }
 
 /* D, times the scale of each key; NULL: 1. */
@@ -58,7 +58,7 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, co
 {
     const am_linear_shape *s = c->shape;
     const T *factor = c->factor;
-    const ptrdiff_t step = s->token_step;
+    const ptrdiff_t step = s->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *row = w->decays + i * step;
         const V by = VOP(set1)(factor[i]);
@@ -73,7 +73,7 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, co
 static void FN(decay_pairs)(const am_linear_chunk *c, const FN(work) * w, T *pairs, const T *scales,
                             bool strict)
 {
-    const ptrdiff_t step = c->shape->token_step;
+    const ptrdiff_t step = c->shape->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *row = pairs + i * step;
         const V scale = VOP(set1)(scales ? scales[i] : 1);
@@ -102,25 +102,25 @@ static void FN(multiply_row)(T *to, const T *x, const T *factor, ptrdiff_t count
 static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor;
-    FN(turn)(w->turned, s->token_step, k, step, n, s->rows);
+    FN(turn)(w->turned, s->token_stride, k, step, n, s->rows);
     FN(product)
     product = {.c = w->p,
                .a = q,
                .b = w->turned,
-               .c_step = s->token_step,
-               .a_step = step,
+               .c_stride = s->token_stride,
+               .a_stride = step,
                .a_depth = 1,
-               .b_step = s->token_step,
+               .b_stride = s->token_stride,
                .m = n,
-               .n = s->token_step,
+               .n = s->token_stride,
                .depth = s->rows,
                .triangle = LOWER_RESULT,
                .soon = c->soon};
-    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_step);
+    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     FN(multiply)(&product);
-    T *of_q = w->since, *of_k = w->since + s->token_step, since = 1;
+    T *of_q = w->since, *of_k = w->since + s->token_stride, since = 1;
     for (ptrdiff_t i = 0; i < n; i++) {
         of_q[i] = FN(scale_of)(s, q + i * step, s->scale);
         of_k[i] = FN(scale_of)(s, k + i * step, 1);
@@ -136,14 +136,14 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         since *= factor[i];
         of_q[i] *= since, of_k[i] *= since;
     }
-    memcpy(w->behind, w->decays + (n - 1) * s->token_step, (size_t)n * sizeof *factor);
+    memcpy(w->behind, w->decays + (n - 1) * s->token_stride, (size_t)n * sizeof *factor);
     for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
 }
 
 /* Backwards, what not by channel are heads and tail. */
 static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->row_step;
+    const ptrdiff_t n = c->tokens, step = c->shape->row_stride;
     const T *q = c->q, *k = c->k;
     for (ptrdiff_t i = 0; i < n; i++) {
         FN(scale_row)(w->heads + i * step, q + i * step, w->since[i], step);
@@ -159,11 +159,11 @@ static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step, pairs = s->token_step, sides = s->delta ? 2 : 1;
+    const ptrdiff_t n = c->tokens, step = s->row_stride, pairs = s->token_stride, sides = s->delta ? 2 : 1;
     const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
     T *d_decay = g->d_decay, *across = w->back.across, before = 0, after = 0;
     for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
-        before += FN(dot)(state + r * s->channel_step, d_next + r * s->channel_step, s->channel_step);
+        before += FN(dot)(state + r * s->channel_stride, d_next + r * s->channel_stride, s->channel_stride);
     before *= w->whole[0];
     for (ptrdiff_t i = 0; i < n; i++) {
         const T since = w->since[i];
@@ -202,8 +202,8 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
 static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
-    T *d_pairs[] = {w->back.d_pairs, w->back.d_pairs + n * s->token_step};
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    T *d_pairs[] = {w->back.d_pairs, w->back.d_pairs + n * s->token_stride};
     for (ptrdiff_t i = 0; i < n; i++) {
         for (int side = 0; side < 1 + s->delta; side++) {
             T *head = w->back.d_heads + (side * n + i) * step;
@@ -220,17 +220,17 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
                    .start = heads,
                    .a = d_pairs[side],
                    .b = c->k,
-                   .c_step = step,
-                   .a_step = s->token_step,
+                   .c_stride = step,
+                   .a_stride = s->token_stride,
                    .a_depth = 1,
-                   .b_step = step,
+                   .b_stride = step,
                    .m = n,
                    .n = step,
                    .depth = n,
                    .triangle = LOWER_LEFT};
         FN(multiply)(&product);
         product.c = w->back.d_tail, product.start = w->back.d_tail;
-        product.a_step = 1, product.a_depth = s->token_step;
+        product.a_stride = 1, product.a_depth = s->token_stride;
         product.b = side ? c->k : c->q;
         product.triangle = UPPER_LEFT;
         FN(multiply)(&product);
@@ -245,7 +245,7 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
 {
     enum { ABREAST = 4 };
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_step;
+    const ptrdiff_t step = s->row_stride;
     const T *q = (const T *)c->q + i * step, *k = (const T *)c->k + i * step;
     const T *factor = (const T *)c->factor + i * step;
     V p[GROUP], m[GROUP];
@@ -268,13 +268,13 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
         for (int a = 0; a < ABREAST; a++) p[j + a] = p_sums[a], m[j + a] = m_sums[a];
     }
     memcpy(w->tail + i * step, k, (size_t)step * sizeof *k);
-    T *p_row = w->p + i * s->token_step, *m_row = w->m + i * s->token_step;
+    T *p_row = w->p + i * s->token_stride, *m_row = w->m + i * s->token_stride;
     for (int j = 0; j < GROUP; j += LANES) {
         VOP(store)(p_row + from + j, VOP(totals)(p + j));
         VOP(store)(m_row + from + j, VOP(totals)(m + j));
     }
-    memset(p_row + i, 0, (size_t)(s->token_step - i) * sizeof *p_row);
-    memset(m_row + i, 0, (size_t)(s->token_step - i) * sizeof *m_row);
+    memset(p_row + i, 0, (size_t)(s->token_stride - i) * sizeof *p_row);
+    memset(m_row + i, 0, (size_t)(s->token_stride - i) * sizeof *m_row);
     p_row[i] = FN(dot)(q, k, step);
 }
 
@@ -282,21 +282,21 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
 static void FN(pairs_of_groups)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t count)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_step;
-    FN(turn)(w->turned, s->token_step, w->tail, step, from, s->rows);
+    const ptrdiff_t step = s->row_stride;
+    FN(turn)(w->turned, s->token_stride, w->tail, step, from, s->rows);
     FN(product)
-    product = {.c = w->p + from * s->token_step,
+    product = {.c = w->p + from * s->token_stride,
                .a = w->group_q + from * step,
                .b = w->turned,
-               .c_step = s->token_step,
-               .a_step = step,
+               .c_stride = s->token_stride,
+               .a_stride = step,
                .a_depth = 1,
-               .b_step = s->token_step,
+               .b_stride = s->token_stride,
                .m = count,
                .n = from,
                .depth = s->rows};
     FN(multiply)(&product);
-    product.c = w->m + from * s->token_step, product.a = w->group_k + from * step;
+    product.c = w->m + from * s->token_stride, product.a = w->group_k + from * step;
     if (s->delta) FN(multiply)(&product);
 }
 
@@ -308,7 +308,7 @@ static ptrdiff_t FN(group_end)(const am_linear_chunk *c, ptrdiff_t from)
 static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor;
     for (ptrdiff_t i = 0; i < n; i++) {
         const ptrdiff_t row = i * step;
@@ -344,19 +344,19 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_stride;
     T *keys = w->tail;
     for (ptrdiff_t from = 0; from < n; from += GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
         T *d_group = w->turned;
         const FN(product) product = {.c = d_group,
-                                     .a = d_pairs + from * s->token_step,
+                                     .a = d_pairs + from * s->token_stride,
                                      .b = keys,
-                                     .c_step = step,
-                                     .a_step = s->token_step,
+                                     .c_stride = step,
+                                     .a_stride = s->token_stride,
                                      .a_depth = 1,
-                                     .b_step = step,
+                                     .b_stride = step,
                                      .m = end - from,
                                      .n = step,
                                      .depth = from};
@@ -373,7 +373,7 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
                     T *key = keys + j * step + r;
                     const V decayed = VOP(mul)(VOP(load)(by + r), VOP(load)(key));
                     VOP(store)(key, decayed);
-                    sum = VOP(fma)(VOP(set1)(d_pairs[i * s->token_step + j]), decayed, sum);
+                    sum = VOP(fma)(VOP(set1)(d_pairs[i * s->token_stride + j]), decayed, sum);
                 }
                 VOP(store)(to + r, sum);
             }
@@ -388,15 +388,16 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
 static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
-    const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs, *d_m = d_p + n * s->token_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs,
+            *d_m = d_p + n * s->token_stride;
     for (ptrdiff_t from = (n - 1) / GROUP * GROUP; from >= 0; from -= GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
         for (ptrdiff_t i = end - 1; i >= from; i--) {
             const T *by = factor + i * step;
             for (ptrdiff_t j = from; j < i; j++) {
                 T *to = w->back.d_tail + j * step;
-                const ptrdiff_t pair = i * s->token_step + j;
+                const ptrdiff_t pair = i * s->token_stride + j;
                 const V p = VOP(set1)(d_p[pair]), m = VOP(set1)(s->delta ? d_m[pair] : 0);
                 for (ptrdiff_t r = 0; r < step; r += LANES) {
                     V sum = VOP(fma)(p, VOP(load)(q + i * step + r), VOP(load)(to + r));
@@ -412,12 +413,12 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
             const FN(product) product = {.c = w->back.d_tail,
                                          .start = w->back.d_tail,
-                                         .a = (side ? d_m : d_p) + from * s->token_step,
+                                         .a = (side ? d_m : d_p) + from * s->token_stride,
                                          .b = (side ? w->group_k : w->group_q) + from * step,
-                                         .c_step = step,
-                                         .a_step = 1,
-                                         .a_depth = s->token_step,
-                                         .b_step = step,
+                                         .c_stride = step,
+                                         .a_stride = 1,
+                                         .a_depth = s->token_stride,
+                                         .b_stride = step,
                                          .m = from,
                                          .n = step,
                                          .depth = end - from};
@@ -429,7 +430,7 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
 /* Gradients of pairs above the diagonal become 0, which the products leave undefined. */
 static void FN(keep_lower)(const am_linear_chunk *c, T *pairs, bool strict)
 {
-    const ptrdiff_t step = c->shape->token_step;
+    const ptrdiff_t step = c->shape->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const ptrdiff_t end = i + !strict;
         memset(pairs + i * step + end, 0, (size_t)(step - end) * sizeof *pairs);
@@ -441,15 +442,15 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
                                      const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
     const T *factor = c->factor;
     T *d_decay = g->d_decay, *carry = w->back.carry;
     const V none = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < step; r++) {
-        const T *state = (const T *)c->state + r * s->channel_step;
-        const T *d_next = (const T *)g->d_next + r * s->channel_step;
+        const T *state = (const T *)c->state + r * s->channel_stride;
+        const T *d_next = (const T *)g->d_next + r * s->channel_stride;
         carry[r] =
-            r < s->rows && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->channel_step) : 0;
+            r < s->rows && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->channel_stride) : 0;
     }
     for (ptrdiff_t row = 0; row < n * step; row += step) {
         for (ptrdiff_t r = 0; r < step; r += LANES) {
@@ -466,13 +467,13 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
 static void FN(join_by_channel)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const ptrdiff_t n = c->tokens, step = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->back.d_heads + n * step;
     T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->back.carry, *follow = w->back.follow;
     const V none = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < step; r++) carry[r] = 0, follow[r] = 1;
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
-        const V itself = VOP(set1)(w->back.d_pairs[i * (s->token_step + 1)]);
+        const V itself = VOP(set1)(w->back.d_pairs[i * (s->token_stride + 1)]);
         for (ptrdiff_t r = 0; r < step; r += LANES) {
             const ptrdiff_t at = i * step + r;
             const V query = VOP(load)(q + at), key = VOP(load)(k + at), by = VOP(load)(factor + at);
@@ -495,9 +496,9 @@ static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const am_linear_
                                       const FN(work) * w)
 {
     FN(left_by_channel_back)(c, g, w);
-    memset(w->back.d_tail, 0, (size_t)(c->tokens * c->shape->row_step) * sizeof(T));
+    memset(w->back.d_tail, 0, (size_t)(c->tokens * c->shape->row_stride) * sizeof(T));
     for (int side = 0; side < 1 + c->shape->delta; side++) {
-        FN(keep_lower)(c, w->back.d_pairs + side * c->tokens * c->shape->token_step, side == 1);
+        FN(keep_lower)(c, w->back.d_pairs + side * c->tokens * c->shape->token_stride, side == 1);
         FN(later_by_channel_back)(c, w, side);
     }
     FN(earlier_by_channel_back)(c, w);

@@ -43,7 +43,7 @@ typedef struct {
     T *c;
     const T *start, *factor; /* NULL: zeros; a number a row, NULL: ones */
     const T *a, *b;
-    ptrdiff_t c_step, a_step, a_depth, b_step; /* from row to row, of a also from column to column */
+    ptrdiff_t c_stride, a_stride, a_depth, b_stride; /* from row to row, of a also from column to column */
     ptrdiff_t m, n, depth;
     triangle triangle;
     am_linear_soon *soon; /* NULL: none */
@@ -58,7 +58,7 @@ enum { FN(BLOCK) = 8, FN(ABREAST) = VECTORS / 2 };
 
 /* The first `count` rows of a block. */
 static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t step, const T *a,
-                                                                 ptrdiff_t a_step, ptrdiff_t a_column,
+                                                                 ptrdiff_t a_stride, ptrdiff_t a_column,
                                                                  const ptrdiff_t count, const int abreast)
 {
     V rows[FN(BLOCK)][VECTORS];
@@ -72,7 +72,7 @@ static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t
     for (int j = 0; j < FN(BLOCK); j++) {
         UNROLL(16)
         for (int i = j + 1; i < FN(BLOCK); i++) {
-            const V left = VOP(set1)(i < count ? a[i * a_step + j * a_column] : 0);
+            const V left = VOP(set1)(i < count ? a[i * a_stride + j * a_column] : 0);
             UNROLL(16)
             for (int v = 0; v < abreast; v++) rows[i][v] = VOP(fma)(left, rows[j][v], rows[i][v]);
         }
@@ -87,35 +87,35 @@ static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t
 
 /* Solves x_i = y_i + Σ_j<i a_ij x_j in place: x is [m][n], a is [m][m]. With negative steps from the last row
  * and the transposed a, the system that goes the other way. */
-static void FN(solve)(T *x, ptrdiff_t step, const T *a, ptrdiff_t a_step, ptrdiff_t a_column, ptrdiff_t m,
+static void FN(solve)(T *x, ptrdiff_t step, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column, ptrdiff_t m,
                       ptrdiff_t n)
 {
     for (ptrdiff_t row = 0; row < m; row += FN(BLOCK)) {
         const ptrdiff_t rows = m - row < FN(BLOCK) ? m - row : FN(BLOCK);
         T *to = x + row * step;
-        const T *left = a + row * a_step, *square = left + row * a_column;
+        const T *left = a + row * a_stride, *square = left + row * a_column;
         const FN(product) before = {.c = to,
                                     .start = to,
                                     .a = left,
                                     .b = x,
-                                    .c_step = step,
-                                    .a_step = a_step,
+                                    .c_stride = step,
+                                    .a_stride = a_stride,
                                     .a_depth = a_column,
-                                    .b_step = step,
+                                    .b_stride = step,
                                     .m = rows,
                                     .n = n,
                                     .depth = row};
         if (row > 0) FN(multiply)(&before);
         ptrdiff_t c = 0;
         for (; rows == FN(BLOCK) && c + FN(ABREAST) * LANES <= n; c += FN(ABREAST) * LANES)
-            FN(solve_rows)(to + c, step, square, a_step, a_column, FN(BLOCK), FN(ABREAST));
-        for (; c < n; c += LANES) FN(solve_rows)(to + c, step, square, a_step, a_column, rows, 1);
+            FN(solve_rows)(to + c, step, square, a_stride, a_column, FN(BLOCK), FN(ABREAST));
+        for (; c < n; c += LANES) FN(solve_rows)(to + c, step, square, a_stride, a_column, rows, 1);
     }
 }
 
 /* to[c][r] = from[r][c], by squares of LANES. Rows beyond `rows`, up to a multiple of AM_LINEAR_PAD, are
  * taken as zeros. */
-static void FN(turn)(T *to, ptrdiff_t to_step, const T *from, ptrdiff_t from_step, ptrdiff_t rows,
+static void FN(turn)(T *to, ptrdiff_t to_stride, const T *from, ptrdiff_t from_stride, ptrdiff_t rows,
                      ptrdiff_t columns)
 {
     const ptrdiff_t end = (rows + AM_LINEAR_PAD - 1) / AM_LINEAR_PAD * AM_LINEAR_PAD;
@@ -124,11 +124,11 @@ static void FN(turn)(T *to, ptrdiff_t to_step, const T *from, ptrdiff_t from_ste
             V square[LANES];
             UNROLL(16)
             for (int i = 0; i < LANES; i++)
-                square[i] = r + i < rows ? VOP(load)(from + (r + i) * from_step + c) : VOP(set1)(0);
+                square[i] = r + i < rows ? VOP(load)(from + (r + i) * from_stride + c) : VOP(set1)(0);
             VOP(transpose)(square);
             UNROLL(16)
             for (int i = 0; i < LANES; i++)
-                if (c + i < columns) VOP(store)(to + (c + i) * to_step + r, square[i]);
+                if (c + i < columns) VOP(store)(to + (c + i) * to_stride + r, square[i]);
         }
     }
 }

@@ -20,8 +20,8 @@ typedef enum {
 } am_linear_decay;
 
 typedef struct {
-    ptrdiff_t tokens, rows, channels;             /* of a chunk, at most; K; V */
-    ptrdiff_t token_step, row_step, channel_step; /* the same, padded */
+    ptrdiff_t tokens, rows, channels;                   /* of a chunk, at most; K; V */
+    ptrdiff_t token_stride, row_stride, channel_stride; /* the same, padded */
     am_linear_decay decay;
     bool delta;     /* with beta */
     bool normalize; /* what is left to do to the queries and keys of a chunk, also the scale */
@@ -44,28 +44,28 @@ typedef struct {
 typedef struct {
     const am_linear_shape *shape;
     ptrdiff_t tokens;  /* of this chunk */
-    const void *q, *k; /* [tokens][row_step] */
-    const void *v;     /* [tokens][v_step]; channel_step, unless each row is read once */
-    ptrdiff_t v_step;
-    const void *factor; /* exp(decay): [tokens], or [tokens][row_step] by channel */
+    const void *q, *k; /* [tokens][row_stride] */
+    const void *v;     /* [tokens][v_stride]; channel_stride, unless each row is read once */
+    ptrdiff_t v_stride;
+    const void *factor; /* exp(decay): [tokens], or [tokens][row_stride] by channel */
     const void *reset;  /* bool: which factors are 0 for a decay of -inf, as factor; NULL: none */
     const void *beta;   /* [tokens]; NULL without the delta rule */
-    const void *state;  /* before the chunk: [rows][channel_step] */
+    const void *state;  /* before the chunk: [rows][channel_stride] */
     void *next;         /* the state after it */
-    void *out;          /* [tokens][channel_step] */
+    void *out;          /* [tokens][channel_stride] */
     am_linear_soon *soon;
 } am_linear_chunk;
 
 /* Gradients of a chunk. `next` of the chunk is the state that the forward pass left. */
 typedef struct {
-    const void *d_out;  /* [tokens][channel_step] */
+    const void *d_out;  /* [tokens][channel_stride] */
     const void *d_next; /* of the state after the chunk */
     void *d_state;      /* of the state before it */
-    void *d_q, *d_k;    /* [tokens][row_step] */
-    void *d_v;          /* [tokens][channel_step] */
+    void *d_q, *d_k;    /* [tokens][row_stride] */
+    void *d_v;          /* [tokens][channel_stride] */
     void *d_decay;      /* as factor */
     void *d_beta;       /* [tokens] */
-    void *d_u;          /* of what is added for each key: [tokens][channel_step] */
+    void *d_u;          /* of what is added for each key: [tokens][channel_stride] */
     bool known;         /* backward_state has been here: d_u holds what it left, and d_state is not written */
 } am_linear_gradients;
 

@@ -249,7 +249,7 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
                               .bias = added.rows,
-                              .bias_step = added.step};
+                              .bias_stride = added.step};
     return true;
 }
 

@@ -16,7 +16,7 @@ typedef struct {
 typedef struct {
     const uint64_t *live, *kept; /* a word a row */
     const void *bias;            /* rows of AM_FLASH_TILE numbers of the arithmetic type, */
-    ptrdiff_t bias_step;         /* so many numbers apart */
+    ptrdiff_t bias_stride;       /* so many numbers apart */
 } am_logit_terms;
 
 /* The key of one row for am_keep_bits. */

@@ -42,7 +42,7 @@ ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q);
 am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q);
 static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
 {
-    return places->offsets ? places->offsets[row * places->offset_step] : 0;
+    return places->offsets ? places->offsets[row * places->offset_stride] : 0;
 }
 
 /* The gradient of a term's numbers of one head, as a task adds it up: those in a range, the others are not

@@ -2,11 +2,12 @@
  * dot products of bfloat16, where it has some. Keys and values become bfloat16 of 2^-8 of their value as they
  * are read, which is exact, and P is rounded to bfloat16. */
 
-static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
+static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows,
+                              ptrdiff_t head_dim)
 {
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += am_packed_query_lanes(head_dim), from += q_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += am_packed_query_lanes(head_dim), from += q_stride) {
         for (ptrdiff_t i = 0; i < head_dim; i += 2 * VF_LANES) {
             vf first, second;
             load_two(from + i, head_dim - i, &first, &second);

@@ -19,12 +19,13 @@
 #include "kernels/attention/product_of_tpl.h"
 #ifdef V_LINES
 /* In the order in which keys are loaded: those of a line, and a rest of at most a vector in order. */
-static void pack_queries_bf16(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
+static void pack_queries_bf16(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows,
+                              ptrdiff_t head_dim)
 {
     const ptrdiff_t step = am_packed_query_lanes(head_dim);
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_stride) {
         for (ptrdiff_t i = 0; i < head_dim; i += 2 * VF_LANES) {
             vf first, second;
             load_two(from + i, head_dim - i, &first, &second);

@@ -63,9 +63,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #ifdef WIDEN
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
-    const ptrdiff_t keys = end - begin, row_step = tile->v.step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t keys = end - begin, row_stride = tile->v.step / (ptrdiff_t)sizeof(S);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
-        const S *rows_of_v = values + begin * row_step + column;
+        const S *rows_of_v = values + begin * row_stride + column;
         const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof(S) - column;
         const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(S)),
                        *in_runs = tile->v.run && keys > tile->v.run ? &runs : NULL;
@@ -73,18 +73,18 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
 #ifdef WIDEN
-        const ptrdiff_t v_step = 2 * FN(PANEL);
-        const W *v = widened + column % v_step;
-        if (column % v_step == 0)
-            WIDEN(widened, v_step, rows_of_v, row_step, keys, columns < v_step ? columns : v_step);
+        const ptrdiff_t v_stride = 2 * FN(PANEL);
+        const W *v = widened + column % v_stride;
+        if (column % v_stride == 0)
+            WIDEN(widened, v_stride, rows_of_v, row_stride, keys, columns < v_stride ? columns : v_stride);
 #else
         const W *v = rows_of_v;
-        const ptrdiff_t v_step = row_step;
+        const ptrdiff_t v_stride = row_stride;
 #endif
         FN(operands) of_panel = FN(by_rows)(keys, logits, panel, FN(PANEL), out, block->out_dim);
         const bool packed = tile->live || width > columns;
         if (packed) {
-            V nothing = WIDE(pack_panel)(panel, v, v_step, keys, columns, VOP(set1)(0));
+            V nothing = WIDE(pack_panel)(panel, v, v_stride, keys, columns, VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
@@ -98,7 +98,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             rows = strip_rows(block->rows - r, STRIP);
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_dim;
-            const WIDE(operands) x = WIDE(by_rows)(keys, p, v, v_step, to, block->out_dim);
+            const WIDE(operands) x = WIDE(by_rows)(keys, p, v, v_stride, to, block->out_dim);
             if (packed) {
                 of_panel.a = p, of_panel.c = to;
                 OWN(add_packed)(rows, width, &of_panel);

@@ -50,14 +50,14 @@ static inline part_i4 part_of_i4(const am_flash_rows *block, const am_flash_tile
 
 /* A row has four high bytes and four low ones of each four channels; then the sums up to each multiple of 32
  * channels, and the unit. */
-static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
+static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows, ptrdiff_t head_dim)
 {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
     const ptrdiff_t step = am_packed_query_lanes(head_dim);
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_stride) {
         int32_t sum = 0;
         vf factor;
         if (!write_unit(to, from, head_dim, MOST_I4, &factor)) continue;
@@ -138,8 +138,8 @@ multiply_i4(const int rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to, prefe
 {
     enum { VECTORS = 2, KEYS = VECTORS * VF_LANES };
     const int parts = rows < 4 ? 2 : 1; /* else too few sums do not wait for one another */
-    const ptrdiff_t q_step = am_packed_query_lanes(at->block->head_dim), group = at->tile->k_group;
-    const float *q = (const float *)at->block->q_packed + at->row * q_step + at->channel / 2;
+    const ptrdiff_t q_stride = am_packed_query_lanes(at->block->head_dim), group = at->tile->k_group;
+    const float *q = (const float *)at->block->q_packed + at->row * q_stride + at->channel / 2;
     prefetch_lines current = *prefetch;
     for (ptrdiff_t key = at->begin & -KEYS; key < at->end; key += KEYS) {
         for (ptrdiff_t i = 0; at->row == 0 && i < KEYS; i += VF_LANES) transpose_keys_i4(at, key + i, keys);
@@ -162,7 +162,7 @@ multiply_i4(const int rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to, prefe
                 for (int part = 0; part < 2; part++) {
                     UNROLL(4)
                     for (int r = 0; r < rows; r++) {
-                        const float *four = bytes + r * q_step + 2 * part;
+                        const float *four = bytes + r * q_stride + 2 * part;
                         const __m512i high = _mm512_castps_si512(vf_set1(four[0])),
                                       low = _mm512_castps_si512(vf_set1(four[1]));
                         UNROLL(2)
@@ -197,8 +197,8 @@ APART void find_dots_i4(ptrdiff_t rows, const part_i4 *at, keys_i4 *keys, dots_i
 static inline void scale_dots_i4(const part_i4 *at, ptrdiff_t row, const int32_t dots[4][AM_FLASH_TILE])
 {
     const am_flash_rows *block = at->block;
-    const ptrdiff_t group = at->tile->k_group, q_step = am_packed_query_lanes(block->head_dim);
-    const float *q = (const float *)block->q_packed + row * q_step,
+    const ptrdiff_t group = at->tile->k_group, q_stride = am_packed_query_lanes(block->head_dim);
+    const float *q = (const float *)block->q_packed + row * q_stride,
                 *sum = q + block->head_dim / 2 + at->channel / QUARTER_I4, /* up to this chunk */
                     *scales = (const float *)at->tile->k_scales +
                               group_of_i4(at->channel, group) * 2 * AM_FLASH_TILE;
@@ -214,7 +214,7 @@ static inline void scale_dots_i4(const part_i4 *at, ptrdiff_t row, const int32_t
             sums[j] = vf_fma(dot, vf_load(scales + j * VF_LANES), vf_fma(offset, of_q, sums[j]));
         }
     }
-    const vf unit = vf_set1(q[q_step - VF_LANES]);
+    const vf unit = vf_set1(q[q_stride - VF_LANES]);
     UNROLL(4)
     for (int j = 0; j < 4; j++) {
         float *to = logits + j * VF_LANES;
@@ -231,7 +231,7 @@ static inline float number_i4(const uint8_t *row, ptrdiff_t channel)
 static void find_logits_apart_i4(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                  ptrdiff_t begin, ptrdiff_t end)
 {
-    const float *q = (const float *)block->q + row * block->q_step;
+    const float *q = (const float *)block->q + row * block->q_stride;
     for (ptrdiff_t i = begin; i < end; i++) {
         const uint8_t *k = row_at(&tile->k, i);
         float sum = 0;

@@ -53,7 +53,7 @@ typedef struct {
 #if PARTS > 1
 /* Adds products of what was loaded of some keys and the queries at q, of which `count` lanes are left. */
 static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                 const V *x, const T *q, ptrdiff_t q_step,
+                                                                 const V *x, const T *q, ptrdiff_t q_stride,
                                                                  ptrdiff_t count, const int parts, V *sums)
 {
     UNROLL(4)
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
         for (ptrdiff_t j = 0; j < keys; j++) some[j] = parts > 1 ? PART_OF(x[j], part) : x[j];
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
-            const T *row = q + r * q_step;
+            const T *row = q + r * q_stride;
             V y = count >= LANES ? VOP(load)(row) : VOP(load_part)(row, count);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(some[j], y, sums[r * keys + j]);
@@ -81,7 +81,7 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
                                                                  const bool straight)
 {
 #define KEY(j) (k + ((j) < last ? (j) : last) * step)
-    const ptrdiff_t head_dim = factors.head_dim, step = factors.step, q_step = QUERY_STEP(head_dim);
+    const ptrdiff_t head_dim = factors.head_dim, step = factors.step, q_stride = QUERY_STEP(head_dim);
     const T *q = factors.q;
     const W *k = factors.k;
     prefetch_lines current = prefetch ? *prefetch : (prefetch_lines){0};
@@ -101,11 +101,11 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
                 prefetch_each(&current, keys, rows == 1 || sizeof(S) == sizeof(T));
         }
 #if PARTS > 1
-        FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);
+        FROM(add_dots)(rows, keys, x, q, q_stride, LANES, PARTS, sums);
 #else
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load)(q + r * q_step);
+            V y = VOP(load)(q + r * q_stride);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
@@ -122,7 +122,7 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
     if (0 < left && left <= LANES) {
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(KEY(j), left);
-        FROM(add_dots)(rows, keys, x, q, q_step, left, 1, sums);
+        FROM(add_dots)(rows, keys, x, q, q_stride, left, 1, sums);
         return;
     }
 #endif
@@ -130,11 +130,11 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
     UNROLL(32)
     for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(KEY(j), left);
 #if PARTS > 1
-    FROM(add_dots)(rows, keys, x, q, q_step, 2 * LANES, PARTS, sums);
+    FROM(add_dots)(rows, keys, x, q, q_stride, 2 * LANES, PARTS, sums);
 #else
     UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++) {
-        V y = NUMBERS > 1 ? VOP(load)(q + r * q_step) : VOP(load_part)(q + r * q_step, left);
+        V y = NUMBERS > 1 ? VOP(load)(q + r * q_stride) : VOP(load_part)(q + r * q_stride, left);
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
     }
@@ -267,9 +267,9 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
 #ifdef WIDEN
     W widened[SOME_KEYS * AM_MOST_WIDENED];
-    const ptrdiff_t k_step = whole_f8(block->head_dim);
+    const ptrdiff_t k_stride = whole_f8(block->head_dim);
 #else
-    const ptrdiff_t k_step = tile->k.step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t k_stride = tile->k.step / (ptrdiff_t)sizeof(S);
     /* More than four rows read keys again. Whole tiles that fill a first-level cache of 32 KB would take 1.06
      * of the time. */
     const bool by_runs =
@@ -281,7 +281,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 #ifdef WIDEN
         if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
-        WIDEN(widened, k_step, k, tile->k.step / (ptrdiff_t)sizeof(S), first, block->head_dim);
+        WIDEN(widened, k_stride, k, tile->k.step / (ptrdiff_t)sizeof(S), first, block->head_dim);
         next = begin + first;
 #else
         const W *from = k;
@@ -290,7 +290,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
             const ptrdiff_t rows = block->rows - r;
             const FROM(dot_operands)
-                x = {{block->head_dim, q + r * QUERY_STEP(block->head_dim), from, k_step},
+                x = {{block->head_dim, q + r * QUERY_STEP(block->head_dim), from, k_stride},
                      next - begin,
                      first,
                      &runs,
