@@ -104,12 +104,12 @@ void am_request_free(am_request *r)
 
 ptrdiff_t am_widen(const am_view *v, ptrdiff_t *to)
 {
-    const ptrdiff_t count = v->axes ? v->shape[0] : 1, step = v->stride[0];
-    if (step == (ptrdiff_t)am_size_of(v->type) && am_convert(NULL, AM_INT64, to, v->type, v->data, count))
+    const ptrdiff_t count = v->axes ? v->shape[0] : 1, stride = v->stride[0];
+    if (stride == (ptrdiff_t)am_size_of(v->type) && am_convert(NULL, AM_INT64, to, v->type, v->data, count))
         return -1;
     ptrdiff_t beyond = -1;
     for (ptrdiff_t i = count - 1; i >= 0; i--) {
-        if (am_convert(NULL, AM_INT64, &to[i], v->type, v->data + i * step, 1)) continue;
+        if (am_convert(NULL, AM_INT64, &to[i], v->type, v->data + i * stride, 1)) continue;
         to[i] = PTRDIFF_MAX;
         beyond = i;
     }

@@ -89,13 +89,13 @@ static bool check_query(am_request *r, const am_cached *c)
 /* Whether the values are some of the keys' channels, in the same memory. */
 static bool is_latent(const am_view *k, const am_view *v)
 {
-    const ptrdiff_t step = k->stride[3], offset = v->data - k->data;
+    const ptrdiff_t stride = k->stride[3], offset = v->data - k->data;
     for (int i = 0; i < 3; i++) {
         if (k->shape[i] > 1 && k->stride[i] != v->stride[i]) return false;
     }
-    if (v->shape[3] > k->shape[3] || (v->shape[3] > 1 && v->stride[3] != step)) return false;
-    if (step == 0 || offset % step != 0) return false;
-    return offset / step >= 0 && offset / step <= k->shape[3] - v->shape[3];
+    if (v->shape[3] > k->shape[3] || (v->shape[3] > 1 && v->stride[3] != stride)) return false;
+    if (stride == 0 || offset % stride != 0) return false;
+    return offset / stride >= 0 && offset / stride <= k->shape[3] - v->shape[3];
 }
 
 /* Lets packed new tokens begin where queries do, unless they have starts of their own. */

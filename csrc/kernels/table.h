@@ -112,9 +112,9 @@ typedef ptrdiff_t am_find_nonzero(const void *src, ptrdiff_t count);
 typedef bool am_collect_nonzero(void *seen, const void *src, ptrdiff_t count);
 
 /* Transposes tiles of 64 × 64 bits that lie side by side: bit c of word t in row r of src becomes bit r of
- * word t in row c of dst. Rows of src are `step` words apart, those of dst AM_TRANSPOSE_TILES. */
+ * word t in row c of dst. Rows of src are `stride` words apart, those of dst AM_TRANSPOSE_TILES. */
 #define AM_TRANSPOSE_TILES 8
-typedef void am_transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step);
+typedef void am_transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t stride);
 
 /* Bit i tells whether words[begin + i] != words[twin[begin + i]]; at most 64 bits. */
 typedef uint64_t am_unlike_bits(const uint64_t *words, const int32_t *twin, ptrdiff_t begin, ptrdiff_t count);
@@ -169,11 +169,11 @@ typedef struct {
  * times as fast, and 0.6 times for few queries. */
 extern bool am_prefetch_near;
 
-/* Rows of memory to prefetch: they may lie a page apart, where hardware does not prefetch. Steps and lengths
- * in bytes. */
+/* Rows of memory to prefetch: they may lie a page apart, where hardware does not prefetch. Strides and
+ * lengths in bytes. */
 typedef struct {
     const char *at;
-    ptrdiff_t step, length, rows;
+    ptrdiff_t stride, length, rows;
 } am_prefetch_rows;
 enum {
     AM_PREFETCH_RUNS = 4, /* of keys, and of values, that may lie in pages */
@@ -188,12 +188,12 @@ enum {
 };
 _Static_assert(AM_PREFETCH_V == AM_PREFETCH_RUNS && AM_PREFETCH_PACKED == 2 * AM_PREFETCH_RUNS, "overlap");
 
-/* Rows of keys or values in memory, `step` bytes apart: one behind the other, or in runs of `run` rows each,
- * a power of two. Runs begin at these addresses, which all heads share: they are as far from each other as
- * those of the rows, of which the first is at `data`. */
+/* Rows of keys or values in memory, `stride` bytes apart: one behind the other, or in runs of `run` rows
+ * each, a power of two. Runs begin at these addresses, which all heads share: they are as far from each other
+ * as those of the rows, of which the first is at `data`. */
 typedef struct {
     const void *data;
-    ptrdiff_t step, run; /* run: 0 if not in runs */
+    ptrdiff_t stride, run; /* run: 0 if not in runs */
     const void *const *runs;
 } am_rows;
 
@@ -324,9 +324,9 @@ typedef struct {
  *
  * where dropout clears entries of P in the second line, and of dP. Logits and base are in units as above. */
 typedef struct {
-    ptrdiff_t dim, step; /* step: of rows, elements; whole panels, which are zero beyond dim */
-    const void *lanes;   /* [rows][step]; or where a lane holds two, [rows][lanes] */
-    const void *packed;  /* the same; or where a lane holds two, packed like values */
+    ptrdiff_t dim, stride; /* step: of rows, elements; whole panels, which are zero beyond dim */
+    const void *lanes;     /* [rows][step]; or where a lane holds two, [rows][lanes] */
+    const void *packed;    /* the same; or where a lane holds two, packed like values */
     bool finite;
 } am_backward_operand;
 

@@ -59,15 +59,15 @@ def draw_backward(rng, arithmetic: Arithmetic) -> tuple[Problem, Backward]:
     return p, Backward(d_out, stats, old, pick(rng, [1.0, 0.3, -0.6]), 1 / 0.7, bool(rng.random() < 0.4))
 
 
-def operand(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: int):
+def operand(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, stride: int):
     """Queries or d_out as the step reads them: by rows, and as the factors that it multiplies by P or dS."""
     dim, panel = values.shape[1], arithmetic.panel
     if arithmetic.width == 2:
         lanes, packed = memory.read(lanes_of(values, 2)), memory.read(packed_values(values, panel, 2))
     else:
-        lanes = packed = memory.read(padded_columns(values, -(-dim // panel) * panel), step)
+        lanes = packed = memory.read(padded_columns(values, -(-dim // panel) * panel), stride)
     members = {"lanes": lanes, "packed": packed, "finite": is_finite(values)}
-    return structure("am_backward_operand", dim=dim, step=step, **members)
+    return structure("am_backward_operand", dim=dim, stride=stride, **members)
 
 
 def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem, b: Backward, stats: list):
@@ -75,19 +75,19 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     panel, width = arithmetic.panel, arithmetic.width
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
-    step, value_stride = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
+    stride, value_stride = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
     scratch = [memory.written(np.full((rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
     sums = [
         memory.written(padded_columns(values, width_of), width_step)
         for values, width_of, width_step in zip(
-            b.old, (columns, columns, value_columns), (step, step, value_stride), strict=True
+            b.old, (columns, columns, value_columns), (stride, stride, value_stride), strict=True
         )
     ]
     d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
     block = structure(
         "am_backward_rows",
         rows=rows,
-        q=operand(memory, arithmetic, p.q, step),
+        q=operand(memory, arithmetic, p.q, stride),
         d_out=operand(memory, arithmetic, b.d_out, value_stride),
         base=stats[0],
         rest=stats[1],

@@ -248,7 +248,7 @@ def rows_in(memory: Memory, values: np.ndarray, rng, width: int, run: int, plain
         data, runs = in_runs(memory, values, rng, width, run, step)
     else:
         data, step = strided(memory, values, rng, width, plain)
-    return structure("am_rows", data=data, step=step * values.itemsize, run=run, runs=runs), runs
+    return structure("am_rows", data=data, stride=step * values.itemsize, run=run, runs=runs), runs
 
 
 def check_pack_keys(kernel: Kernel, rng) -> None:

@@ -101,11 +101,11 @@ am_status am_find_additive(const am_context *context, const am_numbers *numbers,
     status = look(context, &s, false);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status; /* other threads may write */
     /* From a place among the axes that were followed to one among all. */
-    ptrdiff_t rest = atomic_load(&s.first), step = 1;
+    ptrdiff_t rest = atomic_load(&s.first), stride = 1;
     *index = 0;
-    for (int axis = numbers->axes - 1; axis >= 0; step *= numbers->shape[axis--]) {
+    for (int axis = numbers->axes - 1; axis >= 0; stride *= numbers->shape[axis--]) {
         if (numbers->shape[axis] == 1 || numbers->strides[axis] == 0) continue;
-        *index += rest % numbers->shape[axis] * step;
+        *index += rest % numbers->shape[axis] * stride;
         rest /= numbers->shape[axis];
     }
     return AM_OK;

@@ -11,7 +11,7 @@ typedef enum { GATHER, SCATTER } direction;
 /* Rows whose numbers lie in turn, as those of a state do: the kernel of a few rows, or one that transposes.
  */
 static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdiff_t size, void *numbers,
-                 ptrdiff_t step)
+                 ptrdiff_t stride)
 {
     if (s->column == s->rows * size && s->rows <= AM_MOST_SPLIT && size > 1) {
         am_split *const split = size == 2   ? k->copy.split_16
@@ -19,31 +19,31 @@ static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdif
                                             : k->copy.split_64;
         am_join *const join = size == 2 ? k->copy.join_16 : size == 4 ? k->copy.join_32 : k->copy.join_64;
         if (way == GATHER)
-            split(numbers, step, s->data, s->columns, s->rows);
+            split(numbers, stride, s->data, s->columns, s->rows);
         else
-            join(s->data, numbers, step, s->columns, s->rows);
+            join(s->data, numbers, stride, s->columns, s->rows);
         return true;
     }
     if (size < 4) return false;
     am_transpose *const transpose = size == 4 ? k->copy.transpose_32 : k->copy.transpose_64;
     if (way == GATHER)
-        transpose(numbers, step, s->data, s->column / size, s->columns, s->rows);
+        transpose(numbers, stride, s->data, s->column / size, s->columns, s->rows);
     else
-        transpose(s->data, s->column / size, numbers, step, s->rows, s->columns);
+        transpose(s->data, s->column / size, numbers, stride, s->rows, s->columns);
     return true;
 }
 
 /* Copies numbers of the same type. */
-static void move(const am_kernels *k, direction way, const am_strided *s, char *numbers, ptrdiff_t step)
+static void move(const am_kernels *k, direction way, const am_strided *s, char *numbers, ptrdiff_t stride)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(s->type);
     /* Columns of one row are not farther apart than rows. */
     const ptrdiff_t row = s->rows == 1 ? s->columns * s->column : s->row;
-    if (s->rows > 1 && row == size && turn(k, way, s, size, numbers, step)) return;
+    if (s->rows > 1 && row == size && turn(k, way, s, size, numbers, stride)) return;
     if (way == GATHER)
-        am_copy_2d(numbers, step * size, size, s->data, row, s->column, s->rows, s->columns, (size_t)size);
+        am_copy_2d(numbers, stride * size, size, s->data, row, s->column, s->rows, s->columns, (size_t)size);
     else
-        am_copy_2d(s->data, row, s->column, numbers, step * size, size, s->rows, s->columns, (size_t)size);
+        am_copy_2d(s->data, row, s->column, numbers, stride * size, size, s->rows, s->columns, (size_t)size);
 }
 
 /* The rows of `way` from memory or to it, whose numbers are contiguous. */
@@ -63,12 +63,12 @@ static bool convert_rows(const am_kernels *k, direction way, const am_strided *s
 }
 
 static bool copy(const am_kernels *k, direction way, const am_strided *s, am_dtype type, char *numbers,
-                 ptrdiff_t step)
+                 ptrdiff_t stride)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(type), own = (ptrdiff_t)am_size_of(s->type);
-    if (s->column == own) return convert_rows(k, way, s, type, numbers, step * size);
+    if (s->column == own) return convert_rows(k, way, s, type, numbers, stride * size);
     if (s->type == type) {
-        move(k, way, s, numbers, step);
+        move(k, way, s, numbers, stride);
         return true;
     }
     double detour[DETOUR_BYTES / sizeof(double)];
@@ -78,26 +78,27 @@ static bool copy(const am_kernels *k, direction way, const am_strided *s, am_dty
     for (ptrdiff_t c = 0; c < s->columns; c += part.columns) {
         part.columns = am_min(s->rows > 1 ? DETOUR_COLUMNS : most, s->columns - c);
         for (ptrdiff_t r = 0; r < s->rows; r += part.rows) {
-            char *const at = numbers + (r * step + c) * size;
+            char *const at = numbers + (r * stride + c) * size;
             part.rows = s->rows == 1 ? 1 : am_min(most / part.columns, s->rows - r);
             part.data = s->data + r * s->row + c * s->column;
             const am_strided same = {(char *)detour, s->type,     part.columns * own, own,
                                      part.rows,      part.columns};
             if (way == GATHER) move(k, way, &part, (char *)detour, part.columns);
-            fits &= convert_rows(k, way, &same, type, at, step * size);
+            fits &= convert_rows(k, way, &same, type, at, stride * size);
             if (way == SCATTER) move(k, way, &part, (char *)detour, part.columns);
         }
     }
     return fits;
 }
 
-bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step, const am_strided *from)
+bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
+                   const am_strided *from)
 {
-    return copy(kernels, GATHER, from, type, to, step);
+    return copy(kernels, GATHER, from, type, to, stride);
 }
 
 bool am_scatter_all(const am_kernels *kernels, const am_strided *to, am_dtype type, const void *from,
-                    ptrdiff_t step)
+                    ptrdiff_t stride)
 {
-    return copy(kernels, SCATTER, to, type, (char *)from, step);
+    return copy(kernels, SCATTER, to, type, (char *)from, stride);
 }

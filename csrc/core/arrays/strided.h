@@ -18,27 +18,27 @@ static inline am_strided am_strided_row(const void *data, am_dtype type, ptrdiff
 }
 
 /* The functions below for rows that lie in any way. */
-bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step,
+bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
                    const am_strided *from);
 bool am_scatter_all(const am_kernels *kernels, const am_strided *to, am_dtype type, const void *from,
-                    ptrdiff_t step);
+                    ptrdiff_t stride);
 
-/* Copy them to rows of numbers of `type` that begin every `step` numbers, or from there. Types are the same,
- * or have a converter; false if an integer does not fit. */
-static inline bool am_gather(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step,
+/* Copy them to rows of numbers of `type` that begin every `stride` numbers, or from there. Types are the
+ * same, or have a converter; false if an integer does not fit. */
+static inline bool am_gather(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
                              const am_strided *from)
 {
     if (from->rows == 1 && from->column == (ptrdiff_t)am_size_of(from->type))
         return am_convert(kernels, type, to, from->type, from->data, from->columns);
-    return am_gather_all(kernels, type, to, step, from);
+    return am_gather_all(kernels, type, to, stride, from);
 }
 
 static inline bool am_scatter(const am_kernels *kernels, const am_strided *to, am_dtype type,
-                              const void *from, ptrdiff_t step)
+                              const void *from, ptrdiff_t stride)
 {
     if (to->rows == 1 && to->column == (ptrdiff_t)am_size_of(to->type))
         return am_convert(kernels, to->type, to->data, type, from, to->columns);
-    return am_scatter_all(kernels, to, type, from, step);
+    return am_scatter_all(kernels, to, type, from, stride);
 }
 
 /* Returns a row as numbers of `type`: where it lies if it is so already, else in `to`. */

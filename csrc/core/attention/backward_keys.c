@@ -10,7 +10,7 @@ static void write_rows(const am_backward_plan *p, const am_tokens *t, const char
                        ptrdiff_t rows, ptrdiff_t count)
 {
     const am_strided target = {(char *)to, t->type, t->token, (ptrdiff_t)am_size_of(t->type), rows, count};
-    am_scatter(p->base.all_kernels, &target, p->base.type, from.data, from.step / p->base.size);
+    am_scatter(p->base.all_kernels, &target, p->base.type, from.data, from.stride / p->base.size);
 }
 
 /* Adds a sum of tiles to d_q, if there is one, once those before have been added. There always is a first
@@ -22,10 +22,10 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
     if (status != AM_OK) return status;
     if (sum == state->first) {
-        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .step = p->lengths.step * p->base.size}, at->rows,
-                   p->base.attn->head_dim);
+        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .stride = p->lengths.stride * p->base.size},
+                   at->rows, p->base.attn->head_dim);
     } else if (d_q) {
-        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->lengths.step, at->rows,
+        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->lengths.stride, at->rows,
                                      p->base.attn->head_dim);
     }
     atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
@@ -40,7 +40,7 @@ static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums,
 
 static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t rows)
 {
-    memset(to.d_k, 0, (size_t)(rows * p->lengths.step * p->base.size));
+    memset(to.d_k, 0, (size_t)(rows * p->lengths.stride * p->base.size));
     memset(to.d_v, 0, (size_t)(rows * p->lengths.value_stride * p->base.size));
 }
 
@@ -59,13 +59,13 @@ static am_key_sums open_sums(const am_backward_plan *p, const am_key_task *task,
 static void add_part(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums part,
                      ptrdiff_t rows)
 {
-    const ptrdiff_t step = p->lengths.step, value_stride = p->lengths.value_stride, size = p->base.size;
+    const ptrdiff_t stride = p->lengths.stride, value_stride = p->lengths.value_stride, size = p->base.size;
     if (first) {
-        memcpy(total.d_k, part.d_k, (size_t)(rows * step * size));
+        memcpy(total.d_k, part.d_k, (size_t)(rows * stride * size));
         memcpy(total.d_v, part.d_v, (size_t)(rows * value_stride * size));
         return;
     }
-    p->base.arithmetic->add_rows(total.d_k, step, part.d_k, step, rows, p->base.attn->head_dim);
+    p->base.arithmetic->add_rows(total.d_k, stride, part.d_k, stride, rows, p->base.attn->head_dim);
     p->base.arithmetic->add_rows(total.d_v, value_stride, part.d_v, value_stride, rows,
                                  p->base.attn->value_dim);
 }
@@ -174,7 +174,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             walk->rows = am_begin_backward_rows(p, at, s);
             walk->loaded = true;
         }
-        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->lengths.step * p->base.size));
+        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->lengths.stride * p->base.size));
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
@@ -203,7 +203,7 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
         if (sum < state->first || sum > state->last) continue;
         bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
         if (!any && sum == state->first) {
-            memset(s->d_q, 0, (size_t)(walk->at->rows * p->lengths.step * p->base.size));
+            memset(s->d_q, 0, (size_t)(walk->at->rows * p->lengths.stride * p->base.size));
             any = true;
         }
         if (status == AM_OK) status = add_ordered(p, walk->at, state, sum, any ? s->d_q : NULL, team);
@@ -252,8 +252,8 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         const am_key_sums sums = tile_sums(p, &s->total, i);
         if (!s->tiles[i].summed) clear_sums(p, sums, am_length(keys));
         const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-        const am_rows k = {.data = sums.d_k, .step = p->lengths.step * p->base.size},
-                      v = {.data = sums.d_v, .step = p->lengths.value_stride * p->base.size};
+        const am_rows k = {.data = sums.d_k, .stride = p->lengths.stride * p->base.size},
+                      v = {.data = sums.d_v, .stride = p->lengths.value_stride * p->base.size};
         write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
         write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
         behind = keys.end;
@@ -332,7 +332,7 @@ am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn_place at = am_backward_block(p, index);
     const am_tokens *to = &p->problem->d_q;
-    const am_rows from = {.data = am_token(&p->d_q, at.b, at.head, at.q), .step = p->d_q.token};
+    const am_rows from = {.data = am_token(&p->d_q, at.b, at.head, at.q), .stride = p->d_q.token};
     write_rows(p, to, am_token(to, at.b, at.head, at.q), from, at.rows, p->base.attn->head_dim);
     return am_checkpoint(team);
 }

@@ -102,9 +102,9 @@ static ptrdiff_t choose(am_backward_plan *p)
     const am_attn *f = p->base.attn;
     const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
                     head_dim = am_ceil_div(f->head_dim, panel) * panel;
-    p->lengths.step = step_of(p, head_dim);
+    p->lengths.stride = step_of(p, head_dim);
     p->lengths.value_stride = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
-    p->lengths.k_rows = TILE * p->lengths.step * size;
+    p->lengths.k_rows = TILE * p->lengths.stride * size;
     p->lengths.v_rows = TILE * p->lengths.value_stride * size;
     p->lengths.k_columns = TILE * am_lanes(&p->base, f->head_dim) * size;
     p->lengths.v_columns = TILE * am_lanes(&p->base, f->value_dim) * size;

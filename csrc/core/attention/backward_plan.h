@@ -32,7 +32,7 @@ typedef struct {
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
 typedef struct {
-    ptrdiff_t step, value_stride;
+    ptrdiff_t stride, value_stride;
     ptrdiff_t k_rows, v_rows;                 /* of gradients, of queries and of d_out */
     ptrdiff_t k_columns, v_columns, k_panels; /* packed */
 } am_backward_lengths;

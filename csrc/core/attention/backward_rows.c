@@ -20,8 +20,8 @@ static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const a
     return am_read_rows(&p->base, t, am_token(t, at->b, at->head, at->q), at->rows, count, scratch);
 }
 
-/* Loads the rows of a block to rows `step` apart; or where a lane holds two numbers side by side, and packed
- * like values. */
+/* Loads the rows of a block to rows `stride` apart; or where a lane holds two numbers side by side, and
+ * packed like values. */
 static am_backward_operand load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
                                       am_backward_operand to, char *lanes, char *packed, char *scratch)
 {
@@ -32,7 +32,7 @@ static am_backward_operand load_block(const am_backward_plan *p, const am_tokens
         to.finite = am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, to.dim, NULL);
     } else {
         const am_rows rows = read_block(p, t, at, to.dim, scratch);
-        to.finite = p->base.arithmetic->load_rows(lanes, to.step, rows.data, rows.step / p->base.size,
+        to.finite = p->base.arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / p->base.size,
                                                   at->rows, to.dim);
     }
     return to;
@@ -42,8 +42,8 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
                                         const am_backward_workspace *s)
 {
     const am_attn *f = p->base.attn;
-    const am_backward_operand q = {.dim = f->head_dim, .step = p->lengths.step},
-                              d_out = {.dim = f->value_dim, .step = p->lengths.value_stride};
+    const am_backward_operand q = {.dim = f->head_dim, .stride = p->lengths.stride},
+                              d_out = {.dim = f->value_dim, .stride = p->lengths.value_stride};
     return (am_backward_rows){
         .rows = at->rows,
         .q = load_block(p, &f->q, at, q, s->q, s->q_rows, s->row),
@@ -130,8 +130,8 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
     const am_rows out = read_block(p, &f->out, at, f->value_dim, s->row),
                   d_out = read_block(p, &p->problem->d_out, at, f->value_dim, other);
-    p->base.arithmetic->dot_rows(add, d_out.data, d_out.step / p->base.size, out.data,
-                                 out.step / p->base.size, at->rows, f->value_dim);
+    p->base.arithmetic->dot_rows(add, d_out.data, d_out.stride / p->base.size, out.data,
+                                 out.stride / p->base.size, at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;

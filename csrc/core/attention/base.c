@@ -80,10 +80,10 @@ am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *s
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
     if (t->type == base->type && t->element == size && t->token % size == 0)
-        return (am_rows){.data = src, .step = t->token};
+        return (am_rows){.data = src, .stride = t->token};
     const am_strided from = {(char *)src, t->type, t->token, t->element, rows, count};
     am_gather(base->all_kernels, base->type, scratch, count, &from);
-    return (am_rows){.data = scratch, .step = count * base->size};
+    return (am_rows){.data = scratch, .stride = count * base->size};
 }
 
 bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)
@@ -104,7 +104,7 @@ am_rows am_copy_lanes(char *to, const am_tokens *t, const char *src, ptrdiff_t r
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = am_ceil_div(count, width) * width * size;
     if (count % width) memset(to, 0, (size_t)(rows * row));
     am_copy_2d(to, row, size, src, t->token, t->element, rows, count, (size_t)size);
-    return (am_rows){.data = to, .step = row};
+    return (am_rows){.data = to, .stride = row};
 }
 
 am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
@@ -114,16 +114,16 @@ am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t h
     ptrdiff_t one = am_row_bytes(t->type, count), all = (heads - 1) * t->head + one;
     bool side_by_side = one < all && all <= t->token;
     return (am_prefetch_rows){.at = am_token(t, b, head, token),
-                              .step = t->token,
+                              .stride = t->token,
                               .length = side_by_side ? all : one,
                               .rows = rows};
 }
 
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
-                       ptrdiff_t count, ptrdiff_t step)
+                       ptrdiff_t count, ptrdiff_t stride)
 {
     const char *head = scales->data + kv_head * scales->head;
-    for (ptrdiff_t r = 0; r < row_count; r++, rows += step) {
+    for (ptrdiff_t r = 0; r < row_count; r++, rows += stride) {
         if (scales->element == sizeof(float)) { /* side by side: vectors */
             for (ptrdiff_t i = 0; i < count; i++) rows[i] *= ((const float *)head)[i];
         } else {

@@ -157,8 +157,8 @@ static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t head_di
     return kv->queries == AM_QUERY_ROUNDED && head_dim >= 1 << 16;
 }
 
-/* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
+/* Multiplies rows of `count` numbers, `stride` apart, by the factors of the channels of a key head. */
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
-                       ptrdiff_t count, ptrdiff_t step);
+                       ptrdiff_t count, ptrdiff_t stride);
 
 #endif

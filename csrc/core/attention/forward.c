@@ -189,7 +189,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         }
         const am_rows rows = am_read_rows(base, q, src, it->at.queries, head_dim, scratch);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes)
-            base->arithmetic->numbers[base->type].write(to, (const char *)rows.data + r * rows.step, factor,
+            base->arithmetic->numbers[base->type].write(to, (const char *)rows.data + r * rows.stride, factor,
                                                         head_dim);
     }
     if (base->attn->k_scales.by_channel && !in_lanes)
@@ -198,7 +198,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     if (packs) {
         base->kv_rows->pack_queries(it->q_packed, it->rows.q, it->rows.q_stride, it->at.rows, head_dim);
     } else if (it->q_packed) {
-        const am_rows rows = {.data = it->rows.q, .step = it->rows.q_stride * base->size};
+        const am_rows rows = {.data = it->rows.q, .stride = it->rows.q_stride * base->size};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
     }
 }

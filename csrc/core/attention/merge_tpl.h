@@ -29,10 +29,10 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 
 /* Returns `count` channels of a part's row in the type T: in place if they are contiguous and of that type,
  * else in `scratch`. */
-static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count,
+static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t stride, ptrdiff_t count,
                              T *scratch)
 {
-    const am_strided row = am_strided_row(from, job->merge->type, step, count);
+    const am_strided row = am_strided_row(from, job->merge->type, stride, count);
     return am_gather_row(job->kernels, TYPE, scratch, &row);
 }
 

@@ -104,7 +104,7 @@ static void store(const backward_job *job, const am_linear_buffers *b, const am_
     const struct {
         const am_linear_array *array;
         const char *rows;
-        ptrdiff_t step, columns;
+        ptrdiff_t stride, columns;
     } parts[] = {
         {&job->query, b->back.d_q, s->row_stride, s->rows},
         {&job->key, b->back.d_k, s->row_stride, s->rows},
@@ -119,7 +119,7 @@ static void store(const backward_job *job, const am_linear_buffers *b, const am_
         if (parts[i].array->data)
             am_linear_write(base->all_kernels, base->type,
                             am_linear_rows_at(parts[i].array, at->batch, token, at->head), parts[i].rows,
-                            parts[i].step, count, parts[i].columns);
+                            parts[i].stride, count, parts[i].columns);
     }
     if (!base->linear->by_channel) write_tokens(job, &job->decay, at, token, b->back.d_decay, count);
     write_tokens(job, &job->back->beta, at, token, b->back.d_beta, count);

@@ -13,23 +13,23 @@ static inline am_strided am_linear_rows_at(const am_linear_array *a, ptrdiff_t b
     return (am_strided){.data = data, .type = a->type, .row = a->stride[1], .column = a->stride[3]};
 }
 
-/* Reads rows as numbers of `type`, and pads each with zeros up to `step`. */
-static inline void am_linear_read(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t step,
+/* Reads rows as numbers of `type`, and pads each with zeros up to `stride`. */
+static inline void am_linear_read(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
                                   am_strided from, ptrdiff_t rows, ptrdiff_t columns)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
     from.rows = rows, from.columns = columns;
-    am_gather(kernels, type, to, step, &from);
-    for (ptrdiff_t r = 0; r < rows && step > columns; r++)
-        memset((char *)to + (r * step + columns) * size, 0, (size_t)((step - columns) * size));
+    am_gather(kernels, type, to, stride, &from);
+    for (ptrdiff_t r = 0; r < rows && stride > columns; r++)
+        memset((char *)to + (r * stride + columns) * size, 0, (size_t)((stride - columns) * size));
 }
 
 /* Writes them; the array is writeable. */
 static inline void am_linear_write(const am_kernels *kernels, am_dtype type, am_strided to, const void *from,
-                                   ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
+                                   ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
 {
     to.rows = rows, to.columns = columns;
-    am_scatter(kernels, &to, type, from, step);
+    am_scatter(kernels, &to, type, from, stride);
 }
 
 #endif

@@ -176,14 +176,14 @@ static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
     const gradient_job *job = arg;
     const am_short_conv *c = &job->gradients->conv;
     const am_conv_place p = place_of(job, band);
-    const ptrdiff_t step = am_conv_sums_stride(p.lanes),
+    const ptrdiff_t stride = am_conv_sums_stride(p.lanes),
                     one = (c->width + 1) * am_conv_sums_stride(job->lanes);
     double *row = malloc((size_t)p.lanes * sizeof *row);
     if (!row) return AM_NO_MEMORY;
     for (ptrdiff_t j = 0; j <= c->width; j++) {
         memset(row, 0, (size_t)p.lanes * sizeof *row);
         for (ptrdiff_t piece = 0; piece < job->pieces; piece++) {
-            const double *sums = job->sums + (piece * job->bands + band) * one + j * step;
+            const double *sums = job->sums + (piece * job->bands + band) * one + j * stride;
             for (ptrdiff_t i = 0; i < p.lanes; i++) row[i] += sums[i];
         }
         if (j < c->width)

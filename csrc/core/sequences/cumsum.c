@@ -59,10 +59,10 @@ typedef struct {
 } tile_buffers;
 
 /* Whether a kernel transposes a tile: time is contiguous, and elements are not narrower than 32 bits. */
-static bool is_transposed(ptrdiff_t step, am_dtype type)
+static bool is_transposed(ptrdiff_t stride, am_dtype type)
 {
     const size_t size = am_size_of(type);
-    return step == (ptrdiff_t)size && size >= 4;
+    return stride == (ptrdiff_t)size && size >= 4;
 }
 
 /* Stores integer sums in the type of the result. Scaled ones are computed in float64, and truncated if the

@@ -118,11 +118,11 @@ static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t beg
 static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
                   am_team *team)
 {
-    ptrdiff_t columns = job->mask_rows.columns.count, step = job->mask_rows.rows.stride, found;
+    ptrdiff_t columns = job->mask_rows.columns.count, stride = job->mask_rows.rows.stride, found;
     ptrdiff_t first_row = -1, last_row = -1; /* the rows whose first, and whose last, live column is known */
     if (atomic_load(&known->row_begin) > begin) {
         for (found = columns; begin < end; begin++) {
-            found = first_live(job, data + begin * step, 0, columns, team);
+            found = first_live(job, data + begin * stride, 0, columns, team);
             if (found < columns) break;
         }
         if (begin == end) return;
@@ -132,7 +132,7 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
     }
     if (atomic_load(&known->row_end) < end) {
         for (found = 0; begin < end; end--) {
-            found = last_live(job, data + (end - 1) * step, 0, columns, team);
+            found = last_live(job, data + (end - 1) * stride, 0, columns, team);
             if (found > 0) break;
         }
         if (begin == end) return;
@@ -143,9 +143,10 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
     for (ptrdiff_t r = begin; r < end; r++) {
         ptrdiff_t low = atomic_load(&known->column_begin), high = atomic_load(&known->column_end);
         if (low == 0 && high == columns) return;
-        if (r != first_row) am_lower_to(&known->column_begin, first_live(job, data + r * step, 0, low, team));
+        if (r != first_row)
+            am_lower_to(&known->column_begin, first_live(job, data + r * stride, 0, low, team));
         if (r != last_row)
-            am_raise_to(&known->column_end, last_live(job, data + r * step, high, columns, team));
+            am_raise_to(&known->column_end, last_live(job, data + r * stride, high, columns, team));
     }
 }
 

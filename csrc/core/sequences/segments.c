@@ -27,8 +27,8 @@ static const char *row_of(const am_ids *ids, ptrdiff_t row)
 static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
                   ptrdiff_t count, int64_t *wide)
 {
-    const ptrdiff_t step = ids->stride[2];
-    const am_strided from = am_strided_row(row_of(ids, row) + begin * step, ids->type, step, count);
+    const ptrdiff_t stride = ids->stride[2];
+    const am_strided from = am_strided_row(row_of(ids, row) + begin * stride, ids->type, stride, count);
     const bool fits = am_gather(kernels, AM_INT64, wide, count, &from);
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }
@@ -255,13 +255,13 @@ static am_status push(run_list *list, id_run run)
 static am_status find_runs(const am_ids *ids, ptrdiff_t row, bool of_keys, run_list *list, am_team *team)
 {
     const char *const from = row_of(ids, row);
-    const ptrdiff_t step = ids->stride[2], tokens = tokens_of(ids), first = list->count;
+    const ptrdiff_t stride = ids->stride[2], tokens = tokens_of(ids), first = list->count;
     for (ptrdiff_t i = 0; i < tokens;) {
-        const int32_t id = *(const int32_t *)(from + i * step);
+        const int32_t id = *(const int32_t *)(from + i * stride);
         const ptrdiff_t begin = i, end = am_min(am_floor_to(i, TASK_TOKENS) + TASK_TOKENS, tokens);
         do {
             i++;
-        } while (i < end && *(const int32_t *)(from + i * step) == id);
+        } while (i < end && *(const int32_t *)(from + i * stride) == id);
         const id_run run = {id < 0 ? UINT32_MAX : (uint32_t)id, of_keys, begin, i - begin};
         am_status status = AM_OK;
         if (list->count > first && list->runs[list->count - 1].id == run.id)

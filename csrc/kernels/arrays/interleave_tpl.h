@@ -2,10 +2,10 @@
  * if the number of rows is known. */
 
 static inline __attribute__((always_inline)) void
-FN(split_rows)(T *restrict to, ptrdiff_t step, const T *restrict from, ptrdiff_t count, const int rows)
+FN(split_rows)(T *restrict to, ptrdiff_t stride, const T *restrict from, ptrdiff_t count, const int rows)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
-        for (int r = 0; r < rows; r++) to[r * step + i] = from[i * rows + r];
+        for (int r = 0; r < rows; r++) to[r * stride + i] = from[i * rows + r];
     }
 }
 
@@ -20,10 +20,10 @@ static void FN(split)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_
 }
 
 static inline __attribute__((always_inline)) void
-FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t step, ptrdiff_t count, const int rows)
+FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t stride, ptrdiff_t count, const int rows)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
-        for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * step + i];
+        for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * stride + i];
     }
 }
 

@@ -27,11 +27,11 @@ static inline __attribute__((always_inline)) void transpose_tiles(uint64_t *rows
     swap_quarters(rows, tiles, 1, 0x5555555555555555);
 }
 
-static void transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
+static void transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t stride)
 {
     uint64_t rows[64 * AM_TRANSPOSE_TILES];
     for (int r = 0; r < 64; r++)
-        memcpy(rows + r * AM_TRANSPOSE_TILES, src + r * step, AM_TRANSPOSE_TILES * sizeof *rows);
+        memcpy(rows + r * AM_TRANSPOSE_TILES, src + r * stride, AM_TRANSPOSE_TILES * sizeof *rows);
     transpose_tiles(rows, AM_TRANSPOSE_TILES);
     memcpy(dst, rows, sizeof rows);
 }

@@ -72,9 +72,10 @@ static void FN(add_unpacked)(const am_flash_rows *block, const am_flash_tile *ti
                              ptrdiff_t column, prefetch_lines *prefetch)
 {
     const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(T));
-    const FN(operands) x = FN(by_rows)(AM_FLASH_TILE, (const T *)block->logits + s->row * AM_FLASH_TILE,
-                                       (const T *)tile->v.data + column, tile->v.step / (ptrdiff_t)sizeof(T),
-                                       (T *)block->out + s->row * block->out_dim + column, block->out_dim);
+    const FN(operands) x =
+        FN(by_rows)(AM_FLASH_TILE, (const T *)block->logits + s->row * AM_FLASH_TILE,
+                    (const T *)tile->v.data + column, tile->v.stride / (ptrdiff_t)sizeof(T),
+                    (T *)block->out + s->row * block->out_dim + column, block->out_dim);
     FN(add_product)(s->rows, columns_at(block, column, FN(PANEL)), &x, prefetch, tile->v.run ? &runs : NULL);
 }
 

@@ -14,7 +14,7 @@
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
                             prefetch_queue *queue)
 {
-    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_stride = WIDTH == 1 ? p->step : lanes;
+    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_stride = WIDTH == 1 ? p->stride : lanes;
     if (lanes == 0) {
         memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
         return;
@@ -43,9 +43,9 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
 {
     (void)queue;
     const T *a = STEP(join_rows)(scratch, p->a, p->rows), *b = p->b;
-    const ptrdiff_t step = p->step, b_row = WIDTH == 1 ? step : FN(PANEL),
+    const ptrdiff_t stride = p->stride, b_row = WIDTH == 1 ? stride : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
-    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->c, step};
+    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->c, stride};
     if (p->live) {
         const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
         STEP(add_live_rows)(columns, p->columns, p->live, &x, b_panel);
@@ -56,7 +56,7 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = a + begin * AM_FLASH_TILE + s->row, x.b = b + begin * b_row;
-            x.c = p->c + s->row * step + column;
+            x.c = p->c + s->row * stride + column;
             STEP(add_product_transposed)(s->rows, p->columns - column, &x, NULL, NULL);
         }
     }
@@ -75,8 +75,8 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const 
 {
     (void)queue;
     const T *b = p->b;
-    const ptrdiff_t step = p->step, b_panel = FN(PANEL) * AM_FLASH_TILE / WIDTH;
-    STEP(operands) x = STEP(by_rows)(0, p->a, b, FN(PANEL), p->c, step);
+    const ptrdiff_t stride = p->stride, b_panel = FN(PANEL) * AM_FLASH_TILE / WIDTH;
+    STEP(operands) x = STEP(by_rows)(0, p->a, b, FN(PANEL), p->c, stride);
     if (p->live) {
         STEP(add_live_rows)(p->rows, p->columns, p->live, &x, b_panel);
         return;
@@ -86,7 +86,7 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const 
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = p->a + s->row * AM_FLASH_TILE + begin, x.b = b + begin * FN(PANEL);
-            x.c = p->c + s->row * step + column;
+            x.c = p->c + s->row * stride + column;
             STEP(add_product)(s->rows, p->columns - column, &x, NULL, NULL);
         }
     }
@@ -101,8 +101,9 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    const FN(backward_product) s = {q->lanes, tile->k_columns, p, rows, q->step, q->dim, NULL},
-                               dp = {d_out->lanes, tile->v_columns, ds, rows, d_out->step, d_out->dim, NULL};
+    const FN(backward_product)
+        s = {q->lanes, tile->k_columns, p, rows, q->stride, q->dim, NULL},
+        dp = {d_out->lanes, tile->v_columns, ds, rows, d_out->stride, d_out->dim, NULL};
     STEP(logits_of)(strips, count, &s, &queue);
     STEP(logits_of)(strips, count, &dp, &queue);
     for (const FN(strip) *i = strips; i < strips + count; i++) {
@@ -118,9 +119,9 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     FN(strip) transposed_strips[AM_FLASH_TILE];
     ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
     const FN(backward_product)
-        dv = {p, d_out->packed, tile->d_v, rows, d_out->step, d_out->dim, d_out->finite ? NULL : live},
-        dk = {ds, q->packed, tile->d_k, rows, q->step, q->dim, q->finite ? NULL : live},
-        dq = {ds, tile->k, block->d_q, rows, q->step, q->dim, tile->k_finite ? NULL : tile->live};
+        dv = {p, d_out->packed, tile->d_v, rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
+        dk = {ds, q->packed, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
+        dq = {ds, tile->k, block->d_q, rows, q->stride, q->dim, tile->k_finite ? NULL : tile->live};
     STEP(add_transposed)(transposed_strips, transposed_count, &dv, p, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
     for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
@@ -134,7 +135,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
     const FN(backward_product)
-        product = {block->q.lanes, tile->k_columns, logits, block->rows, block->q.step, block->q.dim, NULL};
+        product = {block->q.lanes, tile->k_columns, logits, block->rows, block->q.stride, block->q.dim, NULL};
     STEP(logits_of)(strips, count, &product, &none);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {

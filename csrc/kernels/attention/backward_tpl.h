@@ -1,12 +1,12 @@
 /* backward_tpl.h – attention backward of a block of rows over a tile of keys, for one type of numbers.
  */
 
-/* A product of the backward step, c = a bᵀ or c += a b or aᵀ b: rows of a, `step` from row to row of what has
- * `columns`, which is a in the first case, else c; of only the live pairs if `live` is not NULL. */
+/* A product of the backward step, c = a bᵀ or c += a b or aᵀ b: rows of a, `stride` from row to row of what
+ * has `columns`, which is a in the first case, else c; of only the live pairs if `live` is not NULL. */
 typedef struct {
     const T *a, *b;
     T *c;
-    ptrdiff_t rows, step, columns;
+    ptrdiff_t rows, stride, columns;
     const uint64_t *live;
 } FN(backward_product);
 

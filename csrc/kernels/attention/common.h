@@ -64,8 +64,8 @@ static inline row_runs runs_behind(const am_rows *rows, ptrdiff_t i, ptrdiff_t j
 /* Row i. */
 static inline const void *row_at(const am_rows *rows, ptrdiff_t i)
 {
-    if (rows->run == 0) return (const char *)rows->data + i * rows->step;
-    const ptrdiff_t row = (i & (rows->run - 1)) * rows->step;
+    if (rows->run == 0) return (const char *)rows->data + i * rows->stride;
+    const ptrdiff_t row = (i & (rows->run - 1)) * rows->stride;
     return (const void *)((uintptr_t)rows->data + (uintptr_t)rows->runs[run_of_row(rows, i)] -
                           (uintptr_t)rows->runs[0] + (uintptr_t)row);
 }
@@ -83,9 +83,9 @@ static inline prefetch_lines lines_of_values(const am_flash_tile *tiles, ptrdiff
     const am_rows *v = &tiles->v;
     const ptrdiff_t length =
         (const char *)tiles[heads - 1].v.data - (const char *)v->data + tiles->value_bytes;
-    if (v->run == 0) return prefetch_lines_of((uintptr_t)v->data, v->step, length, 0, EARLY_KEYS);
+    if (v->run == 0) return prefetch_lines_of((uintptr_t)v->data, v->stride, length, 0, EARLY_KEYS);
     const ptrdiff_t count = AM_FLASH_TILE / v->run;
-    return prefetch_runs_of(runs, v->runs, count + (v->runs[count] != NULL), v->run, v->step, length,
+    return prefetch_runs_of(runs, v->runs, count + (v->runs[count] != NULL), v->run, v->stride, length,
                             EARLY_KEYS);
 }
 
@@ -94,9 +94,9 @@ static inline prefetch_lines lines_of_next_keys(const am_flash_tile *tile, prefe
     const am_prefetch_rows *next = &tile->next_keys;
     if (next->rows <= 0) return prefetch_nothing(tile->k.data);
     if (!tile->next_runs)
-        return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
-    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
-                            EARLY_KEYS);
+        return prefetch_lines_of((uintptr_t)next->at, next->stride, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->stride,
+                            next->length, EARLY_KEYS);
 }
 
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */

@@ -14,7 +14,7 @@ typedef struct {
 /* Lines of some rows, in the order of memory. */
 typedef struct {
     uintptr_t at;        /* the next line; prefetching an address that is not mapped is harmless */
-    ptrdiff_t step;      /* bytes from line to line */
+    ptrdiff_t stride;    /* bytes from line to line */
     ptrdiff_t left;      /* lines left of this row, or of several without a gap */
     ptrdiff_t row;       /* lines of a whole row */
     ptrdiff_t gap;       /* bytes from behind a row's last line to the next row */
@@ -26,15 +26,16 @@ typedef struct {
 } prefetch_lines;
 
 /* Rows may begin and end within a line. If `rows` is 0, lines of all rows are not counted. */
-static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows,
-                                               ptrdiff_t early_rows)
+static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t stride, ptrdiff_t length,
+                                               ptrdiff_t rows, ptrdiff_t early_rows)
 {
-    const bool alike = step % CACHE_LINE == 0;
+    const bool alike = stride % CACHE_LINE == 0;
     const ptrdiff_t skipped = alike ? (ptrdiff_t)(at % CACHE_LINE) : CACHE_LINE - 1;
     ptrdiff_t row = (skipped + length + CACHE_LINE - 1) / CACHE_LINE;
-    if (alike && 0 < step && step < row * CACHE_LINE) row = step / CACHE_LINE; /* the next one has the rest */
-    const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
-    const ptrdiff_t gap = step - row * CACHE_LINE;
+    if (alike && 0 < stride && stride < row * CACHE_LINE)
+        row = stride / CACHE_LINE; /* the next one has the rest */
+    const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)stride;
+    const ptrdiff_t gap = stride - row * CACHE_LINE;
     const ptrdiff_t left = gap == 0 && rows == 0 ? PTRDIFF_MAX : row; /* without a gap they are one row */
     return (prefetch_lines){at, CACHE_LINE, left, row, gap, row * rows, early, am_prefetch_near, NULL};
 }
@@ -52,10 +53,10 @@ static inline __attribute__((always_inline)) void prefetch_begin_rows(prefetch_l
 
 /* The same of runs of `run` rows each, which begin at these addresses. */
 static inline prefetch_lines prefetch_runs_of(prefetch_runs *runs, const void *const *at, ptrdiff_t count,
-                                              ptrdiff_t run, ptrdiff_t step, ptrdiff_t length,
+                                              ptrdiff_t run, ptrdiff_t stride, ptrdiff_t length,
                                               ptrdiff_t early_rows)
 {
-    prefetch_lines lines = prefetch_lines_of((uintptr_t)at[0], step, length, 0, early_rows);
+    prefetch_lines lines = prefetch_lines_of((uintptr_t)at[0], stride, length, 0, early_rows);
     *runs = (prefetch_runs){run, run, count - 1, at + 1, early_rows, 1};
     lines.runs = runs;
     prefetch_begin_rows(&lines);
@@ -69,7 +70,7 @@ static inline __attribute__((always_inline)) void prefetch_end_of_rows(prefetch_
     runs->rows -= runs->together;
     if (runs->rows == 0 && runs->runs == 0) { /* the last line once more */
         lines->at -= (uintptr_t)(CACHE_LINE + lines->gap);
-        lines->step = 0, lines->gap = 0, lines->left = lines->row = 1, lines->runs = NULL;
+        lines->stride = 0, lines->gap = 0, lines->left = lines->row = 1, lines->runs = NULL;
         return;
     }
     if (runs->rows == 0) {
@@ -120,7 +121,7 @@ static inline __attribute__((always_inline)) void prefetch_next_row(prefetch_lin
 static inline __attribute__((always_inline)) void prefetch_one(prefetch_lines *lines, const bool runs)
 {
     prefetch_line(lines);
-    lines->at += (uintptr_t)lines->step;
+    lines->at += (uintptr_t)lines->stride;
     if (--lines->left <= 0) prefetch_next_row(lines, runs);
 }
 static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *lines, ptrdiff_t count,
@@ -149,15 +150,15 @@ static inline __attribute__((always_inline)) void prefetch_at_once(prefetch_line
                                                                    const ptrdiff_t count)
 {
     const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
-    const ptrdiff_t step = lines->step;
+    const ptrdiff_t stride = lines->stride;
     if (lines->near) {
         UNROLL(16)
-        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, true);
+        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * stride, at + i * stride, true);
     } else {
         UNROLL(16)
-        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, false);
+        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * stride, at + i * stride, false);
     }
-    lines->at += (uintptr_t)(count * step);
+    lines->at += (uintptr_t)(count * stride);
     lines->left -= count;
 }
 
@@ -200,11 +201,11 @@ static inline __attribute__((always_inline)) void prefetch_straight(prefetch_lin
         prefetch_from(early, at, count, true);
     else
         prefetch_from(early, at, count, false);
-    copy->at += (uintptr_t)(count * copy->step);
+    copy->at += (uintptr_t)(count * copy->stride);
 }
 static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_lines *copy)
 {
-    if (lines->step == 0) return; /* the same line over and over */
+    if (lines->stride == 0) return; /* the same line over and over */
     lines->left -= (ptrdiff_t)(copy->at - lines->at) / CACHE_LINE;
     lines->at = copy->at;
     if (lines->left <= 0) prefetch_next_row(lines, true);
@@ -226,7 +227,7 @@ static inline prefetch_queue prefetch_queue_of(const am_prefetch_rows kinds[AM_P
         const am_prefetch_rows *rows = &kinds[i];
         if (rows->rows <= 0) continue;
         prefetch_lines *lines = &queue.kinds[queue.count++];
-        *lines = prefetch_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows, 0);
+        *lines = prefetch_lines_of((uintptr_t)rows->at, rows->stride, rows->length, rows->rows, 0);
         queue.left += lines->count;
     }
     queue.share = queue.left / products + 1;

@@ -254,7 +254,7 @@ STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
-    const ptrdiff_t step = tile->bias_stride;
+    const ptrdiff_t stride = tile->bias_stride;
     const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
     am_flash_rows with_terms = *block;
     const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
@@ -265,12 +265,12 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
         with_terms.factor = 1, bias = NULL;
     }
     if (scales)
-        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, scales},
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, scales},
                             all, FN(IN_FLIGHT));
     else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
-        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_stride = step}, all, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_stride = stride}, all, FN(IN_FLIGHT));
     else if (bias)
-        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, step, &unit, NULL}, all,
+        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, NULL}, all,
                             FN(IN_FLIGHT));
     else
         STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, NULL, 0, &unit, NULL}, all,

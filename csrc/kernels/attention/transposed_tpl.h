@@ -79,12 +79,12 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
     const row_runs runs = runs_behind(&tile->v, 0, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
     const operands_interleaved x = by_rows_interleaved(count, p, (const uint16_t *)v + column,
-                                                       TWO_ROWS(tile->v.step), c, block->out_dim);
+                                                       TWO_ROWS(tile->v.stride), c, block->out_dim);
     add_product_transposed_interleaved(s->rows, columns, &x, tile->v.run ? &runs : NULL,
                                        s->rows < block->rows ? interleaved : NULL);
 #else
     const FN(operands) x =
-        FN(by_rows)(count, p, v + column, tile->v.step / (ptrdiff_t)sizeof(T), c, block->out_dim);
+        FN(by_rows)(count, p, v + column, tile->v.stride / (ptrdiff_t)sizeof(T), c, block->out_dim);
     FN(add_product_transposed)(s->rows, columns, &x, tile->v.run ? &runs : NULL, NULL);
 #endif
 }
@@ -97,7 +97,7 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
     T *logits = block->logits;
     STEP(operands)
-    x = {.length = block->head_dim, .a_row = tile->k.step / (ptrdiff_t)sizeof(T), .b = block->q_packed};
+    x = {.length = block->head_dim, .a_row = tile->k.stride / (ptrdiff_t)sizeof(T), .b = block->q_packed};
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), x.b += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);

@@ -150,13 +150,13 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
 /* coupled_ij = -M_ij beta_i or -M_ij beta_j */
 static void FN(couple)(const am_linear_chunk *c, const FN(work) * w, bool by_row)
 {
-    const ptrdiff_t step = c->shape->token_stride;
+    const ptrdiff_t stride = c->shape->token_stride;
     const T *beta = c->beta;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const V of_row = VOP(set1)(-beta[i]), zero = VOP(set1)(0);
         for (ptrdiff_t j = 0; j < i; j += LANES) {
             const V by = by_row ? of_row : VOP(sub)(zero, VOP(load)(beta + j));
-            VOP(store)(w->coupled + i * step + j, VOP(mul)(by, VOP(load)(w->m + i * step + j)));
+            VOP(store)(w->coupled + i * stride + j, VOP(mul)(by, VOP(load)(w->m + i * stride + j)));
         }
     }
 }
@@ -176,54 +176,54 @@ static void FN(find_pairs)(const am_linear_chunk *c, void *pairs, void *scratch)
 static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->channel_stride;
+    const ptrdiff_t stride = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_stride : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_stride + i]);
         const T *v = (const T *)c->v + i * c->v_stride;
-        T *row = x + i * step;
-        for (ptrdiff_t j = 0; j < step; j += LANES)
+        T *row = x + i * stride;
+        for (ptrdiff_t j = 0; j < stride; j += LANES)
             VOP(store)(row + j, VOP(fma)(since, VOP(load)(row + j), VOP(load)(v + j)));
     }
     FN(couple)(c, w, false);
-    FN(solve)(x, step, w->coupled, s->token_stride, 1, c->tokens, step);
+    FN(solve)(x, stride, w->coupled, s->token_stride, 1, c->tokens, stride);
     for (ptrdiff_t i = 0; i < c->tokens; i++)
-        FN(scale_row)(w->u + i * step, x + i * step, ((const T *)c->beta)[i], step);
+        FN(scale_row)(w->u + i * stride, x + i * stride, ((const T *)c->beta)[i], stride);
 }
 
 static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     FN(apply_state)(c, &w, w.x, by_channel ? w.heads : c->q, c->state, n);
-    if (s->delta) FN(solve_delta)(c, &w, w.x + n * step);
+    if (s->delta) FN(solve_delta)(c, &w, w.x + n * stride);
     const T *u = s->delta ? w.u : c->v;
     const FN(product) product = {.c = c->out,
                                  .start = w.x,
                                  .factor = by_channel ? NULL : w.since,
                                  .a = w.p,
                                  .b = u,
-                                 .c_stride = step,
+                                 .c_stride = stride,
                                  .a_stride = s->token_stride,
                                  .a_depth = 1,
-                                 .b_stride = step,
+                                 .b_stride = stride,
                                  .m = n,
-                                 .n = step,
+                                 .n = stride,
                                  .depth = n,
                                  .triangle = LOWER_LEFT,
                                  .soon = c->soon};
     FN(multiply)(&product);
     for (ptrdiff_t i = 0; i < n && !by_channel; i++)
-        FN(scale_row)(w.u + i * step, u + i * step, w.behind[i], step);
+        FN(scale_row)(w.u + i * stride, u + i * stride, w.behind[i], stride);
     if (by_channel)
         FN(move_state)(c, &w, c->next, c->state, w.tail, u, n);
     else
         FN(move_state)(c, &w, c->next, c->state, c->k, w.u, n);
-    return FN(all_finite)(c->out, n * step) && FN(all_finite)(c->next, s->rows * step);
+    return FN(all_finite)(c->out, n * stride) && FN(all_finite)(c->next, s->rows * stride);
 }
 
 /* --- Gradients --- */
@@ -252,20 +252,20 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
 static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_stride, last = n - 1;
+    const ptrdiff_t n = c->tokens, stride = s->channel_stride, last = n - 1;
     FN(couple)(c, w, true);
-    FN(solve)((T *)g->d_u + last * step, -step, w->coupled + last * (s->token_stride + 1), -1,
-              -s->token_stride, n, step);
+    FN(solve)((T *)g->d_u + last * stride, -stride, w->coupled + last * (s->token_stride + 1), -1,
+              -s->token_stride, n, stride);
 }
 
 /* Of the output, and of W, negated, behind it. */
 static void FN(back_to_rows)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->channel_stride;
-    memcpy(w->back.d_rows, g->d_out, (size_t)(n * step) * sizeof(T));
+    const ptrdiff_t n = c->tokens, stride = c->shape->channel_stride;
+    memcpy(w->back.d_rows, g->d_out, (size_t)(n * stride) * sizeof(T));
     for (ptrdiff_t i = 0; c->beta && i < n; i++)
-        FN(scale_row)(w->back.d_rows + (n + i) * step, (const T *)g->d_u + i * step, -((const T *)c->beta)[i],
-                      step);
+        FN(scale_row)(w->back.d_rows + (n + i) * stride, (const T *)g->d_u + i * stride,
+                      -((const T *)c->beta)[i], stride);
 }
 
 /* Of the state before the chunk. */
@@ -285,13 +285,13 @@ static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradient
 /* Of v and beta. */
 static void FN(back_to_v)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = c->shape->channel_stride;
     const T *beta = c->beta;
     T *d_v = g->d_v, *d_beta = g->d_beta;
     for (ptrdiff_t i = 0; i < n; i++) {
-        const T *d_u = (const T *)g->d_u + i * step;
-        FN(scale_row)(d_v + i * step, d_u, beta ? beta[i] : 1, step);
-        if (beta) d_beta[i] = FN(dot)(d_u, w->x + (n + i) * step, step);
+        const T *d_u = (const T *)g->d_u + i * stride;
+        FN(scale_row)(d_v + i * stride, d_u, beta ? beta[i] : 1, stride);
+        if (beta) d_beta[i] = FN(dot)(d_u, w->x + (n + i) * stride, stride);
     }
 }
 
@@ -300,12 +300,12 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                               const T *u)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, step = s->channel_stride;
-    FN(turn)(w->turned, s->token_stride, u, step, n, s->channels);
+    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, stride = s->channel_stride;
+    FN(turn)(w->turned, s->token_stride, u, stride, n, s->channels);
     FN(product)
     product = {.b = w->turned,
                .c_stride = s->token_stride,
-               .a_stride = step,
+               .a_stride = stride,
                .a_depth = 1,
                .b_stride = s->token_stride,
                .m = n,
@@ -314,15 +314,15 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
         product.c = w->back.d_pairs + side * n * s->token_stride,
-        product.a = w->back.d_rows + side * n * step;
+        product.a = w->back.d_rows + side * n * stride;
         FN(multiply_large)(w, &product);
     }
-    FN(turn)(w->turned, s->row_stride, c->state, step, s->rows, s->channels);
+    FN(turn)(w->turned, s->row_stride, c->state, stride, s->rows, s->channels);
     product.c = w->back.d_heads, product.a = w->back.d_rows;
     product.c_stride = product.b_stride = product.n = s->row_stride;
     product.m = sides * n, product.triangle = ALL;
     FN(multiply_large)(w, &product);
-    FN(turn)(w->turned, s->row_stride, g->d_next, step, s->rows, s->channels);
+    FN(turn)(w->turned, s->row_stride, g->d_next, stride, s->rows, s->channels);
     product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->back.left : w->back.d_tail;
     product.a = u, product.m = n;
     FN(multiply_large)(w, &product);

@@ -58,16 +58,16 @@ static inline __attribute__((always_inline)) void FN(add_products)(double *sums,
 
 static void FN(conv_sums)(double *sums, const void *dz, const void *src, const am_conv_tile *tile)
 {
-    const ptrdiff_t step = am_conv_sums_stride(tile->lanes);
+    const ptrdiff_t stride = am_conv_sums_stride(tile->lanes);
     for (ptrdiff_t lane = 0; lane < tile->lanes; lane += LANES) {
         const ptrdiff_t part = tile->lanes - lane < LANES ? tile->lanes - lane : 0;
         const T *d = (const T *)dz + lane, *x = (const T *)src + lane;
         double *to = sums + lane;
         ptrdiff_t j = 0;
         for (; j + 4 <= tile->width; j += 4)
-            FN(add_products)(to + j * step, step, d, x + j * tile->src_stride, tile, part, 4);
+            FN(add_products)(to + j * stride, stride, d, x + j * tile->src_stride, tile, part, 4);
         for (; j < tile->width; j++)
-            FN(add_products)(to + j * step, step, d, x + j * tile->src_stride, tile, part, 1);
-        FN(add_products)(to + j * step, step, d, NULL, tile, part, 1);
+            FN(add_products)(to + j * stride, stride, d, x + j * tile->src_stride, tile, part, 1);
+        FN(add_products)(to + j * stride, stride, d, NULL, tile, part, 1);
     }
 }

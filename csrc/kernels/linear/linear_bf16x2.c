@@ -130,14 +130,14 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
 static void products_by_token(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride / 2;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride / 2;
     const float *k = c->k;
-    turn_f32(w->turned, s->token_stride, k, step, n, step);
+    turn_f32(w->turned, s->token_stride, k, stride, n, stride);
     product_f32 product = {.c = w->products,
                            .a = c->q,
                            .b = w->turned,
                            .c_stride = s->token_stride,
-                           .a_stride = step,
+                           .a_stride = stride,
                            .a_depth = 1,
                            .b_stride = s->token_stride,
                            .m = n,
@@ -159,11 +159,11 @@ enum { LEAF = 8 };
 /* Queries and keys of tokens times the factors since `from`; `whole` becomes the product of all factors. */
 static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, float *whole)
 {
-    const ptrdiff_t step = c->shape->row_stride;
+    const ptrdiff_t stride = c->shape->row_stride;
     const uint16_t *const rows[] = {c->q, c->k};
-    for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
+    for (ptrdiff_t r = 0; r < stride; r += 2 * VF_LANES) {
         vf since[] = {vf_set1(1), vf_set1(1)};
-        for (ptrdiff_t at = from * step + r; at < to * step; at += step) {
+        for (ptrdiff_t at = from * stride + r; at < to * stride; at += stride) {
             const float *factor = (const float *)c->factor + at;
             since[0] = vf_mul(since[0], vf_load(factor));
             since[1] = vf_mul(since[1], vf_load(factor + VF_LANES));
@@ -181,17 +181,17 @@ static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from,
  */
 static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, bool join)
 {
-    const ptrdiff_t step = c->shape->row_stride;
-    for (ptrdiff_t r = 0; r < step; r += 2 * VF_LANES) {
+    const ptrdiff_t stride = c->shape->row_stride;
+    for (ptrdiff_t r = 0; r < stride; r += 2 * VF_LANES) {
         vf follow[] = {vf_set1(1), vf_set1(1)}, odd[] = {vf_set1(0), vf_set1(0)}, key[2];
         for (ptrdiff_t j = to - 1; j >= from; j--) {
-            const ptrdiff_t at = j * step + r;
+            const ptrdiff_t at = j * stride + r;
             UNROLL(2)
             for (int v = 0; v < 2; v++) {
                 key[v] = vf_mul(follow[v], vf_load_bf16((const uint16_t *)c->k + at + v * VF_LANES));
                 follow[v] = vf_mul(follow[v], vf_load((const float *)c->factor + at + v * VF_LANES));
                 if (join && j % 2 == 0)
-                    vf_store(w->keys + j / 2 * step + r + v * VF_LANES, vf_join_bf16x2(key[v], odd[v]));
+                    vf_store(w->keys + j / 2 * stride + r + v * VF_LANES, vf_join_bf16x2(key[v], odd[v]));
                 odd[v] = key[v];
             }
             if (!join) vf_store(w->keys + at / 2, vf_narrow_bf16x2(key[0], key[1]));
@@ -202,23 +202,23 @@ static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from,
 static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t middle, ptrdiff_t half)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_stride / 2, begin = middle - half;
+    const ptrdiff_t stride = s->row_stride / 2, begin = middle - half;
     const ptrdiff_t end = middle + half < c->tokens ? middle + half : c->tokens;
     decay_heads(c, w, middle, end, NULL);
     decay_tails(c, w, begin, middle, false);
-    turn_f32(w->turned, s->token_stride, w->keys + begin * step, step, half, step);
+    turn_f32(w->turned, s->token_stride, w->keys + begin * stride, stride, half, stride);
     product_f32 product = {.c = w->products + middle * s->token_stride + begin,
-                           .a = w->heads[0] + middle * step,
+                           .a = w->heads[0] + middle * stride,
                            .b = w->turned,
                            .c_stride = s->token_stride,
-                           .a_stride = step,
+                           .a_stride = stride,
                            .a_depth = 1,
                            .b_stride = s->token_stride,
                            .m = end - middle,
                            .n = half < VF_LANES ? VF_LANES : half,
                            .depth = (s->rows + 1) / 2};
     multiply_bf16x2(&product);
-    product.c = w->coupled + middle * s->token_stride + begin, product.a = w->heads[1] + middle * step;
+    product.c = w->coupled + middle * s->token_stride + begin, product.a = w->heads[1] + middle * stride;
     if (s->delta) multiply_bf16x2(&product);
 }
 
@@ -227,23 +227,23 @@ static inline __attribute__((always_inline)) void leaf_row(const am_linear_chunk
                                                            ptrdiff_t from, ptrdiff_t i, const int most)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_stride, own = i - from;
+    const ptrdiff_t stride = s->row_stride, own = i - from;
     vf p[LEAF], m[LEAF], itself = vf_set1(0), sums[2 * LEAF];
     UNROLL(8)
     for (int j = 0; j < LEAF; j++) p[j] = m[j] = vf_set1(0);
-    for (ptrdiff_t r = 0; r < step; r += VF_LANES) {
-        const ptrdiff_t at = i * step + r;
+    for (ptrdiff_t r = 0; r < stride; r += VF_LANES) {
+        const ptrdiff_t at = i * stride + r;
         const vf q = vf_load_bf16((const uint16_t *)c->q + at), k = vf_load_bf16((const uint16_t *)c->k + at);
         const vf factor = vf_load((const float *)c->factor + at);
         float *keys = w->turned + r;
         UNROLL(8)
         for (int j = 0; j < most; j++) {
-            const vf key = vf_mul(factor, vf_load(keys + j * step));
-            vf_store(keys + j * step, key);
+            const vf key = vf_mul(factor, vf_load(keys + j * stride));
+            vf_store(keys + j * stride, key);
             p[j] = vf_fma(q, key, p[j]), m[j] = vf_fma(k, key, m[j]);
         }
         itself = vf_fma(q, k, itself);
-        vf_store(keys + own * step, k);
+        vf_store(keys + own * stride, k);
     }
     UNROLL(8)
     for (int j = 0; j < LEAF; j++) sums[j] = p[j], sums[LEAF + j] = m[j];
@@ -274,7 +274,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
 static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_stride / 2;
+    const ptrdiff_t stride = s->row_stride / 2;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     work w;
     lay_out_pairs(&w, s, pairs);
@@ -286,8 +286,8 @@ static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scrat
     float since = 1;
     memset(w.tail, 0, (size_t)s->token_stride * sizeof *w.tail);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        const float q_scale = scale_of(s, (const float *)c->q + i * step, s->scale);
-        const float k_scale = scale_of(s, (const float *)c->k + i * step, 1);
+        const float q_scale = scale_of(s, (const float *)c->q + i * stride, s->scale);
+        const float k_scale = scale_of(s, (const float *)c->k + i * stride, 1);
         const float factor = by_channel ? 1 : ((const float *)c->factor)[i];
         since *= factor;
         w.q_since[i] = since * q_scale, w.k_since[i] = since * k_scale;
@@ -308,12 +308,12 @@ static void join_rows(float *to, const float *even, const float *odd, ptrdiff_t 
 
 static void join_keys(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t step = c->shape->row_stride / 2;
+    const ptrdiff_t stride = c->shape->row_stride / 2;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
-        const float *k = (const float *)c->k + i * step;
-        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
-            float *to = w->keys + i * step + 2 * j;
-            const vf odd = i + 1 < c->tokens ? vf_load(k + step + j) : vf_set1(0);
+        const float *k = (const float *)c->k + i * stride;
+        for (ptrdiff_t j = 0; j < stride; j += VF_LANES) {
+            float *to = w->keys + i * stride + 2 * j;
+            const vf odd = i + 1 < c->tokens ? vf_load(k + stride + j) : vf_set1(0);
             vf first, second;
             vf_interleave_bf16x2(vf_load(k + j), odd, &first, &second);
             vf_store(to, first), vf_store(to + VF_LANES, second);
@@ -345,18 +345,18 @@ static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff
 
 static void find_u(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t step = c->shape->channel_stride;
+    const ptrdiff_t stride = c->shape->channel_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
         const vf tail[] = {vf_set1(w->tail[i]), vf_set1(w->tail[i + 1])};
-        for (ptrdiff_t j = 0; j < step; j += VF_LANES) {
+        for (ptrdiff_t j = 0; j < stride; j += VF_LANES) {
             const vf even = u_of(c, w, i, j), odd = u_of(c, w, i + 1, j);
             if (c->shape->decay == AM_DECAY_BY_CHANNEL) {
-                vf_store(w->x + i * step + j, even);
-                if (i + 1 < c->tokens) vf_store(w->x + (i + 1) * step + j, odd);
+                vf_store(w->x + i * stride + j, even);
+                if (i + 1 < c->tokens) vf_store(w->x + (i + 1) * stride + j, odd);
             } else {
-                vf_store(w->u + i / 2 * step + j, vf_join_bf16x2(even, odd));
+                vf_store(w->u + i / 2 * stride + j, vf_join_bf16x2(even, odd));
             }
-            vf_store(w->tail_u + i / 2 * step + j,
+            vf_store(w->tail_u + i / 2 * stride + j,
                      vf_join_bf16x2(vf_mul(tail[0], even), vf_mul(tail[1], odd)));
         }
     }
@@ -365,27 +365,27 @@ static void find_u(const am_linear_chunk *c, const work *w)
 static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const float *state = c->state;
     work w;
     lay_out_pairs(&w, s, pairs);
     lay_out_values(&w, s, scratch);
     for (ptrdiff_t r = 0; r < s->rows; r += 2)
-        join_rows(w.state + r / 2 * step, state + r * step, r + 1 < s->rows ? state + (r + 1) * step : NULL,
-                  step);
+        join_rows(w.state + r / 2 * stride, state + r * stride,
+                  r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
     product_f32 product = {.c = w.x,
                            .a = by_channel ? w.heads[1] : c->k,
                            .b = w.state,
-                           .c_stride = step,
+                           .c_stride = stride,
                            .a_stride = s->row_stride / 2,
                            .a_depth = 1,
-                           .b_stride = step,
+                           .b_stride = stride,
                            .m = n,
-                           .n = step,
+                           .n = stride,
                            .depth = (s->rows + 1) / 2,
                            .soon = c->soon};
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, step);
+    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     if (s->delta) {
         multiply_bf16x2(&product);
         find_w(c, &w);
@@ -407,7 +407,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     product.a = w.keys, product.a_stride = 1, product.a_depth = s->row_stride;
     product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;
     multiply_bf16x2(&product);
-    return all_finite_f32(c->out, n * step) && all_finite_f32(c->next, s->rows * step);
+    return all_finite_f32(c->out, n * stride) && all_finite_f32(c->next, s->rows * stride);
 }
 
 static const am_linear_kernels kernels = {

@@ -58,12 +58,13 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, co
 {
     const am_linear_shape *s = c->shape;
     const T *factor = c->factor;
-    const ptrdiff_t step = s->token_stride;
+    const ptrdiff_t stride = s->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        T *row = w->decays + i * step;
+        T *row = w->decays + i * stride;
         const V by = VOP(set1)(factor[i]);
-        memset(row, 0, (size_t)step * sizeof *row);
-        for (ptrdiff_t j = 0; j < i; j += LANES) VOP(store)(row + j, VOP(mul)(by, VOP(load)(row - step + j)));
+        memset(row, 0, (size_t)stride * sizeof *row);
+        for (ptrdiff_t j = 0; j < i; j += LANES)
+            VOP(store)(row + j, VOP(mul)(by, VOP(load)(row - stride + j)));
         row[i] = scales ? scales[i] : 1;
     }
 }
@@ -73,16 +74,16 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, co
 static void FN(decay_pairs)(const am_linear_chunk *c, const FN(work) * w, T *pairs, const T *scales,
                             bool strict)
 {
-    const ptrdiff_t step = c->shape->token_stride;
+    const ptrdiff_t stride = c->shape->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        T *row = pairs + i * step;
+        T *row = pairs + i * stride;
         const V scale = VOP(set1)(scales ? scales[i] : 1);
         for (ptrdiff_t j = 0; j <= i; j += LANES) {
-            const V decay = VOP(mul)(scale, VOP(load)(w->decays + i * step + j));
+            const V decay = VOP(mul)(scale, VOP(load)(w->decays + i * stride + j));
             VOP(store)(row + j, VOP(mul)(decay, VOP(load)(row + j)));
         }
         const ptrdiff_t end = i + !strict;
-        memset(row + end, 0, (size_t)(step - end) * sizeof *row);
+        memset(row + end, 0, (size_t)(stride - end) * sizeof *row);
     }
 }
 
@@ -102,15 +103,15 @@ static void FN(multiply_row)(T *to, const T *x, const T *factor, ptrdiff_t count
 static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor;
-    FN(turn)(w->turned, s->token_stride, k, step, n, s->rows);
+    FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
     FN(product)
     product = {.c = w->p,
                .a = q,
                .b = w->turned,
                .c_stride = s->token_stride,
-               .a_stride = step,
+               .a_stride = stride,
                .a_depth = 1,
                .b_stride = s->token_stride,
                .m = n,
@@ -122,8 +123,8 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
     FN(multiply)(&product);
     T *of_q = w->since, *of_k = w->since + s->token_stride, since = 1;
     for (ptrdiff_t i = 0; i < n; i++) {
-        of_q[i] = FN(scale_of)(s, q + i * step, s->scale);
-        of_k[i] = FN(scale_of)(s, k + i * step, 1);
+        of_q[i] = FN(scale_of)(s, q + i * stride, s->scale);
+        of_k[i] = FN(scale_of)(s, k + i * stride, 1);
     }
     FN(decays_by_token)(c, w, of_k);
     FN(decay_pairs)(c, w, w->p, of_q, false);
@@ -137,18 +138,18 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         of_q[i] *= since, of_k[i] *= since;
     }
     memcpy(w->behind, w->decays + (n - 1) * s->token_stride, (size_t)n * sizeof *factor);
-    for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
+    for (ptrdiff_t r = 0; r < stride; r++) w->whole[r] = since;
 }
 
 /* Backwards, what not by channel are heads and tail. */
 static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, step = c->shape->row_stride;
+    const ptrdiff_t n = c->tokens, stride = c->shape->row_stride;
     const T *q = c->q, *k = c->k;
     for (ptrdiff_t i = 0; i < n; i++) {
-        FN(scale_row)(w->heads + i * step, q + i * step, w->since[i], step);
-        if (c->beta) FN(scale_row)(w->heads + (n + i) * step, k + i * step, w->since[i], step);
-        FN(scale_row)(w->tail + i * step, k + i * step, w->behind[i], step);
+        FN(scale_row)(w->heads + i * stride, q + i * stride, w->since[i], stride);
+        if (c->beta) FN(scale_row)(w->heads + (n + i) * stride, k + i * stride, w->since[i], stride);
+        FN(scale_row)(w->tail + i * stride, k + i * stride, w->behind[i], stride);
     }
 }
 
@@ -159,7 +160,7 @@ static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride, pairs = s->token_stride, sides = s->delta ? 2 : 1;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride, pairs = s->token_stride, sides = s->delta ? 2 : 1;
     const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
     T *d_decay = g->d_decay, *across = w->back.across, before = 0, after = 0;
     for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
@@ -167,12 +168,12 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
     before *= w->whole[0];
     for (ptrdiff_t i = 0; i < n; i++) {
         const T since = w->since[i];
-        w->back.reads[i] = since * FN(dot)(q + i * step, w->back.d_heads + i * step, step);
+        w->back.reads[i] = since * FN(dot)(q + i * stride, w->back.d_heads + i * stride, stride);
         if (s->delta)
-            w->back.reads[i] += since * FN(dot)(k + i * step, w->back.d_heads + (n + i) * step, step);
+            w->back.reads[i] += since * FN(dot)(k + i * stride, w->back.d_heads + (n + i) * stride, stride);
         if (factor[i] == 0) before = 0;
         d_decay[i] = before;
-        before += FN(dot)(w->tail + i * step, w->back.d_tail + i * step, step);
+        before += FN(dot)(w->tail + i * stride, w->back.d_tail + i * stride, stride);
     }
     memset(across, 0, (size_t)pairs * sizeof *across);
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
@@ -202,30 +203,30 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
 static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     T *d_pairs[] = {w->back.d_pairs, w->back.d_pairs + n * s->token_stride};
     for (ptrdiff_t i = 0; i < n; i++) {
         for (int side = 0; side < 1 + s->delta; side++) {
-            T *head = w->back.d_heads + (side * n + i) * step;
-            FN(scale_row)(head, head, w->since[i], step);
+            T *head = w->back.d_heads + (side * n + i) * stride;
+            FN(scale_row)(head, head, w->since[i], stride);
         }
-        T *tail = w->back.d_tail + i * step;
-        FN(scale_row)(tail, tail, w->behind[i], step);
+        T *tail = w->back.d_tail + i * stride;
+        FN(scale_row)(tail, tail, w->behind[i], stride);
     }
     for (int side = 0; side < 1 + s->delta; side++) {
-        T *heads = w->back.d_heads + side * n * step;
+        T *heads = w->back.d_heads + side * n * stride;
         FN(decay_pairs)(c, w, d_pairs[side], NULL, side == 1);
         FN(product)
         product = {.c = heads,
                    .start = heads,
                    .a = d_pairs[side],
                    .b = c->k,
-                   .c_stride = step,
+                   .c_stride = stride,
                    .a_stride = s->token_stride,
                    .a_depth = 1,
-                   .b_stride = step,
+                   .b_stride = stride,
                    .m = n,
-                   .n = step,
+                   .n = stride,
                    .depth = n,
                    .triangle = LOWER_LEFT};
         FN(multiply)(&product);
@@ -245,29 +246,29 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
 {
     enum { ABREAST = 4 };
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_stride;
-    const T *q = (const T *)c->q + i * step, *k = (const T *)c->k + i * step;
-    const T *factor = (const T *)c->factor + i * step;
+    const ptrdiff_t stride = s->row_stride;
+    const T *q = (const T *)c->q + i * stride, *k = (const T *)c->k + i * stride;
+    const T *factor = (const T *)c->factor + i * stride;
     V p[GROUP], m[GROUP];
     for (int j = 0; j < GROUP; j++) p[j] = m[j] = VOP(set1)(0);
     for (ptrdiff_t j = 0; from + j < i; j += ABREAST) {
         V p_sums[ABREAST], m_sums[ABREAST];
-        T *keys = w->tail + (from + j) * step;
+        T *keys = w->tail + (from + j) * stride;
         UNROLL(16)
         for (int a = 0; a < ABREAST; a++) p_sums[a] = m_sums[a] = VOP(set1)(0);
-        for (ptrdiff_t r = 0; r < step; r += LANES) {
+        for (ptrdiff_t r = 0; r < stride; r += LANES) {
             const V by = VOP(load)(factor + r), left = VOP(load)(q + r), other = VOP(load)(k + r);
             UNROLL(16)
             for (int a = 0; a < ABREAST; a++) {
-                const V decayed = VOP(mul)(by, VOP(load)(keys + a * step + r));
-                VOP(store)(keys + a * step + r, decayed);
+                const V decayed = VOP(mul)(by, VOP(load)(keys + a * stride + r));
+                VOP(store)(keys + a * stride + r, decayed);
                 p_sums[a] = VOP(fma)(left, decayed, p_sums[a]);
                 m_sums[a] = VOP(fma)(other, decayed, m_sums[a]);
             }
         }
         for (int a = 0; a < ABREAST; a++) p[j + a] = p_sums[a], m[j + a] = m_sums[a];
     }
-    memcpy(w->tail + i * step, k, (size_t)step * sizeof *k);
+    memcpy(w->tail + i * stride, k, (size_t)stride * sizeof *k);
     T *p_row = w->p + i * s->token_stride, *m_row = w->m + i * s->token_stride;
     for (int j = 0; j < GROUP; j += LANES) {
         VOP(store)(p_row + from + j, VOP(totals)(p + j));
@@ -275,28 +276,28 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
     }
     memset(p_row + i, 0, (size_t)(s->token_stride - i) * sizeof *p_row);
     memset(m_row + i, 0, (size_t)(s->token_stride - i) * sizeof *m_row);
-    p_row[i] = FN(dot)(q, k, step);
+    p_row[i] = FN(dot)(q, k, stride);
 }
 
 /* Products of the queries (and keys) of a group with the keys of earlier ones. */
 static void FN(pairs_of_groups)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t count)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t step = s->row_stride;
-    FN(turn)(w->turned, s->token_stride, w->tail, step, from, s->rows);
+    const ptrdiff_t stride = s->row_stride;
+    FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->rows);
     FN(product)
     product = {.c = w->p + from * s->token_stride,
-               .a = w->group_q + from * step,
+               .a = w->group_q + from * stride,
                .b = w->turned,
                .c_stride = s->token_stride,
-               .a_stride = step,
+               .a_stride = stride,
                .a_depth = 1,
                .b_stride = s->token_stride,
                .m = count,
                .n = from,
                .depth = s->rows};
     FN(multiply)(&product);
-    product.c = w->m + from * s->token_stride, product.a = w->group_k + from * step;
+    product.c = w->m + from * s->token_stride, product.a = w->group_k + from * stride;
     if (s->delta) FN(multiply)(&product);
 }
 
@@ -308,33 +309,33 @@ static ptrdiff_t FN(group_end)(const am_linear_chunk *c, ptrdiff_t from)
 static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor;
     for (ptrdiff_t i = 0; i < n; i++) {
-        const ptrdiff_t row = i * step;
+        const ptrdiff_t row = i * stride;
         T *since = w->since + row, *group_since = w->group_since + row;
         const T *by = factor + row;
         if (i == 0)
-            memcpy(since, by, (size_t)step * sizeof *by);
+            memcpy(since, by, (size_t)stride * sizeof *by);
         else
-            FN(multiply_row)(since, since - step, by, step);
+            FN(multiply_row)(since, since - stride, by, stride);
         if (i % GROUP == 0)
-            memcpy(group_since, by, (size_t)step * sizeof *by);
+            memcpy(group_since, by, (size_t)stride * sizeof *by);
         else
-            FN(multiply_row)(group_since, group_since - step, by, step);
-        FN(multiply_row)(w->heads + row, q + row, since, step);
-        FN(multiply_row)(w->group_q + row, q + row, group_since, step);
-        FN(multiply_row)(w->group_k + row, k + row, group_since, step);
-        if (s->delta) FN(multiply_row)(w->heads + n * step + row, k + row, since, step);
+            FN(multiply_row)(group_since, group_since - stride, by, stride);
+        FN(multiply_row)(w->heads + row, q + row, since, stride);
+        FN(multiply_row)(w->group_q + row, q + row, group_since, stride);
+        FN(multiply_row)(w->group_k + row, k + row, group_since, stride);
+        if (s->delta) FN(multiply_row)(w->heads + n * stride + row, k + row, since, stride);
     }
-    memcpy(w->whole, w->since + (n - 1) * step, (size_t)step * sizeof *k);
+    memcpy(w->whole, w->since + (n - 1) * stride, (size_t)stride * sizeof *k);
     for (ptrdiff_t from = 0; from < n; from += GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
         if (from > 0) FN(pairs_of_groups)(c, w, from, end - from);
         for (ptrdiff_t i = from; i < end; i++) FN(pair_row)(c, w, from, i);
         for (ptrdiff_t j = 0; j < from; j++) {
-            T *row = w->tail + j * step;
-            FN(multiply_row)(row, row, w->group_since + (end - 1) * step, step);
+            T *row = w->tail + j * stride;
+            FN(multiply_row)(row, row, w->group_since + (end - 1) * stride, stride);
         }
     }
 }
@@ -344,7 +345,7 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_stride;
     T *keys = w->tail;
     for (ptrdiff_t from = 0; from < n; from += GROUP) {
@@ -353,24 +354,24 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
         const FN(product) product = {.c = d_group,
                                      .a = d_pairs + from * s->token_stride,
                                      .b = keys,
-                                     .c_stride = step,
+                                     .c_stride = stride,
                                      .a_stride = s->token_stride,
                                      .a_depth = 1,
-                                     .b_stride = step,
+                                     .b_stride = stride,
                                      .m = end - from,
-                                     .n = step,
+                                     .n = stride,
                                      .depth = from};
         FN(multiply)(&product);
         for (ptrdiff_t i = from; i < end; i++) {
-            T *to = w->back.d_heads + (side * n + i) * step;
-            const T *since = w->since + i * step, *group_since = w->group_since + i * step;
-            const T *by = factor + i * step, *of_group = d_group + (i - from) * step;
-            memcpy(keys + i * step, k + i * step, (size_t)step * sizeof *k);
-            for (ptrdiff_t r = 0; r < step; r += LANES) {
+            T *to = w->back.d_heads + (side * n + i) * stride;
+            const T *since = w->since + i * stride, *group_since = w->group_since + i * stride;
+            const T *by = factor + i * stride, *of_group = d_group + (i - from) * stride;
+            memcpy(keys + i * stride, k + i * stride, (size_t)stride * sizeof *k);
+            for (ptrdiff_t r = 0; r < stride; r += LANES) {
                 V sum = VOP(mul)(VOP(load)(since + r), VOP(load)(to + r));
                 sum = VOP(fma)(VOP(load)(group_since + r), VOP(load)(of_group + r), sum);
                 for (ptrdiff_t j = from; j < i; j++) {
-                    T *key = keys + j * step + r;
+                    T *key = keys + j * stride + r;
                     const V decayed = VOP(mul)(VOP(load)(by + r), VOP(load)(key));
                     VOP(store)(key, decayed);
                     sum = VOP(fma)(VOP(set1)(d_pairs[i * s->token_stride + j]), decayed, sum);
@@ -379,7 +380,8 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
             }
         }
         for (ptrdiff_t j = 0; j < from; j++)
-            FN(multiply_row)(keys + j * step, keys + j * step, w->group_since + (end - 1) * step, step);
+            FN(multiply_row)(keys + j * stride, keys + j * stride, w->group_since + (end - 1) * stride,
+                             stride);
     }
 }
 
@@ -388,39 +390,39 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
 static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs,
             *d_m = d_p + n * s->token_stride;
     for (ptrdiff_t from = (n - 1) / GROUP * GROUP; from >= 0; from -= GROUP) {
         const ptrdiff_t end = FN(group_end)(c, from);
         for (ptrdiff_t i = end - 1; i >= from; i--) {
-            const T *by = factor + i * step;
+            const T *by = factor + i * stride;
             for (ptrdiff_t j = from; j < i; j++) {
-                T *to = w->back.d_tail + j * step;
+                T *to = w->back.d_tail + j * stride;
                 const ptrdiff_t pair = i * s->token_stride + j;
                 const V p = VOP(set1)(d_p[pair]), m = VOP(set1)(s->delta ? d_m[pair] : 0);
-                for (ptrdiff_t r = 0; r < step; r += LANES) {
-                    V sum = VOP(fma)(p, VOP(load)(q + i * step + r), VOP(load)(to + r));
-                    if (s->delta) sum = VOP(fma)(m, VOP(load)(k + i * step + r), sum);
+                for (ptrdiff_t r = 0; r < stride; r += LANES) {
+                    V sum = VOP(fma)(p, VOP(load)(q + i * stride + r), VOP(load)(to + r));
+                    if (s->delta) sum = VOP(fma)(m, VOP(load)(k + i * stride + r), sum);
                     VOP(store)(to + r, VOP(mul)(VOP(load)(by + r), sum));
                 }
             }
         }
         for (ptrdiff_t j = 0; j < from; j++) {
-            T *to = w->back.d_tail + j * step;
-            FN(multiply_row)(to, to, w->group_since + (end - 1) * step, step);
+            T *to = w->back.d_tail + j * stride;
+            FN(multiply_row)(to, to, w->group_since + (end - 1) * stride, stride);
         }
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
             const FN(product) product = {.c = w->back.d_tail,
                                          .start = w->back.d_tail,
                                          .a = (side ? d_m : d_p) + from * s->token_stride,
-                                         .b = (side ? w->group_k : w->group_q) + from * step,
-                                         .c_stride = step,
+                                         .b = (side ? w->group_k : w->group_q) + from * stride,
+                                         .c_stride = stride,
                                          .a_stride = 1,
                                          .a_depth = s->token_stride,
-                                         .b_stride = step,
+                                         .b_stride = stride,
                                          .m = from,
-                                         .n = step,
+                                         .n = stride,
                                          .depth = end - from};
             FN(multiply)(&product);
         }
@@ -430,10 +432,10 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
 /* Gradients of pairs above the diagonal become 0, which the products leave undefined. */
 static void FN(keep_lower)(const am_linear_chunk *c, T *pairs, bool strict)
 {
-    const ptrdiff_t step = c->shape->token_stride;
+    const ptrdiff_t stride = c->shape->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const ptrdiff_t end = i + !strict;
-        memset(pairs + i * step + end, 0, (size_t)(step - end) * sizeof *pairs);
+        memset(pairs + i * stride + end, 0, (size_t)(stride - end) * sizeof *pairs);
     }
 }
 
@@ -442,18 +444,18 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
                                      const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *factor = c->factor;
     T *d_decay = g->d_decay, *carry = w->back.carry;
     const V none = VOP(set1)(0);
-    for (ptrdiff_t r = 0; r < step; r++) {
+    for (ptrdiff_t r = 0; r < stride; r++) {
         const T *state = (const T *)c->state + r * s->channel_stride;
         const T *d_next = (const T *)g->d_next + r * s->channel_stride;
         carry[r] =
             r < s->rows && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->channel_stride) : 0;
     }
-    for (ptrdiff_t row = 0; row < n * step; row += step) {
-        for (ptrdiff_t r = 0; r < step; r += LANES) {
+    for (ptrdiff_t row = 0; row < n * stride; row += stride) {
+        for (ptrdiff_t r = 0; r < stride; r += LANES) {
             const ptrdiff_t at = row + r;
             const V before = VOP(pick_equal)(VOP(load)(factor + at), none, none, VOP(load)(carry + r));
             VOP(store)(d_decay + at, before);
@@ -467,15 +469,15 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
 static void FN(join_by_channel)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, step = s->row_stride;
-    const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->back.d_heads + n * step;
+    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->back.d_heads + n * stride;
     T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->back.carry, *follow = w->back.follow;
     const V none = VOP(set1)(0);
-    for (ptrdiff_t r = 0; r < step; r++) carry[r] = 0, follow[r] = 1;
+    for (ptrdiff_t r = 0; r < stride; r++) carry[r] = 0, follow[r] = 1;
     for (ptrdiff_t i = n - 1; i >= 0; i--) {
         const V itself = VOP(set1)(w->back.d_pairs[i * (s->token_stride + 1)]);
-        for (ptrdiff_t r = 0; r < step; r += LANES) {
-            const ptrdiff_t at = i * step + r;
+        for (ptrdiff_t r = 0; r < stride; r += LANES) {
+            const ptrdiff_t at = i * stride + r;
             const V query = VOP(load)(q + at), key = VOP(load)(k + at), by = VOP(load)(factor + at);
             const V head = VOP(load)(w->back.d_heads + at), behind = VOP(load)(follow + r);
             V tail = VOP(load)(w->back.d_tail + at), other = none, sum = VOP(load)(carry + r);

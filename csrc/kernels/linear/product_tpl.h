@@ -21,7 +21,7 @@ static inline void prefetch_soon(am_linear_soon *soon)
         const char *end = rows->at + rows->length;
         for (const char *at = rows->at - (uintptr_t)rows->at % CACHE_LINE; at < end; at += CACHE_LINE)
             __builtin_prefetch(at, 0, 2);
-        rows->at += rows->step;
+        rows->at += rows->stride;
         if (--rows->rows <= 0) soon->count--;
     }
 }
@@ -57,7 +57,7 @@ typedef struct {
 enum { FN(BLOCK) = 8, FN(ABREAST) = VECTORS / 2 };
 
 /* The first `count` rows of a block. */
-static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t step, const T *a,
+static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a,
                                                                  ptrdiff_t a_stride, ptrdiff_t a_column,
                                                                  const ptrdiff_t count, const int abreast)
 {
@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t
     for (int i = 0; i < FN(BLOCK); i++) {
         UNROLL(16)
         for (int v = 0; v < abreast; v++)
-            rows[i][v] = i < count ? VOP(load)(x + i * step + v * LANES) : VOP(set1)(0);
+            rows[i][v] = i < count ? VOP(load)(x + i * stride + v * LANES) : VOP(set1)(0);
     }
     UNROLL(16)
     for (int j = 0; j < FN(BLOCK); j++) {
@@ -81,35 +81,35 @@ static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t
     for (int i = 0; i < FN(BLOCK); i++) {
         UNROLL(16)
         for (int v = 0; v < abreast; v++)
-            if (i < count) VOP(store)(x + i * step + v * LANES, rows[i][v]);
+            if (i < count) VOP(store)(x + i * stride + v * LANES, rows[i][v]);
     }
 }
 
 /* Solves x_i = y_i + Σ_j<i a_ij x_j in place: x is [m][n], a is [m][m]. With negative steps from the last row
  * and the transposed a, the system that goes the other way. */
-static void FN(solve)(T *x, ptrdiff_t step, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column, ptrdiff_t m,
+static void FN(solve)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column, ptrdiff_t m,
                       ptrdiff_t n)
 {
     for (ptrdiff_t row = 0; row < m; row += FN(BLOCK)) {
         const ptrdiff_t rows = m - row < FN(BLOCK) ? m - row : FN(BLOCK);
-        T *to = x + row * step;
+        T *to = x + row * stride;
         const T *left = a + row * a_stride, *square = left + row * a_column;
         const FN(product) before = {.c = to,
                                     .start = to,
                                     .a = left,
                                     .b = x,
-                                    .c_stride = step,
+                                    .c_stride = stride,
                                     .a_stride = a_stride,
                                     .a_depth = a_column,
-                                    .b_stride = step,
+                                    .b_stride = stride,
                                     .m = rows,
                                     .n = n,
                                     .depth = row};
         if (row > 0) FN(multiply)(&before);
         ptrdiff_t c = 0;
         for (; rows == FN(BLOCK) && c + FN(ABREAST) * LANES <= n; c += FN(ABREAST) * LANES)
-            FN(solve_rows)(to + c, step, square, a_stride, a_column, FN(BLOCK), FN(ABREAST));
-        for (; c < n; c += LANES) FN(solve_rows)(to + c, step, square, a_stride, a_column, rows, 1);
+            FN(solve_rows)(to + c, stride, square, a_stride, a_column, FN(BLOCK), FN(ABREAST));
+        for (; c < n; c += LANES) FN(solve_rows)(to + c, stride, square, a_stride, a_column, rows, 1);
     }
 }
 

@@ -104,11 +104,11 @@ struct am_linear_kernels {
                         const void *const from[2]);
     /* dst[i] = e^src[i] */
     void (*exp)(void *dst, const void *src, ptrdiff_t count);
-    /* Multiplies rows of `step` numbers by `scale`, and unless `inverse` is NULL by 1 / √(Σ x² + 1e-6), which
-     * it writes there for each row. The second does so with gradients of the results `x`. */
-    void (*scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t step);
+    /* Multiplies rows of `stride` numbers by `scale`, and unless `inverse` is NULL by 1 / √(Σ x² + 1e-6),
+     * which it writes there for each row. The second does so with gradients of the results `x`. */
+    void (*scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t stride);
     void (*scale_rows_back)(void *d, const void *x, const void *inverse, double scale, ptrdiff_t rows,
-                            ptrdiff_t step);
+                            ptrdiff_t stride);
 };
 
 #endif

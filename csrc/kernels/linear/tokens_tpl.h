@@ -15,13 +15,13 @@ typedef struct {
 static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token) * t, ptrdiff_t column,
                                                                   const int vectors)
 {
-    const ptrdiff_t step = t->channel_stride;
+    const ptrdiff_t stride = t->channel_stride;
     V u[2 * VECTORS], out[2 * VECTORS];
     UNROLL(16)
     for (int j = 0; j < vectors; j++) u[j] = out[j] = VOP(set1)(0);
     if (t->beta) {
         const T *state = t->state + column, *decayed = t->decayed;
-        for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
+        for (ptrdiff_t r = 0; r < t->rows; r++, state += stride) {
             const V k = VOP(set1)(decayed[r]);
             UNROLL(16)
             for (int j = 0; j < vectors; j++) u[j] = VOP(fma)(k, VOP(load)(state + j * LANES), u[j]);
@@ -33,7 +33,7 @@ static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token
         u[j] = VOP(mul)(beta, VOP(sub)(VOP(load)(t->v + column + j * LANES), u[j]));
     T *restrict state = t->state + column;
     const T *keys = t->k, *queries = t->q, *factors = t->factor;
-    for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
+    for (ptrdiff_t r = 0; r < t->rows; r++, state += stride) {
         const V k = VOP(set1)(keys[r]), q = VOP(set1)(queries[r]), factor = VOP(set1)(factors[r]);
         UNROLL(16)
         for (int j = 0; j < vectors; j++) {
@@ -114,48 +114,48 @@ static void FN(forward_tokens)(const am_linear_chunk *c, void *scratch)
 static void FN(keep_finite)(const am_linear_shape *s, ptrdiff_t tokens, void *const to[2],
                             const void *const from[2])
 {
-    const ptrdiff_t rows[2] = {tokens, s->rows}, step = s->channel_stride;
-    for (ptrdiff_t block = 0; block < step; block += AM_LINEAR_PAD) {
+    const ptrdiff_t rows[2] = {tokens, s->rows}, stride = s->channel_stride;
+    for (ptrdiff_t block = 0; block < stride; block += AM_LINEAR_PAD) {
         bool finite = true;
         for (int m = 0; m < 2; m++)
             for (ptrdiff_t r = 0; r < rows[m] && finite; r++)
-                finite = FN(all_finite)((const T *)from[m] + r * step + block, AM_LINEAR_PAD);
+                finite = FN(all_finite)((const T *)from[m] + r * stride + block, AM_LINEAR_PAD);
         for (int m = 0; m < 2 && finite; m++)
             for (ptrdiff_t r = 0; r < rows[m]; r++)
-                memcpy((T *)to[m] + r * step + block, (const T *)from[m] + r * step + block,
+                memcpy((T *)to[m] + r * stride + block, (const T *)from[m] + r * stride + block,
                        AM_LINEAR_PAD * sizeof(T));
     }
 }
 
-static void FN(scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t step)
+static void FN(scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t stride)
 {
     for (ptrdiff_t r = 0; r < rows; r++) {
-        T *row = (T *)x + r * step, factor = (T)scale;
+        T *row = (T *)x + r * stride, factor = (T)scale;
         if (inverse) {
-            const T one = 1 / (T)sqrt((double)(FN(dot)(row, row, step) + (T)1e-6));
+            const T one = 1 / (T)sqrt((double)(FN(dot)(row, row, stride) + (T)1e-6));
             ((T *)inverse)[r] = one;
             factor *= one;
         }
         const V by = VOP(set1)(factor);
-        for (ptrdiff_t i = 0; i < step; i += LANES) VOP(store)(row + i, VOP(mul)(by, VOP(load)(row + i)));
+        for (ptrdiff_t i = 0; i < stride; i += LANES) VOP(store)(row + i, VOP(mul)(by, VOP(load)(row + i)));
     }
 }
 
 /* --- Gradients --- */
 
 static void FN(scale_rows_back)(void *d, const void *x, const void *inverse, double scale, ptrdiff_t rows,
-                                ptrdiff_t step)
+                                ptrdiff_t stride)
 {
     for (ptrdiff_t r = 0; r < rows; r++) {
-        T *row = (T *)d + r * step, factor = (T)scale, along = 0;
-        const T *result = (const T *)x + r * step;
+        T *row = (T *)d + r * stride, factor = (T)scale, along = 0;
+        const T *result = (const T *)x + r * stride;
         if (inverse) {
             const T one = ((const T *)inverse)[r];
             factor *= one;
-            along = scale == 0 ? 0 : one / (T)scale * FN(dot)(row, result, step);
+            along = scale == 0 ? 0 : one / (T)scale * FN(dot)(row, result, stride);
         }
         const V by = VOP(set1)(factor), less = VOP(set1)(-along);
-        for (ptrdiff_t i = 0; i < step; i += LANES) {
+        for (ptrdiff_t i = 0; i < stride; i += LANES) {
             const V scaled = VOP(mul)(by, VOP(load)(row + i));
             VOP(store)(row + i, inverse ? VOP(fma)(less, VOP(load)(result + i), scaled) : scaled);
         }
@@ -163,18 +163,18 @@ static void FN(scale_rows_back)(void *d, const void *x, const void *inverse, dou
 }
 
 /* to = a b of a matrix [rows][step] and a vector. */
-static void FN(times_vector)(T *to, const T *a, const T *b, ptrdiff_t rows, ptrdiff_t step)
+static void FN(times_vector)(T *to, const T *a, const T *b, ptrdiff_t rows, ptrdiff_t stride)
 {
-    for (ptrdiff_t r = 0; r < rows; r++) to[r] = FN(dot)(a + r * step, b, step);
+    for (ptrdiff_t r = 0; r < rows; r++) to[r] = FN(dot)(a + r * stride, b, stride);
 }
 
 /* a += factor x yᵀ */
-static void FN(add_outer)(T *a, T factor, const T *x, const T *y, ptrdiff_t rows, ptrdiff_t step)
+static void FN(add_outer)(T *a, T factor, const T *x, const T *y, ptrdiff_t rows, ptrdiff_t stride)
 {
     for (ptrdiff_t r = 0; r < rows; r++) {
-        T *restrict row = a + r * step;
+        T *restrict row = a + r * stride;
         const T left = factor * x[r];
-        for (ptrdiff_t j = 0; j < step; j++) row[j] += left * y[j];
+        for (ptrdiff_t j = 0; j < stride; j++) row[j] += left * y[j];
     }
 }
 
@@ -190,47 +190,48 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
                            ptrdiff_t i, T *d)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t rows = s->rows, step = s->channel_stride, size = rows * step;
+    const ptrdiff_t rows = s->rows, stride = s->channel_stride, size = rows * stride;
     T *before = w->decayed;
-    const T *after = w->states + (i + 1) * size, *d_out = (const T *)g->d_out + i * step;
+    const T *after = w->states + (i + 1) * size, *d_out = (const T *)g->d_out + i * stride;
     const FN(token) t = FN(token_of)(c, i, before, w->rows);
     T *d_q = (T *)g->d_q + i * s->row_stride, *d_k = (T *)g->d_k + i * s->row_stride;
-    T *d_v = (T *)g->d_v + i * step, *d_decay = (T *)g->d_decay;
+    T *d_v = (T *)g->d_v + i * stride, *d_decay = (T *)g->d_decay;
     memset(d_q, 0, (size_t)s->row_stride * sizeof *d_q);
     memset(d_k, 0, (size_t)s->row_stride * sizeof *d_k);
-    FN(times_vector)(d_q, after, d_out, rows, step);
-    FN(add_outer)(d, 1, t.q, d_out, rows, step);
+    FN(times_vector)(d_q, after, d_out, rows, stride);
+    FN(add_outer)(d, 1, t.q, d_out, rows, stride);
     memcpy(before, after - size, FN(state_bytes)(s));
     FN(forget)(c, i, before);
     for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t j = 0; j < step; j++) before[r * step + j] *= t.factor[r];
-    for (ptrdiff_t j = 0; j < step; j++) w->w[j] = t.v[j], d_v[j] = 0;
+        for (ptrdiff_t j = 0; j < stride; j++) before[r * stride + j] *= t.factor[r];
+    for (ptrdiff_t j = 0; j < stride; j++) w->w[j] = t.v[j], d_v[j] = 0;
     for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < step; j++) {
-            if (t.beta) w->w[j] -= t.k[r] * before[r * step + j];
-            d_v[j] += t.k[r] * d[r * step + j];
+        for (ptrdiff_t j = 0; j < stride; j++) {
+            if (t.beta) w->w[j] -= t.k[r] * before[r * stride + j];
+            d_v[j] += t.k[r] * d[r * stride + j];
         }
     }
-    for (ptrdiff_t j = 0; j < step; j++) w->u[j] = t.beta ? *t.beta * w->w[j] : w->w[j];
-    FN(times_vector)(d_k, d, w->u, rows, step);
+    for (ptrdiff_t j = 0; j < stride; j++) w->u[j] = t.beta ? *t.beta * w->w[j] : w->w[j];
+    FN(times_vector)(d_k, d, w->u, rows, stride);
     if (t.beta) {
-        ((T *)g->d_beta)[i] = FN(dot)(d_v, w->w, step);
-        for (ptrdiff_t j = 0; j < step; j++) d_v[j] *= *t.beta;
-        for (ptrdiff_t r = 0; r < rows; r++) d_k[r] -= FN(dot)(before + r * step, d_v, step);
-        FN(add_outer)(d, -1, t.k, d_v, rows, step);
+        ((T *)g->d_beta)[i] = FN(dot)(d_v, w->w, stride);
+        for (ptrdiff_t j = 0; j < stride; j++) d_v[j] *= *t.beta;
+        for (ptrdiff_t r = 0; r < rows; r++) d_k[r] -= FN(dot)(before + r * stride, d_v, stride);
+        FN(add_outer)(d, -1, t.k, d_v, rows, stride);
     }
     T sum = 0;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const bool *reset = c->reset ? (const bool *)c->reset + (by_channel ? i * s->row_stride : i) : NULL;
     for (ptrdiff_t r = 0; r < rows; r++) {
-        const T dot = reset && reset[by_channel ? r : 0] ? 0 : FN(dot)(d + r * step, before + r * step, step);
+        const T dot =
+            reset && reset[by_channel ? r : 0] ? 0 : FN(dot)(d + r * stride, before + r * stride, stride);
         if (by_channel) d_decay[i * s->row_stride + r] = dot;
         sum += dot;
     }
     if (!by_channel) d_decay[i] = sum;
     FN(forget)(c, i, d);
     for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t j = 0; j < step; j++) d[r * step + j] *= t.factor[r];
+        for (ptrdiff_t j = 0; j < stride; j++) d[r * stride + j] *= t.factor[r];
 }
 
 static ptrdiff_t FN(token_work_numbers)(const am_linear_shape *s)

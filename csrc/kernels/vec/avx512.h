@@ -690,8 +690,8 @@ static inline void vt_begin(const vt_shapes *shapes)
 }
 static inline void vt_end(void) { _tile_release(); }
 #        define vt_zero(n) _tile_zero(n)
-#        define vt_load(n, p, step) _tile_loadd(n, p, (step) * (ptrdiff_t)sizeof(float))
-#        define vt_store(n, p, step) _tile_stored(n, p, (step) * (ptrdiff_t)sizeof(float))
+#        define vt_load(n, p, stride) _tile_loadd(n, p, (stride) * (ptrdiff_t)sizeof(float))
+#        define vt_store(n, p, stride) _tile_stored(n, p, (stride) * (ptrdiff_t)sizeof(float))
 #        define vt_fma_bf16x2(c, a, b) _tile_dpbf16ps(c, a, b)
 #    else
 /* Builds for tests emulate tiles in memory, and assert what the processor requires. */
@@ -710,17 +710,17 @@ static inline void vt_zero(int n)
     assert(vt_state.shapes.rows[n] > 0);
     memset(vt_state.rows[n], 0, sizeof vt_state.rows[n]);
 }
-static inline void vt_load(int n, const float *p, ptrdiff_t step)
+static inline void vt_load(int n, const float *p, ptrdiff_t stride)
 {
     vt_zero(n);
     for (int row = 0; row < vt_state.shapes.rows[n]; row++)
-        memcpy(&vt_state.rows[n][row], p + row * step, vt_state.shapes.row_bytes[n]);
+        memcpy(&vt_state.rows[n][row], p + row * stride, vt_state.shapes.row_bytes[n]);
 }
-static inline void vt_store(int n, float *p, ptrdiff_t step)
+static inline void vt_store(int n, float *p, ptrdiff_t stride)
 {
     assert(vt_state.shapes.rows[n] > 0);
     for (int row = 0; row < vt_state.shapes.rows[n]; row++)
-        memcpy(p + row * step, &vt_state.rows[n][row], vt_state.shapes.row_bytes[n]);
+        memcpy(p + row * stride, &vt_state.rows[n][row], vt_state.shapes.row_bytes[n]);
 }
 static inline void vt_fma_bf16x2(int c, int a, int b)
 {

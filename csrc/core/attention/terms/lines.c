@@ -30,17 +30,17 @@ ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at)
     return -run_from(base, at, 0).distance;
 }
 
-/* How the rows of a tile follow from one line: `step` numbers from row to row. */
+/* How the rows of a tile follow from one line: `stride` numbers from row to row. */
 typedef struct {
     am_acts acts;
-    ptrdiff_t step;
+    ptrdiff_t stride;
 } line_form;
 static const line_form by_distance = {AM_ADDS_BY_DISTANCE, -1}, by_key = {AM_ADDS_BY_KEY, 0};
 
 /* The numbers of the line for a run and so many keys; row 0 of the run begins with the last `keys`. */
 static ptrdiff_t line_length(const line_form *form, const row_run *run, ptrdiff_t keys)
 {
-    return form->step * (1 - run->rows) + keys;
+    return form->stride * (1 - run->rows) + keys;
 }
 
 /* The line of a term that begins with key `k`. */
@@ -48,7 +48,7 @@ static am_line line_of(const am_attn_base *base, const line_form *form, const am
                        const row_run *run, ptrdiff_t k)
 {
     const am_tokens *array = &term->array;
-    const ptrdiff_t first = form->step < 0 ? run->distance : base->attn->terms.places.first_key;
+    const ptrdiff_t first = form->stride < 0 ? run->distance : base->attn->terms.places.first_key;
     return (am_line){
         .term = term,
         .numbers = (const double *)(array->data + run->row * array->batch + run->head * array->head),
@@ -98,20 +98,20 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
         const bool one = !added->rows && run.rows == 1; /* whose window is the row itself */
         first = one ? to : window;
         const bool infinite = fill_window(base, form, &run, k, line_length(form, &run, TILE), first);
-        first += form->step * (1 - run.rows) * base->size;
+        first += form->stride * (1 - run.rows) * base->size;
         if (added->rows)
-            base->arithmetic->add_rows(to, TILE, first, form->step, run.rows, TILE);
+            base->arithmetic->add_rows(to, TILE, first, form->stride, run.rows, TILE);
         else if (!direct && !one)
-            base->arithmetic->load_rows(to, TILE, first, form->step, run.rows, TILE);
+            base->arithmetic->load_rows(to, TILE, first, form->stride, run.rows, TILE);
         for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
             for (ptrdiff_t c = 0; c < TILE; c++) {
-                if (am_number(base, first, form->step * i + c) == -INFINITY)
+                if (am_number(base, first, form->stride * i + c) == -INFINITY)
                     scratch->live[r + i] &= ~((uint64_t)1 << c);
             }
         }
         any |= infinite;
     }
-    *added = direct ? (am_added){first, form->step} : (am_added){scratch->bias, TILE};
+    *added = direct ? (am_added){first, form->stride} : (am_added){scratch->bias, TILE};
     return any;
 }
 
@@ -171,7 +171,7 @@ static void learn_term(const am_attn_base *base, const am_logit_term *term, cons
         am_line line = line_of(base, form, term, &run, keys.begin);
         line.count = line_length(form, &run, am_length(keys));
         memset(window, 0, (size_t)(line.count * base->size));
-        base->arithmetic->add_rows(window + form->step * (1 - run.rows) * base->size, form->step,
+        base->arithmetic->add_rows(window + form->stride * (1 - run.rows) * base->size, form->stride,
                                    d_s + r * TILE * base->size, TILE, run.rows, am_length(keys));
         for (ptrdiff_t i = 0; i < line.count; i++) d_numbers[i] = am_number(base, window, i);
         row->learn(&line, d_numbers, sums);

@@ -13,7 +13,7 @@
  * numbers apart. They may overlap, so nobody writes to them. NULL: nothing is added. */
 typedef struct {
     const void *rows;
-    ptrdiff_t step;
+    ptrdiff_t stride;
 } am_added;
 
 /* Adds all terms of a call that act along lines, for a block and the keys from `k` on, to what is added

@@ -29,7 +29,7 @@ am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place 
     if (bias->element != size) return (am_prefetch_rows){0};
     const ptrdiff_t first = am_keys_of_query(base->attn, at->b, at->q).begin;
     return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin - first),
-                              .step = bias->token,
+                              .stride = bias->token,
                               .length = (keys.end - keys.begin) * size,
                               .rows = bias->token ? at->queries : 1};
 }
@@ -249,7 +249,7 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
                               .bias = added.rows,
-                              .bias_stride = added.step};
+                              .bias_stride = added.stride};
     return true;
 }
 
@@ -290,7 +290,7 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const keep_job *job = arg;
     const ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3],
-                    step = job->strides[3];
+                    stride = job->strides[3];
     const ptrdiff_t b = index / queries / heads, h = index / queries % heads, q = index % queries;
     uint64_t key = am_dropout_row_key(job->seed, b, h, q);
     uint8_t *row = job->kept + b * job->strides[0] + h * job->strides[1] + q * job->strides[2];
@@ -298,10 +298,10 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {
         uint64_t bits = job->kernels->masks.keep_bits(key, (uint32_t)k, job->threshold);
         ptrdiff_t count = am_min(64, keys - k);
-        if (step == 1)
+        if (stride == 1)
             job->kernels->masks.expand_bits[AM_LANE_8](row + k, bits, count, 1, 0);
         else
-            for (ptrdiff_t i = 0; i < count; i++) row[(k + i) * step] = bits >> i & 1;
+            for (ptrdiff_t i = 0; i < count; i++) row[(k + i) * stride] = bits >> i & 1;
         if (k % KEEP_PIECE == KEEP_PIECE - 64) status = am_checkpoint(team);
     }
     return status;

@@ -6,15 +6,15 @@
 #include "core/attention/tiles/pages.h"
 #include "core/cache/formats.h"
 
-/* Copies numbers that lie `step` bytes apart; four are stored at once. */
-static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
+/* Copies numbers that lie `stride` bytes apart; four are stored at once. */
+static void gather(float *to, const char *from, ptrdiff_t stride, ptrdiff_t count)
 {
-    for (; count >= 4; count -= 4, to += 4, from += 4 * step) {
-        const float four[] = {*(const float *)from, *(const float *)(from + step),
-                              *(const float *)(from + 2 * step), *(const float *)(from + 3 * step)};
+    for (; count >= 4; count -= 4, to += 4, from += 4 * stride) {
+        const float four[] = {*(const float *)from, *(const float *)(from + stride),
+                              *(const float *)(from + 2 * stride), *(const float *)(from + 3 * stride)};
         memcpy(to, four, sizeof four);
     }
-    for (; count > 0; count--, from += step) *to++ = *(const float *)from;
+    for (; count > 0; count--, from += stride) *to++ = *(const float *)from;
 }
 
 /* Copies columns of some rows of float32, as rows of a tile. Those that lie side by side are transposed: at

@@ -23,7 +23,7 @@ am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn
                      ptrdiff_t count, char *scratch)
 {
     const char *data = am_token(t, at->b, at->kv_head, keys.begin);
-    if (am_is_plain(t, count, am_width(base))) return (am_rows){.data = data, .step = t->token};
+    if (am_is_plain(t, count, am_width(base))) return (am_rows){.data = data, .stride = t->token};
     return am_copy_lanes(scratch, t, data, am_length(keys), count, am_width(base));
 }
 
@@ -171,11 +171,11 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
     const ptrdiff_t size = (ptrdiff_t)am_size_of(base->arithmetic->factors),
                     bytes = am_row_bytes(t->type, count);
     const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
-    const am_rows rows = {.data = to, .step = count * size};
+    const am_rows rows = {.data = to, .stride = count * size};
     run_walk now = {f, t, s->group ? &groups : NULL, at, w->keys, NULL, NULL}, ahead = now;
     ahead.keys = (am_range){w->keys.end, am_min(w->keys.end + TILE, f->keys)};
     for (ptrdiff_t left, later = 0; (left = next_run(&now)) > 0;) {
-        for (ptrdiff_t r = 0; r < left; r++, to += rows.step) {
+        for (ptrdiff_t r = 0; r < left; r++, to += rows.stride) {
             if (later == 0) later = next_run(&ahead);
             if (later > 0 && ahead.row) {
                 for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(ahead.row + i);
@@ -184,7 +184,7 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
             }
             later -= later > 0;
             if (!now.row) {
-                memset(to, 0, (size_t)rows.step);
+                memset(to, 0, (size_t)rows.stride);
                 continue;
             }
             am_kv_widen_row(&widening, to, now.row, now.scales, count);
@@ -218,21 +218,21 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
     am_range keys = w->keys;
     am_key_run run = am_key_run_of(f, t, at, keys);
     if (direct && run.data && run.count == am_length(keys))
-        return (am_rows){.data = run.data, .step = t->token};
-    am_rows rows = {.step = t->token};
+        return (am_rows){.data = run.data, .stride = t->token};
+    am_rows rows = {.stride = t->token};
     if (direct && in_pages && am_find_runs(f, t, at, keys, w->runs[which], &rows.run) &&
         rows.run % AM_PACKED_RUN == 0) {
         rows.data = *w->runs[which], rows.runs = w->runs[which];
         return rows;
     }
-    rows = (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * size};
-    for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.step) {
+    rows = (am_rows){.data = copy, .stride = am_ceil_div(count, width) * width * size};
+    for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.stride) {
         run = am_key_run_of(f, t, at, keys);
         if (f->pages.table && f->pages.size == 1) prefetch_row(f, t, at, keys.begin + AHEAD, count * size);
         if (run.data)
             am_copy_lanes(copy, t, run.data, run.count, count, width);
         else
-            memset(copy, 0, (size_t)(run.count * rows.step));
+            memset(copy, 0, (size_t)(run.count * rows.stride));
     }
     return rows;
 }
@@ -263,7 +263,7 @@ static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, 
     ptrdiff_t count;
     const am_tokens *t = array_of(w, which, &count);
     return (am_rows){.data = (const char *)*w->runs[which] + (at->kv_head - w->head) * t->head,
-                     .step = t->token,
+                     .stride = t->token,
                      .run = w->run,
                      .runs = w->runs[which]};
 }
@@ -365,7 +365,7 @@ static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *
     const am_attn *f = base->attn;
     const am_rows k = read_rows(w, at, OF_K, am_width(base), direct, false, copy_of(w, at, OF_K));
     if (am_width(base) > 1 || f->k.type == base->type) return k;
-    const am_tokens t = {.type = f->k.type, .token = k.step, .element = (ptrdiff_t)am_size_of(f->k.type)};
+    const am_tokens t = {.type = f->k.type, .token = k.stride, .element = (ptrdiff_t)am_size_of(f->k.type)};
     return am_read_rows(base, &t, k.data, TILE, f->head_dim, converted);
 }
 
@@ -487,7 +487,7 @@ void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_at
     prefetch_tokens(f, &f->v, at, heads, keys, f->value_dim, &prefetch[AM_PREFETCH_V]);
     if (to)
         prefetch[AM_PREFETCH_PACKED] =
-            (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};
+            (am_prefetch_rows){.at = to, .stride = bytes, .length = bytes, .rows = 1};
 }
 
 void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,

@@ -38,12 +38,12 @@ static inline bool write_unit(float *to, const float *q, ptrdiff_t head_dim, flo
 static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows,
                                ptrdiff_t head_dim)
 {
-    const ptrdiff_t step = am_packed_query_lanes(head_dim), lanes = (head_dim + 31) / 32 * 16;
+    const ptrdiff_t stride = am_packed_query_lanes(head_dim), lanes = (head_dim + 31) / 32 * 16;
     const double room = (double)INT32_MAX / (128 * (double)head_dim); /* so that sums do not overflow */
     const float most = (float)(room < MOST_I16 ? (int)room : MOST_I16);
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_stride) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += stride, from += q_stride) {
         vf factor;
         if (!write_unit(to, from, head_dim, most, &factor)) continue;
         for (ptrdiff_t lane = 0; lane < lanes; lane += VF_LANES) {
@@ -57,8 +57,8 @@ static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_stride, ptr
 
 static inline float unit_of_query(const am_flash_rows *block, ptrdiff_t row)
 {
-    const ptrdiff_t step = am_packed_query_lanes(block->head_dim);
-    return ((const float *)block->q_packed)[row * step + step - VF_LANES];
+    const ptrdiff_t stride = am_packed_query_lanes(block->head_dim);
+    return ((const float *)block->q_packed)[row * stride + stride - VF_LANES];
 }
 
 /* O + P V of one row in float32. */

@@ -22,10 +22,10 @@
 static void pack_queries_bf16(void *dst, const void *q, ptrdiff_t q_stride, ptrdiff_t rows,
                               ptrdiff_t head_dim)
 {
-    const ptrdiff_t step = am_packed_query_lanes(head_dim);
+    const ptrdiff_t stride = am_packed_query_lanes(head_dim);
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_stride) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += stride, from += q_stride) {
         for (ptrdiff_t i = 0; i < head_dim; i += 2 * VF_LANES) {
             vf first, second;
             load_two(from + i, head_dim - i, &first, &second);

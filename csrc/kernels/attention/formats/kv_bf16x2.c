@@ -53,8 +53,8 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     }
     begin -= begin % 2;
     const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2,
-                    step = tile->v.step / (ptrdiff_t)sizeof(uint16_t);
-    const uint16_t *v = (const uint16_t *)values + begin * step;
+                    stride = tile->v.stride / (ptrdiff_t)sizeof(uint16_t);
+    const uint16_t *v = (const uint16_t *)values + begin * stride;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32];
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
@@ -66,7 +66,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         float *out = (float *)block->out + column;
         const operands_interleaved x =
-            by_rows_interleaved(lanes, p, v + column, 2 * step, out, block->out_dim);
+            by_rows_interleaved(lanes, p, v + column, 2 * stride, out, block->out_dim);
         operands_bf16x2 of_panel = by_rows_bf16x2(lanes, p, panel, PANEL_f32, out, block->out_dim);
         if (!tile->live && columns == VF_LANES) {
             add_half_panel_bf16x2(rows, &x, prefetch, in_runs);
@@ -87,7 +87,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                 some = strip_rows(rows - r, V_STRIP);
                 if (rows <= V_STRIP) {
                     const operands_interleaved strip =
-                        by_rows_interleaved(lanes, p + r * AM_FLASH_TILE, x.b, 2 * step,
+                        by_rows_interleaved(lanes, p + r * AM_FLASH_TILE, x.b, 2 * stride,
                                             out + r * block->out_dim, block->out_dim);
                     accumulate_interleaved(some, 2, strip,
                                            (reading_interleaved){.lines = LINES_BF16X2,
@@ -104,7 +104,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         vf nothing[] = {vf_set1(0), vf_set1(0)};
         for (ptrdiff_t i = 0, some = in_runs ? tile->v.run : keys; i < keys; i += some) {
             const uint16_t *row = row_at(&tile->v, begin + i);
-            pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, step, some, columns,
+            pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, stride, some, columns,
                               tile->live ? nothing : NULL, prefetch);
         }
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {

@@ -8,13 +8,13 @@
 /* Rows of float8 as float16 of 2^-8 their value, which are converted in fewer steps. A row has room for
  * multiples of V_F8. */
 static inline ptrdiff_t whole_f8(ptrdiff_t count) { return (count + V_F8 - 1) / V_F8 * V_F8; }
-APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_stride, const uint8_t *from, ptrdiff_t step,
+APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_stride, const uint8_t *from, ptrdiff_t stride,
                          ptrdiff_t rows, ptrdiff_t count)
 {
     v_bytes most = {0};
     for (ptrdiff_t r = 0; r < rows; r++) {
         uint16_t *dst = to + r * to_stride;
-        const uint8_t *src = from + r * step;
+        const uint8_t *src = from + r * stride;
         ptrdiff_t i = 0;
         for (; i + V_F8 <= count; i += V_F8) v_f8_to_f16(dst + i, src + i, &most);
         if (i == count) continue;
@@ -25,7 +25,7 @@ APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_stride, const uint8_t *from,
     if (!v_any_255(most)) return;
     for (ptrdiff_t r = 0; r < rows; r++) {
         for (ptrdiff_t i = 0; i < count; i++) {
-            if ((from[r * step + i] & 0x7f) == 0x7f) to[r * to_stride + i] = 0x7e00;
+            if ((from[r * stride + i] & 0x7f) == 0x7f) to[r * to_stride + i] = 0x7e00;
         }
     }
 }

@@ -63,7 +63,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #ifdef WIDEN
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
-    const ptrdiff_t keys = end - begin, row_stride = tile->v.step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t keys = end - begin, row_stride = tile->v.stride / (ptrdiff_t)sizeof(S);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const S *rows_of_v = values + begin * row_stride + column;
         const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof(S) - column;

@@ -54,10 +54,10 @@ static void pack_queries_i4(void *dst, const void *q, ptrdiff_t q_stride, ptrdif
 {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
-    const ptrdiff_t step = am_packed_query_lanes(head_dim);
+    const ptrdiff_t stride = am_packed_query_lanes(head_dim);
     float *to = dst;
     const float *from = q;
-    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_stride) {
+    for (ptrdiff_t r = 0; r < rows; r++, to += stride, from += q_stride) {
         int32_t sum = 0;
         vf factor;
         if (!write_unit(to, from, head_dim, MOST_I4, &factor)) continue;
@@ -96,14 +96,14 @@ APART void transpose_keys_i4(const part_i4 *at, ptrdiff_t key, keys_i4 *to)
     const __mmask16 lanes = v_mask_32(at->width / 8);
     uint8_t copy[VF_LANES][CHUNK_I4 / 2];
     const char *from = (const char *)copy;
-    ptrdiff_t step = sizeof *copy;
+    ptrdiff_t stride = sizeof *copy;
     vf x[VF_LANES];
     if (at->begin <= key && key + VF_LANES <= at->end && (k->run == 0 || k->run >= VF_LANES))
-        from = (const char *)row_at(k, key) + at->channel / 2, step = k->step;
+        from = (const char *)row_at(k, key) + at->channel / 2, stride = k->stride;
     else
         copy_keys_i4(at, key, copy);
     UNROLL(16)
-    for (int i = 0; i < VF_LANES; i++) x[i] = _mm512_maskz_loadu_ps(lanes, from + i * step);
+    for (int i = 0; i < VF_LANES; i++) x[i] = _mm512_maskz_loadu_ps(lanes, from + i * stride);
     vf_transpose(x);
     UNROLL(16)
     for (int i = 0; i < VF_LANES; i++) _mm512_store_ps(to->rows[key + i], x[i]);
@@ -306,12 +306,12 @@ weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int 
 }
 
 /* Sets the lanes of each group to its number. */
-static inline vf of_groups_i4(const float *first, ptrdiff_t step, const int groups, const __mmask16 *lanes)
+static inline vf of_groups_i4(const float *first, ptrdiff_t stride, const int groups, const __mmask16 *lanes)
 {
     vf v = vf_set1(*first);
     UNROLL(4)
     for (int g = 1; g < groups; g++)
-        v = _mm512_mask_broadcastss_ps(v, lanes[g], _mm_load_ss(first + g * step));
+        v = _mm512_mask_broadcastss_ps(v, lanes[g], _mm_load_ss(first + g * stride));
     return v;
 }
 
@@ -363,13 +363,13 @@ static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, c
     const int halves = halves_i4(rows);
     const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.channel / 2;
     const float *p = at.weights->p[0] + at.begin / 2;
-    ptrdiff_t step = at.tile->v.step, keys = at.end - at.begin;
+    ptrdiff_t stride = at.tile->v.stride, keys = at.end - at.begin;
     const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
     prefetch_lines current = half == 0 ? *prefetch : (prefetch_lines){0};
 #pragma GCC unroll 2
-    for (; keys > 0; keys -= 2, v += 2 * step, p++) {
+    for (; keys > 0; keys -= 2, v += 2 * stride, p++) {
         const __m512i x = _mm512_maskz_loadu_epi32(lanes->all, v),
-                      y = _mm512_maskz_loadu_epi32(lanes->all, v + (keys > 1 ? step : 0));
+                      y = _mm512_maskz_loadu_epi32(lanes->all, v + (keys > 1 ? stride : 0));
         vf n[8];
         UNROLL(2)
         for (int h = 0; h < halves; h++) {

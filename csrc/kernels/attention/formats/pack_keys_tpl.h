@@ -2,12 +2,12 @@
 
 /* Loads a square of lanes and transposes it; missing rows and columns are zero. */
 static inline __attribute__((always_inline)) void
-FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
+FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
 {
     UNROLL(16)
     for (ptrdiff_t r = 0; r < LANES; r++) {
         square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : LOAD_PART(src, columns);
-        src += step;
+        src += stride;
         HIDE(src); /* computed from the row before: there are no registers for the addresses of all rows */
     }
     VOP(transpose)(square);
@@ -18,7 +18,7 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
 static void FROM(pack_keys)(void *to, const am_rows *from, ptrdiff_t rows, ptrdiff_t head_dim, double factor,
                             const void *scales)
 {
-    const ptrdiff_t step = from->step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t stride = from->stride / (ptrdiff_t)sizeof(S);
     const bool scaled = factor != 1 || scales;
     V scale = VOP(set1)((T)factor);
     for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
@@ -28,12 +28,12 @@ static void FROM(pack_keys)(void *to, const am_rows *from, ptrdiff_t rows, ptrdi
         for (ptrdiff_t i = 0; i < head_dim; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
             V square[LANES];
             if (row + LANES <= rows && i + LANES <= head_dim) {
-                FROM(load_transposed)(square, src, step, LANES, LANES);
+                FROM(load_transposed)(square, src, stride, LANES, LANES);
                 UNROLL(16)
                 for (ptrdiff_t c = 0; c < LANES; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             } else {
-                FROM(load_transposed)(square, src, step, rows - row, head_dim - i);
+                FROM(load_transposed)(square, src, stride, rows - row, head_dim - i);
                 for (ptrdiff_t c = 0; c < LANES && i + c < head_dim; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             }

@@ -4,7 +4,7 @@
 /* Packs up to a panel's columns of some rows into `lanes` rows of bf16x2. Adds 0 × what it reads to `nothing`
  * unless that is NULL, and prefetches as many lines as it reads. */
 static inline __attribute__((always_inline)) void FROM(pack_panel)(float *dst, ptrdiff_t lanes, const S *src,
-                                                                   ptrdiff_t step, ptrdiff_t rows,
+                                                                   ptrdiff_t stride, ptrdiff_t rows,
                                                                    ptrdiff_t columns, vf nothing[2],
                                                                    prefetch_lines *prefetch)
 {
@@ -13,7 +13,7 @@ static inline __attribute__((always_inline)) void FROM(pack_panel)(float *dst, p
     for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
         vf row[2], bf16x2[2];
         for (ptrdiff_t i = 0; i < 2; i++) {
-            row[i] = r + i < rows ? LOAD_SOME(src + (r + i) * step, some) : vf_set1(0);
+            row[i] = r + i < rows ? LOAD_SOME(src + (r + i) * stride, some) : vf_set1(0);
         }
         vf_interleave_bf16x2(row[0], row[1], &bf16x2[0], &bf16x2[1]);
         prefetch_few(&current, 2, true);
@@ -37,7 +37,7 @@ static bool FROM(pack_values)(void *to, const am_rows *from, ptrdiff_t rows, ptr
         for (ptrdiff_t r = 0; r < whole; r += run) {
             const bool missing = r >= rows;
             const S *src = missing ? from->data : row_at(from, r);
-            FROM(pack_panel)(dst + r / 2 * PANEL_f32, run / 2, src + i, from->step / (ptrdiff_t)sizeof(S),
+            FROM(pack_panel)(dst + r / 2 * PANEL_f32, run / 2, src + i, from->stride / (ptrdiff_t)sizeof(S),
                              missing ? 0 : rows - r, head_dim - i, nothing, &none);
         }
     }

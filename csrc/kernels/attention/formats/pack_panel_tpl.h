@@ -4,11 +4,11 @@
 /* Packs rows of up to a panel's columns. Adds 0 × what it reads to `nothing`: 0, or NaN if a value is not
  * finite.
  */
-static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns,
+static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns,
                                  V nothing)
 {
     const V zero = VOP(set1)(0);
-    for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
+    for (ptrdiff_t r = 0; r < rows; r++, src += stride, dst += FN(PANEL)) {
         V left, right = zero;
         if (columns >= FN(PANEL)) {
             left = LOAD(src), right = LOAD(src + LANES);

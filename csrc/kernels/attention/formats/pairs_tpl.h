@@ -40,16 +40,16 @@ static inline __attribute__((always_inline)) void FROM(add_panels)(const FROM(va
         next = at_once ? end : end_of_run(&tile->v, begin, end);
         const S *v = (const S *)row_at(&tile->v, begin) + column,
                 *last = (const S *)row_at(&tile->v, next - 1) + column;
-        ptrdiff_t step = tile->v.step;
+        ptrdiff_t stride = tile->v.stride;
         if (copied) {
             for (ptrdiff_t i = 0; i < next - begin; i++)
-                v_copy_some_8(panel + i * PANEL_f32, v + i * step, columns, USUAL);
-            v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
+                v_copy_some_8(panel + i * PANEL_f32, v + i * stride, columns, USUAL);
+            v = panel, last = panel + (next - begin - 1) * PANEL_f32, stride = PANEL_f32;
         }
         const row_runs *in_runs = tile->v.run && next - begin > tile->v.run ? &runs : NULL;
         if (next - begin > 1)
             FROM(add_to_sums)(
-                rows, vectors, FROM(by_rows)((next - begin) / 2, p + begin / 2, v, 2 * step, NULL, 0),
+                rows, vectors, FROM(by_rows)((next - begin) / 2, p + begin / 2, v, 2 * stride, NULL, 0),
                 (FROM(reading)){.lines = lines, .prefetch = prefetch, .runs = true, .in_runs = in_runs},
                 sums);
         /* P is 0 for the key behind the last one, which may not be there. */

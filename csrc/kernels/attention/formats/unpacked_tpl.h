@@ -39,7 +39,7 @@ typedef struct {
     ptrdiff_t head_dim;
     const T *q;
     const W *k;
-    ptrdiff_t step; /* from key to key */
+    ptrdiff_t stride; /* from key to key */
 } FROM(factors);
 
 /* Keys of which the first are factors, and the others in runs. */
@@ -80,8 +80,8 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
                                                                  V *sums, prefetch_lines *prefetch,
                                                                  const bool straight)
 {
-#define KEY(j) (k + ((j) < last ? (j) : last) * step)
-    const ptrdiff_t head_dim = factors.head_dim, step = factors.step, q_stride = QUERY_STEP(head_dim);
+#define KEY(j) (k + ((j) < last ? (j) : last) * stride)
+    const ptrdiff_t head_dim = factors.head_dim, stride = factors.stride, q_stride = QUERY_STEP(head_dim);
     const T *q = factors.q;
     const W *k = factors.k;
     prefetch_lines current = prefetch ? *prefetch : (prefetch_lines){0};
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void
 FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_operands) x,
                    prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
 {
-    const ptrdiff_t head_dim = x.first.head_dim, step = x.first.step, run = x.runs->rows,
+    const ptrdiff_t head_dim = x.first.head_dim, stride = x.first.stride, run = x.runs->rows,
                     lines = (head_dim * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
     const T *q = x.first.q;
     const W *k = x.first.k;
@@ -200,10 +200,10 @@ FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_op
     T *before = NULL;
     for (ptrdiff_t left = x.in_first_run;; left = keys < run ? keys : run) {
         keys -= left;
-        for (; left >= most; left -= most, k += most * step, logits += most) {
+        for (; left >= most; left -= most, k += most * stride, logits += most) {
             const bool prefetches = turns == 1 || wait == 0;
             wait = prefetches ? turns - 1 : wait - 1;
-            const FROM(factors) some = {head_dim, q, k, step};
+            const FROM(factors) some = {head_dim, q, k, stride};
             if (!prefetches)
                 FROM(multiply)(rows, most, some, most - 1, sums, NULL, false);
             else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
@@ -216,7 +216,7 @@ FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_op
             before = logits;
         }
         if (left > 0)
-            FROM(dots_of)(rows, most, (FROM(factors)){head_dim, q, k, step}, left - 1, logits, prefetch);
+            FROM(dots_of)(rows, most, (FROM(factors)){head_dim, q, k, stride}, left - 1, logits, prefetch);
         if (keys == 0) break;
         logits += left;
         k = (const W *)((const char *)*next++ + x.runs->offset);
@@ -253,7 +253,7 @@ FROM(dots_of_four)(const FROM(dot_operands) * x, prefetch_lines *prefetch, ptrdi
 /* Where value 0 of a tile would be if all were in the run of value i. */
 static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
 {
-    return (const S *)((uintptr_t)row_at(&tile->v, i) - (uintptr_t)(i * tile->v.step));
+    return (const S *)((uintptr_t)row_at(&tile->v, i) - (uintptr_t)(i * tile->v.stride));
 }
 
 /* Logits of keys begin … end - 1 of a tile. */
@@ -269,7 +269,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     W widened[SOME_KEYS * AM_MOST_WIDENED];
     const ptrdiff_t k_stride = whole_f8(block->head_dim);
 #else
-    const ptrdiff_t k_stride = tile->k.step / (ptrdiff_t)sizeof(S);
+    const ptrdiff_t k_stride = tile->k.stride / (ptrdiff_t)sizeof(S);
     /* More than four rows read keys again. Whole tiles that fill a first-level cache of 32 KB would take 1.06
      * of the time. */
     const bool by_runs =
@@ -281,7 +281,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 #ifdef WIDEN
         if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
-        WIDEN(widened, k_stride, k, tile->k.step / (ptrdiff_t)sizeof(S), first, block->head_dim);
+        WIDEN(widened, k_stride, k, tile->k.stride / (ptrdiff_t)sizeof(S), first, block->head_dim);
         next = begin + first;
 #else
         const W *from = k;
