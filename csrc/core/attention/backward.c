@@ -66,7 +66,6 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     if (status == AM_OK)
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
-    p.states = malloc((size_t)am_max(am_product(p.sections.blocks.count, f->heads, sizeof *p.states), 1));
     if (p.parts.apart) {
         p.parts.turns = malloc((size_t)am_product(tiles, sizeof *p.parts.turns, 1));
         p.parts.totals = am_alloc_aligned(totals_bytes);
@@ -87,12 +86,11 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
             .element = size,
         };
     }
-    if (status == AM_OK && !(p.states && p.stats.data && p.d_q.data)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(p.stats.data && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(context, &p);
     am_workspaces_free(&p.workspaces);
     am_backward_plan_free(&p);
     free(p.sinks.of_heads);
-    free(p.states);
     free(p.parts.turns);
     am_free_aligned(p.parts.totals, totals_bytes);
     am_free_aligned(p.stats.data, stats_bytes);

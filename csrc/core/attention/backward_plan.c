@@ -256,7 +256,10 @@ am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
     const size_t bytes = (size_t)am_product(am_max(p->sections.count, 1), sizeof(ptrdiff_t), 1);
     p->sum_tiles = malloc(bytes), p->part_visits = malloc(bytes);
-    if (status == AM_OK && !(p->sum_tiles && p->part_visits)) status = AM_NO_MEMORY;
+    /* Before blocks are visited one by one: more than memory has room for are an error at once. */
+    p->states = malloc(
+        (size_t)am_max(am_product(p->sections.blocks.count, p->base.attn->heads, sizeof *p->states), 1));
+    if (status == AM_OK && !(p->sum_tiles && p->part_visits && p->states)) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }
 
@@ -265,5 +268,6 @@ void am_backward_plan_free(am_backward_plan *p)
     am_sections_free(&p->sections);
     free(p->sum_tiles);
     free(p->part_visits);
+    free(p->states);
     free(p->tasks);
 }
