@@ -125,10 +125,11 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 
 /* Attention, in float32 or float64: a block of query rows takes tiles of keys, and accumulates
  *
- *     out[r] = Σ e^(logit - ref_max[r]) v,   sum[r] = Σ e^(logit - ref_max[r]),   row_max[r] = max logit
+ *     out[r] = Σ e^(logit - running_max[r]) v,   sum[r] = Σ e^(logit - running_max[r]),   row_max[r] = max
+ * logit
  *
- * They start from 0, 0 and -INFINITY (ref_max and row_max). `ref_max` is the reference of the powers: it
- * follows the row's maximum lazily. `row_max` is the true maximum, and is NULL if it is not needed. Logits
+ * They start from 0, 0 and -INFINITY (running_max and row_max). `running_max` is the reference of the powers:
+ * it follows the row's maximum lazily. `row_max` is the true maximum, and is NULL if it is not needed. Logits
  * and maxima are in units of ln 2, so that powers are those of two; or where a bias might be too large for
  * that, in units of 1.
  *
@@ -151,7 +152,7 @@ typedef struct {
     ptrdiff_t q_stride;                /* lanes from row to row; `head_dim` where keys are unpacked */
     const void *q_packed;              /* like keys, for transposed tiles; or by pack_queries */
     void *out;                         /* [rows][out_dim]; columns that values lack are not defined */
-    void *ref_max, *sum, *row_max;     /* [rows]; row_max may be NULL */
+    void *running_max, *sum, *row_max; /* [rows]; row_max may be NULL */
     void *exact_sum;                   /* [rows]; where a lane holds two numbers, or NULL */
     void *logits;                      /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
                                         * [AM_FLASH_TILE][AM_FLASH_ROWS] */

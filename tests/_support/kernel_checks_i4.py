@@ -130,6 +130,6 @@ def check_state(p, old, new, k: Groups, v: Groups) -> None:
         numbers, offsets = (Bounded.exact(whole_rows(x[:, columns]), 4) for x in (v.products(), v.of(1)))
         before = replace(old, out=old.out[:, columns])
         scales = wide(v.scales[begin // v.group, 0]) if len(v.scales) else np.ones(TILE)
-        expected = forward(before, new.ref_max, s, numbers, p.terms, None, False, abs(scales), offsets)
+        expected = forward(before, new.running_max, s, numbers, p.terms, None, False, abs(scales), offsets)
         expected.sum.check(new.sum, ("sum", p))
         expected.out.check(new.out[:, columns], ("out", p))

@@ -98,11 +98,11 @@ def check_merge(kernel: Kernel, rng) -> None:
         for depth, unit, has_max in ((half, 1.0, False), (3 * half, float(np.log2(np.e)), True)):
             memory, parts, given = Memory(), [], []
             for _ in range(2):
-                ref_max = rng.uniform(-15, 15, rows)
-                ref_max[rng.random(rows) < 0.2] = -np.inf
-                seen = np.isfinite(ref_max)
+                running_max = rng.uniform(-15, 15, rows)
+                running_max[rng.random(rows) < 0.2] = -np.inf
+                seen = np.isfinite(running_max)
                 out, total = rng.standard_normal((rows, depth)) * seen[:, None], rng.random(rows) * seen
-                some = [x.astype(dtype) for x in (out, ref_max, total, ref_max + 0.5, 2 * total)]
+                some = [x.astype(dtype) for x in (out, running_max, total, running_max + 0.5, 2 * total)]
                 given.append([x.astype(np.float64) for x in some])
                 parts.append([memory.written(x) for x in some])
             blocks = [
@@ -111,13 +111,13 @@ def check_merge(kernel: Kernel, rng) -> None:
                     rows=rows,
                     out_dim=depth,
                     out=out,
-                    ref_max=ref_max,
+                    running_max=running_max,
                     sum=total,
                     row_max=row_max if has_max else None,
                     exact_sum=exact_sum if has_max else None,
                     unit=unit,
                 )
-                for out, ref_max, total, row_max, exact_sum in parts
+                for out, running_max, total, row_max, exact_sum in parts
             ]
             kernel(blocks[0], blocks[1])
             memory.check((rows, depth))

@@ -166,13 +166,13 @@ def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int, rounds: b
     state = State(np.zeros((rows, out_depth), t), np.full(rows, -np.inf, t), np.zeros(rows, t), None)
     begun = rng.random(rows) < pick(rng, [0, 0.8])
     state.out[begun] = numbers(rng, (begun.sum(), out_depth), t)
-    state.ref_max[begun] = numbers(rng, begun.sum(), t, 12)
+    state.running_max[begun] = numbers(rng, begun.sum(), t, 12)
     state.sum[begun] = 1 + rng.random(begun.sum())
     state.out[:, :1] = state.sum[:, None]
     if rounds and rng.random() < 0.5:
         state.exact_sum = (state.sum * rng.uniform(0.99, 1.01, rows)).astype(t)
     if rng.random() < 0.5:
-        state.row_max = np.where(begun, state.ref_max + rng.integers(0, 8), -np.inf).astype(t)
+        state.row_max = np.where(begun, state.running_max + rng.integers(0, 8), -np.inf).astype(t)
     return state
 
 
@@ -258,7 +258,7 @@ def check_state(
     rounding = EXP2_ERROR_BF16X2 if narrow else None
     columns = slice(p.v.shape[1])  # the others are not defined
     before = replace(old, out=old.out[:, columns])
-    expected = forward(before, new.ref_max, s, v, p.terms, rounding, narrow, i16_scales)
+    expected = forward(before, new.running_max, s, v, p.terms, rounding, narrow, i16_scales)
     expected.sum.check(new.sum, ("sum", p))
     if new.exact_sum is not None:
         expected.exact_sum.check(new.exact_sum, ("exact sum", p))
@@ -416,13 +416,13 @@ def check_steps(kernel: Kernel, rng) -> None:
         for tile in problems:
             apart = run_step(step, rng, arithmetic, tile, apart, "packed", (None, None))
         same = np.all([tile.untouched_rows() for tile in problems], axis=0)
-        for name in ("out", "sum", "ref_max", "exact_sum"):
+        for name in ("out", "sum", "running_max", "exact_sum"):
             if getattr(new, name) is not None:
                 np.testing.assert_array_equal(getattr(new, name)[same], getattr(clean, name)[same], name)
         same &= np.isfinite(wide(p.q)).all(1) & (apart.sum > 0)
         one, other = (
             np.column_stack(
-                [x.out[same, :value_depth] / x.sum[same, None], x.ref_max[same] + np.log2(x.sum[same])]
+                [x.out[same, :value_depth] / x.sum[same, None], x.running_max[same] + np.log2(x.sum[same])]
             )
             for x in (new, apart)
         )
@@ -432,7 +432,7 @@ def check_steps(kernel: Kernel, rng) -> None:
 def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
     """NaN and Inf that belong to no live pair of a row must not change a bit of the row."""
     rows = p.untouched_rows()
-    for name in ("out", "sum", "ref_max", "exact_sum"):
+    for name in ("out", "sum", "running_max", "exact_sum"):
         if getattr(got, name) is None:
             continue
         one, other = getattr(got, name)[rows], getattr(clean, name)[rows]

@@ -171,28 +171,28 @@ class State:
     """The accumulators of a block: those of a kernel, or the expected ones."""
 
     out: np.ndarray | Bounded
-    ref_max: np.ndarray
+    running_max: np.ndarray
     sum: np.ndarray | Bounded
     row_max: np.ndarray | None
     exact_sum: np.ndarray | Bounded | None = None  # of weights before they are rounded to bfloat16
 
 
-SLACK = 8  # how far a logit may exceed ref_max before the row is rescaled
+SLACK = 8  # how far a logit may exceed running_max before the row is rescaled
 
 
 def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None:
-    """`ref_max` stays, or becomes the greatest logit if that is far above it; `row_max` is the greatest logit."""
+    """`running_max` stays, or becomes the greatest logit if that is far above it; `row_max` is the greatest logit."""
     chosen = s if terms.live is None else s.where(terms.live)
     highest = np.where(True if terms.live is None else terms.live, s.value, -np.inf).max(1)
     for r in np.flatnonzero(~np.isnan(chosen.value).any(1)):
         error = chosen.error[r].max() + s.unit * (abs(highest[r]) + SLACK)
-        excess = highest[r] - SLACK - old.ref_max[r] if highest[r] > old.ref_max[r] else -SLACK
-        rose = new.ref_max[r] != old.ref_max[r]
-        assert rose or not excess > error, (r, "kept", new.ref_max[r], highest[r], case)
-        assert not rose or not excess < -error, (r, "rose", old.ref_max[r], highest[r], case)
+        excess = highest[r] - SLACK - old.running_max[r] if highest[r] > old.running_max[r] else -SLACK
+        rose = new.running_max[r] != old.running_max[r]
+        assert rose or not excess > error, (r, "kept", new.running_max[r], highest[r], case)
+        assert not rose or not excess < -error, (r, "rose", old.running_max[r], highest[r], case)
         near = Bounded(highest[r : r + 1], np.full(1, error), s.size)
         if rose:
-            near.check(new.ref_max[r : r + 1], (r, case))
+            near.check(new.running_max[r : r + 1], (r, case))
         if new.row_max is not None and highest[r] > old.row_max[r] + error:
             near.check(new.row_max[r : r + 1], (r, case))
         elif new.row_max is not None and highest[r] < old.row_max[r] - error:
@@ -201,7 +201,7 @@ def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None
 
 def forward(
     old: State,
-    ref_max: np.ndarray,
+    running_max: np.ndarray,
     s: Bounded,
     v: Bounded,
     terms: Terms,
@@ -210,18 +210,18 @@ def forward(
     scales=None,
     offsets: Bounded | None = None,
 ) -> State:
-    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen. P is rounded to
+    """The expected accumulators after the step, given the `running_max` that the kernel has chosen. P is rounded to
     bfloat16 if `to_bf16`; or times `scales`, those of values, to sixteen-bit integers, but not as it is multiplied by
     `offsets` that are added to values.
     """
     size, unit = s.size, s.constant(terms.unit)
-    exact = Bounded.exact(ref_max, size)
-    base = Bounded.exact(np.maximum(ref_max, np.finfo(ref_max.dtype).min), size)
+    exact = Bounded.exact(running_max, size)
+    base = Bounded.exact(np.maximum(running_max, np.finfo(running_max.dtype).min), size)
     p = ((s - base[:, None]) * unit).exp2(exp2_error)
     if terms.live is not None:
         p = p.where(terms.live)
-    rose = (ref_max != old.ref_max) & (old.ref_max > -np.inf)
-    factor = ((Bounded.exact(old.ref_max, size) - exact) * unit).exp2()
+    rose = (running_max != old.running_max) & (old.running_max > -np.inf)
+    factor = ((Bounded.exact(old.running_max, size) - exact) * unit).exp2()
     factor = Bounded(np.where(rose, factor.value, 1), np.where(rose, factor.error, 0), size)
     rescaled = Bounded.exact(old.out, size) * factor[:, None]
     exact_total = None
@@ -237,7 +237,7 @@ def forward(
     if scales is not None:
         p = p.to_i16(MOST_I16, scales)
     out = p.dot(v, terms.live, rescaled)
-    return State(out, ref_max, total, None, exact_total)
+    return State(out, running_max, total, None, exact_total)
 
 
 @dataclass

@@ -53,11 +53,11 @@ bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_vi
     }
     if (by_row && v->axes) {
         v->shape[0] *= copies;
-        c->apart = c->calls > 1 && v->shape[0] != 1 && v->shape[0] != c->request.mask.batch;
+        c->one_by_one = c->calls > 1 && v->shape[0] != 1 && v->shape[0] != c->request.mask.batch;
     } else {
-        c->apart = copies != 1;
+        c->one_by_one = copies != 1;
     }
-    return !c->apart;
+    return !c->one_by_one;
 }
 
 bool am_xla_next_word(am_xla_call *c, int64_t *word)

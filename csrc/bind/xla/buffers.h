@@ -12,7 +12,7 @@ typedef struct {
     int64_t vmap_axes;
     const int64_t *vmap_shape;
     ptrdiff_t calls, call; /* call: of which the buffers are read, or AM_XLA_ALL_CALLS */
-    bool apart;            /* calls cannot be rows of one */
+    bool one_by_one;       /* calls cannot be rows of one */
     const int64_t *words, *words_end;
     int64_t flags;
     int64_t first_array, arrays; /* of the words, among the arguments */
@@ -27,7 +27,7 @@ enum { AM_XLA_ALL_CALLS = -1 };
 /* Whether calls that are tried as one `cannot` be rows of one: they are then repeated one by one. */
 static inline bool am_xla_set_apart(am_xla_call *c, bool cannot)
 {
-    return c->apart = cannot && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
+    return c->one_by_one = cannot && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
 }
 
 static inline const am_xla_buffer *am_xla_argument(const am_xla_call *c, int64_t i)

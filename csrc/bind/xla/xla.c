@@ -300,7 +300,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
 {
     const int64_t *words = c->words;
     c->call = call;
-    c->apart = false;
+    c->one_by_one = false;
     c->request.mask.batch =
         am_xla_result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
     const bool done = compute(c);
@@ -313,7 +313,7 @@ static bool do_all(am_xla_call *c, do_call *compute)
 {
     if (!find_words(c) || !find_calls(c)) return false;
     if (c->calls == 0) return true;
-    if (do_one(c, compute, AM_XLA_ALL_CALLS) || !c->apart) return !am_is_refused(&c->request);
+    if (do_one(c, compute, AM_XLA_ALL_CALLS) || !c->one_by_one) return !am_is_refused(&c->request);
     for (ptrdiff_t call = 0; call < c->calls; call++) {
         if (!do_one(c, compute, call)) return false;
     }

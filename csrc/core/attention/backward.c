@@ -58,7 +58,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
     am_backward_workspace unused;
-    const ptrdiff_t tiles = p.parts.apart ? p.sections.tiles.count * f->kv_heads : 0,
+    const ptrdiff_t tiles = p.parts.are_tasks ? p.sections.tiles.count * f->kv_heads : 0,
                     totals_bytes = am_product(tiles, p.lengths.k_rows + p.lengths.v_rows, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
@@ -66,12 +66,12 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     if (status == AM_OK)
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
-    if (p.parts.apart) {
+    if (p.parts.are_tasks) {
         p.parts.turns = malloc((size_t)am_product(tiles, sizeof *p.parts.turns, 1));
         p.parts.totals = am_alloc_aligned(totals_bytes);
         if (!(p.parts.turns && p.parts.totals)) status = AM_NO_MEMORY;
         for (ptrdiff_t i = 0; p.parts.turns && i < tiles; i++)
-            atomic_init(&p.parts.turns[i].serving, 0), p.parts.turns[i].summed = false;
+            atomic_init(&p.parts.turns[i].semaphore, 0), p.parts.turns[i].summed = false;
     }
     p.stats.bytes = stats_bytes / AM_ROW_STATS;
     p.stats.data = am_alloc_aligned(stats_bytes);

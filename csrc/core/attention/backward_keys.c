@@ -18,7 +18,7 @@ static void write_rows(const am_backward_plan *p, const am_tokens *t, const char
 static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at, am_rows_state *state,
                              ptrdiff_t sum, const char *d_q, am_team *team)
 {
-    am_status status = am_await(team, &state->serving, sum);
+    am_status status = am_await(team, &state->semaphore, sum);
     char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
     if (status != AM_OK) return status;
     if (sum == state->first) {
@@ -28,7 +28,7 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
         p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->lengths.stride, at->rows,
                                      p->base.attn->head_dim);
     }
-    atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
+    atomic_store_explicit(&state->semaphore, sum + 1, memory_order_release);
     return AM_OK;
 }
 
@@ -77,7 +77,7 @@ static am_status end_part(const am_backward_plan *p, const am_attn_place *at, co
 {
     const ptrdiff_t heads = p->base.attn->kv_heads;
     am_key_turn *turns = p->parts.turns ? p->parts.turns + task->tiles.begin * heads + at->kv_head : NULL;
-    am_status status = task->turns > 0 ? am_await(team, &turns->serving, task->turn) : AM_OK;
+    am_status status = task->turns > 0 ? am_await(team, &turns->semaphore, task->turn) : AM_OK;
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
         am_local_tile *tile = &s->tiles[i];
         bool *summed = task->turns > 0 ? &turns[i * heads].summed : &tile->summed;
@@ -88,7 +88,7 @@ static am_status end_part(const am_backward_plan *p, const am_attn_place *at, co
         tile->open = false, tile->summed = *summed;
     }
     if (status == AM_OK && task->turns > 0)
-        atomic_store_explicit(&turns->serving, task->turn + 1, memory_order_release);
+        atomic_store_explicit(&turns->semaphore, task->turn + 1, memory_order_release);
     return status;
 }
 

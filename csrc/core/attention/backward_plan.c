@@ -145,7 +145,7 @@ static am_range parts_seen(const am_backward_plan *p, const am_section *section,
 static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
 {
     am_range parts = {0, 0};
-    if (p->parts.apart && am_length(task->sections) == 1)
+    if (p->parts.are_tasks && am_length(task->sections) == 1)
         parts = parts_seen(p, &p->sections.list[task->sections.begin], task->tiles);
     const ptrdiff_t count = am_max(1, am_length(parts));
     for (ptrdiff_t i = 0; to && i < count; i++) {
@@ -227,8 +227,8 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
     am_range sections = {0, 0};
-    p->parts.apart = count_tasks(p, most) < EACH * p->threads && p->parts.divided && !p->in_order;
-    if (p->parts.apart) count_tasks(p, most);
+    p->parts.are_tasks = count_tasks(p, most) < EACH * p->threads && p->parts.divided && !p->in_order;
+    if (p->parts.are_tasks) count_tasks(p, most);
     p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
     if (!p->tasks) return AM_NO_MEMORY;
     sections = (am_range){0, 0};
@@ -241,7 +241,7 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
             if (am_is_learned(p->base.terms.bias))
-                task->sections = sections; /* each task passes the tickets of all blocks */
+                task->sections = sections; /* each task takes the turns of all blocks */
         }
     }
     return AM_OK;

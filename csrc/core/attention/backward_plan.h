@@ -10,8 +10,8 @@
 
 /* One block of query rows of one head. */
 typedef struct {
-    ptrdiff_t first, last;    /* the sums of tiles of its section that it sees; none if first > last */
-    atomic_ptrdiff_t serving; /* the sum that may be added to d_q now */
+    ptrdiff_t first, last;      /* the sums of tiles of its section that it sees; none if first > last */
+    atomic_ptrdiff_t semaphore; /* the sum that may be added to d_q now */
 } am_rows_state;
 
 /* Tiles of one batch row that a task takes, and the sections that see them. */
@@ -26,8 +26,8 @@ typedef struct {
 
 /* The gradients of a tile's keys, to which several tasks add their parts in turn. */
 typedef struct {
-    atomic_ptrdiff_t serving; /* the turn of the task that may add now; for the first tile of the tasks */
-    bool summed;              /* some part is there */
+    atomic_ptrdiff_t semaphore; /* the turn of the task that may add now; for the first tile of the tasks */
+    bool summed;                /* some part is there */
 } am_key_turn;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
@@ -49,9 +49,9 @@ typedef struct {
     ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;   /* the most tiles of a task */
     struct {
-        bool divided, apart; /* some section has parts; each of them is a task */
-        am_key_turn *turns;  /* if apart: of each tile and key head */
-        char *totals;        /* their d_k and d_v */
+        bool divided, are_tasks; /* some section has parts; each of them is a task */
+        am_key_turn *turns;      /* if they are tasks: of each tile and key head */
+        char *totals;            /* their d_k and d_v */
     } parts;
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,

@@ -166,7 +166,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     am_rows_state *state = am_rows_state_of(p, at);
     state->first = am_sum_of_tile(p, at->section, tiles.begin);
     state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
-    atomic_init(&state->serving, state->first);
+    atomic_init(&state->semaphore, state->first);
 
     char *memory = am_workspace(&p->workspaces);
     am_backward_workspace s;

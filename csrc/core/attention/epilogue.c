@@ -9,7 +9,7 @@
 void am_clear_rows(const am_attn_base *base, const am_flash_rows *block)
 {
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        am_set_number(base, block->ref_max, r, -INFINITY);
+        am_set_number(base, block->running_max, r, -INFINITY);
         if (block->row_max) am_set_number(base, block->row_max, r, -INFINITY);
         am_set_number(base, block->sum, r, 0);
         if (block->exact_sum) am_set_number(base, block->exact_sum, r, 0);
@@ -24,23 +24,24 @@ static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const 
 {
     const am_attn *f = base->attn;
     /* In units of 1, as sinks are: in units of ln 2 a sink might overflow. */
-    const double unit = base->unit == 1 ? AM_LN_2 : 1, ref_max = unit * am_number(base, block->ref_max, r),
+    const double unit = base->unit == 1 ? AM_LN_2 : 1,
+                 running_max = unit * am_number(base, block->running_max, r),
                  live = am_number(base, block->sum, r);
-    double highest = ref_max, sum = live,
+    double highest = running_max, sum = live,
            exact_sum = block->exact_sum ? am_number(base, block->exact_sum, r) : live,
            row_max = block->row_max ? unit * am_number(base, block->row_max, r) : 0;
     if (sinks) {
-        highest = fmax(ref_max, sinks->highest), row_max = fmax(row_max, sinks->highest);
-        const double power = am_power(AM_LOG2_E, ref_max, highest),
+        highest = fmax(running_max, sinks->highest), row_max = fmax(row_max, sinks->highest);
+        const double power = am_power(AM_LOG2_E, running_max, highest),
                      more = sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
         sum = live * power + more, exact_sum = exact_sum * power + more;
     }
     if (f->lse) am_set_number(base, f->lse, lse_index, exact_sum == 0 ? -INFINITY : highest + log(exact_sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
     /* A NaN is of a logit whose P may have been dropped out. */
-    const double factor = f->normalize  ? am_power(AM_LOG2_E, ref_max, highest) / sum
+    const double factor = f->normalize  ? am_power(AM_LOG2_E, running_max, highest) / sum
                           : isnan(live) ? live
-                                        : am_power(AM_LOG2_E, ref_max, row_max);
+                                        : am_power(AM_LOG2_E, running_max, row_max);
     return factor / (1 - am_dropout_of(&base->terms));
 }
 

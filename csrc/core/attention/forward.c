@@ -88,7 +88,7 @@ static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_r
     const ptrdiff_t stat_bytes = g->shape.rows * f->base.size;
     char *stats = memory + f->schedule.out_dim * stat_bytes;
     rows->out = memory;
-    rows->ref_max = stats, rows->sum = stats + stat_bytes;
+    rows->running_max = stats, rows->sum = stats + stat_bytes;
     rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
     const am_arithmetic *a = f->base.arithmetic;
     const bool rounds = a->factors != a->type && !g->shape.float_weights;
@@ -135,8 +135,8 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     if (g->shape.packs_queries) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
     if (am_adds_to_products(&f->base.terms)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
-    char *own =
-        am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
+    char *own = am_splits_are_tasks(&f->schedule, g) ? partial_of(f, g, index, task.split)
+                                                     : w->accumulators + i * bytes;
     it.rows = rows_of(f, g, own, it.at.rows);
     it.rows.q = it.q, it.rows.q_stride = query_lanes(f, g);
     if (g->shape.queries_direct) {
@@ -146,7 +146,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     it.rows.q_packed = it.q_packed;
     it.rows.logits = w->logits + tile_row * TILE * size;
     it.split = it.rows;
-    if (g->shape.splits > 1 && !am_is_apart(&f->schedule, g))
+    if (g->shape.splits > 1 && !am_splits_are_tasks(&f->schedule, g))
         set_accumulators(f, g, &it.split, own + am_lockstep(g) * bytes);
     return it;
 }
@@ -279,7 +279,7 @@ static void choose_prefetch(const forward *f, const step_place *step, const item
         am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, step->part, prefetch);
     }
     prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
-    if (!last || am_is_apart(&f->schedule, step->here->section) ||
+    if (!last || am_splits_are_tasks(&f->schedule, step->here->section) ||
         (then->block == at->block && then->head == at->head))
         return;
     const am_range q = am_part_of(step->part, (am_range){then->q, then->q + then->queries}),
@@ -392,7 +392,7 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
                            const position *next, am_kv_workspace *kv, am_team *team)
 {
     const am_scheduled *g = here.section;
-    const bool apart = am_is_apart(&f->schedule, g);
+    const bool are_tasks = am_splits_are_tasks(&f->schedule, g);
     item items[AM_MOST_ITEMS];
     for (ptrdiff_t i = 0; i < task.count; i++) {
         items[i] = item_of(f, g, w, task, i);
@@ -400,7 +400,7 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
         am_begin_logits(&f->base, &items[i].at, &items[i].terms);
     }
     const ptrdiff_t splits = am_splits_of(g, here.tiles),
-                    end = apart ? am_min(task.split + 1, splits) : splits;
+                    end = are_tasks ? am_min(task.split + 1, splits) : splits;
     for (; here.split < end; here.split++) {
         position then = here;
         then.split++;
@@ -411,10 +411,10 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
                                ? advance_in_steps(f, items, &here, after, kv, team)
                                : advance_items(f, items, task.count, &here, after, kv, team);
         if (status != AM_OK) return status;
-        for (item *it = items; !apart && here.split > 0 && it < items + task.count; it++)
+        for (item *it = items; !are_tasks && here.split > 0 && it < items + task.count; it++)
             f->base.arithmetic->merge(&it->rows, &it->split);
     }
-    for (item *it = items; !apart && it < items + task.count; it++)
+    for (item *it = items; !are_tasks && it < items + task.count; it++)
         am_write_rows(&f->base, f->sinks, &it->at, &it->rows, kv->row);
     return AM_OK;
 }
@@ -430,7 +430,7 @@ static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t i
 {
     const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
     return (position){g, at, am_block_tiles(&f->base, &f->sections, g, &at),
-                      am_is_apart(&f->schedule, g) ? split : 0};
+                      am_splits_are_tasks(&f->schedule, g) ? split : 0};
 }
 
 /* The first block of a task. */
@@ -475,7 +475,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     const forward *f = arg;
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     const am_task_items some = am_items_of(g, task);
-    if (!am_is_apart(&f->schedule, g) || some.split > 0) return AM_OK;
+    if (!am_splits_are_tasks(&f->schedule, g) || some.split > 0) return AM_OK;
     char *scratch = am_workspace(&f->workspaces);
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);

@@ -261,7 +261,7 @@ static inline __attribute__((always_inline)) vf softmax_row(const am_flash_rows 
             most = vf_max(vf_select(live >> j * VF_LANES, vf_load(logits + j * VF_LANES), none), most);
     }
     most = vf_mul(factor, most);
-    if (exceeds_ref_max_bf16x2(most, (const float *)block->ref_max + row))
+    if (exceeds_running_max_bf16x2(most, (const float *)block->running_max + row))
         rescale_bf16x2(block, row, vf_highest(most));
     const vf minus_base = vf_sub(zero, base_of_bf16x2(block, row));
     for (const strip_tile *t = tiles; t < tiles + count; t++) {
@@ -363,7 +363,7 @@ static void flash_steps_amx(const am_flash_rows *block, const am_flash_tile *til
         strip.rows = block->rows - row < AMX_ROWS ? block->rows - row : AMX_ROWS;
         strip.q = (const float *)block->q + row * block->q_stride;
         strip.out = (float *)block->out + row * block->out_dim;
-        strip.ref_max = (float *)block->ref_max + row, strip.sum = (float *)block->sum + row;
+        strip.running_max = (float *)block->running_max + row, strip.sum = (float *)block->sum + row;
         if (block->exact_sum) strip.exact_sum = (float *)block->exact_sum + row;
         take_strip(&strip, row, tiles, count);
     }

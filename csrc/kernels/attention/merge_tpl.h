@@ -12,17 +12,18 @@ static inline void FN(store_first)(T *to, V v, ptrdiff_t count)
 static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 {
     const V unit = VOP(set1)((T)whole->unit);
-    T *ref_max = whole->ref_max, *const sums[] = {whole->sum, whole->exact_sum}, *row_max = whole->row_max,
-      *out = whole->out;
-    const T *other_max = split->ref_max, *const more[] = {split->sum, split->exact_sum},
+    T *running_max = whole->running_max, *const sums[] = {whole->sum, whole->exact_sum},
+      *row_max = whole->row_max, *out = whole->out;
+    const T *other_max = split->running_max, *const more[] = {split->sum, split->exact_sum},
             *most = split->row_max, *from = split->out;
     for (ptrdiff_t row = 0; row < whole->rows; row += LANES) {
         const ptrdiff_t count = whole->rows - row < LANES ? whole->rows - row : LANES;
-        const V own = VOP(load_part)(ref_max + row, count), other = VOP(load_part)(other_max + row, count),
-                both = VOP(max)(own, other), base = VOP(max)(both, VOP(set1)(-GREATEST)),
+        const V own = VOP(load_part)(running_max + row, count),
+                other = VOP(load_part)(other_max + row, count), both = VOP(max)(own, other),
+                base = VOP(max)(both, VOP(set1)(-GREATEST)),
                 own_factor = FN(exp2)(VOP(mul)(VOP(sub)(own, base), unit)),
                 other_factor = FN(exp2)(VOP(mul)(VOP(sub)(other, base), unit));
-        FN(store_first)(ref_max + row, both, count);
+        FN(store_first)(running_max + row, both, count);
         for (int i = 0; i < 2; i++) {
             if (!sums[i]) continue;
             const V own_sum = VOP(mul)(own_factor, VOP(load_part)(sums[i] + row, count)),

@@ -1,33 +1,32 @@
 /* step_tpl.h – the forward step of a block of rows over a tile of keys:
  *
  *     S = Q Kᵀ              rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = e^(S - ref_max)   row by row; `ref_max` grows, and the row is rescaled, only when a logit exceeds
- *                           it by more than FLASH_SLACK
- *     O = O + P V           one panel of columns after the other
+ *     P = e^(S - running_max)   row by row; `running_max` grows, and the row is rescaled, only when a logit
+ * exceeds it by more than FLASH_SLACK O = O + P V           one panel of columns after the other
  *
  * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* Whether a logit exceeds `ref_max` by so much that the row is rescaled. */
-static inline bool STEP(exceeds_ref_max)(V most, const T *ref_max)
+/* Whether a logit exceeds `running_max` by so much that the row is rescaled. */
+static inline bool STEP(exceeds_running_max)(V most, const T *running_max)
 {
-    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*ref_max));
+    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*running_max));
 }
 
-/* Sets `ref_max` to a greater logit than any before, and rescales the accumulators of the row to it. */
+/* Sets `running_max` to a greater logit than any before, and rescales the accumulators of the row to it. */
 static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, ptrdiff_t row, T highest)
 {
-    T *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
-    if (*ref_max > -(T)INFINITY) {
-        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*ref_max - highest), VOP(set1)((T)block->unit)));
+    T *running_max = (T *)block->running_max + row, *sum = (T *)block->sum + row;
+    if (*running_max > -(T)INFINITY) {
+        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*running_max - highest), VOP(set1)((T)block->unit)));
         T *out = (T *)block->out + row * block->out_dim;
         for (ptrdiff_t i = 0; i < block->out_dim; i += LANES)
             VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
         *sum *= VOP(first)(factor);
         if (WIDTH > 1 && block->exact_sum) ((T *)block->exact_sum)[row] *= VOP(first)(factor);
     }
-    *ref_max = highest;
+    *running_max = highest;
 }
 
 /* Updates the true maximum of a row, if it is needed. */
@@ -40,7 +39,7 @@ static inline void STEP(update_row_max)(const am_flash_rows *block, ptrdiff_t ro
 /* The reference of a row's powers: finite, also where all logits are -INFINITY. */
 static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
-    return VOP(max)(VOP(set1)(((const T *)block->ref_max)[row]), VOP(set1)(-GREATEST));
+    return VOP(max)(VOP(set1)(((const T *)block->running_max)[row]), VOP(set1)(-GREATEST));
 }
 
 #ifdef V_FEW
@@ -61,10 +60,10 @@ static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lan
 }
 
 #if WIDTH == 1 /* else whole tiles are taken */
-/* Turns products of one row into logits, and rescales the row if one exceeds `ref_max`; columns begin …
+/* Turns products of one row into logits, and rescales the row if one exceeds `running_max`; columns begin …
  * end - 1, whole vectors. */
-static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                                      ptrdiff_t begin, ptrdiff_t end)
+static inline void STEP(find_running_max)(const am_flash_rows *block, const am_flash_tile *tile,
+                                          ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     const bool adds = tile->bias && block->cap == 0; /* here, which saves a pass over the row */
@@ -80,8 +79,8 @@ static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash
         most = VOP(max)(s, most);
     }
     STEP(update_row_max)(block, row, most);
-    /* Any live logit exceeds a `ref_max` of -INFINITY. */
-    if (STEP(exceeds_ref_max)(most, (const T *)block->ref_max + row))
+    /* Any live logit exceeds a `running_max` of -INFINITY. */
+    if (STEP(exceeds_running_max)(most, (const T *)block->running_max + row))
         STEP(rescale)(block, row, VOP(highest)(most));
 }
 
@@ -113,7 +112,7 @@ static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *
     for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
         const ptrdiff_t count = last - row < LANES ? last - row : LANES;
         V lanes[LANES];
-        for (ptrdiff_t i = 0; i < count; i++) STEP(find_ref_max)(block, tile, row + i, begin, end);
+        for (ptrdiff_t i = 0; i < count; i++) STEP(find_running_max)(block, tile, row + i, begin, end);
         for (ptrdiff_t i = 0; i < count; i++) {
             V total = VOP(set1)(0);
             ptrdiff_t column = begin;
@@ -163,7 +162,7 @@ STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const F
     const V *unit = extras.unit;
     V *x = next->x;
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    const T *ref_max = (const T *)block->ref_max + row;
+    const T *running_max = (const T *)block->running_max + row;
     const V factor = VOP(set1)((T)block->factor);
     const bool all = end - begin == count * LANES; /* of the row's vectors, which need no memory */
     if (column == begin) {
@@ -183,7 +182,7 @@ STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const F
         }
         if (WIDTH > 1 && !bias) most = VOP(mul)(factor, most);
         if (unit) STEP(update_row_max)(block, row, most);
-        if (STEP(exceeds_ref_max)(most, ref_max)) STEP(rescale)(block, row, VOP(highest)(most));
+        if (STEP(exceeds_running_max)(most, running_max)) STEP(rescale)(block, row, VOP(highest)(most));
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
     UNROLL(16)

@@ -1,7 +1,7 @@
 /* transposed_tpl.h – the transposed step of a block of rows over a full tile of unpacked keys:
  *
  *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once a block
- *     Pᵀ = e^(Sᵀ - ref_max)   lane by lane, which are rows here
+ *     Pᵀ = e^(Sᵀ - running_max)   lane by lane, which are rows here
  *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */
 
@@ -26,7 +26,8 @@ static inline __attribute__((always_inline)) V STEP(store_p_transposed)(T *to, c
 /* Turns products of up to LANES rows into P, as `softmax_plain` does. */
 static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
 {
-    T *logits = (T *)block->logits + row, *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
+    T *logits = (T *)block->logits + row, *running_max = (T *)block->running_max + row,
+      *sum = (T *)block->sum + row;
     T *row_max = block->row_max ? (T *)block->row_max + row : NULL,
       *exact_sum = WIDTH > 1 && block->exact_sum ? (T *)block->exact_sum + row : NULL;
     const V factor = VOP(set1)((T)block->factor);
@@ -38,9 +39,9 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
     VOP(store)(lanes, most);
     for (ptrdiff_t r = 0; r < rows; r++) {
         if (row_max && lanes[r] > row_max[r]) row_max[r] = lanes[r];
-        if (lanes[r] - FLASH_SLACK > ref_max[r]) STEP(rescale)(block, row + r, lanes[r]);
+        if (lanes[r] - FLASH_SLACK > running_max[r]) STEP(rescale)(block, row + r, lanes[r]);
     }
-    const V base = VOP(max)(VOP(load_part)(ref_max, rows), VOP(set1)(-GREATEST)),
+    const V base = VOP(max)(VOP(load_part)(running_max, rows), VOP(set1)(-GREATEST)),
             minus_base = VOP(sub)(VOP(set1)(0), base);
     V total = VOP(set1)(0), exact_total = total;
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(IN_FLIGHT)) {

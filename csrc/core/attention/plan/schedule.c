@@ -202,17 +202,18 @@ static void number(am_schedule *s, const am_attn_base *base)
         am_scheduled *g = &s->sections[i];
         const am_shape *h = &g->shape;
         const ptrdiff_t bytes = am_accumulator_bytes(s, base, h->rows);
-        const bool apart = am_is_apart(s, g);
+        const bool are_tasks = am_splits_are_tasks(s, g);
         g->first_task = s->tasks, g->first_shared = s->shared_tiles, g->first_partial = s->partial_bytes;
-        s->tasks += am_ceil_div(g->items, am_max(g->lot_items, 1)) * g->lot_tasks * (apart ? h->splits : 1);
+        s->tasks +=
+            am_ceil_div(g->items, am_max(g->lot_items, 1)) * g->lot_tasks * (are_tasks ? h->splits : 1);
         if (h->strategy == AM_SHARED_PACKING)
             s->shared_tiles += base->attn->kv_heads * am_length(g->section.tiles);
-        if (apart) s->partial_bytes += am_product(g->items, h->splits, bytes);
+        if (are_tasks) s->partial_bytes += am_product(g->items, h->splits, bytes);
         if (h->strategy == AM_TRANSPOSED) s->packed_queries = am_max(s->packed_queries, am_lockstep(g));
         if (h->strategy == AM_UNPACKED) s->step_items = am_max(s->step_items, am_lockstep(g));
         s->item_rows = am_max(s->item_rows, am_lockstep(g) * h->rows);
         /* A second one for the next split. */
-        s->item_bytes = am_max(s->item_bytes, am_lockstep(g) * bytes * (h->splits > 1 && !apart ? 2 : 1));
+        s->item_bytes = am_max(s->item_bytes, am_lockstep(g) * bytes * (h->splits > 1 && !are_tasks ? 2 : 1));
     }
 }
 

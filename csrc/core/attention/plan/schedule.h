@@ -114,12 +114,12 @@ static inline bool am_takes_steps(const am_schedule *schedule, const am_schedule
 }
 
 /* Whether the splits of a section are items of their own. */
-static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *section)
+static inline bool am_splits_are_tasks(const am_schedule *schedule, const am_scheduled *section)
 {
     return schedule->splits_apart && section->shape.splits > 1;
 }
 
-/* The bytes of the accumulators of a block: out, ref_max, sum, row_max, exact_sum. */
+/* The bytes of the accumulators of a block: out, running_max, sum, row_max, exact_sum. */
 static inline ptrdiff_t am_accumulator_bytes(const am_schedule *schedule, const am_attn_base *base,
                                              ptrdiff_t rows)
 {

@@ -30,36 +30,36 @@ static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, p
     am_scatter(g->base->all_kernels, &to, own, from, count);
 }
 
-/* --- Tickets: ordered accumulation --- */
+/* --- Semaphores: ordered accumulation --- */
 
-/* A task may add to what its keys share with the rows of a block while `serving` is its own ticket. */
+/* A task may add to what its keys share with the rows of a block while the semaphore holds its turn. */
 typedef struct {
-    atomic_ptrdiff_t *serving;
-    ptrdiff_t own;
-} ticket;
+    atomic_ptrdiff_t *semaphore;
+    ptrdiff_t turn;
+} place_in_order;
 
-static ticket ticket_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task)
+static place_in_order order_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task)
 {
     const ptrdiff_t counts[] = {g->base->attn->batch, g->tasks, g->base->attn->heads},
                     here[] = {at->b, task, at->head};
     const bool shared[] = {g->shape[0] == 1, g->shape[3] == 1, g->shape[1] == 1};
-    ptrdiff_t own = 0, cell = 0;
+    ptrdiff_t turn = 0, cell = 0;
     for (int i = 0; i < 3; i++) {
-        ptrdiff_t *which = shared[i] ? &own : &cell;
+        ptrdiff_t *which = shared[i] ? &turn : &cell;
         *which = *which * counts[i] + here[i];
     }
     if (g->shape[2] != 1) { /* batch rows that share a bias have the same blocks */
         const bool same = shared[0] && !g->blocks->list;
         cell = cell * g->blocks->count + (same ? at->block % g->blocks->row : at->block);
     }
-    return (ticket){&g->serving[cell], own};
+    return (place_in_order){&g->semaphores[cell], turn};
 }
 
 static am_status add_ordered(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_range keys,
                              const char *from, am_team *team)
 {
-    ticket t = ticket_of(g, at, task);
-    am_status status = am_await(team, t.serving, t.own);
+    const place_in_order here = order_of(g, at, task);
+    am_status status = am_await(team, here.semaphore, here.turn);
     if (status == AM_OK)
         g->base->arithmetic->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape[3],
                                       from, TILE, g->shape[2] == 1 ? 1 : at->rows,
@@ -67,11 +67,11 @@ static am_status add_ordered(const bias_gradient *g, const am_attn_place *at, pt
     return status;
 }
 
-static am_status pass_ticket(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
+static am_status pass_turn(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
 {
-    ticket t = ticket_of(g, at, task);
-    am_status status = am_await(team, t.serving, t.own);
-    if (status == AM_OK) atomic_store_explicit(t.serving, t.own + 1, memory_order_release);
+    const place_in_order here = order_of(g, at, task);
+    am_status status = am_await(team, here.semaphore, here.turn);
+    if (status == AM_OK) atomic_store_explicit(here.semaphore, here.turn + 1, memory_order_release);
     return status;
 }
 
@@ -89,7 +89,7 @@ static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
         g->base->arithmetic->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
 }
 
-/* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
+/* What all queries share is first summed up for the whole task: with a turn for each block, the tasks that
  * share it would run one after the other. */
 ptrdiff_t am_bias_scratch_bytes(const bias_gradient *g)
 {
@@ -120,7 +120,7 @@ am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t
 
 am_status am_bias_end_block(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
 {
-    return g->sums && g->shape[2] != 1 ? pass_ticket(g, at, task, team) : AM_OK;
+    return g->sums && g->shape[2] != 1 ? pass_turn(g, at, task, team) : AM_OK;
 }
 
 am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task,
@@ -134,7 +134,7 @@ am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrd
         for (ptrdiff_t i = 0; status == AM_OK && i < am_length(tiles); i++)
             status = add_ordered(g, &head, task, am_range_at(ranges, tiles.begin + i),
                                  scratch + scratch_offset(g, &head, i), team);
-        if (status == AM_OK) status = pass_ticket(g, &head, task, team);
+        if (status == AM_OK) status = pass_turn(g, &head, task, team);
     }
     return status;
 }
@@ -161,15 +161,15 @@ am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, cons
     }
     if (!shared) return AM_OK;
     const ptrdiff_t cells = am_product(shape[0] * shape[1] * (shape[3] == 1 ? 1 : tasks),
-                                       shape[2] == 1 ? 1 : sections->blocks.count, sizeof *g->serving);
-    g->serving = calloc((size_t)am_max(cells, 1), 1);
+                                       shape[2] == 1 ? 1 : sections->blocks.count, sizeof *g->semaphores);
+    g->semaphores = calloc((size_t)am_max(cells, 1), 1);
     g->sums = bias->array.type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
-    return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
+    return g->semaphores && g->sums ? AM_OK : AM_NO_MEMORY;
 }
 
 void am_bias_gradient_free(const bias_gradient *g)
 {
-    free(g->serving);
+    free(g->semaphores);
     if (g->sums != g->result) am_free_aligned(g->sums, g->count * g->base->size);
 }
 

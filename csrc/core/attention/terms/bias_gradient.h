@@ -17,7 +17,7 @@ typedef struct {
     ptrdiff_t tasks, task_tiles; /* tasks of each key head and batch row, in the order of keys */
     char
         *sums; /* of the arithmetic type: the result, or what is converted to it; NULL: no number is shared */
-    atomic_ptrdiff_t *serving; /* the tickets that may add now */
+    atomic_ptrdiff_t *semaphores; /* each: the turn that may add now */
 } am_bias_gradient;
 
 /* Sections are batch rows where these share the bias. */

@@ -139,11 +139,11 @@ am_status am_line_gradients_make(am_line_gradients *g, const am_attn_base *base)
         g->terms[g->count++] = term;
     }
     if (g->count == 0) return AM_OK;
-    g->serving = calloc((size_t)am_max(f->kv_heads, 1), sizeof *g->serving);
-    return g->serving ? AM_OK : AM_NO_MEMORY;
+    g->semaphores = calloc((size_t)am_max(f->kv_heads, 1), sizeof *g->semaphores);
+    return g->semaphores ? AM_OK : AM_NO_MEMORY;
 }
 
-void am_line_gradients_free(const am_line_gradients *g) { free(g->serving); }
+void am_line_gradients_free(const am_line_gradients *g) { free(g->semaphores); }
 
 am_line_sums *am_line_sums_take(const am_line_gradients *g, char *memory, ptrdiff_t *used)
 {
@@ -186,12 +186,12 @@ void am_learn_lines(const am_line_gradients *g, const am_attn_place *at, am_rang
         learn_term(g->base, g->terms[i], at, keys, d_s, window, &sums[i * heads + head]);
 }
 
-am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, ptrdiff_t ticket,
+am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, ptrdiff_t turn,
                            const am_line_sums *sums, am_team *team)
 {
     if (g->count == 0) return AM_OK;
-    atomic_ptrdiff_t *serving = &g->serving[at->kv_head];
-    am_status status = am_await(team, serving, ticket);
+    atomic_ptrdiff_t *semaphore = &g->semaphores[at->kv_head];
+    am_status status = am_await(team, semaphore, turn);
     if (status != AM_OK) return status;
     const ptrdiff_t heads = g->base->heads_per_kv;
     for (int i = 0; i < g->count; i++) {
@@ -200,6 +200,6 @@ am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, 
         for (ptrdiff_t h = 0; h < heads; h++, sums++, to += length)
             for (ptrdiff_t k = sums->filled.begin; k < sums->filled.end; k++) to[k] += sums->sums[k];
     }
-    atomic_store_explicit(serving, ticket + 1, memory_order_release);
+    atomic_store_explicit(semaphore, turn + 1, memory_order_release);
     return AM_OK;
 }

@@ -31,7 +31,7 @@ typedef struct {
     const am_attn_base *base;
     int count;
     const am_logit_term *terms[AM_LOGIT_KIND_COUNT]; /* those along lines whose gradients are computed */
-    atomic_ptrdiff_t *serving; /* of each key head: the task that may add to the results now */
+    atomic_ptrdiff_t *semaphores; /* of each key head: the task that may add to the results now */
 } am_line_gradients;
 am_status am_line_gradients_make(am_line_gradients *gradients, const am_attn_base *base);
 void am_line_gradients_free(const am_line_gradients *gradients);
@@ -43,8 +43,8 @@ am_line_sums *am_line_sums_take(const am_line_gradients *gradients, char *memory
 void am_learn_lines(const am_line_gradients *gradients, const am_attn_place *at, am_range keys,
                     const char *d_s, char *scratch, am_line_sums *sums);
 
-/* Adds the sums of the ticket-th task of a key head to the results, after those of the tasks before it. */
-am_status am_end_line_sums(const am_line_gradients *gradients, const am_attn_place *at, ptrdiff_t ticket,
+/* Adds the sums of a task of a key head to the results, when its turn comes. */
+am_status am_end_line_sums(const am_line_gradients *gradients, const am_attn_place *at, ptrdiff_t turn,
                            const am_line_sums *sums, am_team *team);
 
 #endif
