@@ -15,7 +15,7 @@
 enum { GROUP = 16 };
 #endif
 
-/* What a chunk is made of. Matrices have the steps of the shape, and room for whole groups of rows. */
+/* What a chunk is made of. Matrices have the strides of the shape, and room for whole groups of rows. */
 typedef struct {
     T *decays;  /* D [tokens][token_stride], or not by channel */
     T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
