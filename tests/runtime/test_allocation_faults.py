@@ -214,7 +214,7 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     ),
     "parts of blocks": (
         flash_vjp,
-        lambda rng: tokens(rng, 300, 190, (1, 1)) | {"dout": floats(rng, 1, 300, 1, 16)},
+        lambda rng: tokens(rng, 600, 60, (1, 1)) | {"dout": floats(rng, 1, 600, 1, 16)},
     ),
     "plain": (
         at_plain(flash_vjp),
