@@ -138,8 +138,8 @@ def balance(shape: Shape, threads: int, item: float, tile: float, waking: float 
     return total / threads / span
 
 
-# What a task adds in turn: how many tiles it computes for it; what it adds to (section, block and head); the number of
-# this sum; and that of the first one.
+# An ordered addition of a task: the tiles that it computes first; where it adds (section, block and head); the turn of
+# the sum; and the first turn there.
 Visit = tuple[int, tuple[int, int, int], int, int]
 
 

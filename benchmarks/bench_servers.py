@@ -142,7 +142,7 @@ def cases(shrink: int) -> list[Case]:
 
 
 def yardstick(kind: str, threads: int) -> tuple[Callable[[], Any], float]:
-    """What plain C does with so many threads, and the operations or bytes of it."""
+    """Return a call of plain C with so many threads, and its operations or bytes."""
     if kind in ("read", "copy"):
         source = np.ones(BYTES * threads, np.uint8)
         if kind == "read":

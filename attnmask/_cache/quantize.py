@@ -220,7 +220,7 @@ def check_tokens_rotate(query: Array | JaxArray, v_cache: Array | JaxArray) -> N
 
 
 def check_written(given: Given) -> None:
-    """Check that what is written shares no memory with tokens, of which the core gets rotated copies."""
+    """Check that outputs share no memory with tokens. The core sees rotated copies, and could not notice."""
     tokens = [(name, given[name]) for name in ("query", "key", "value") if given.get(name) is not None]
     for name in ("out", "k_cache", "v_cache", "k_scale", "v_scale") if given["key"] is not None else ("out",):
         written = given.get(name)

@@ -97,8 +97,8 @@ def svg(
 ) -> str:
     """Return the pages of a cache as an ``<svg>`` element.
 
-    `words` are the lines beside the picture, the first of which is its title; `sequences` are the pages and the length
-    of each sequence, and `taken` the pages of the open step.
+    `words` are the lines beside the picture; the first line is its title. `sequences` has the pages and the length of
+    each sequence. `taken` are the pages of the open step.
     """
     of_cells = _Pages(pages, page_size, sequences, taken)
     cells, each = [of_cells.cell(number) for number in range(len(of_cells.owners))], of_cells.each

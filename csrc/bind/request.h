@@ -106,7 +106,7 @@ typedef struct {
     bool (*read)(am_request *r, am_node *node, const am_operand *operands);
 } am_node_row;
 
-/* The row of a number, which is what exported programs hold, or of a name; NULL if there is none. */
+/* Find a row by its number, as exported programs hold it, or by its name. NULL: no such row. */
 const am_node_row *am_node_row_at(ptrdiff_t number);
 const am_node_row *am_node_row_named(const char *name);
 

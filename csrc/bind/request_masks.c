@@ -383,7 +383,7 @@ bool am_mask_end(am_request *r, const am_node *more, int more_count)
 
 /* --- Parts of a mask --- */
 
-/* A bound that is counted from elsewhere; where there is none there is none. */
+/* Moves a bound. Where there is no bound, none is made. */
 static ptrdiff_t moved(ptrdiff_t bound, ptrdiff_t by)
 {
     return bound == -AM_FAR || bound == AM_FAR ? bound : saturated(bound, by);

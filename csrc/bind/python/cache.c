@@ -142,7 +142,7 @@ static int read_options(arguments *a)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
+/* True if packed queries are computed sequence by sequence: a mask counts the keys of each from 0. */
 static bool is_one_by_one(const arguments *a) { return is_packed(a) && a->given[ATTENTION_MASK] != Py_None; }
 
 /* Where the queries of each packed sequence begin and end, and its number of keys. */
@@ -433,7 +433,7 @@ AM_VARIANT(check_kvcache, call, true)
 static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
     static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
-    enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 }; /* the last: slot_mapping */
+    enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 }; /* and slot_mapping */
     am_scoped(release) arguments a = {0};
     am_request *r = &a.mask.request;
     am_owned PyArrayObject *slots = NULL;

@@ -31,7 +31,7 @@ static PyObject *task_data(const am_attn_base *base, const am_sections *sections
         const am_range seen = am_block_tiles(base, sections, g, &at);
         ptrdiff_t tiles = 0;
         for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
-            if (!s->splits_apart || split == task_items.split)
+            if (!s->splits_are_tasks || split == task_items.split)
                 tiles += am_max(0, am_length(am_split_tiles(g, seen, split)));
         }
         append(&items, Py_BuildValue("(nn)", at.rows, tiles));

@@ -24,8 +24,9 @@ enum { AM_XLA_ALL_CALLS = -1 };
 
 #define am_xla_fail(c, ...) am_refuse(&(c)->request, AM_WRONG_VALUE, NULL, __VA_ARGS__)
 
-/* Whether calls that are tried as one `cannot` be rows of one: they are then repeated one by one. */
-static inline bool am_xla_set_apart(am_xla_call *c, bool cannot)
+/* Calls of a vmap are first tried as rows of one larger call. If they `cannot` be, they are repeated one by
+ * one. */
+static inline bool am_xla_one_by_one(am_xla_call *c, bool cannot)
 {
     return c->one_by_one = cannot && c->call == AM_XLA_ALL_CALLS && c->calls > 1;
 }

@@ -138,7 +138,7 @@ static bool read_arguments(problem *p)
 
 /* --- The call --- */
 
-/* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
+/* True if packed queries are computed sequence by sequence: a mask counts the keys of each from 0. */
 static bool is_one_by_one(const problem *p) { return has(p, PACKED) && has(p, MASKED); }
 
 /* Mask and bias have keys for all tokens of a sequence, and may have more, which nobody sees. */

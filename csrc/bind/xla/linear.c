@@ -62,7 +62,7 @@ static bool begin(problem *p)
         return am_xla_fail(c, "words: a number is out of its range");
     p->batch = p->sequences = c->request.mask.batch;
     /* Sequences and states by index are those of one call. */
-    return !am_xla_set_apart(c, has(p, STARTS | INDICES));
+    return !am_xla_one_by_one(c, has(p, STARTS | INDICES));
 }
 
 /* --- Buffers --- */
@@ -185,7 +185,7 @@ static bool look_at_kept(attention *a, bool result, void **kept)
     ptrdiff_t states, numbers, shape[3] = {a->common.batch, -1, -1};
     if (!am_linear_kept(&a->linear, &states, &numbers)) return am_refuse_status(&c->request, AM_NO_MEMORY);
     if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
-    if (am_xla_set_apart(c, v.stride[0] == 0)) return false;
+    if (am_xla_one_by_one(c, v.stride[0] == 0)) return false;
     *kept = v.data;
     return v.type == am_wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
                    am_product(v.shape[0], v.shape[1], 1) >= states

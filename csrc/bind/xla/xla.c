@@ -74,7 +74,7 @@ static bool read_places(am_xla_call *c)
 {
     const bool packed = (c->flags & PACKED) != 0;
     am_operand starts = {0}, offsets;
-    if (am_xla_set_apart(c, packed)) return false; /* sequences are those of one row */
+    if (am_xla_one_by_one(c, packed)) return false; /* sequences are those of one row */
     return (!packed || am_xla_next_operand(c, false, AM_INT64, &starts)) &&
            am_xla_next_operand(c, !packed, AM_INT64, &offsets) &&
            am_read_places(&c->request, &starts, &offsets);
@@ -98,7 +98,7 @@ static bool read_term(am_xla_call *c)
     given.kind = (am_logit_kind)kind;
     const am_logit_row *row = &am_logit_rows[kind];
     /* Each call drops weights by the places of its own rows. */
-    if (am_xla_set_apart(c, row->acts == AM_DROPS)) return false;
+    if (am_xla_one_by_one(c, row->acts == AM_DROPS)) return false;
     const bool by_row = *row->axes == 'B' || (*row->axes == 'R' && !c->request.attn.terms.places.starts);
     if (!am_xla_next_operand(c, false, AM_INT64, &given.integer) ||
         !am_xla_next_operand(c, by_row, AM_FLOAT64, &given.array) || !am_xla_next_word(c, &wanted) ||

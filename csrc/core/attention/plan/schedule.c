@@ -144,7 +144,7 @@ static ptrdiff_t lockstep_items(const am_schedule *s, const am_attn_base *base, 
 static ptrdiff_t local_items(am_schedule *s, const am_attn_base *base, const am_sections *sections,
                              const am_scheduled *g, ptrdiff_t items, int threads)
 {
-    if (g->shape.head_blocks > 1 || s->splits_apart) return 1;
+    if (g->shape.head_blocks > 1 || s->splits_are_tasks) return 1;
     const ptrdiff_t most = am_min(AM_MOST_LOCAL_TILES, LOCAL_BYTES / am_max(s->k_bytes + s->v_bytes, 1)),
                     some = am_min(AM_MOST_ITEMS, items / threads / TASKS_EACH);
     if (some < 2) return 1;
@@ -233,8 +233,7 @@ static ptrdiff_t item_work(const am_scheduled *g) { return am_length(g->section.
 
 typedef enum { ANY_ITEM, SPLIT_ITEM } long_item; /* SPLIT_ITEM: one that its splits can divide */
 
-/* Whether an item is long compared to the work of each thread: others would wait for the thread that has it.
- */
+/* True if one item takes so long that other threads would wait for it. */
 static bool has_long_item(const am_schedule *s, int threads, long_item which)
 {
     double longest = 0, all = 0;
@@ -255,7 +254,7 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
         s->count > 1 && threads > 1 && s->tasks <= MOST_ORDERED && has_long_item(s, threads, ANY_ITEM);
     for (ptrdiff_t i = 0; i < s->count; i++)
         unequal |= s->sections[i].shape.q_blocks > 1 && s->sections[i].shape.splits > 1;
-    if (!s->splits_apart || !unequal) return AM_OK;
+    if (!s->splits_are_tasks || !unequal) return AM_OK;
     task_work *works = malloc((size_t)s->tasks * sizeof *works);
     s->order = malloc((size_t)s->tasks * sizeof *s->order);
     for (ptrdiff_t task = 0; works && s->order && task < s->tasks; task++) {
@@ -321,9 +320,10 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }
-    s->splits_apart = items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, SPLIT_ITEM));
+    s->splits_are_tasks =
+        items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, SPLIT_ITEM));
     for (ptrdiff_t i = 0; i < sections->count; i++)
-        deal(s, base, sections, &s->sections[i], s->splits_apart ? all_splits : items, threads);
+        deal(s, base, sections, &s->sections[i], s->splits_are_tasks ? all_splits : items, threads);
     sort(s);
     number(s, base);
     return order_tasks(s, base, sections, threads);
@@ -390,10 +390,11 @@ am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t f
     if (equal) wave.first_shared = g->first_shared + head * am_length(g->section.tiles);
     while (g < end && g->shape.strategy == AM_SHARED_PACKING) {
         const ptrdiff_t tiles = am_length(g->section.tiles), more = g->items / kv_heads;
-        if (!s->splits_apart && tasks >= WAVE_TASKS && am_product(wave.shared + tiles, bytes, 1) > WAVE_BYTES)
+        if (!s->splits_are_tasks && tasks >= WAVE_TASKS &&
+            am_product(wave.shared + tiles, bytes, 1) > WAVE_BYTES)
             break;
         equal = equal && more == head_tasks;
-        tasks += more * (s->splits_apart ? g->shape.splits : 1);
+        tasks += more * (s->splits_are_tasks ? g->shape.splits : 1);
         wave.shared += tiles;
         if (++head == kv_heads) head = 0, g++;
     }

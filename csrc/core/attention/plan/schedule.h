@@ -31,8 +31,8 @@ typedef struct {
     ptrdiff_t count; /* sections: first those that share packed tiles, of each kind the longest first */
     am_scheduled *sections;
     ptrdiff_t tasks;
-    ptrdiff_t *order;  /* in which tasks are dealt; NULL: as they are numbered */
-    bool splits_apart; /* each split is an item of its own, else an item takes all splits of its block */
+    ptrdiff_t *order;      /* in which tasks are dealt; NULL: as they are numbered */
+    bool splits_are_tasks; /* each split is an item of its own, else an item takes all splits of its block */
     ptrdiff_t lanes, out_dim, k_bytes, v_bytes; /* of rows of accumulators, and of packed tiles */
     ptrdiff_t scale_bytes;    /* of these: the scales of their rows, by which steps multiply; or 0 */
     double factor;            /* turns products into logits, in units of ln 2 or 1 */
@@ -107,7 +107,7 @@ static inline ptrdiff_t am_lockstep(const am_scheduled *section)
     return section->shape.strategy >= AM_LOCAL_PACKING ? 1 : section->task_items;
 }
 
-/* Whether the items of a section take several tiles in a step: one item at a time does. */
+/* True if a step takes several tiles of this section. Such steps have one item. */
 static inline bool am_takes_steps(const am_schedule *schedule, const am_scheduled *section)
 {
     return schedule->step_tiles > 1 && section->shape.strategy >= AM_LOCAL_PACKING;
@@ -116,7 +116,7 @@ static inline bool am_takes_steps(const am_schedule *schedule, const am_schedule
 /* Whether the splits of a section are items of their own. */
 static inline bool am_splits_are_tasks(const am_schedule *schedule, const am_scheduled *section)
 {
-    return schedule->splits_apart && section->shape.splits > 1;
+    return schedule->splits_are_tasks && section->shape.splits > 1;
 }
 
 /* The bytes of the accumulators of a block: out, running_max, sum, row_max, exact_sum. */

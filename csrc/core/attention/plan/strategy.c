@@ -24,8 +24,7 @@ enum {
     MORE_ROWS = 24,         /* the same where vectors and keys are long */
     FEW_WIDENED = 12,       /* the same for short keys, if they are widened for every few rows */
     FEW_ROWS_F8X2 = 8,      /* and for float8 that becomes bf16x2, which takes longer */
-    /* Of int4 that is multiplied as integers beside bf16x2. 12 rows would take 5 % longer. */
-    FEW_ROWS_I4 = 8,
+    FEW_ROWS_I4 = 8,        /* and for int4 that is multiplied as integers: 12 would take 5 % longer */
     /* Of a block of bfloat16 that waits for memory, not for products. On Zen 5, 4 rows take 1.00 to 1.03 of
      * the time in memory, and 8 rows would take 1.19. */
     FLOAT_WEIGHTS = 4,
