@@ -38,6 +38,8 @@ MASKS = {
     "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :2], (2, 3)),
     "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], 6, 6, 2, 3)[0, :, 1:, :],
     "empty": MaskInfo.from_segments(np.zeros((0, 6), int)),
+    "full": MaskInfo.full(6, 5, 2),
+    "of lengths": MaskInfo.from_lengths([5, 3], 6).apply_causal(),
 }
 each_mask = pytest.mark.parametrize("info", MASKS.values(), ids=MASKS)
 
@@ -107,6 +109,7 @@ def test_reading_under_jit(jax):
     for read in (lambda mask: mask.attention_mask, lambda mask: mask.shape, lambda mask: mask.apply_causal()):
         with pytest.raises(TypeError, match="trace"):
             jax.jit(read)(info)
+    assert jax.jit(lambda mask: mask.apply_causal())(MaskInfo.full(3)) == MaskInfo.causal(3)  # it holds no array
     live = int(info.attention_mask.sum())
     shape = jax.ShapeDtypeStruct(info.attention_mask.shape, bool)
     called = jax.jit(lambda mask: jax.pure_callback(lambda mask: mask.attention_mask, shape, mask).sum())

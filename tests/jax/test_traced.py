@@ -34,6 +34,8 @@ MASKS = {
     "causal by row": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal(np.array([0, 3])),
     "window, chunks": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((3, 2)).apply_chunked(4),
     "lengths": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_kv_lengths(np.array([3, 9])),
+    "of lengths": MaskInfo.from_lengths([9, 3]).apply_causal()[..., :Q, :],
+    "full": MaskInfo.full(Q, K),
     "dense": MaskInfo.from_attention_mask(DENSE),
     "or": ~MaskInfo.from_segments(Q_IDS, KV_IDS) | MaskInfo.from_attention_mask(DENSE),
     "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K],

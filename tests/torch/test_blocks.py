@@ -43,6 +43,8 @@ MASKS = {
     "blocks": lambda: MaskInfo.from_blocks(np.arange(24).reshape(2, 1, 3, 4) % 3, (16, 10), 37, 37),
     "function": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k * (b + 1)) % 3 == h, 70, 130, 2, 2),
     "slice": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 70, 130)[..., 5:42, 60:],
+    "full": lambda: MaskInfo.full(37, 21),
+    "of lengths": lambda: MaskInfo.from_lengths([37, 9]).apply_causal(),
     "everything": lambda: MaskInfo.dynamic_init(input_ids=np.zeros((1, 32))),
 }
 

@@ -59,6 +59,7 @@ def masked(torch):
         np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, -1]]), np.array([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]])
     )
     mask = mask.apply_causal(1) | MaskInfo.from_random(2, 5, 6, 0.5, 0)
+    mask &= MaskInfo.from_lengths([6, 4])[..., :5, :]
     return {"query": query, "key": key, "value": value, "attention_mask": mask}
 
 
@@ -500,6 +501,8 @@ def test_mask_tensors(torch):
         MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > h, 6, 5, heads=2)[..., 2:, :4],
         MaskInfo.from_blocks(np.eye(2)[None, None], 2).apply_sliding_window((np.array([1, 0]), None)),
         segments.apply_kv_lengths([2, 3], q_len=1),
+        MaskInfo.full(4),
+        MaskInfo.from_lengths([4, 3, 0]).apply_causal()[..., 1:, :3],
     ):
         assert restored(*attnmask.torch.mask_tensors(mask)) == mask
     with pytest.raises(TypeError, match="mask must be a MaskInfo, got None"):
