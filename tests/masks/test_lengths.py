@@ -1,6 +1,5 @@
 """Masks that are made of lengths alone: `full`, `causal`, `from_lengths`, and `from_padding_mask` beside them."""
 
-import copy
 import pickle
 import tracemalloc
 
