@@ -109,7 +109,9 @@ def test_reading_under_jit(jax):
     for read in (lambda mask: mask.attention_mask, lambda mask: mask.shape, lambda mask: mask.apply_causal()):
         with pytest.raises(TypeError, match="trace"):
             jax.jit(read)(info)
-    assert jax.jit(lambda mask: mask.apply_causal())(MaskInfo.full(3)) == MaskInfo.causal(3)  # it holds no array
+    assert jax.jit(lambda mask: mask.apply_causal())(MaskInfo.full(3)) == MaskInfo.causal(
+        3
+    )  # it holds no array
     live = int(info.attention_mask.sum())
     shape = jax.ShapeDtypeStruct(info.attention_mask.shape, bool)
     called = jax.jit(lambda mask: jax.pure_callback(lambda mask: mask.attention_mask, shape, mask).sum())

@@ -20,7 +20,6 @@ from layouts import LAYOUTS, arrange, assert_same, outcome
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
-from attnmask import _core
 from attnmask._common.debug import traced
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -259,12 +258,12 @@ def test_masks_that_repeat_themselves(isa):
 
 def test_bools_are_true_or_false_whatever_their_byte(isa):
     mask = np.tile(np.array([0, 1, 2, 128, 255], np.uint8), (3, 30)).view(bool)
+    ids = [-1, 0, 0, 0, 0] * 30
     q_ids, kv_ids = attnmask.mask_to_segment_ids(mask)
-    assert q_ids.tolist() == [0, 0, 0]
-    assert kv_ids.tolist() == [-1, 0, 0, 0, 0] * 30
-    kv_ids = attnmask.attention_mask_to_padding_segment_ids(mask)[1]
-    assert kv_ids.tolist() == [[-1, 0, 0, 0, 0] * 30]
+    assert (q_ids.tolist(), kv_ids.tolist()) == ([0, 0, 0], ids)
+    assert attnmask.attention_mask_to_padding_segment_ids(mask)[1].tolist() == [ids]
     assert attnmask.qkv_masks_to_cu_seqlens(mask)[0].tolist() == [1, 150] * 3
+    assert attnmask.prepare_lens_from_mask(mask).tolist() == [120] * 3
 
 
 # segment_ids_to_mask, segment_ids_to_qkv_masks
@@ -551,11 +550,6 @@ def test_positions_from_segment_ids(isa, data, pad_value):
     assert_same(attnmask.positions_from_segment_ids(ids, pad_value=pad_value), expected, case)
 
 
-def test_positions_begin_anew():
-    ids = [[1, 1, 2, 2, 1, -1, 1, -5, -5, 0]]
-    assert attnmask.positions_from_segment_ids(ids).tolist() == [[0, 1, 0, 1, 0, -1, 0, -1, -1, 0]]
-
-
 def test_large_ids_arrays(isa, set_threads):
     ids = np.repeat(np.arange(-1, 299), 700).reshape(3, 70_000)
     counts = attnmask.segment_ids_to_cu_seqlens(ids, max_segments=None)
@@ -593,35 +587,6 @@ BAD = [
 def test_bad_input(error, name, call):
     with pytest.raises(error, match=rf"\b{name}\b"):
         call()
-
-
-@pytest.mark.parametrize(
-    ("q_dtype", "kv_dtype"), [("int32", "int32"), ("int64", "int32"), ("int32", "uint8")]
-)
-@pytest.mark.parametrize("shared", ["q", "kv"])
-@pytest.mark.parametrize("step", [1, 2])
-def test_out_may_not_share_memory_with_ids(q_dtype, kv_dtype, shared, step):
-    """This also holds for ids that are copied: those of other dtypes, and those that are not contiguous."""
-    ids = {"q": np.zeros((2, 3), q_dtype), "kv": np.zeros((2, 3), kv_dtype)}
-    buffer = np.zeros(200, np.uint8)
-    mine = buffer[8:].view(ids[shared].dtype)[: 6 * step : step].reshape(2, 3)
-    for start in (0, 8, 24):
-        out = buffer[start : start + 18].view(bool).reshape(2, 1, 3, 3)
-        overlap = np.shares_memory(out, mine)
-        arguments = ids | {shared: mine}
-        if not overlap:
-            continue
-        with pytest.raises(ValueError, match=r"\bout\b.*memory"):
-            attnmask.segment_ids_to_mask((arguments["q"], arguments["kv"]), out=out)
-        with pytest.raises(ValueError, match=r"\bout\b.*memory"):
-            attnmask.segment_ids_to_qkv_masks(arguments["q"], arguments["kv"], out=out)
-    assert not buffer.any()
-    pairs = buffer[:8].view(np.int16)
-    with pytest.raises(ValueError, match=r"\bout\b.*memory"):
-        attnmask.cu_seqlens_to_mask(pairs, 3, np.uint8, buffer[2:8].reshape(2, 3))
-    out = buffer[4:12].reshape(2, 1, 2, 2)
-    with pytest.raises(ValueError, match=r"\bout\b.*memory.*cu_seqlens_q"):
-        attnmask.qkv_cu_seqlens_to_attention_mask(pairs, max_q_len=2, dtype=np.uint8, out=out)
 
 
 # Sizes
@@ -716,29 +681,27 @@ class Traced:
         return 42
 
 
-def test_debug_mode_takes_bools_of_numpy():
-    for enabled in (np.True_, np.False_):
-        attnmask.set_debug_mode(enabled)
-        assert attnmask.get_debug_mode() is bool(enabled)
-
-
 def test_debug_mode(debug_mode):
     assert attnmask.get_debug_mode()
     attnmask.mask_to_segment_ids(np.ones((3, 3), np.float32), strict=True)
     attnmask.segment_ids_to_mask(([[0]], [[0]]), dtype=np.int8)
     with pytest.raises(ValueError, match="mask"):
         attnmask.mask_to_segment_ids(1)
+    assert attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal(offset=1).q_len == 2
     assert [record.getMessage() for record in debug_mode.records] == [
         "call mask_to_segment_ids(float32 array of shape (3, 3), strict=True)",
         "call segment_ids_to_mask(([[0]], [[0]]), dtype=int8)",
         "call mask_to_segment_ids(1)",
+        "call MaskInfo.from_segments([[0, 0]])",
+        "call MaskInfo.apply_causal(offset=1)",
+        "read MaskInfo.q_len",
     ]
     assert {(record.name, record.levelno, record.funcName) for record in debug_mode.records} == {
         ("attnmask", logging.DEBUG, "test_debug_mode")
     }
     attnmask.set_debug_mode(False)
     attnmask.mask_to_segment_ids([[1]])
-    assert len(debug_mode.records) == 3
+    assert len(debug_mode.records) == 6
 
 
 def test_debug_mode_of_members(debug_mode):
@@ -795,18 +758,3 @@ def test_debug_mode_costs_nothing_when_off():
     wrapped = traced(plain)
     spent = min(seconds(wrapped) for _ in range(20)) - min(seconds(plain) for _ in range(20))
     assert spent / 2000 < 1e-6
-
-
-def test_kernels_are_those_of_the_isa(isa):
-    """Unaligned rows of every length, compared with the plain definition."""
-    rng = np.random.default_rng(8)
-    for dtype in MASK_DTYPES:
-        values = filled(rng.random((6, 700)) < 0.1, dtype, rng)
-        for begin, length in itertools.product((0, 1, 7), (0, 1, 63, 64, 65, 128, 255, 511, 512, 600, 693)):
-            mask = values[:, begin : begin + length]
-            assert_both(
-                attnmask.qkv_masks_to_cu_seqlens(mask),
-                (ref.ranges_of(mask),) * 2,
-                (isa, dtype, begin, length),
-            )
-    assert _core.padding_segment_ids(values)[1].shape == (1, 700)

@@ -156,60 +156,15 @@ def test_text_of_causal():
     assert legend == "'██' all allowed, '░░' some allowed, '  ' none"
 
 
-def test_text_labels():
-    ids, mask = packed([8, 6], 6)
-    text = render.visualize(Held(mask, (ids + 117 * (ids > 0), ids + 117 * (ids > 0))), 4)
-    assert drawn_lines(text, True) == [
-        "         000018??  ",
-        "        ==========  ",
-        "     0 ||████      ||",
-        "     0 ||████      ||",
-        "   118 ||    ██░░  ||",
-        "   MIX ||    ░░░░  ||",
-        "   PAD ||          ||",
-        "        ==========  ",
-    ]
-
-
-def test_text_of_a_cell_that_is_cut_off():
-    """It is as large as the others, so it is not full; and its label is told as if padding followed."""
-    lines = drawn_lines(render.visualize(Held(np.ones((6, 6)), (np.zeros(6), np.zeros(6))), 4), True)
-    assert lines == [
-        "         00??",
-        "        ====  ",
-        "     0 ||██░░||",
-        "   MIX ||░░░░||",
-        "        ====  ",
-    ]
-
-
-def test_text_sampling_asks_once_for_large_cells():
-    held = Held(causal(100))
-    text = render.visualize(held, block_size=(2, 3), max_rows=10, max_cols=7, show_segments=False)
-    assert held.asked == [(0, 0, 10, 15)]
+def test_text_tells_how_blocks_are_joined():
+    text = render.visualize(Held(causal(100)), block_size=(2, 3), max_rows=10, max_cols=7)
     assert text.split("\n")[0].endswith("a cell is 10 × 15 pairs, 5 × 5 blocks")
-    assert len(drawn_lines(text, False)) == 12
-    assert all(len(line) == 4 + 2 * 7 for line in drawn_lines(text, False))
-    render.visualize(held, block_size=(2, 3), fit_in_screen=False, max_rows=10, max_cols=7)
-    assert held.asked[-1] == (0, 0, 2, 3)
-
-
-def test_text_shows_a_single_pair_of_a_million():
-    mask = np.zeros((1100, 1000), bool)
-    mask[1050, 500] = True
-    assert "░░" in render.visualize(Held(mask), 32, max_rows=1, max_cols=1)
-    assert "██" not in render.visualize(Held(~mask), 1000, fit_in_screen=False).split("\n")[3]
 
 
 def test_text_without_segments():
     text = render.visualize(Held(causal(4)), 2)
     assert text.split("\n")[1:5] == ["        ====  ", "       ||░░  ||", "       ||██░░||", "        ====  "]
     assert text.split("\n")[-1].startswith("no segments")
-
-
-def test_text_in_ascii_is_ascii():
-    ids, mask = packed([3, 5], 2)
-    assert render.visualize(Held(mask, (ids, ids)), 2, max_rows=2, charset="ascii").isascii()
 
 
 def test_text_keeps_large_ids_in_line():
@@ -733,6 +688,9 @@ def infos():
     yield "padding", MaskInfo.from_attention_mask(rng.random((2, 70)) < 0.9)
     yield "dense", MaskInfo.from_attention_mask(rng.random((2, 3, 60, 80)) < 0.2)
     yield "bare", MaskInfo(attention_mask=rng.random((2, 3, 20, 30)) < 0.02)
+    yield "function", MaskInfo.from_function(lambda b, h, q, k: (q + k * (1 + b)) % 3 == 0, 70, 80, 2)
+    yield "blocks", MaskInfo.from_blocks(rng.random((2, 2, 3, 2)) < 0.5, 32, 90, 60)
+    yield "window by head", MaskInfo.full(40, 60, 2).apply_sliding_window((np.array([9, 3]), 0))
     yield "decoding", info.apply_kv_lengths([40, 90], q_len=1)
 
 

@@ -209,11 +209,6 @@ def test_mask_rows_of_all_lengths(isa, dtype):
             )
 
 
-def test_mask_bools_are_true_or_false_whatever_their_byte(isa):
-    mask = np.tile(np.array([0, 1, 2, 128, 255], np.uint8), (3, 30)).view(bool)
-    assert_same(attnmask.prepare_lens_from_mask(mask), np.full(3, 120, np.int32), isa)
-
-
 def test_mask_defaults_and_lists():
     mask = [[True, True, False], [False, False, False], [True, False, True]]
     assert_same(attnmask.prepare_lens_from_mask(mask), np.array([2, 0, 2], np.int32), mask)
