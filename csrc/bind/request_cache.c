@@ -76,8 +76,11 @@ static bool check_query(am_request *r, const am_cached *c)
     const am_view *k_cache = &c->caches[0], *query = &c->query;
     const ptrdiff_t *q = am_cached_tokens(query), *k = k_cache->shape;
     if ((k_cache->type == AM_FLOAT64) != (query->type == AM_FLOAT64))
-        return am_refuse(r, AM_WRONG_TYPE, query, "query must be %s as k_cache if either is float64",
-                         am_dtype_name(k_cache->type));
+        return k_cache->type == AM_FLOAT64
+                   ? am_refuse(r, AM_WRONG_TYPE, query, "query must be float64 as k_cache")
+                   : am_refuse(r, AM_WRONG_TYPE, query,
+                               "query must be float32, float16 or bfloat16 with a k_cache of %s",
+                               am_dtype_name(k_cache->type));
     if (am_cached_channels(k_cache) != q[2])
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
                          am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels a byte and D" : "D", q[2]);

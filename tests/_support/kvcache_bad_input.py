@@ -45,9 +45,9 @@ def read_only(*shape, dtype=F32) -> np.ndarray:
 # The kind of call, what is wrong in it, the error, and what it says.
 BAD = [
     # Queries
-    ("rows", {"query": zeros(B, TQ, H, D).tolist()}, TypeError, "query must be float32 as k_cache if"),
+    ("rows", {"query": zeros(B, TQ, H, D).tolist()}, TypeError, "query must be .*bfloat16 with a k_cache"),
     ("rows", {"query": [[1.0], [1.0, 2.0]]}, ValueError, "query must be array_like"),
-    ("rows", {"query": zeros(B, TQ, H, D, dtype=F64)}, TypeError, "query must be float32 as k_cache if"),
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=F64)}, TypeError, "query must be .*bfloat16 with a k_cache"),
     ("rows", {"query": zeros(B, TQ, 3, D)}, ValueError, "k_cache must have heads that divide query's 3"),
     # Caches
     ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=F16)}, TypeError, "v_cache must be float32 as k_cache, got"),

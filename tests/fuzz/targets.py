@@ -14,7 +14,7 @@ import numpy as np
 from handlers import call_handler
 
 import attnmask
-from attnmask import KVCache, MaskInfo, operations
+from attnmask import KVCache, MaskInfo, _core, operations
 
 Rng = np.random.Generator
 Arguments = dict[str, Any]
@@ -339,7 +339,7 @@ def linear_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
     query, value, starts = given["query"], given["value"], given.get("cu_seqlens")
     batch, sequences = len(query), len(query) if starts is None else len(starts) - 1
     problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
-    states, numbers = attnmask._core.check_linear_attention(
+    states, numbers = _core.check_linear_attention(
         *map(given.get, problem), bool(normalize), given.get("chunk_size", 64)
     )
     kept = (batch, math.ceil(states / batch), numbers)
@@ -834,6 +834,70 @@ target(
         "k_cache v_cache k_scale v_scale",
     ),
     written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
+    subclasses=False,
+)
+
+
+CACHE_FLAGS = _core.xla_words()["cache"]
+NONE, INTEGER, NARROW, WIDE = range(4)  # kinds of operands
+STARTS = ("cu_seqlens_q", "cu_seqlens_k_new")
+
+
+def cache_handler_arguments(rng: Rng) -> Arguments:
+    """Two sequences with new tokens or none, a table or none, packed or not, a window, and ALiBi."""
+    low = pick(rng, LOW)
+    dtype = pick(rng, FLOATS if low is None else [np.float32, ml_dtypes.bfloat16])
+    table, packed = coin(rng), coin(rng)
+    said = {"return_lse": coin(rng), "cu_seqlens_q": packed, "key": coin(rng)}
+    said["cu_seqlens_k_new"] = said["key"] and coin(rng)
+    given = {"query": floats(rng, *((1, 5) if packed else (2, 3)), H, 8, dtype=dtype)}
+    for name, depth in (("k", 8), ("v", 4)):
+        shape = 6 if table else 2, 8, HKV
+        given[f"{name}_cache"] = (3 * floats(rng, *shape, depth)).astype(low or dtype)
+        if said["key"]:
+            new = (1, 5) if packed or said["cu_seqlens_k_new"] else (2, 3)
+            given["key" if name == "k" else "value"] = floats(rng, *new, HKV, depth, dtype=dtype)
+        if low is not None:
+            said[f"{name}_scale"] = True
+            given[f"{name}_scale"] = rng.random((*shape, 1), np.float32) + np.float32(0.5)
+    operands: Arguments = {name: pick(rng, [None, 0, 4]) for name in ("low", "high", "attention_chunk")}
+    lengths = rng.integers(0, 4, 2).astype(pick(rng, [np.int32, np.int64]))
+    operands["cache_seqlens"] = pick(rng, [3, lengths])
+    operands["block_table"] = rng.permutation(6).astype(np.int32).reshape(2, 3) if table else None
+    operands |= {name: np.array([0, rng.integers(0, 6), 5], np.int32) for name in STARTS if said[name]}
+    arrays: Arguments = {}
+
+    def operand(name: str, value: Any) -> tuple[int, int]:
+        if not isinstance(value, np.ndarray):
+            return (NONE, 0) if value is None else (INTEGER, value)
+        is_wide = value.dtype.itemsize == 8
+        arrays[name] = value.view(np.int32).reshape(*value.shape, 2) if is_wide else value
+        return WIDE if is_wide else NARROW, len(arrays) - 1
+
+    flags = sum(CACHE_FLAGS[name] for name, true in said.items() if true)
+    words = [3, flags, *struct.unpack("q", struct.pack("d", 0.25))]
+    words += [word for named in operands.items() for word in operand(*named)]
+    words.append(coin(rng))  # a term of the logits or none
+    if words[-1]:
+        slopes = operand("alibi_slopes", rng.random((1, H, 1, 1), np.float32))
+        words += [_core.term_names().index("alibi_slopes"), 0, NONE, 0, *slopes, 0]
+    batch, queries = given["query"].shape[:2]
+    results = {"out": np.zeros((batch, queries, H, 4), dtype)}
+    if said["return_lse"]:
+        results["lse"] = np.zeros((batch, H, queries), wide_of(dtype))
+    return {"words": np.array(words)} | given | arrays | results
+
+
+target(
+    "XLA flash_attention_with_kvcache",
+    cache_handler_arguments,
+    lambda words, **arrays: handler(
+        "flash_kvcache",
+        "query k_cache v_cache key value k_scale v_scale cache_seqlens block_table cu_seqlens_q "
+        "cu_seqlens_k_new alibi_slopes",
+        "out lse k_cache v_cache k_scale v_scale" if "key" in arrays else "out lse",
+    )(words, **arrays),
+    written=frozenset({"out", "lse", "k_cache", "v_cache", "k_scale", "v_scale"}),
     subclasses=False,
 )
 
