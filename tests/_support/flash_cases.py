@@ -122,7 +122,7 @@ FACTORS: dict[str, tuple] = {
     "return_lse": (True, False),
     "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
     "threads": (1, 2, 3, 8),
-    "blocks": (None, (1, 1), (16, 64), (100, 7), (512, 1024)),
+    "blocks": (None, (1, 1), (16, 64), (100, 7), (2**40, 1024)),
     "precision": (None, "highest"),
     "logits_dtype": (None, np.float32),
 }

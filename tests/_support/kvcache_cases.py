@@ -158,28 +158,6 @@ class Case:
         return max(self.after) + 10 * (self.seed % 3)
 
 
-def drawn(rng: np.random.Generator) -> Case:
-    """A case with random sizes, in which half of the options are left out."""
-
-    def one(choices):
-        return choices[rng.integers(len(choices))]
-
-    def sizes(most):
-        return tuple(rng.integers(0, most, rng.integers(1, 6)).tolist())
-
-    levels = {name: choices[0] if rng.random() < 0.5 else one(choices) for name, choices in FACTORS.items()}
-    levels |= {
-        "types": one(FACTORS["types"]),
-        "depths": tuple(rng.integers(1, 70, 2).tolist()),
-        "queries": one((int(rng.integers(40)), sizes(40))),
-        "lengths": sizes(200),
-        "page_size": one((*PAGE_SIZES, 4, 8, 32, int(rng.integers(1, 90)))),
-        "window": one((None, (one((None, 0, 3, 20, 64)), one((None, 0, 5))))),
-    }
-    seed, order = rng.integers(2**20, size=2).tolist()
-    return Case(**levels, seed=seed, order=order)
-
-
 class Tokens(NamedTuple):
     """What one sequence has."""
 

@@ -116,26 +116,6 @@ def test_one_part_is_itself(dtype):
     assert lse.tobytes() == lses[0].tobytes()
 
 
-def test_merging_is_attention():
-    """Merging the parts of the keys, in any order or step by step, gives attention over all keys."""
-    rng = np.random.default_rng(4)
-    logits, values = rng.standard_normal((6, 40)) * 5, rng.standard_normal((40, 7))
-
-    def attend(keys):
-        weights = np.exp(logits[:, keys])
-        out = weights @ values[keys] / weights.sum(axis=1, keepdims=True)
-        return out[:, None], np.log(weights.sum(axis=1))[None]
-
-    whole = attend(slice(None))
-    states = [attend(slice(*cut)) for cut in ((0, 3), (3, 4), (4, 30), (30, 40))]
-    flat = attnmask.merge_attention_states(*zip(*states, strict=True))
-    first = attnmask.merge_attention_states(*zip(*states[2:], strict=True))
-    tree = attnmask.merge_attention_states(*zip(first, states[1], states[0], strict=True))
-    for got in (flat, tree):
-        for a, b in zip(got, whole, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-13)
-
-
 @pytest.mark.parametrize("no_keys", [-np.inf, np.inf])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -281,28 +261,6 @@ def test_gradients_isa(isa, dtype):
     outs, lses = parts(1, 3, (2, 30, 3, 100), dtype)
     (dout,), (dlse,) = parts(2, 1, (2, 30, 3, 100), dtype, dead=0)
     check_vjp(outs, lses, dout, dlse, dtype, (isa, dtype))
-
-
-def test_gradients_are_slopes():
-    """Compared with central differences in random directions."""
-    outs, lses = parts(3, 4, (2, 3, 2, 5), np.float64)
-    rng = np.random.default_rng(4)
-    _, vjp = attnmask.merge_attention_states_vjp(outs, lses)
-    dout, dlse = rng.standard_normal(outs.shape[1:]), rng.standard_normal(lses.shape[1:])
-    gradients = vjp(dout, dlse)
-    for direction in range(5):
-        moves = [
-            rng.standard_normal(array.shape) * (direction in (i, 2, 3, 4))
-            for i, array in enumerate((outs, lses))
-        ]
-
-        def total(step, moves=moves):
-            out, lse = attnmask.merge_attention_states(outs + step * moves[0], lses + step * moves[1])
-            return (dout * out).sum() + (dlse * np.where(np.isneginf(lse), 0, lse)).sum()
-
-        slope = (total(1e-5) - total(-1e-5)) / 2e-5
-        sums = sum((gradient * move).sum() for gradient, move in zip(gradients, moves, strict=True))
-        np.testing.assert_allclose(sums, slope, rtol=1e-7, atol=1e-8)
 
 
 def test_gradients_have_the_form_of_the_parts():

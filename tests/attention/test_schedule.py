@@ -56,48 +56,8 @@ TABLE = [
 def test_strategies(isa, shape, strategy):
     """The soft cap rules out transposed tiles."""
     assert strategies(schedule(*shape, logits_soft_cap=9.0)) == {strategy}
-
-
-LONG_VECTORS = [
-    # The rows of a block fill one vector of 16 lanes, or two.
-    ((32, 1000, (4, 4)), np.float32, "transposed"),
-    ((28, 1000, (4, 4)), np.float32, "transposed"),
-    ((27, 1000, (4, 4)), np.float32, "private"),
-    ((16, 1000, (4, 4)), np.float32, "transposed"),
-    ((14, 1000, (4, 4)), np.float32, "transposed"),
-    ((13, 1000, (4, 4)), np.float32, "unpacked"),
-    ((56, 1000, (4, 4)), np.float32, "transposed"),
-    ((55, 1000, (4, 4)), np.float32, "private"),
-    # Keys have more than two tiles.
-    ((32, 129, (4, 4)), np.float32, "transposed"),
-    ((32, 128, (4, 4)), np.float32, "private"),
-    ((28, 1000, (4, 4)), np.float16, "transposed"),
-    # Long keys are read unpacked for more rows.
-    ((24, 1000, (4, 4), 128), np.float32, "unpacked"),
-    ((25, 1000, (4, 4), 128), np.float32, "private"),
-    ((17, 1000, (4, 4), 112), np.float32, "private"),
-    ((24, 1000, (4, 4), 128), np.float16, "unpacked"),
-    ((25, 1000, (4, 4), 128), np.float16, "private"),
-    ((17, 1000, (4, 4), 96), np.float16, "private"),
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype", "strategy"), LONG_VECTORS, ids=str)
-def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
-    if isa in ("baseline", "avx2"):
-        pytest.skip("has short vectors")
-    assert strategies(schedule(*shape, dtype=dtype)) == {strategy}
-    assert strategies(schedule(*shape, dtype=dtype, logits_soft_cap=9.0)) != {"transposed"}
-
-
-@pytest.mark.parametrize(("depth", "most"), [(32, 12), (64, 16), (80, 12), (96, 16)])
-@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
-def test_keys_that_are_widened_for_every_few_rows(isa, dtype, depth, most):
-    """Short keys, and those that are no whole vectors, are packed for fewer rows."""
-    most = 12 if isa == "baseline" or (isa == "amx" and dtype == BF16) else most
-    for rows in (1, 12, 13, 16, 17):
-        expected = "unpacked" if rows <= most else "private"
-        assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=dtype)) == {expected}
+    if isa not in ("baseline", "avx2"):  # which have short vectors
+        assert strategies(schedule(32, 1000)) == {"transposed"}
 
 
 @pytest.mark.parametrize(("tokens", "window", "heads", "strategy"), [
@@ -118,33 +78,6 @@ def test_documents_have_a_strategy_each():
     assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
     assert [g["strategy"] for g in found[3:]] == ["private", "private", "unpacked"]
     assert {g["strategy"] for g in found[:3]} == {"shared packing"}
-
-
-@pytest.mark.parametrize(("shape", "splits"), [
-    # Enough splits for an item for each of 64 threads; items have at least 8 tiles.
-    ((64, 64 * 64, (1, 1)), 8),
-    ((64, 64 * 8, (1, 1)), 1),
-    ((64, 64 * 9, (1, 1)), 2),
-    # With 256 tiles of work, items may have 4 tiles.
-    ((64, 64 * 63, (4, 4)), 8),
-    ((64, 64 * 64, (4, 4)), 16),
-    ((64, 64 * 64, (16, 16)), 4),
-    ((64, 64 * 64, (64, 64)), 1),
-    ((128, 64 * 64, (4, 4)), 8),
-    # Unpacked items may have 4 tiles.
-    ((1, 64 * 4, (1, 1)), 1),
-    ((1, 64 * 5, (1, 1)), 2),
-    ((1, 64 * 512, (1, 1)), 64),
-    ((1, 64 * 512, (8, 8)), 8),
-    ((1, 64 * 512, (65, 65)), 1),
-    ((12, 64 * 5, (1, 1)), 2),
-    # Of many rows at least 8.
-    ((13, 64 * 8, (1, 1)), 1),
-    ((13, 64 * 9, (1, 1)), 2),
-])  # fmt: skip
-def test_splits(shape, splits):
-    (section,) = schedule(*shape, logits_soft_cap=9.0)["sections"]
-    assert section["splits"] == splits
 
 
 NEIGHBOURS = [0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000]

@@ -12,7 +12,6 @@ from reference_terms import dense_terms, distances, table_gradient
 
 import attnmask
 from attnmask import _core
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 
 HEADS, KV_HEADS, DEPTH, LOW = 4, 2, 16, -20
 
@@ -82,45 +81,3 @@ def test_two_terms(each_isa, names, sizes, dtype):
                 exact, size = sums(right[1].exact), sums(right[1].sizes)
                 allowed = right[1].errors.bias + 2 * float(ml_dtypes.finfo(dtype).eps)
                 assert worst(getattr(grads, name), exact, size, dtype) <= allowed, name
-
-
-CACHED = [name for name in _core.term_names() if name in FLASH_ATTENTION_WITH_KVCACHE.names]
-
-
-@pytest.mark.parametrize("names", [*combinations(CACHED, 2), CACHED], ids="+".join)
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_two_terms_in_caches(each_isa, names, paged):
-    """As attention to each sequence alone."""
-    rng = np.random.default_rng(5)
-    lengths, queries, page = np.array([3, 90, 128]), 2, 16
-    q = rng.standard_normal((3, queries, HEADS, DEPTH))
-    k, v = rng.standard_normal((2, 3, 128, KV_HEADS, DEPTH))
-    given = arguments_of(names, 3, queries, 128, q.dtype, rng)
-    cache = {"k_cache": k, "v_cache": v}
-    if paged:
-        table = rng.permutation(3 * 128 // page).astype(np.int32)
-        pages = {name: np.empty((table.size, page, *x.shape[2:])) for name, x in cache.items()}
-        for name, x in cache.items():
-            pages[name][table] = x.reshape(table.size, page, *x.shape[2:])
-        cache = pages | {"block_table": table.reshape(3, -1)}
-    packed = q.reshape(-1, HEADS, DEPTH), {"cu_seqlens_q": np.arange(4) * queries}
-    for _ in each_isa():
-        for query, starts in ((q, {}), packed):
-            bias = given.get("bias")
-            if bias is not None and starts:  # a row a token
-                bias = np.swapaxes(bias, 0, 1).reshape(1, HEADS, -1, 128)
-            out, lse = attnmask.flash_attention_with_kvcache(
-                query, **cache, cache_seqlens=lengths, return_lse=True, **starts, **given | {"bias": bias}
-            )
-            out = out.reshape(q.shape)
-            for row, length in enumerate(lengths):
-                alone = {name: x[row : row + 1] if name == "alibi_slopes" else x for name, x in given.items()}
-                if "bias" in names:
-                    alone["bias"] = given["bias"][row : row + 1, :, :, :length]
-                part = np.s_[row : row + 1, :length]
-                right, right_lse = attnmask.flash_attention_fwd(
-                    q[row : row + 1], k[part], v[part], causal=True, causal_offset=length - queries, **alone
-                )
-                np.testing.assert_allclose(out[row], right[0], rtol=1e-9, atol=1e-12)
-                of_row = lse[row] if lse.ndim == 3 else lse[:, row * queries : (row + 1) * queries]
-                np.testing.assert_allclose(of_row, right_lse[0], rtol=1e-9, atol=1e-12)

@@ -1,7 +1,6 @@
 """Linear attention against its definition, a recurrence in float64."""
 
 import itertools
-import signal
 import zlib
 
 import ml_dtypes
@@ -347,25 +346,6 @@ def test_long_sequence():
     arrays, given = make("long", tokens=4096, heads=1, rows=32, channels=32, low=-0.2, initial=False)
     check(arrays, given)
     check_gradients(arrays, given, with_state=False)
-
-
-@pytest.mark.repeats
-def test_a_signal_ends_a_long_call():
-    row = np.ones((1, 1, 1, 128), np.float32) / 16
-    keys = np.broadcast_to(row, (1, 1 << 21, 1, 128))
-    values = np.broadcast_to(row[..., :1], (1, 1 << 21, 1, 1))
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for call in (
-            lambda: attnmask.linear_attention(keys, keys, values, decay=-row[0, 0, 0, :1]),
-            lambda: attnmask.linear_attention_vjp(keys, keys, values, chunk_size=256)[1](values),
-        ):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(KeyboardInterrupt):
-                call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def test_gradients_of_the_reference():

@@ -1,14 +1,11 @@
 """short_convolution, its gradients and its steps, compared with plain float64 at each level."""
 
-import signal
-import threading
 from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference_short_convolution as reference
-from environment import SANITIZED
 from layouts import arrange
 
 import attnmask
@@ -356,22 +353,6 @@ def test_results_larger_than_the_cache(shift, isa):
         window[max(3 - t, 0) :] = x[0, max(t - 3, 0) : t + 1]
         expected = (window * weight.T.astype(np.float64)).sum(0) + bias
         np.testing.assert_allclose(out[0, t], expected, atol=1e-5)
-
-
-@pytest.mark.repeats
-@pytest.mark.skipif(SANITIZED, reason="takes too long")
-def test_a_signal_ends_a_long_call():
-    x = np.broadcast_to(np.float32(1), (1, 500_000, 64))
-    weight = np.ones((64, 2000), np.float32)
-
-    def interrupt():
-        signal.raise_signal(signal.SIGINT)
-
-    timer = threading.Timer(0.1, interrupt)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        attnmask.short_convolution(x, weight, activation="silu")
-    timer.join()
 
 
 X, WEIGHT = np.ones((2, 5, 3), np.float32), np.ones((3, 4), np.float32)
