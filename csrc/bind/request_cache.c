@@ -83,7 +83,7 @@ static bool check_query(am_request *r, const am_cached *c)
                                am_dtype_name(k_cache->type));
     if (am_cached_channels(k_cache) != q[2])
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
-                         am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels a byte and D" : "D", q[2]);
+                         am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels per byte and D" : "D", q[2]);
     if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
     return true;
@@ -257,7 +257,7 @@ static bool check_table(am_request *r, const am_cached *c)
                am_refuse(r, AM_WRONG_VALUE, table, "block_table must be of shape (%td, max_pages)",
                          c->sequences);
     if (rows == c->sequences) return true;
-    am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %td rows, one a sequence", c->sequences);
+    am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %td rows, one per sequence", c->sequences);
     if (rows > c->sequences) r->refusal->hint = "; write block_table= if they are pages";
     return false;
 }
@@ -372,10 +372,11 @@ static bool refuse_length(am_request *r, const am_cached *c, ptrdiff_t more, ptr
     const ptrdiff_t *starts = c->new_starts, added = starts ? starts[s + 1] - starts[s] : more;
     char new_ones[48] = "";
     if (added) snprintf(new_ones, sizeof new_ones, " and %td new ones", added);
-    return am_refuse(r, AM_WRONG_VALUE, NULL,
-                     "cache_seqlens must be tokens that the cache has room for, %td a sequence, got %td%s at "
-                     "index %td",
-                     c->capacity, c->layout.before[s], new_ones, s);
+    return am_refuse(
+        r, AM_WRONG_VALUE, NULL,
+        "cache_seqlens must be tokens that the cache has room for, %td per sequence, got %td%s at "
+        "index %td",
+        c->capacity, c->layout.before[s], new_ones, s);
 }
 
 /* The table is copied as it is checked. */

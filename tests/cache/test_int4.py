@@ -252,7 +252,7 @@ WRONG = [
     ({"v_scale": np.ones((3, 4, 2, 2, 1), F32)}, ValueError, "v_scale must be of shape"),
     ({"v_scale": np.ones((3, 4, 2, 4, 2), F32)}, ValueError, "with a group of 32, 64 or 128"),
     ({"v_scale": np.ones((3, 4, 2, 0, 2), F32)}, ValueError, "v_scale must be of shape"),
-    ({"k_cache": np.zeros((3, 4, 2, 64), np.uint8)}, ValueError, "must have 2 channels a byte and D = 64 as query"),
+    ({"k_cache": np.zeros((3, 4, 2, 64), np.uint8)}, ValueError, "must have 2 channels per byte and D = 64 as query"),
     ({"v_cache": np.zeros((3, 4, 2, 32), np.int8)}, TypeError, "v_cache must be uint8 as k_cache"),
     ({"value": np.ones((1, 1, 2, 32), F32)}, ValueError, "value must have 2 heads of 64 channels"),
     ({"query": np.zeros((1, 1, 4, 64))}, TypeError, "query must be .* with a k_cache of uint8"),

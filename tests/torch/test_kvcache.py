@@ -404,7 +404,7 @@ def test_bad_values(torch):
         ({"rotate": 1}, TypeError, "rotate must be True or False, got 1"),
         ({"rotate": True}, ValueError, "the channels of v_cache must be a power of two to be rotated, got 5"),
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table"),
-        ({"cache_seqlens": [4, 10]}, ValueError, "room for, 12 a sequence"),
+        ({"cache_seqlens": [4, 10]}, ValueError, "room for, 12 per sequence"),
         ({"block_table": torch.tensor([[5, 6, -1], [0, 4, 2]])}, IndexError, "block_table must be from 0 to 5"),
         ({"query": arguments["query"].double()}, TypeError, "query must be .* bfloat16 with a k_cache of float32"),
         ({"query": arguments["query"].to(torch.float8_e4m3fn)}, TypeError, "query must be of float16, bfloat16"),

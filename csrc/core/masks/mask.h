@@ -27,7 +27,7 @@
 
 enum {
     AM_TILE_ROWS = 64,    /* the most rows in one question */
-    AM_TILE_COLUMNS = 64, /* the most columns: one word of bits a row */
+    AM_TILE_COLUMNS = 64, /* the most columns: one word of bits per row */
     AM_MASK_DEPTH = 16,   /* the most operands on the stack of an expression */
 };
 

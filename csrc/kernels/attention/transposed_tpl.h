@@ -1,6 +1,6 @@
 /* transposed_tpl.h – the transposed step of a block of rows over a full tile of unpacked keys:
  *
- *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once a block
+ *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once per block
  *     Pᵀ = e^(Sᵀ - running_max)   lane by lane, which are rows here
  *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */

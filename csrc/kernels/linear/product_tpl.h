@@ -41,7 +41,7 @@ static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t d
  * matrix that is read transposed or backwards needs no other kernel. n is a multiple of LANES. */
 typedef struct {
     T *c;
-    const T *start, *factor; /* NULL: zeros; a number a row, NULL: ones */
+    const T *start, *factor; /* NULL: zeros; a number per row, NULL: ones */
     const T *a, *b;
     ptrdiff_t c_stride, a_stride, a_depth, b_stride; /* from row to row, of a also from column to column */
     ptrdiff_t m, n, depth;

@@ -15,7 +15,7 @@
 #define AM_LINEAR_PAD 16
 
 typedef enum {
-    AM_DECAY_BY_TOKEN,   /* a number a token */
+    AM_DECAY_BY_TOKEN,   /* a number per token */
     AM_DECAY_BY_CHANNEL, /* a number for each row of the state */
 } am_linear_decay;
 
