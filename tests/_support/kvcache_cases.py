@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import reference_kvcache as twin
-from flash_cases import BF16, F16, F32, F64, bits_of, laid_out
+from flash_cases import BF16, F16, F32, F64, all_pairs, bits_of, laid_out
 from flash_expected import Expected, expected_by
 
 import attnmask
@@ -156,6 +156,9 @@ class Case:
     @property
     def mask_keys(self) -> int:
         return max(self.after) + 10 * (self.seed % 3)
+
+
+CASES = [Case(**levels, seed=i, order=i) for i, levels in enumerate(all_pairs(FACTORS, 0))]
 
 
 class Tokens(NamedTuple):

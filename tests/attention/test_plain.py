@@ -10,11 +10,10 @@ from environment import SANITIZED
 from flash_backward_expected import CASES as GRADIENT_CASES
 from flash_backward_expected import expected_of as gradients_of
 from flash_backward_expected import run as run_gradients
-from flash_cases import BF16, F16, F32, F64, all_pairs
+from flash_cases import BF16, F16, F32, F64
 from flash_expected import CASES, expected_of, run
 from fuzzer import arrays_in
-from kvcache_cases import FACTORS as CACHE_FACTORS
-from kvcache_cases import Case as CacheCase
+from kvcache_cases import CASES as CACHE_CASES
 from kvcache_cases import arguments_of, check, right_of
 from targets import TARGETS
 
@@ -23,7 +22,6 @@ from attnmask import _core
 pytestmark = pytest.mark.of_integers
 
 STEP = 20 if SANITIZED else 1
-CACHE_CASES = [CacheCase(**levels, seed=i, order=i) for i, levels in enumerate(all_pairs(CACHE_FACTORS, 0))]
 
 
 @pytest.fixture

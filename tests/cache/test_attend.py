@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import reference_kvcache as twin
 from environment import run_apart
-from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, all_pairs, laid_out, poison_of, thinned
+from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, laid_out, poison_of, thinned
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_bad_input import BAD, BAD_TO_READ, HKV, KINDS, TQ, B, D, good
 from kvcache_cases import (
+    CASES,
     FACTORS,
     GARBAGE,
     Case,
@@ -37,8 +38,6 @@ from attnmask import MaskInfo, _core
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 
 # Accuracy
-
-CASES = [Case(**levels, seed=i, order=i) for i, levels in enumerate(all_pairs(FACTORS, 0))]
 
 
 def test_each_term_of_the_logits_is_among_the_factors():
