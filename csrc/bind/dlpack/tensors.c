@@ -131,7 +131,7 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
            am_usual_scale(args[SCALE], attn->head_dim, &attn->scale);
 }
 
-static int compute(PyObject *module, call *c, result *r)
+static bool compute(PyObject *module, call *c, result *r)
 {
     const ptrdiff_t low = -AM_FAR, high = c->diagonal;
     const am_view out = view_of(&r->managed.tensor);
@@ -140,12 +140,9 @@ static int compute(PyObject *module, call *c, result *r)
     if (c->causal) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
     attn->mask->nodes = &node, attn->mask->node_count = 1;
     attn->out = am_tokens_of(&out);
-    am_call away;
-    const am_context *context = am_enter(&away, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(context, attn->mask);
-    if (status == AM_OK) status = am_attn_forward(context, attn);
+    const bool done = am_computed(module, NPY_MAX_INTP, am_attn_forward, attn);
     am_request_free(&c->request);
-    return am_leave(&away, status);
+    return done;
 }
 
 static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs)
@@ -161,7 +158,7 @@ static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs
     result *r = new_result((npy_intp[]){attn->batch, attn->queries, attn->heads, attn->value_dim}, c.type);
     void *tensor = NULL;
     if (!r) return PyErr_NoMemory();
-    if (compute(PyTuple_GET_ITEM(bound, MODULE), &c, r) == 0)
+    if (compute(PyTuple_GET_ITEM(bound, MODULE), &c, r))
         return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;
     release(&r->managed);
     return NULL;

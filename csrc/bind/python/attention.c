@@ -99,11 +99,7 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (a->return_wide && !(wide = wide_result(out))) return NULL;
     attn->out = am_tokens_of_array(out);
     if (wide && wide != out) attn->wide_out = am_tokens_of_array(wide);
-    am_call call;
-    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(context, attn->mask);
-    if (status == AM_OK) status = am_attn_forward(context, attn);
-    if (am_leave(&call, status) < 0) return NULL;
+    if (!am_computed(module, NPY_MAX_INTP, am_attn_forward, attn)) return NULL;
     return PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
                         lse ? (PyObject *)lse : Py_None, wide);
 }
@@ -421,11 +417,8 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g, am_at
     if (!d_v) return NULL;
     PyArrayObject *const made[] = {d_q, d_k, d_v};
     for (int i = 0; i < 3; i++) *places[i] = am_tokens_of_array(made[i]);
-    am_call call;
-    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(context, problem->forward.mask);
-    if (status == AM_OK) status = am_attn_backward(context, problem);
-    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(4, d_q, d_k, d_v, of_terms);
+    const bool done = am_computed(module, NPY_MAX_INTP, am_attn_backward, problem);
+    return done ? PyTuple_Pack(4, d_q, d_k, d_v, of_terms) : NULL;
 }
 
 static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -469,11 +462,10 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
     am_owned PyArrayObject *target = am_target(&out, 4, dims, dtype);
     if (!target) return NULL;
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(target));
-    const am_status status = am_dropout_keep_mask(context, seed, probability.value, dims,
-                                                  PyArray_STRIDES(target), PyArray_DATA(target));
-    return am_leave(&call, status) < 0 ? NULL : am_returned(&out, target);
+    return am_computed(module, PyArray_SIZE(target), am_dropout_keep_mask, seed, probability.value, dims,
+                       PyArray_STRIDES(target), PyArray_DATA(target))
+               ? am_returned(&out, target)
+               : NULL;
 }
 
 PyMethodDef am_flash_methods[] = {

@@ -281,14 +281,10 @@ static int check_all(arguments *a, bool only_check)
     return read_options(a);
 }
 
-static int attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
+static am_status append_and_attend(const am_context *context, const am_cached *cached, const am_attn *attn)
 {
-    am_call call;
-    const am_context *context = am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = first ? am_cached_append(context, &a->cached) : AM_OK;
-    if (status == AM_OK && attn) status = am_mask_prepare(context, attn->mask);
-    if (status == AM_OK && attn) status = am_attn_forward(context, attn);
-    return am_leave(&call, status);
+    const am_status status = am_cached_append(context, cached);
+    return status == AM_OK && attn ? am_attn_forward(context, attn) : status;
 }
 
 /* Attends with the queries of one packed sequence. The logsumexp of `attn` is that of all. */
@@ -304,7 +300,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     if (all->lse && !lse) return am_raise(AM_NO_MEMORY);
     if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) return -1;
     one.mask = &mask.request.mask, one.lse = lse;
-    if (attend(module, a, &one, false) < 0) return -1;
+    if (!am_computed(module, NPY_MAX_INTP, am_attn_forward, &one)) return -1;
     am_cached_put_lse(&a->cached, all, s, lse);
     return 0;
 }
@@ -327,7 +323,8 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
     r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
     const am_attn attn = r->attn;
-    if (attend(module, a, is_one_by_one(a) ? NULL : &attn, true) < 0) return NULL;
+    if (!am_computed(module, NPY_MAX_INTP, append_and_attend, &a->cached, is_one_by_one(a) ? NULL : &attn))
+        return NULL;
     for (ptrdiff_t s = 0; is_one_by_one(a) && s < a->cached.sequences; s++) {
         if (attend_one(module, a, &attn, s) < 0) return NULL;
     }
@@ -451,7 +448,9 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
     const am_view view = am_view_of(slots);
     look_at_caches(&a);
     if (am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) < 0) return NULL;
-    if (!only_check && (check_written(&a) < 0 || attend(module, &a, NULL, true) < 0)) return NULL;
+    if (!only_check &&
+        (check_written(&a) < 0 || !am_computed(module, NPY_MAX_INTP, am_cached_append, &a.cached)))
+        return NULL;
     Py_RETURN_NONE;
 }
 

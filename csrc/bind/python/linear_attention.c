@@ -107,9 +107,7 @@ static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, P
     am_linear_results results = {.out = array_of(out), .kept = kept ? PyArray_DATA(kept) : NULL};
     if (state) results.state = array_of(state);
     if (PyArray_SIZE(out) || (state && PyArray_SIZE(state)) || (kept && PyArray_SIZE(kept))) {
-        am_call call;
-        const am_context *context = am_enter(&call, module, work_of(a));
-        if (am_leave(&call, am_linear_forward_all(context, &a->linear, &results)) < 0) return NULL;
+        if (!am_computed(module, work_of(a), am_linear_forward_all, &a->linear, &results)) return NULL;
     }
     return am_returned(&a->out, out);
 }
@@ -202,9 +200,7 @@ static PyObject *compute_gradients(PyObject *module, gradients *g)
     if (!result) return NULL;
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(made[i]);
     if (am_set_linear_gradients(&back, results)) {
-        am_call call;
-        const am_context *context = am_enter(&call, module, work_of(a));
-        if (am_leave(&call, am_linear_backward_all(context, &a->linear, &back)) < 0) return NULL;
+        if (!am_computed(module, work_of(a), am_linear_backward_all, &a->linear, &back)) return NULL;
     }
     return Py_NewRef(result);
 }
@@ -279,9 +275,7 @@ static PyObject *compute_step(PyObject *module, token_stride *s)
     if (PyArray_SIZE(out)) {
         const am_view tokens = am_with_token(am_view_of(out));
         const am_linear_step step = {am_linear_array_of(&tokens), array_of(s->state.array), s->slots};
-        am_call call;
-        const am_context *context = am_enter(&call, module, work_of(a));
-        if (am_leave(&call, am_linear_step_all(context, &a->linear, &step)) < 0) return NULL;
+        if (!am_computed(module, work_of(a), am_linear_step_all, &a->linear, &step)) return NULL;
     }
     return am_returned(&a->out, out);
 }

@@ -49,9 +49,7 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
     };
     if (!am_is_floating(numbers.type)) return 0;
     ptrdiff_t index;
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
-    if (am_leave(&call, am_find_additive(context, &numbers, &index)) < 0) return -1;
+    if (!am_computed(module, PyArray_SIZE(array), am_find_additive, &numbers, &index)) return -1;
     return index < 0 ? 0 : reject_additive(array, name, index);
 }
 

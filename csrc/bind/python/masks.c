@@ -126,9 +126,11 @@ static int to_shape(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-static int read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
+/* am_mask_arg *: reads a mask whose shape is set. */
+static int to_nodes(PyObject *object, const char *name, void *dst)
 {
-    return to_shape(shape, "shape", &arg->request.mask) < 0 ? -1 : am_read_nodes(arg, nodes);
+    (void)name;
+    return am_read_nodes(dst, object);
 }
 
 static int check_apart_from(PyArrayObject *out, PyObject *nodes, const char *name)
@@ -152,27 +154,21 @@ int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const 
     return check_apart_from(out, mask->nodes, name);
 }
 
-/* --- Methods --- */
-
-/* Releases the GIL and prepares the mask. Call am_leave afterwards in any case. */
-static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
-{
-    /* The number of pairs to compute is not known before, so the call always counts as large. */
-    return am_mask_prepare(am_enter(call, module, NPY_MAX_INTP), &arg->request.mask);
-}
+/* --- Methods: the number of pairs to compute is not known before, so that all count as large --- */
 
 static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *shape, *nodes, *live, *dead;
+    PyObject *live, *dead;
     am_owned PyArray_Descr *dtype = NULL;
     am_scoped(am_free_out) am_out given = {0};
     const am_param params[] = {
-        {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}, {"dtype", am_to_dtype, &dtype},
-        {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &given},
+        {"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask},
+        {"dtype", am_to_dtype, &dtype},          {"live", am_to_object, &live},
+        {"dead", am_to_object, &dead},           {"out", am_to_out, &given},
     };
-    if (am_parse("mask_fill", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
-    const am_mask *m = &mask.request.mask;
+    if (am_parse("mask_fill", args, nargs, params, 6) < 0) return NULL;
+    am_mask *m = &mask.request.mask;
     npy_intp const dims[4] = {m->batch, m->heads, m->queries, m->keys};
     if (!dtype) return PyErr_Format(PyExc_TypeError, "dtype must be a dtype, got None");
     am_mask_target target = {.size = PyDataType_ELSIZE(dtype)};
@@ -182,43 +178,35 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
     target.data = PyArray_BYTES(out);
     target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
     target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
-    am_call call;
-    am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_fill(&call.context, m, &target);
-    return am_leave(&call, status) < 0 ? NULL : am_returned(&given, out);
+    return am_computed(module, NPY_MAX_INTP, am_mask_fill, m, &target) ? am_returned(&given, out) : NULL;
 }
 
 static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *shape, *nodes;
-    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_count", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
-    npy_intp const dims[2] = {mask.request.mask.batch, mask.request.mask.heads};
+    const am_param params[] = {{"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask}};
+    if (am_parse("mask_count", args, nargs, params, 2) < 0) return NULL;
+    am_mask *m = &mask.request.mask;
+    npy_intp const dims[2] = {m->batch, m->heads};
     PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
     if (!counts) return NULL;
-    am_call call;
-    am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_count(&call.context, &mask.request.mask, PyArray_DATA(counts));
-    if (am_leave(&call, status) < 0) Py_CLEAR(counts);
+    if (!am_computed(module, NPY_MAX_INTP, am_mask_count, m, PyArray_DATA(counts))) Py_CLEAR(counts);
     return (PyObject *)counts;
 }
 
 static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *shape, *nodes;
-    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_any", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
-    const am_mask *m = &mask.request.mask;
+    const am_param params[] = {{"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask}};
+    if (am_parse("mask_any", args, nargs, params, 2) < 0) return NULL;
+    am_mask *m = &mask.request.mask;
     npy_intp const q_dims[3] = {m->batch, m->heads, m->queries}, k_dims[3] = {m->batch, m->heads, m->keys};
     am_owned PyArrayObject *queries = am_new_array_of(3, q_dims, NPY_BOOL),
                            *keys = queries ? am_new_array_of(3, k_dims, NPY_BOOL) : NULL;
     if (!keys) return NULL;
-    am_call call;
-    am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_any(&call.context, m, PyArray_DATA(queries), PyArray_DATA(keys));
-    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(2, queries, keys);
+    const bool done =
+        am_computed(module, NPY_MAX_INTP, am_mask_any, m, PyArray_DATA(queries), PyArray_DATA(keys));
+    return done ? PyTuple_Pack(2, queries, keys) : NULL;
 }
 
 /* Converts an index of the batch, or of the heads. */
@@ -235,25 +223,24 @@ static int to_index(PyObject *object, const char *name, ptrdiff_t count, ptrdiff
 static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *shape, *nodes, *batch, *head;
+    PyObject *batch, *head;
     npy_intp q_cell, k_cell;
     ptrdiff_t b = 0, h = 0;
     const am_param params[] = {
-        {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes},  {"batch", am_to_object, &batch},
-        {"head", am_to_object, &head},   {"q_cell", am_to_count, &q_cell}, {"k_cell", am_to_count, &k_cell},
+        {"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask},
+        {"batch", am_to_object, &batch},         {"head", am_to_object, &head},
+        {"q_cell", am_to_count, &q_cell},        {"k_cell", am_to_count, &k_cell},
     };
-    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) return NULL;
-    const am_mask *m = &mask.request.mask;
+    if (am_parse("mask_grid", args, nargs, params, 6) < 0) return NULL;
+    am_mask *m = &mask.request.mask;
     if (to_index(batch, "batch", m->batch, &b) < 0 || to_index(head, "head", m->heads, &h) < 0) return NULL;
     q_cell = q_cell < m->queries ? q_cell : m->queries + (m->queries == 0);
     k_cell = k_cell < m->keys ? k_cell : m->keys + (m->keys == 0);
     npy_intp const dims[2] = {(m->queries + q_cell - 1) / q_cell, (m->keys + k_cell - 1) / k_cell};
     PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
     if (!counts) return NULL;
-    am_call call;
-    am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_grid(&call.context, m, b, h, q_cell, k_cell, PyArray_DATA(counts));
-    if (am_leave(&call, status) < 0) Py_CLEAR(counts);
+    if (!am_computed(module, NPY_MAX_INTP, am_mask_grid, m, b, h, q_cell, k_cell, PyArray_DATA(counts)))
+        Py_CLEAR(counts);
     return (PyObject *)counts;
 }
 
@@ -266,15 +253,13 @@ static void free_prepared(PyObject *capsule)
 
 static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *shape, *nodes, *result = NULL;
+    PyObject *result = NULL;
     am_mask_arg *mask = am_new(am_mask_arg, 1);
     if (!mask) return PyErr_NoMemory();
-    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_prepare", args, nargs, params, 2) == 0 && read_mask(mask, shape, nodes) == 0) {
-        am_call call;
-        if (am_leave(&call, enter(&call, module, mask)) == 0)
-            result = PyCapsule_New(mask, PREPARED, free_prepared);
-    }
+    const am_param params[] = {{"shape", to_shape, &mask->request.mask}, {"nodes", to_nodes, mask}};
+    if (am_parse("mask_prepare", args, nargs, params, 2) == 0 &&
+        am_computed(module, NPY_MAX_INTP, am_mask_prepare, &mask->request.mask))
+        result = PyCapsule_New(mask, PREPARED, free_prepared);
     if (!result) {
         am_free_mask(mask);
         free(mask);

@@ -178,11 +178,9 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
         .out = PyArray_BYTES(out),
         .lse = PyArray_BYTES(lse),
     };
-    am_call call;
     npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
-    const am_context *context = am_enter(&call, module, work);
-    return am_leave(&call, function(context, &merge)) < 0 ? NULL : PyTuple_Pack(2, out, lse);
+    return am_computed(module, work, function, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
 }
 
 static PyObject *merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

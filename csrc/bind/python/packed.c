@@ -150,9 +150,7 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
         .column_stride = PyArray_STRIDE(mask, 1),
         .lens = PyArray_DATA(lens),
     };
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
-    if (am_leave(&call, am_count_rows(context, &job)) < 0) Py_CLEAR(lens);
+    if (!am_computed(module, PyArray_SIZE(mask) + job.rows, am_count_rows, &job)) Py_CLEAR(lens);
     return lens;
 }
 
@@ -281,9 +279,7 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
         .is_signed = PyArray_ISSIGNED(a),
         .quotients = PyArray_DATA(result),
     };
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(result));
-    if (am_leave(&call, am_divide_broadcast(context, &arrays)) < 0) Py_CLEAR(result);
+    if (!am_computed(module, PyArray_SIZE(result), am_divide_broadcast, &arrays)) Py_CLEAR(result);
     return result;
 }
 

@@ -41,9 +41,7 @@ static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (am_parse("quantize", args, nargs, params, 3) < 0) return NULL;
     if (!describe(&q, x, values, scales))
         return am_reject_array(PyExc_ValueError, "values", "made for x and scales", values);
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(x));
-    return am_leave(&call, am_quantize(context, &q)) < 0 ? NULL : Py_NewRef(Py_None);
+    return am_computed(module, PyArray_SIZE(x), am_quantize, &q) ? Py_NewRef(Py_None) : NULL;
 }
 
 PyMethodDef am_quantize_methods[] = {AM_METHOD(quantize, "x, values, scales"), {.ml_name = NULL}};

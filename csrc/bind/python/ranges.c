@@ -53,9 +53,7 @@ static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_r
 {
     am_extent *extents = am_new(am_extent, mask->batch);
     if (!extents) return (am_extent *)PyErr_NoMemory();
-    am_call call;
-    const am_context *context = am_enter(&call, module, work);
-    if (am_leave(&call, am_find_extents(context, mask, rule, extents)) == 0) return extents;
+    if (am_computed(module, work, am_find_extents, mask, rule, extents)) return extents;
     free(extents);
     return NULL;
 }
@@ -211,9 +209,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     boxes.batch_stride = PyArray_STRIDE(out, 0);
     boxes.query_stride = ndim == 4 ? PyArray_STRIDE(out, 2) : 0;
     boxes.key_stride = PyArray_STRIDE(out, ndim - 1);
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(out));
-    return am_leave(&call, am_fill_boxes(context, &boxes)) < 0 ? NULL : am_returned(&a->out, out);
+    return am_computed(module, PyArray_SIZE(out), am_fill_boxes, &boxes) ? am_returned(&a->out, out) : NULL;
 }
 
 static PyObject *cu_seqlens_to_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

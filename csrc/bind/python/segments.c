@@ -83,10 +83,10 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     q_ids = am_new_array_of(2, q_shape, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
     if (!k_ids) return NULL;
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(mask));
-    const am_status status = am_mark_padding(context, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
-    return am_leave(&call, status) < 0 ? NULL : PyTuple_Pack(2, q_ids, k_ids);
+    return am_computed(module, PyArray_SIZE(mask), am_mark_padding, &dense, PyArray_DATA(q_ids),
+                       PyArray_DATA(k_ids))
+               ? PyTuple_Pack(2, q_ids, k_ids)
+               : NULL;
 }
 
 /* --- Ids --- */
@@ -223,11 +223,10 @@ static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *ar
     if (am_bytes_of(Py_True, dtype, &one) < 0) return NULL;
     result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
     if (!result) return NULL;
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(ids));
-    const am_status status = am_mark_valid(context, PyArray_DATA(ids), PyArray_SIZE(ids),
-                                           PyArray_DATA(result), PyArray_ITEMSIZE(result), one);
-    return am_leave(&call, status) < 0 ? NULL : Py_NewRef(result);
+    return am_computed(module, PyArray_SIZE(ids), am_mark_valid, PyArray_DATA(ids), PyArray_SIZE(ids),
+                       PyArray_DATA(result), PyArray_ITEMSIZE(result), one)
+               ? Py_NewRef(result)
+               : NULL;
 }
 
 /* --- Lengths --- */
@@ -268,10 +267,9 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
                                {"max_segments", to_limit, &max_segments}};
     if (am_parse("segment_ids_to_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
     if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) return NULL;
-    am_call call;
     const ptrdiff_t most = max_segments.given ? max_segments.value : PTRDIFF_MAX;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
-    if (am_leave(&call, am_count_segments(context, &ids, most, &counts, &segments, &large)) < 0) return NULL;
+    if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, most, &counts, &segments, &large))
+        return NULL;
     if (large.any) {
         char expected[64];
         PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
@@ -294,9 +292,8 @@ static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_
     const am_param params[] = {{"ids", am_to_array, &array}};
     if (am_parse("segment_lens", args, nargs, params, 1) < 0) return NULL;
     if (read_ids(array, "ids", 2, 3, &ids) < 0) return NULL;
-    am_call call;
-    const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
-    if (am_leave(&call, am_count_segments(context, &ids, PTRDIFF_MAX, &counts, &segments, &large)) < 0)
+    if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, PTRDIFF_MAX, &counts, &segments,
+                     &large))
         return NULL;
     for (ptrdiff_t i = 0; i < segments; i++) {
         if (am_check_fits(counts[i], dtype, "ids", "a length") < 0) return NULL;

@@ -93,9 +93,7 @@ static PyObject *compute(PyObject *module, arguments *a)
         if (find_starts(a) < 0) return NULL;
         a->conv.out = tokens_of(a, out);
         a->conv.after = rows_of(state, 0, 2, 1);
-        am_call call;
-        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
-        if (am_leave(&call, am_short_conv_forward(context, &a->conv)) < 0) return NULL;
+        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_forward, &a->conv)) return NULL;
     }
     am_owned PyObject *result = am_returned(&a->out, out);
     return state ? PyTuple_Pack(2, result, state) : Py_NewRef(result);
@@ -140,9 +138,7 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
                                        .d_before = rows_of(grads[3], 0, 2, 1)};
         job.conv.out = tokens_of(a, a->dout);
         job.conv.after = rows_of(a->dstate, 0, 2, 1);
-        am_call call;
-        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
-        if (am_leave(&call, am_short_conv_backward(context, &job)) < 0) return NULL;
+        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_backward, &job)) return NULL;
     }
     return Py_NewRef(result);
 }
@@ -190,9 +186,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     if (!out) return NULL;
     if (PyArray_SIZE(a->x) > 0) {
         a->conv.out = rows_of(out, 0, -1, 1);
-        am_call call;
-        const am_context *context = am_enter(&call, module, PyArray_SIZE(a->x));
-        if (am_leave(&call, am_short_conv_step(context, &a->conv, a->slots)) < 0) return NULL;
+        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_step, &a->conv, a->slots)) return NULL;
     }
     return am_returned(&a->out, out);
 }

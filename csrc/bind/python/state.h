@@ -70,6 +70,15 @@ const am_context *am_enter(am_call *call, PyObject *module, npy_intp work);
 /* 0; or -1 with the exception for `status` set. */
 int am_leave(am_call *call, am_status status);
 
+/* Calls a function of the core, whose first argument is the context, between the two. False with the
+ * exception set if it fails. */
+#define am_computed(module, work, function, ...)                                                             \
+    ({                                                                                                       \
+        am_call away_;                                                                                       \
+        const am_context *context_ = am_enter(&away_, module, work);                                         \
+        am_leave(&away_, function(context_, __VA_ARGS__)) == 0;                                              \
+    })
+
 /* Set an exception: that for `status`, or the given one. Return -1. */
 int am_raise(am_status status);
 int am_fail(PyObject *exception, const char *format, ...);

@@ -229,12 +229,6 @@ static bool read_results(problem *p)
     return look_at_all_written(p);
 }
 
-static bool attend(am_xla_call *c, am_mask *mask, const am_attn *attn)
-{
-    return am_refuse_status(&c->request, am_mask_prepare(&c->context, mask)) &&
-           am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
-}
-
 /* Attends with the queries of one packed sequence. */
 static bool attend_one(problem *p, ptrdiff_t s)
 {
@@ -249,7 +243,8 @@ static bool attend_one(problem *p, ptrdiff_t s)
         one.lse = am_keep(r, am_product(one.heads, one.queries, 1), am_size_of(am_wide_type(all->q.type)));
         if (!one.lse) return false;
     }
-    const bool done = am_mask_cut(r, p->cached.q_starts[s], &mask, terms, count) && attend(p->c, &mask, &one);
+    const bool done = am_mask_cut(r, p->cached.q_starts[s], &mask, terms, count) &&
+                      am_refuse_status(r, am_attn_forward(&p->c->context, &one));
     am_mask_release(&mask);
     if (done && all->lse) am_cached_put_lse(&p->cached, all, s, one.lse);
     return done;
@@ -259,7 +254,7 @@ static bool compute(problem *p)
 {
     am_request *r = &p->c->request;
     if (!am_refuse_status(r, am_cached_append(&p->c->context, &p->cached))) return false;
-    if (!is_one_by_one(p)) return attend(p->c, &r->mask, &r->attn);
+    if (!is_one_by_one(p)) return am_refuse_status(r, am_attn_forward(&p->c->context, &r->attn));
     for (ptrdiff_t s = 0; s < p->cached.sequences; s++) {
         if (!attend_one(p, s)) return false;
     }

@@ -142,7 +142,7 @@ static bool read_part(am_xla_call *c)
     return am_check_numbers(&c->request);
 }
 
-/* The arguments that say what attention is asked for, and the mask prepared. `own` of them are the
+/* The arguments that say what attention is asked for. `own` of them are the
  * gradient's. */
 static bool read_attention(am_xla_call *c, int own)
 {
@@ -152,8 +152,7 @@ static bool read_attention(am_xla_call *c, int own)
     c->arrays = c->frame->arguments.count - c->first_array - own;
     if (c->first_array < 3 || c->arrays < 0) return am_xla_fail(c, "there are too few arguments");
     return read_tokens(c) && (!(c->flags & PART) || read_part(c)) &&
-           (!(c->flags & PLACES) || read_places(c)) && am_xla_read_terms(c) && am_xla_read_mask(c, NULL, 0) &&
-           am_refuse_status(&c->request, am_mask_prepare(&c->context, &c->request.mask));
+           (!(c->flags & PLACES) || read_places(c)) && am_xla_read_terms(c) && am_xla_read_mask(c, NULL, 0);
 }
 
 /* Looks at a result. That of a part, which will be added to others, has the type of the arithmetic. */

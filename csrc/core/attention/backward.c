@@ -148,7 +148,8 @@ am_status am_attn_backward(const am_context *context, const am_attn_gradients *p
 {
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    const am_status status = backward(context, problem);
+    am_status status = am_mask_prepare(context, problem->forward.mask);
+    if (status == AM_OK) status = backward(context, problem);
     am_float_mode_set(mode);
     return status;
 }

@@ -533,11 +533,13 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_dim == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_forward(context, attn);
     forward f = {.base = am_attn_base_of(context, attn)};
     workspace unused;
     ptrdiff_t shared = 0;
-    am_status status = am_sections_make(&f.sections, attn->mask, true);
+    status = am_sections_make(&f.sections, attn->mask, true);
     am_context own = *context;
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(attn, &f.sections));
     context = &own;

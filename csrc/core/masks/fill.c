@@ -129,8 +129,10 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_mask_fill(const am_context *context, const am_mask *mask, const am_mask_target *target)
+am_status am_mask_fill(const am_context *context, am_mask *mask, const am_mask_target *target)
 {
+    am_status status = am_mask_prepare(context, mask);
+    if (status != AM_OK) return status;
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) return AM_OK;
     ptrdiff_t bytes = target->size, limit = am_cache_bytes() / 2;
     bytes = bytes * mask->keys > limit / mask->queries ? limit : bytes * mask->keys * mask->queries;
@@ -198,21 +200,25 @@ static am_status grid_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_mask_grid(const am_context *context, const am_mask *mask, ptrdiff_t b, ptrdiff_t h,
-                       ptrdiff_t q_cell, ptrdiff_t k_cell, int64_t *counts)
+am_status am_mask_grid(const am_context *context, am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
+                       ptrdiff_t k_cell, int64_t *counts)
 {
+    am_status status = am_mask_prepare(context, mask);
+    if (status != AM_OK) return status;
     const ptrdiff_t rows = am_ceil_div(mask->queries, q_cell), cells = am_ceil_div(mask->keys, k_cell);
     grid_job job = {mask, b * mask->heads + h, rows, q_cell, k_cell, cells, counts};
     return am_parallel(context, rows, 1, grid_task, &job);
 }
 
-am_status am_mask_count(const am_context *context, const am_mask *mask, int64_t *counts)
+am_status am_mask_count(const am_context *context, am_mask *mask, int64_t *counts)
 {
+    am_status status = am_mask_prepare(context, mask);
+    if (status != AM_OK) return status;
     const ptrdiff_t planes = mask->batch * mask->heads, rows = am_ceil_div(mask->queries, AM_TILE_ROWS);
     int64_t *of_rows = malloc((size_t)am_max(planes * rows, 1) * sizeof *of_rows);
     if (!of_rows) return AM_NO_MEMORY;
     grid_job job = {mask, 0, rows, AM_TILE_ROWS, am_max(mask->keys, 1), 1, of_rows};
-    am_status status = am_parallel(context, planes * rows, 1, grid_task, &job);
+    status = am_parallel(context, planes * rows, 1, grid_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
         counts[plane] = 0;
         for (ptrdiff_t row = 0; row < rows; row++) counts[plane] += of_rows[plane * rows + row];
@@ -272,11 +278,13 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_mask_any(const am_context *context, const am_mask *mask, uint8_t *queries, uint8_t *keys)
+am_status am_mask_any(const am_context *context, am_mask *mask, uint8_t *queries, uint8_t *keys)
 {
+    am_status status = am_mask_prepare(context, mask);
+    if (status != AM_OK) return status;
     ptrdiff_t planes = mask->batch * mask->heads;
     any_job job = {mask, am_ceil_div(mask->queries, AM_TILE_ROWS), queries, keys};
-    am_status status = am_parallel(context, planes * job.blocks, 1, any_query_task, &job);
+    status = am_parallel(context, planes * job.blocks, 1, any_query_task, &job);
     if (status != AM_OK) return status;
     job.blocks = am_ceil_div(mask->keys, AM_TILE_COLUMNS);
     return am_parallel(context, planes * job.blocks, 1, any_key_task, &job);

@@ -139,8 +139,8 @@ typedef struct {
     bool exact_keys;           /* likewise: am_mask_keys returns no range that is too large */
 } am_mask;
 
-/* Makes the summaries that the questions need; call it once, before the first question. am_mask_release frees
- * them, also after a failure. */
+/* Makes the summaries that the questions need, before the first question, as the functions that compute with
+ * a mask do. am_mask_release frees them, also after a failure. */
 am_status am_mask_prepare(const am_context *context, am_mask *mask);
 void am_mask_release(am_mask *mask);
 
@@ -195,18 +195,18 @@ typedef struct {
     ptrdiff_t size;
     uint64_t live, dead;
 } am_mask_target;
-am_status am_mask_fill(const am_context *context, const am_mask *mask, const am_mask_target *target);
+am_status am_mask_fill(const am_context *context, am_mask *mask, const am_mask_target *target);
 
 /* Counts the live pairs in each cell of a grid over one (b, h). Cells have q_cell × k_cell pairs; the last
  * ones may be smaller. */
-am_status am_mask_grid(const am_context *context, const am_mask *mask, ptrdiff_t b, ptrdiff_t h,
-                       ptrdiff_t q_cell, ptrdiff_t k_cell, int64_t *counts);
+am_status am_mask_grid(const am_context *context, am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
+                       ptrdiff_t k_cell, int64_t *counts);
 
 /* Counts the live pairs of each (b, h). */
-am_status am_mask_count(const am_context *context, const am_mask *mask, int64_t *counts);
+am_status am_mask_count(const am_context *context, am_mask *mask, int64_t *counts);
 
 /* Marks the queries and the keys that have a live pair with 1, and the others with 0: [batch, heads, queries]
  * and [batch, heads, keys]. */
-am_status am_mask_any(const am_context *context, const am_mask *mask, uint8_t *queries, uint8_t *keys);
+am_status am_mask_any(const am_context *context, am_mask *mask, uint8_t *queries, uint8_t *keys);
 
 #endif
