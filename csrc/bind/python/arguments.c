@@ -6,7 +6,7 @@
 #include "core/arrays/convert.h"
 #include "core/cache/formats.h"
 
-PyObject *am_describe(PyObject *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
+PyObject *am_describe(void *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
 
 #define AM_OR_NONE(convert)                                                                                  \
     int convert##_or_none(PyObject *object, const char *name, void *dst)                                     \
@@ -53,7 +53,7 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
     return 0;
 }
 
-int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
+int am_reject(PyObject *exception, const char *name, const char *expected, void *got)
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
     PyErr_Clear(); /* the message below says more */
@@ -63,7 +63,7 @@ int am_reject(PyObject *exception, const char *name, const char *expected, PyObj
 
 void *am_reject_array(PyObject *exception, const char *name, const char *expected, PyArrayObject *got)
 {
-    am_reject(exception, name, expected, (PyObject *)got);
+    am_reject(exception, name, expected, got);
     return NULL;
 }
 
@@ -193,7 +193,7 @@ static int to_array(PyObject *object, const char *name, bool allow_same, PyArray
     if (to_readable(object, name, allow_same, &array) < 0) return -1;
     if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER)
         return am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
-                         (PyObject *)array);
+                         array);
     *dst = (PyArrayObject *)Py_NewRef(array);
     return 0;
 }
@@ -538,8 +538,7 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
 {
     if (PyArray_NDIM(out) != ndim || !PyArray_CompareLists(PyArray_DIMS(out), shape, ndim) ||
         am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
-        am_owned PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape),
-                          *what = am_describe((PyObject *)out);
+        am_owned PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape), *what = am_describe(out);
         if (!expected || !what) return -1;
         return am_fail(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype,
                        expected, what);

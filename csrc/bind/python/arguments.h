@@ -108,10 +108,10 @@ int am_read_starts(am_starts *starts, PyObject *object, const char *name);
 int am_check_starts(am_starts *starts, const char *name);
 
 /* A text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
-PyObject *am_describe(PyObject *object);
+PyObject *am_describe(void *object);
 
 /* Raises "`name` must be `expected`, got …" with a description of `got`. Returns -1, or the next one NULL. */
-int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
+int am_reject(PyObject *exception, const char *name, const char *expected, void *got);
 void *am_reject_array(PyObject *exception, const char *name, const char *expected, PyArrayObject *got);
 
 /* The position of element `index` in C order: an int for a 1-D array, else a tuple; a new reference. */

@@ -38,12 +38,10 @@ static int check(arguments *a, const char *name)
     int ndim = PyArray_NDIM(array);
     if (ndim != 3 && ndim != 4) {
         return am_reject(PyExc_ValueError, name,
-                         a->head_first ? "[B, H, T] or [B, H, T, S]" : "[B, T, H] or [B, T, H, S]",
-                         (PyObject *)array);
+                         a->head_first ? "[B, H, T] or [B, H, T, S]" : "[B, T, H] or [B, T, H, S]", array);
     }
     if (type == AM_BOOL)
-        return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers",
-                         (PyObject *)array);
+        return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers", array);
     if (!a->dtype) a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(array));
     am_dtype result = am_dtype_of(a->dtype);
     if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result)))

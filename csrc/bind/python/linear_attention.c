@@ -186,7 +186,7 @@ static int check_gradients(gradients *g)
         PyArray_CompareLists(PyArray_DIMS(g->kept), kept, 2) && PyArray_TYPE(g->kept) == wide_type(&g->a) &&
         PyArray_IS_C_CONTIGUOUS(g->kept))
         return 0;
-    return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", (PyObject *)g->kept);
+    return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", g->kept);
 }
 
 static PyObject *compute_gradients(PyObject *module, gradients *g)

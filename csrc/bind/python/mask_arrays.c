@@ -10,7 +10,7 @@ int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense
     int ndim = PyArray_NDIM(array);
     if (ndim < low || ndim > 4) {
         const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
-        return am_reject(PyExc_ValueError, name, expected, (PyObject *)array);
+        return am_reject(PyExc_ValueError, name, expected, array);
     }
     *dense = (am_dense){
         .data = PyArray_BYTES(array),

@@ -42,7 +42,7 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name, int sta
     const npy_intp *dims = PyArray_DIMS(out) + stacked;
     if (a->ndim == 0) {
         if (ndim != 3 && ndim != 4)
-            return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", (PyObject *)out);
+            return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", out);
         a->ndim = ndim;
         memcpy(a->dims, dims, (size_t)ndim * sizeof *dims);
         a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(out));
@@ -50,8 +50,7 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name, int sta
     }
     bool alike = ndim == a->ndim && PyArray_CompareLists(dims, a->dims, ndim);
     if (alike && am_dtype_of(PyArray_DESCR(out)) == type_of(a)) return 0;
-    am_owned PyObject *what = am_describe((PyObject *)out),
-                      *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
+    am_owned PyObject *what = am_describe(out), *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
     if (!what || !shape) return -1;
     return am_fail(alike ? PyExc_TypeError : PyExc_ValueError,
                    "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
@@ -63,7 +62,7 @@ static int read_outs(arguments *a, PyObject *object, const char *name, int stack
     PyArrayObject *out = read_array(a, object, name);
     if (!out || check_out(a, out, name, stacked) < 0) return -1;
     if (stacked && PyArray_DIM(out, 0) != a->count) /* another thread may have changed its shape */
-        return am_reject(PyExc_ValueError, name, "as many arrays as lses", (PyObject *)out);
+        return am_reject(PyExc_ValueError, name, "as many arrays as lses", out);
     const npy_intp *strides = PyArray_STRIDES(out);
     for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
         am_merge_part *part = &a->parts[first + i];
@@ -86,7 +85,7 @@ static int read_lses(arguments *a, PyObject *object, const char *name, int stack
     if (PyArray_NDIM(lse) != axes + stacked ||
         !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes + stacked)) {
         am_owned PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape),
-                          *what = am_describe((PyObject *)lse);
+                          *what = am_describe(lse);
         if (!expected || !what) return -1;
         return am_fail(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
     }

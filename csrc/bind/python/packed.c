@@ -234,7 +234,7 @@ static int check_divisors(PyArrayObject *b)
 
 static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
 {
-    am_owned PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
+    am_owned PyObject *what_a = am_describe(a), *what_b = am_describe(b);
     if (!what_a || !what_b) return -1;
     return am_fail(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
 }

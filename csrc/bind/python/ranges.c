@@ -31,14 +31,14 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     if (am_to_array(object, name, &p->array) < 0) return -1;
     bool integers = am_entries_of(p->array, &entries);
     npy_intp size = PyArray_SIZE(p->array);
-    if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
+    if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, p->array);
     if (!integers && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
         Py_SETREF(p->array, am_new_array_of(1, &size, NPY_INT64));
         if (!p->array) return -1;
         integers = am_entries_of(p->array, &entries);
     }
-    if (!integers) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
-    if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
+    if (!integers) return am_reject(PyExc_TypeError, name, expected, p->array);
+    if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, p->array);
     p->count = size / 2;
     p->ranges = (void *)am_new(ptrdiff_t, size);
     if (!p->ranges) return am_raise(AM_NO_MEMORY);
@@ -84,7 +84,7 @@ static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k
 /* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
 static int to_token_mask(PyArrayObject *array, const char *name, am_dense *mask)
 {
-    if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", (PyObject *)array);
+    if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", array);
     *mask = (am_dense){
         .data = PyArray_BYTES(array),
         .type = am_dtype_of(PyArray_DESCR(array)),

@@ -19,8 +19,7 @@ static int check_lengths(PyArrayObject *mask)
     for (int i = 1; i <= 2; i++) {
         int axis = PyArray_NDIM(mask) - i;
         if (PyArray_DIM(mask, axis) > AM_LONGEST_GROUPED && PyArray_STRIDE(mask, axis) != 0)
-            return am_reject(PyExc_ValueError, "mask", "shorter than 2**31 along its last two axes",
-                             (PyObject *)mask);
+            return am_reject(PyExc_ValueError, "mask", "shorter than 2**31 along its last two axes", mask);
     }
     return 0;
 }
@@ -100,9 +99,8 @@ static int read_ids(PyArrayObject *array, const char *name, int low, int high, a
     };
     int ndim = PyArray_NDIM(array);
     if (!am_is_integer(am_dtype_of(PyArray_DESCR(array))))
-        return am_reject(PyExc_TypeError, name, layouts[low][high], (PyObject *)array);
-    if (ndim < low || ndim > high)
-        return am_reject(PyExc_ValueError, name, layouts[low][high], (PyObject *)array);
+        return am_reject(PyExc_TypeError, name, layouts[low][high], array);
+    if (ndim < low || ndim > high) return am_reject(PyExc_ValueError, name, layouts[low][high], array);
     *ids =
         (am_ids){.data = PyArray_BYTES(array), .type = am_dtype_of(PyArray_DESCR(array)), .shape = {1, 1, 1}};
     for (int i = 0; i < ndim; i++) {
