@@ -1,6 +1,8 @@
 /* buffers.c – what a call brings, as it is needed. */
 #include "bind/xla/buffers.h"
 
+#include <string.h>
+
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"
 #include "core/cache/formats.h"
@@ -58,6 +60,37 @@ bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_vi
         c->one_by_one = copies != 1;
     }
     return !c->one_by_one;
+}
+
+bool am_xla_next(am_xla_call *c, am_xla_side side, bool by_row, am_view *v)
+{
+    const am_xla_buffers *buffers = side == AM_XLA_RESULT ? &c->frame->results : &c->frame->arguments;
+    if (c->next[side] >= buffers->count) return am_xla_fail(c, "there are too few arguments or results");
+    if (!am_xla_look(c, buffers->buffers[c->next[side]++], by_row, v)) return false;
+    if (by_row && side == AM_XLA_ARGUMENT && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1)
+        v->shape[0] = c->request.mask.batch, v->stride[0] = 0;
+    return true;
+}
+
+bool am_xla_is_like(am_xla_call *c, const am_view *v, const am_view *like)
+{
+    return (am_kv_type_of(v->type) == am_kv_type_of(like->type) && v->axes == like->axes &&
+            memcmp(v->shape, like->shape, sizeof v->shape) == 0) ||
+           am_xla_fail(c, "an argument or a result has a type or a shape that does not fit");
+}
+
+bool am_xla_next_like(am_xla_call *c, am_xla_side side, bool by_row, const am_view *like, am_view *v)
+{
+    const am_view wanted = *like; /* which may be `v` */
+    return am_xla_next(c, side, by_row, v) && am_xla_is_like(c, v, &wanted);
+}
+
+bool am_xla_next_written(am_xla_call *c, const am_view *argument)
+{
+    am_view v;
+    if (!am_xla_next_like(c, AM_XLA_RESULT, false, argument, &v)) return false;
+    return v.data == argument->data || am_product(argument->stride[0], argument->shape[0], 1) == 0 ||
+           am_xla_fail(c, "what is updated must be written to in place");
 }
 
 bool am_xla_next_word(am_xla_call *c, int64_t *word)

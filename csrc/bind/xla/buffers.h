@@ -13,6 +13,7 @@ typedef struct {
     const int64_t *vmap_shape;
     ptrdiff_t calls, call; /* call: of which the buffers are read, or AM_XLA_ALL_CALLS */
     bool one_by_one;       /* calls cannot be rows of one */
+    int64_t next[2];       /* the next argument, the next result */
     const int64_t *words, *words_end;
     int64_t flags;
     int64_t first_array, arrays; /* of the words, among the arguments */
@@ -45,6 +46,17 @@ am_dtype am_xla_type_of(am_xla_dtype type);
 /* Looks at a buffer as one call, or all, see it. The first axis of what is `by_row` is the batch, or shared
  * by all rows. */
 bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_view *v);
+
+typedef enum { AM_XLA_ARGUMENT, AM_XLA_RESULT } am_xla_side;
+
+/* Looks at the next argument or result. An argument that is `by_row` and has a single row has it for all. */
+bool am_xla_next(am_xla_call *c, am_xla_side side, bool by_row, am_view *v);
+/* Checks that it has the type and the shape of another one. */
+bool am_xla_is_like(am_xla_call *c, const am_view *v, const am_view *like);
+/* Looks at the next one, and checks the same. */
+bool am_xla_next_like(am_xla_call *c, am_xla_side side, bool by_row, const am_view *like, am_view *v);
+/* The next result must be the memory of an argument. */
+bool am_xla_next_written(am_xla_call *c, const am_view *argument);
 
 bool am_xla_next_word(am_xla_call *c, int64_t *word);
 

@@ -43,20 +43,13 @@ const am_xla_word am_xla_cache_words[] = {
 typedef struct {
     am_xla_call *c;
     am_cached cached;
-    int64_t next_argument, next_result;
 } problem;
 
 static bool has(const problem *p, int64_t flag) { return (p->c->flags & flag) != 0; }
 
 /* --- Arguments --- */
 
-/* The next argument. */
-static bool look_at_next(problem *p, am_view *v)
-{
-    am_xla_call *c = p->c;
-    if (p->next_argument >= c->frame->arguments.count) return am_xla_fail(c, "there are too few arguments");
-    return am_xla_look(c, am_xla_argument(c, p->next_argument++), false, v);
-}
+static bool look_at_next(problem *p, am_view *v) { return am_xla_next(p->c, AM_XLA_ARGUMENT, false, v); }
 
 /* The same of tokens, which have a batch axis even if they are packed. */
 static bool look_at_tokens(problem *p, am_view *v, bool packed)
@@ -179,37 +172,15 @@ static bool read_attention(problem *p)
     return am_xla_read_terms(c) && read_mask(p, keys);
 }
 
-/* The next result is to have the type and shape of `v`. */
-static bool look_at_result(problem *p, am_view *v)
-{
-    am_xla_call *c = p->c;
-    am_view found;
-    if (p->next_result >= c->frame->results.count) return am_xla_fail(c, "there are too few results");
-    if (!am_xla_look(c, am_xla_result(c, p->next_result++), false, &found)) return false;
-    bool fits = am_kv_type_of(found.type) == v->type && found.axes == v->axes;
-    for (int i = 0; i < AM_MOST_AXES; i++) fits = fits && found.shape[i] == v->shape[i];
-    *v = found;
-    return fits ? true : am_xla_fail(c, "a result has a type or a shape that does not fit");
-}
-
-/* The next result, which is an argument that is written to. */
-static bool look_at_written(problem *p, const am_view *v)
-{
-    am_view written = *v;
-    if (!look_at_result(p, &written)) return false;
-    const bool empty = am_product(v->stride[0], v->shape[0], 1) == 0;
-    return empty || written.data == v->data ? true : am_xla_fail(p->c, "a cache must be written to in place");
-}
-
 static bool look_at_all_written(problem *p)
 {
     const am_cached *cached = &p->cached;
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
-        if (!look_at_written(p, &cached->caches[side])) return false;
+        if (!am_xla_next_written(p->c, &cached->caches[side])) return false;
     }
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
         const am_kv_scales *scales = &cached->scales[side];
-        if (scales->data && !scales->by_channel && !look_at_written(p, &cached->scale_arrays[side]))
+        if (scales->data && !scales->by_channel && !am_xla_next_written(p->c, &cached->scale_arrays[side]))
             return false;
     }
     return true;
@@ -224,7 +195,9 @@ static bool read_results(problem *p)
             lse = {.type = am_wide_type(out.type),
                    .axes = 3,
                    .shape = {attn->batch, attn->heads, attn->queries, 1, 1}};
-    if (!look_at_result(p, &out) || (has(p, LSE) && !look_at_result(p, &lse))) return false;
+    if (!am_xla_next_like(p->c, AM_XLA_RESULT, false, &out, &out) ||
+        (has(p, LSE) && !am_xla_next_like(p->c, AM_XLA_RESULT, false, &lse, &lse)))
+        return false;
     attn->out = am_tokens_of(&out), attn->lse = lse.data;
     return look_at_all_written(p);
 }

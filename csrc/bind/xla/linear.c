@@ -40,11 +40,16 @@ const am_xla_word am_xla_linear_words[] = {
 
 typedef struct {
     am_xla_call *c;
-    int64_t next_argument, next_result;
     double scale;
     int64_t chunk;
     ptrdiff_t batch, sequences;
     const ptrdiff_t *starts, *slots;
+
+    am_view inputs[AM_LINEAR_INPUTS]; /* of attention */
+    am_linear linear;
+
+    am_view x, weight, bias, before; /* of a convolution; before: the last tokens before x, or the state */
+    am_short_conv conv;
 } problem;
 
 static bool has(const problem *p, int64_t flag) { return (p->c->flags & flag) != 0; }
@@ -67,35 +72,17 @@ static bool begin(problem *p)
 
 /* --- Buffers --- */
 
-/* The next argument or result, which has these axes; -1 is any length. The first one, unless it is -1, may be
- * shared by all calls. */
-static bool look(problem *p, bool result, const char *name, int axes, const ptrdiff_t *shape, am_view *v)
+/* The next argument, unless its flag says that there is none. */
+static bool next_if(problem *p, int64_t flag, bool by_row, am_view *v)
 {
-    am_xla_call *c = p->c;
-    const am_xla_buffers *buffers = result ? &c->frame->results : &c->frame->arguments;
-    int64_t *next = result ? &p->next_result : &p->next_argument;
-    const bool by_row = shape[0] >= 0;
-    if (*next >= buffers->count) return am_xla_fail(c, "there are too few arguments or results");
-    if (!am_xla_look(c, buffers->buffers[(*next)++], by_row, v)) return false;
-    if (by_row && !result && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1)
-        v->shape[0] = c->request.mask.batch, v->stride[0] = 0;
-    bool fits = v->axes == axes;
-    for (int i = 0; fits && i < axes; i++) fits = shape[i] < 0 || v->shape[i] == shape[i];
-    return fits ? true : am_xla_fail(c, "%s has a shape that does not fit", name);
-}
-
-static bool check_type(problem *p, const char *name, am_dtype type, am_dtype wanted)
-{
-    if (type == wanted) return true;
-    return am_xla_fail(p->c, "%s has a type that does not fit", name);
+    return !has(p, flag) || am_xla_next(p->c, AM_XLA_ARGUMENT, by_row, v);
 }
 
 static bool read_starts(problem *p, ptrdiff_t tokens)
 {
     am_operand starts = {.kind = AM_ARRAY};
-    ptrdiff_t any[] = {-1};
     if (!has(p, STARTS)) return true;
-    if (!look(p, false, "cu_seqlens", 1, any, &starts.view)) return false;
+    if (!next_if(p, STARTS, false, &starts.view)) return false;
     if (p->batch != 1) return am_xla_fail(p->c, "cu_seqlens is for one batch row, got %td", p->batch);
     p->sequences = -1;
     p->starts = am_read_starts_of(&p->c->request, "cu_seqlens", &starts, tokens, &p->sequences);
@@ -108,270 +95,224 @@ static bool read_slots(problem *p, ptrdiff_t slots)
     am_view indices;
     if (!has(p, INDICES))
         return slots == p->batch || am_xla_fail(p->c, "state must have %td slots, got %td", p->batch, slots);
-    if (!look(p, false, "state_indices", 1, &p->batch, &indices)) return false;
+    if (!next_if(p, INDICES, true, &indices)) return false;
     p->slots = am_read_slots(&p->c->request, &indices, p->batch, slots);
     return p->slots;
 }
 
-/* The next result is the memory of an argument. */
-static bool look_at_written(problem *p, const am_view *state)
+/* A step takes one token of each row. */
+static bool check_step(problem *p, ptrdiff_t tokens)
 {
-    am_view written;
-    if (!look(p, true, "state", state->axes, state->shape, &written)) return false;
-    return written.type == state->type &&
-                   (written.data == state->data || am_product(state->shape[0], state->stride[0], 1) == 0)
-               ? true
-               : am_xla_fail(p->c, "state must be written to in place");
+    return (tokens == 1 && !has(p, STARTS | STATE)) || am_xla_fail(p->c, "a step must be of one token");
 }
 
 /* --- Attention --- */
 
-typedef struct {
-    problem common;
-    am_linear linear;
-    am_view inputs[AM_LINEAR_INPUTS];
-} attention;
-
-static am_dtype type_of(const attention *a) { return a->inputs[AM_QUERY].type; }
-
-/* Looks at query, key and value, decay and beta. */
-static bool look_at_inputs(attention *a)
+static bool look_at_inputs(problem *p)
 {
-    problem *p = &a->common;
-    const ptrdiff_t any[] = {p->batch, -1, -1, -1}, by_head[] = {-1};
-    am_view *in = a->inputs;
-    if (!look(p, false, "query", 4, any, &in[AM_QUERY]) || !look(p, false, "key", 4, any, &in[AM_KEY]) ||
-        !look(p, false, "value", 4, any, &in[AM_VALUE]))
-        return false;
-    if (has(p, DECAY)) {
-        const int64_t at = p->next_argument, arguments = p->c->frame->arguments.count;
-        const int64_t given = at < arguments ? am_xla_argument(p->c, at)->rank - p->c->vmap_axes : 0;
-        const int axes = given == 1 || given == 4 ? (int)given : 3;
-        if (!look(p, false, "decay", axes, axes == 1 ? by_head : any, &in[AM_DECAY])) return false;
+    am_xla_call *c = p->c;
+    am_view *in = p->inputs;
+    for (int i = AM_QUERY; i <= AM_VALUE; i++) {
+        if (!am_xla_next(c, AM_XLA_ARGUMENT, true, &in[i])) return false;
     }
-    return !has(p, BETA) || look(p, false, "beta", 3, any, &in[AM_BETA]);
+    const int64_t at = c->next[AM_XLA_ARGUMENT];
+    const bool by_head = at < c->frame->arguments.count && am_xla_argument(c, at)->rank - c->vmap_axes == 1;
+    return next_if(p, DECAY, !by_head, &in[AM_DECAY]) && next_if(p, BETA, true, &in[AM_BETA]);
 }
 
-static bool read_inputs(attention *a)
+static bool read_attention(problem *p)
 {
-    problem *p = &a->common;
-    a->linear.normalize = has(p, NORMALIZE), a->linear.scale = p->scale, a->linear.chunk = p->chunk;
-    a->linear.starts = p->starts, a->linear.sequences = p->sequences;
-    return am_read_linear(&p->c->request, a->inputs, false, &a->linear);
+    const am_view *query = &p->inputs[AM_QUERY];
+    if (!begin(p) || !look_at_inputs(p) || !read_starts(p, query->shape[1]) ||
+        !next_if(p, STATE, true, &p->inputs[AM_STATE]))
+        return false;
+    if (query->shape[0] != p->batch) return am_xla_fail(p->c, "query must have the batch size of the result");
+    p->linear = (am_linear){.normalize = has(p, NORMALIZE),
+                            .scale = p->scale,
+                            .chunk = p->chunk,
+                            .starts = p->starts,
+                            .sequences = p->sequences};
+    return am_read_linear(&p->c->request, p->inputs, false, &p->linear);
 }
 
-static bool look_at_state(attention *a, bool result, const char *name, ptrdiff_t count, am_view *v)
+/* What the result looks like. */
+static am_view like_out(const problem *p)
 {
-    const ptrdiff_t shape[4] = {count, a->linear.heads, a->linear.rows, a->linear.channels};
-    const am_dtype wide = am_wide_type(type_of(a));
-    return look(&a->common, result, name, 4, shape, v) && check_type(&a->common, name, v->type, wide);
+    const am_linear *l = &p->linear;
+    return (am_view){.type = p->inputs[AM_QUERY].type,
+                     .axes = 4,
+                     .shape = {p->batch, l->tokens, l->heads, l->channels, 1}};
 }
 
-static bool read_attention(attention *a)
+/* What so many states look like. */
+static am_view like_states(const problem *p, ptrdiff_t count)
 {
-    problem *p = &a->common;
-    if (!begin(p) || !look_at_inputs(a) || !read_starts(p, a->inputs[AM_QUERY].shape[1])) return false;
-    const ptrdiff_t states[] = {p->sequences, -1, -1, -1};
-    if (has(p, STATE) && !look(p, false, "initial_state", 4, states, &a->inputs[AM_STATE])) return false;
-    return read_inputs(a);
+    const am_linear *l = &p->linear;
+    return (am_view){.type = am_wide_type(p->inputs[AM_QUERY].type),
+                     .axes = 4,
+                     .shape = {count, l->heads, l->rows, l->channels, 1}};
 }
 
 /* The states that gradients need: [B, at least so many, numbers]. Calls that share them cannot be
  * one larger batch: they come one after the other. */
-static bool look_at_kept(attention *a, bool result, void **kept)
+static bool look_at_kept(problem *p, am_xla_side side, void **kept)
 {
-    am_xla_call *c = a->common.c;
+    am_xla_call *c = p->c;
     am_view v;
-    ptrdiff_t states, numbers, shape[3] = {a->common.batch, -1, -1};
-    if (!am_linear_kept(&a->linear, &states, &numbers)) return am_refuse_status(&c->request, AM_NO_MEMORY);
-    if (!look(&a->common, result, "kept", 3, shape, &v)) return false;
-    if (am_xla_one_by_one(c, v.stride[0] == 0)) return false;
+    ptrdiff_t states, numbers;
+    if (!am_linear_kept(&p->linear, &states, &numbers)) return am_refuse_status(&c->request, AM_NO_MEMORY);
+    if (!am_xla_next(c, side, true, &v) || am_xla_one_by_one(c, v.stride[0] == 0)) return false;
     *kept = v.data;
-    return v.type == am_wide_type(type_of(a)) && v.shape[0] == a->common.batch && v.shape[2] == numbers &&
-                   am_product(v.shape[0], v.shape[1], 1) >= states
-               ? true
-               : am_xla_fail(c, "kept does not fit");
+    return (v.type == am_wide_type(p->inputs[AM_QUERY].type) && v.axes == 3 && v.shape[0] == p->batch &&
+            v.shape[2] == numbers && am_product(v.shape[0], v.shape[1], 1) >= states) ||
+           am_xla_fail(c, "kept does not fit");
 }
 
 bool am_xla_linear(am_xla_call *c)
 {
-    attention a = {.common.c = c};
-    am_view out, state = {0};
+    problem p = {.c = c};
     am_linear_results results = {0};
-    if (!read_attention(&a)) return false;
-    const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
-    if (!look(&a.common, true, "out", 4, shape, &out) ||
-        !check_type(&a.common, "out", out.type, type_of(&a)) ||
-        !look_at_state(&a, true, "state", a.common.sequences, &state))
+    if (!read_attention(&p)) return false;
+    am_view out = like_out(&p), state = like_states(&p, p.sequences);
+    if (!am_xla_next_like(c, AM_XLA_RESULT, true, &out, &out) ||
+        !am_xla_next_like(c, AM_XLA_RESULT, true, &state, &state) ||
+        (has(&p, KEEP) && !look_at_kept(&p, AM_XLA_RESULT, &results.kept)))
         return false;
-    if (has(&a.common, KEEP) && !look_at_kept(&a, true, &results.kept)) return false;
     results.out = am_linear_array_of(&out), results.state = am_linear_array_of(&state);
     if (!am_has_numbers(&out) && !am_has_numbers(&state)) return true;
-    return am_refuse_status(&c->request, am_linear_forward_all(&c->context, &a.linear, &results));
-}
-
-/* The gradient of an argument, of its type and shape. */
-static bool look_at_gradient(problem *p, const char *name, const am_view *of, am_view *to)
-{
-    ptrdiff_t shape[4], by_head[] = {-1};
-    if (!of->data) return true;
-    memcpy(shape, of->shape, sizeof shape);
-    if (!look(p, true, name, of->axes, of->axes == 1 ? by_head : shape, to)) return false;
-    return to->axes == 1 && to->shape[0] != of->shape[0]
-               ? am_xla_fail(p->c, "%s has a shape that does not fit", name)
-               : check_type(p, name, to->type, of->type);
+    return am_refuse_status(&c->request, am_linear_forward_all(&c->context, &p.linear, &results));
 }
 
 bool am_xla_linear_gradients(am_xla_call *c)
 {
-    attention a = {.common.c = c};
-    am_view d_out, d_state = {0};
-    am_linear_back back = {0};
+    problem p = {.c = c};
     void *kept;
-    if (!read_attention(&a)) return false;
-    const ptrdiff_t shape[4] = {a.common.batch, a.linear.tokens, a.linear.heads, a.linear.channels};
-    if (!look_at_kept(&a, false, &kept) || !look(&a.common, false, "dout", 4, shape, &d_out) ||
-        !check_type(&a.common, "dout", d_out.type, type_of(&a)))
+    if (!read_attention(&p) || !look_at_kept(&p, AM_XLA_ARGUMENT, &kept)) return false;
+    const am_view states = like_states(&p, p.sequences);
+    am_view d_out = like_out(&p), d_state = {0}, results[AM_LINEAR_INPUTS] = {0};
+    if (!am_xla_next_like(c, AM_XLA_ARGUMENT, true, &d_out, &d_out) ||
+        (has(&p, GRAD_STATE) && !am_xla_next_like(c, AM_XLA_ARGUMENT, true, &states, &d_state)))
         return false;
-    if (has(&a.common, GRAD_STATE) && !look_at_state(&a, false, "dstate", a.common.sequences, &d_state))
-        return false;
-    am_view results[AM_LINEAR_INPUTS] = {0};
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
-        if (!look_at_gradient(&a.common, "a gradient", &a.inputs[i], &results[i])) return false;
+        const am_view *of = &p.inputs[i];
+        if (of->data && !am_xla_next_like(c, AM_XLA_RESULT, of->axes != 1, of, &results[i])) return false;
     }
-    back.kept = kept, back.d_out = am_linear_array_of(&d_out);
+    am_linear_back back = {.kept = kept, .d_out = am_linear_array_of(&d_out)};
     if (d_state.data) back.d_state = am_linear_array_of(&d_state);
     return !am_set_linear_gradients(&back, results) ||
-           am_refuse_status(&c->request, am_linear_backward_all(&c->context, &a.linear, &back));
+           am_refuse_status(&c->request, am_linear_backward_all(&c->context, &p.linear, &back));
 }
 
 bool am_xla_linear_step(am_xla_call *c)
 {
-    attention a = {.common.c = c};
-    problem *p = &a.common;
-    am_view out, state;
-    if (!begin(p) || !look_at_inputs(&a) || !read_inputs(&a) ||
-        !look_at_state(&a, false, "state", -1, &state))
+    problem p = {.c = c};
+    am_view state;
+    if (!read_attention(&p) || !check_step(&p, p.linear.tokens) ||
+        !am_xla_next(c, AM_XLA_ARGUMENT, false, &state))
         return false;
-    const ptrdiff_t shape[4] = {p->batch, 1, a.linear.heads, a.linear.channels};
-    if (!read_slots(p, state.shape[0]) || !look(p, true, "out", 4, shape, &out) ||
-        !check_type(p, "out", out.type, type_of(&a)) || !look_at_written(p, &state))
+    const am_view states = like_states(&p, state.shape[0]);
+    am_view out = like_out(&p);
+    if (!am_xla_is_like(c, &state, &states) || !read_slots(&p, state.shape[0]) ||
+        !am_xla_next_like(c, AM_XLA_RESULT, true, &out, &out) || !am_xla_next_written(c, &state))
         return false;
-    if (a.linear.tokens != 1) return am_xla_fail(c, "query must have one token");
-    const am_linear_step step = {am_linear_array_of(&out), am_linear_array_of(&state), p->slots};
+    const am_linear_step step = {am_linear_array_of(&out), am_linear_array_of(&state), p.slots};
     return !am_has_numbers(&out) ||
-           am_refuse_status(&c->request, am_linear_step_all(&c->context, &a.linear, &step));
+           am_refuse_status(&c->request, am_linear_step_all(&c->context, &p.linear, &step));
 }
 
 /* --- Short convolutions --- */
 
-typedef struct {
-    problem common;
-    am_short_conv conv;
-    ptrdiff_t tokens;
-    am_view x, weight, bias, state;
-} convolution;
-
-/* Looks at x or at what has its shape: [B, T, C, 1], without the last axis. */
-static bool look_at_x(convolution *v, bool result, const char *name, const ptrdiff_t shape[4], am_view *to)
+/* What has the type and shape of x: [B, T, C, 1], without the last axis. */
+static bool next_like_x(problem *p, am_xla_side side, am_view *v)
 {
-    if (!look(&v->common, result, name, 4, shape, to)) return false;
-    to->axes = 3, to->stride[3] = 0;
-    return true;
+    am_view like = p->x;
+    like.axes = 4;
+    const bool fits = am_xla_next_like(p->c, side, true, &like, v);
+    v->axes = 3;
+    return fits;
 }
 
-static bool look_at_weights(convolution *v)
+static bool read_weights(problem *p)
 {
-    problem *p = &v->common;
-    const ptrdiff_t x[] = {p->batch, -1, -1, 1}, any[] = {-1, -1};
-    if (!look_at_x(v, false, "x", x, &v->x) || !look(p, false, "weight", 2, any, &v->weight) ||
-        (has(p, BIAS) && !look(p, false, "bias", 1, any, &v->bias)))
+    am_xla_call *c = p->c;
+    am_view *x = &p->x;
+    if (!begin(p) || !am_xla_next(c, AM_XLA_ARGUMENT, true, x) ||
+        !am_xla_next(c, AM_XLA_ARGUMENT, false, &p->weight) || !next_if(p, BIAS, false, &p->bias))
         return false;
-    v->tokens = v->x.shape[1], v->conv.silu = has(p, SILU);
-    return am_read_conv(&p->c->request, &v->x, &v->weight, &v->bias, false, &v->conv);
+    if (x->axes != 4 || x->shape[3] != 1 || x->shape[0] != p->batch)
+        return am_xla_fail(c, "x has a shape that does not fit");
+    x->axes = 3;
+    p->conv.silu = has(p, SILU);
+    return am_read_conv(&c->request, x, &p->weight, &p->bias, false, &p->conv);
 }
 
-static bool look_at_tail(convolution *v, bool result, const char *name, ptrdiff_t count, am_view *to)
+/* The last tokens of so many sequences; -1: of any number. */
+static bool next_tail(problem *p, am_xla_side side, ptrdiff_t count, am_view *v)
 {
-    const ptrdiff_t any[] = {count, -1, -1};
-    return look(&v->common, result, name, 3, any, to) &&
-           am_check_tail(&v->common.c->request, to, name, &v->conv, to->shape[0], &v->x);
+    if (!am_xla_next(p->c, side, count >= 0, v)) return false;
+    return am_check_tail(&p->c->request, v, "state", &p->conv, count < 0 ? v->shape[0] : count, &p->x);
 }
 
-static bool read_convolution(convolution *v)
+static bool read_convolution(problem *p)
 {
-    problem *p = &v->common;
-    if (!begin(p) || !look_at_weights(v) || !read_starts(p, v->tokens)) return false;
-    if (has(p, STATE) && !look_at_tail(v, false, "initial_state", p->sequences, &v->state)) return false;
-    v->conv.sequences = p->sequences, v->conv.starts = p->starts;
-    v->conv.x = am_conv_tokens_of(&v->x, has(p, STARTS)),
-    v->conv.before = am_conv_array_of(&v->state, 0, 2, 1);
-    if (!p->starts) v->conv.starts = am_starts_of_rows(&p->c->request, p->batch, v->tokens);
-    return v->conv.starts;
-}
-
-/* Looks at what has the shape and type of x. */
-static bool look_at_like_x(convolution *v, bool result, const char *name, am_view *to)
-{
-    const ptrdiff_t shape[] = {v->common.batch, v->tokens, v->conv.channels, 1};
-    return look_at_x(v, result, name, shape, to) && check_type(&v->common, name, to->type, v->x.type);
+    am_short_conv *conv = &p->conv;
+    if (!read_weights(p) || !read_starts(p, p->x.shape[1])) return false;
+    if (has(p, STATE) && !next_tail(p, AM_XLA_ARGUMENT, p->sequences, &p->before)) return false;
+    conv->sequences = p->sequences, conv->starts = p->starts;
+    conv->x = am_conv_tokens_of(&p->x, has(p, STARTS));
+    conv->before = am_conv_array_of(&p->before, 0, 2, 1);
+    if (!p->starts) conv->starts = am_starts_of_rows(&p->c->request, p->batch, p->x.shape[1]);
+    return conv->starts;
 }
 
 bool am_xla_convolution(am_xla_call *c)
 {
-    convolution v = {.common.c = c};
+    problem p = {.c = c};
     am_view out, state;
-    if (!read_convolution(&v) || !look_at_like_x(&v, true, "out", &out) ||
-        !look_at_tail(&v, true, "state", v.common.sequences, &state))
+    if (!read_convolution(&p) || !next_like_x(&p, AM_XLA_RESULT, &out) ||
+        !next_tail(&p, AM_XLA_RESULT, p.sequences, &state))
         return false;
-    v.conv.out = am_conv_tokens_of(&out, has(&v.common, STARTS)),
-    v.conv.after = am_conv_array_of(&state, 0, 2, 1);
+    p.conv.out = am_conv_tokens_of(&out, has(&p, STARTS));
+    p.conv.after = am_conv_array_of(&state, 0, 2, 1);
     return (!am_has_numbers(&out) && !am_has_numbers(&state)) ||
-           am_refuse_status(&c->request, am_short_conv_forward(&c->context, &v.conv));
+           am_refuse_status(&c->request, am_short_conv_forward(&c->context, &p.conv));
 }
 
 bool am_xla_convolution_gradients(am_xla_call *c)
 {
-    convolution v = {.common.c = c};
-    problem *p = &v.common;
+    problem p = {.c = c};
     am_view d_out, d_state = {0}, d_x, d_weight, d_bias = {0}, d_before = {0};
-    if (!read_convolution(&v) || !look_at_like_x(&v, false, "dout", &d_out)) return false;
-    if (has(p, GRAD_STATE) && !look_at_tail(&v, false, "dstate", p->sequences, &d_state)) return false;
-    const ptrdiff_t weight[] = {-1, v.conv.width}, bias[] = {-1};
-    if (!look_at_like_x(&v, true, "dx", &d_x) || !look(p, true, "dweight", 2, weight, &d_weight))
+    if (!read_convolution(&p) || !next_like_x(&p, AM_XLA_ARGUMENT, &d_out) ||
+        (has(&p, GRAD_STATE) && !next_tail(&p, AM_XLA_ARGUMENT, p.sequences, &d_state)) ||
+        !next_like_x(&p, AM_XLA_RESULT, &d_x) ||
+        !am_xla_next_like(c, AM_XLA_RESULT, false, &p.weight, &d_weight) ||
+        (has(&p, BIAS) && !am_xla_next_like(c, AM_XLA_RESULT, false, &p.bias, &d_bias)) ||
+        (has(&p, STATE) && !next_tail(&p, AM_XLA_RESULT, p.sequences, &d_before)))
         return false;
-    if (has(p, BIAS) && !look(p, true, "dbias", 1, bias, &d_bias)) return false;
-    if (has(p, STATE) && !look_at_tail(&v, true, "dinitial_state", p->sequences, &d_before)) return false;
-    if (d_weight.shape[0] != v.conv.channels || d_weight.type != v.weight.type ||
-        (d_bias.data && (d_bias.shape[0] != v.conv.channels || d_bias.type != v.bias.type)))
-        return am_xla_fail(c, "dweight or dbias does not fit");
-    v.conv.out = am_conv_tokens_of(&d_out, has(p, STARTS)),
-    v.conv.after = am_conv_array_of(&d_state, 0, 2, 1);
+    p.conv.out = am_conv_tokens_of(&d_out, has(&p, STARTS));
+    p.conv.after = am_conv_array_of(&d_state, 0, 2, 1);
     const am_short_conv_gradients gradients = {
-        .conv = v.conv,
-        .d_x = am_conv_tokens_of(&d_x, has(p, STARTS)),
+        .conv = p.conv,
+        .d_x = am_conv_tokens_of(&d_x, has(&p, STARTS)),
         .d_weight = am_conv_array_of(&d_weight, -1, 1, 0),
         .d_bias = am_conv_array_of(&d_bias, -1, -1, 0),
         .d_before = am_conv_array_of(&d_before, 0, 2, 1),
     };
-    return !am_has_numbers(&v.weight) ||
+    return !am_has_numbers(&p.weight) ||
            am_refuse_status(&c->request, am_short_conv_backward(&c->context, &gradients));
 }
 
 bool am_xla_convolution_step(am_xla_call *c)
 {
-    convolution v = {.common.c = c};
-    problem *p = &v.common;
+    problem p = {.c = c};
     am_view out;
-    if (!begin(p) || !look_at_weights(&v)) return false;
-    if (!look_at_tail(&v, false, "state", -1, &v.state)) return false;
-    if (v.tokens != 1) return am_xla_fail(c, "x must have one token");
-    if (!read_slots(p, v.state.shape[0]) || !look_at_like_x(&v, true, "out", &out) ||
-        !look_at_written(p, &v.state))
+    if (!read_weights(&p) || !check_step(&p, p.x.shape[1]) ||
+        !next_tail(&p, AM_XLA_ARGUMENT, -1, &p.before) || !read_slots(&p, p.before.shape[0]) ||
+        !next_like_x(&p, AM_XLA_RESULT, &out) || !am_xla_next_written(c, &p.before))
         return false;
-    v.conv.sequences = p->batch;
-    v.conv.x = am_conv_array_of(&v.x, 0, -1, 2), v.conv.out = am_conv_array_of(&out, 0, -1, 2);
-    v.conv.before = am_conv_array_of(&v.state, 0, 2, 1);
+    p.conv.sequences = p.batch;
+    p.conv.x = am_conv_array_of(&p.x, 0, -1, 2), p.conv.out = am_conv_array_of(&out, 0, -1, 2);
+    p.conv.before = am_conv_array_of(&p.before, 0, 2, 1);
     return !am_has_numbers(&out) ||
-           am_refuse_status(&c->request, am_short_conv_step(&c->context, &v.conv, p->slots));
+           am_refuse_status(&c->request, am_short_conv_step(&c->context, &p.conv, p.slots));
 }

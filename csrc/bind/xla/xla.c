@@ -46,15 +46,6 @@ static const am_xla_word attention_words[] = {
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
-/* Looks at an input, of which one batch row may stand for those of all calls. */
-static bool look(am_xla_call *c, const am_xla_buffer *buffer, am_view *v)
-{
-    if (!am_xla_look(c, buffer, true, v)) return false;
-    if (v->axes && v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1)
-        v->shape[0] = c->request.mask.batch, v->stride[0] = 0;
-    return true;
-}
-
 /* --- Attention --- */
 
 /* Query, key and value. */
@@ -63,7 +54,7 @@ static bool read_tokens(am_xla_call *c)
     am_view v[3];
     const ptrdiff_t batch = c->request.mask.batch;
     for (int i = 0; i < 3; i++) {
-        if (!look(c, am_xla_argument(c, i), &v[i])) return false;
+        if (!am_xla_next(c, AM_XLA_ARGUMENT, true, &v[i])) return false;
     }
     return am_read_inputs(&c->request, &v[0], &v[1], &v[2]) &&
            (c->request.mask.batch == batch || am_xla_fail(c, "query must have the batch size of the result"));
@@ -155,15 +146,15 @@ static bool read_attention(am_xla_call *c, int own)
            (!(c->flags & PLACES) || read_places(c)) && am_xla_read_terms(c) && am_xla_read_mask(c, NULL, 0);
 }
 
-/* Looks at a result. That of a part, which will be added to others, has the type of the arithmetic. */
-static bool look_at_result(am_xla_call *c, int64_t i, bool wide, const ptrdiff_t shape[4], am_tokens *to)
+/* Looks at the next result. That of a part, which will be added to others, has the type of the arithmetic. */
+static bool look_at_result(am_xla_call *c, bool wide, am_view like, am_tokens *to)
 {
-    am_view v;
-    const am_dtype own = c->request.attn.q.type, type = wide || (c->flags & PART) ? am_wide_type(own) : own;
-    if (!am_xla_look(c, am_xla_result(c, i), true, &v)) return false;
-    *to = am_tokens_of(&v);
-    return (v.type == type && v.axes == 4 && memcmp(v.shape, shape, 4 * sizeof *shape) == 0) ||
-           am_xla_fail(c, "a result has a type or a shape that does not fit");
+    const am_dtype own = c->request.attn.q.type;
+    like.axes = 4, like.shape[4] = 1;
+    like.type = wide || (c->flags & PART) ? am_wide_type(own) : own;
+    if (!am_xla_next_like(c, AM_XLA_RESULT, true, &like, &like)) return false;
+    *to = am_tokens_of(&like);
+    return true;
 }
 
 static bool forward(am_xla_call *c)
@@ -171,24 +162,24 @@ static bool forward(am_xla_call *c)
     am_attn *attn = &c->request.attn;
     am_view lse;
     if (!read_attention(c, 0)) return false;
-    const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim};
-    if (!look_at_result(c, 0, false, shape, &attn->out)) return false;
+    const am_view like = {.shape = {attn->batch, attn->queries, attn->heads, attn->value_dim}};
+    if (!look_at_result(c, false, like, &attn->out)) return false;
     if (c->frame->results.count > 1) {
-        if (!am_xla_look(c, am_xla_result(c, 1), true, &lse) || !am_check_stats(&c->request, &lse, "lse"))
+        if (!am_xla_next(c, AM_XLA_RESULT, true, &lse) || !am_check_stats(&c->request, &lse, "lse"))
             return false;
         attn->lse = lse.data;
     }
-    if (c->frame->results.count > 2 && !look_at_result(c, 2, true, shape, &attn->wide_out)) return false;
+    if (c->frame->results.count > 2 && !look_at_result(c, true, like, &attn->wide_out)) return false;
     return am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
 }
 
 /* Looks at the result that takes the gradient of a term's array: of a bias as it is, of others doubles for
  * each head, which write_numbers brings there. */
-static bool look_at_gradient(am_xla_call *c, const am_xla_buffer *buffer, am_logit_term *term, am_view *to)
+static bool look_at_gradient(am_xla_call *c, am_logit_term *term, am_view *to)
 {
     const am_attn *attn = &c->request.attn;
     const bool is_bias = am_row_of_term(term)->acts == AM_ADDS_PAIRS;
-    if (!am_xla_look(c, buffer, is_bias, to)) return false;
+    if (!am_xla_next(c, AM_XLA_RESULT, is_bias, to)) return false;
     bool fits = to->axes == 4 &&
                 (is_bias ? to->type == term->array.type : to->type == AM_FLOAT32 || to->type == AM_FLOAT64);
     /* Under vmap a bias that all calls share has a gradient for each. */
@@ -227,24 +218,21 @@ static bool backward(am_xla_call *c)
     if (!read_attention(c, 3)) return false;
     for (int i = 0; i < attn->terms.count; i++) results += attn->terms.list[i].gradient != NULL;
     if (c->frame->results.count != results) return am_xla_fail(c, "there are too few results");
-    const int64_t own = c->first_array + c->arrays;
-    const ptrdiff_t q[4] = {attn->batch, attn->queries, attn->heads, attn->head_dim},
-                    k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim},
-                    v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim};
+    c->next[AM_XLA_ARGUMENT] = c->first_array + c->arrays;
+    const am_view q = {.shape = {attn->batch, attn->queries, attn->heads, attn->head_dim}},
+                  k = {.shape = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim}},
+                  v = {.shape = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim}};
+    am_view *const own[] = {&given.d_out, &given.out, &given.lse, &given.d_lse};
     am_attn_gradients problem;
-    if (!look(c, am_xla_argument(c, own), &given.d_out) ||
-        !look(c, am_xla_argument(c, own + 1), &given.out) ||
-        !look(c, am_xla_argument(c, own + 2), &given.lse) ||
-        ((c->flags & GRAD_LSE) && !look(c, am_xla_argument(c, own + 3), &given.d_lse)) ||
-        !am_read_gradients(&c->request, &given, &problem) || !look_at_result(c, 0, false, q, &problem.d_q) ||
-        !look_at_result(c, 1, false, k, &problem.d_k) || !look_at_result(c, 2, false, v, &problem.d_v))
+    for (int i = 0; i < 3 + ((c->flags & GRAD_LSE) != 0); i++) {
+        if (!am_xla_next(c, AM_XLA_ARGUMENT, true, own[i])) return false;
+    }
+    if (!am_read_gradients(&c->request, &given, &problem) || !look_at_result(c, false, q, &problem.d_q) ||
+        !look_at_result(c, false, k, &problem.d_k) || !look_at_result(c, false, v, &problem.d_v))
         return false;
     am_terms *terms = &problem.forward.terms;
-    results = 3;
     for (int i = 0; i < terms->count; i++) {
-        if (terms->list[i].gradient &&
-            !look_at_gradient(c, am_xla_result(c, results++), &terms->list[i], &learned[i]))
-            return false;
+        if (terms->list[i].gradient && !look_at_gradient(c, &terms->list[i], &learned[i])) return false;
     }
     if (!am_refuse_status(&c->request, am_attn_backward(&c->context, &problem))) return false;
     for (int i = 0; i < terms->count; i++) {
@@ -300,6 +288,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
     const int64_t *words = c->words;
     c->call = call;
     c->one_by_one = false;
+    c->next[AM_XLA_ARGUMENT] = c->next[AM_XLA_RESULT] = 0;
     c->request.mask.batch =
         am_xla_result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
     const bool done = compute(c);
