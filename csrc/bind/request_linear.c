@@ -151,15 +151,15 @@ static bool check_gates(am_request *r, const am_view *in, bool step, am_linear *
     return !beta->data || am_check_shape(r, beta, "beta", step ? "[B, H] " : "[B, T, H] ", 3, shape, step);
 }
 
-am_linear_array am_linear_array_of(const am_view *v)
+am_linear_array am_linear_array_of(am_view v)
 {
-    am_linear_array to = {.data = v->data, .type = v->type};
-    if (v->axes == 1) {
-        to.stride[2] = v->stride[0];
+    am_linear_array to = {.data = v.data, .type = v.type};
+    if (v.axes == 1) {
+        to.stride[2] = v.stride[0];
         return to;
     }
-    to.stride[0] = am_shared_stride(v, 0);
-    for (int i = 1; i < v->axes; i++) to.stride[i] = v->stride[i];
+    to.stride[0] = am_shared_stride(&v, 0);
+    for (int i = 1; i < v.axes; i++) to.stride[i] = v.stride[i];
     return to;
 }
 
@@ -175,7 +175,7 @@ bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step
         return false;
     am_linear_array *const places[] = {&linear->query, &linear->key,  &linear->value,
                                        &linear->decay, &linear->beta, &linear->state};
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) *places[i] = am_linear_array_of(&in[i]);
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) *places[i] = am_linear_array_of(in[i]);
     return true;
 }
 
@@ -187,7 +187,7 @@ bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINE
     };
     bool any = false;
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
-        *places[i] = am_linear_array_of(&results[i]);
+        *places[i] = am_linear_array_of(results[i]);
         any = any || am_has_numbers(&results[i]);
     }
     back->decay_of_heads = results[AM_DECAY].axes == 1;
@@ -232,7 +232,7 @@ bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const 
     if (bias->data && (!am_check_shape(r, bias, "bias", "", 1, &conv->channels, false) ||
                        !check_weight_type(r, x, bias, "bias", "; write bias.astype(x.dtype)")))
         return false;
-    conv->weight = am_conv_array_of(weight, -1, 1, 0), conv->bias = am_conv_array_of(bias, -1, -1, 0);
+    conv->weight = am_conv_array_of(*weight, -1, 1, 0), conv->bias = am_conv_array_of(*bias, -1, -1, 0);
     return true;
 }
 
@@ -248,19 +248,19 @@ bool am_check_tail(am_request *r, const am_view *v, const char *name, const am_s
            am_refuse(r, AM_WRONG_TYPE, v, "%s must be a floating-point array", name);
 }
 
-am_conv_array am_conv_array_of(const am_view *v, int sequence, int token, int channel)
+am_conv_array am_conv_array_of(am_view v, int sequence, int token, int channel)
 {
-    if (!v->data) return (am_conv_array){0};
+    if (!v.data) return (am_conv_array){0};
     return (am_conv_array){
-        .data = v->data,
-        .type = v->type,
-        .sequence = sequence < 0 ? 0 : am_shared_stride(v, sequence),
-        .token = token < 0 ? 0 : v->stride[token],
-        .channel = v->stride[channel],
+        .data = v.data,
+        .type = v.type,
+        .sequence = sequence < 0 ? 0 : am_shared_stride(&v, sequence),
+        .token = token < 0 ? 0 : v.stride[token],
+        .channel = v.stride[channel],
     };
 }
 
-am_conv_array am_conv_tokens_of(const am_view *v, bool packed)
+am_conv_array am_conv_tokens_of(am_view v, bool packed)
 {
     am_conv_array rows = am_conv_array_of(v, 0, 1, 2);
     rows.packed = packed;

@@ -5,15 +5,19 @@
 #include "bind/request_linear.h"
 #include "core/runtime/sizes.h"
 
+/* Behind the inputs: what linear_forward_vjp has kept, gradients of the results, and the slots of a step. */
+enum { KEPT = AM_LINEAR_INPUTS, D_OUT, D_STATE, INDICES, ARRAYS };
+
 typedef struct {
-    PyArrayObject *arrays[AM_LINEAR_INPUTS]; /* owned; NULL: not given */
+    PyArrayObject *arrays[ARRAYS]; /* owned; NULL: not given */
     am_scale scale;
     am_starts starts;
     bool normalize, with_state;
     npy_intp chunk;
-    am_out out;
+    am_out out, state; /* state: of a step, which is updated */
     am_request request;
     am_linear linear;
+    const ptrdiff_t *slots; /* of a step; NULL: each row has its own */
 } arguments;
 
 static int to_chunk_size(PyObject *object, const char *name, void *dst)
@@ -26,8 +30,9 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
 
 static void release(arguments *a)
 {
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) Py_CLEAR(a->arrays[i]);
-    Py_CLEAR(a->out.array);
+    for (int i = 0; i < ARRAYS; i++) Py_XDECREF(a->arrays[i]);
+    am_free_out(&a->out);
+    am_free_out(&a->state);
     am_free_starts(&a->starts);
     am_request_free(&a->request);
 }
@@ -35,12 +40,6 @@ static void release(arguments *a)
 static int wide_type(const arguments *a)
 {
     return am_linear_type(&a->linear) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT;
-}
-
-static am_linear_array array_of(PyArrayObject *array)
-{
-    const am_view v = am_view_of(array);
-    return am_linear_array_of(&v);
 }
 
 /* Checks the inputs. Those of a step have no axis of tokens. */
@@ -61,6 +60,7 @@ static int check(arguments *a, bool step)
     return 0;
 }
 
+/* The arguments of all but a step. */
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a)->arrays[AM_QUERY]}, {"key", am_to_array, &(a)->arrays[AM_KEY]},              \
         {"value", am_to_array, &(a)->arrays[AM_VALUE]},                                                      \
@@ -71,6 +71,9 @@ static int check(arguments *a, bool step)
     {                                                                                                        \
         "chunk_size", to_chunk_size, &(a)->chunk                                                             \
     }
+#define PROBLEM_NAMES                                                                                        \
+    "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size"
+#define STEP_NAMES "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"
 
 enum { PROBLEM_PARAMS = 10 };
 
@@ -104,8 +107,9 @@ static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, P
     am_owned PyArrayObject *out =
         am_target(&a->out, 4, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
-    am_linear_results results = {.out = array_of(out), .kept = kept ? PyArray_DATA(kept) : NULL};
-    if (state) results.state = array_of(state);
+    am_linear_results results = {.out = am_linear_array_of(am_view_of(out)),
+                                 .kept = kept ? PyArray_DATA(kept) : NULL};
+    if (state) results.state = am_linear_array_of(am_view_of(state));
     if (PyArray_SIZE(out) || (state && PyArray_SIZE(state)) || (kept && PyArray_SIZE(kept))) {
         if (!am_computed(module, work_of(a), am_linear_forward_all, &a->linear, &results)) return NULL;
     }
@@ -151,19 +155,6 @@ static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_
 
 /* --- Gradients --- */
 
-typedef struct {
-    arguments a;
-    PyArrayObject *kept, *d_out, *d_state;
-} gradients;
-
-static void release_gradients(gradients *g)
-{
-    Py_XDECREF(g->kept);
-    Py_XDECREF(g->d_out);
-    Py_XDECREF(g->d_state);
-    release(&g->a);
-}
-
 static bool check_gradient(am_request *r, PyArrayObject *array, const char *name, const char *words,
                            const ptrdiff_t shape[4])
 {
@@ -173,108 +164,85 @@ static bool check_gradient(am_request *r, PyArrayObject *array, const char *name
                                   : am_refuse(r, AM_WRONG_TYPE, &v, "%s must be floating-point", name);
 }
 
-static int check_gradients(gradients *g)
+static int check_gradients(arguments *a)
 {
-    am_request *r = &g->a.request;
-    const am_linear *linear = &g->a.linear;
+    am_request *r = &a->request;
+    const am_linear *linear = &a->linear;
     const ptrdiff_t states[] = {linear->sequences, linear->heads, linear->rows, linear->channels};
-    npy_intp kept[2];
-    if (!check_gradient(r, g->d_out, "dout", "[B, T, H, V] ", PyArray_DIMS(g->a.arrays[AM_VALUE])) ||
-        !check_gradient(r, g->d_state, "dstate", "[N, H, K, V] ", states))
+    PyArrayObject *kept = a->arrays[KEPT];
+    npy_intp shape[2];
+    if (!check_gradient(r, a->arrays[D_OUT], "dout", "[B, T, H, V] ", PyArray_DIMS(a->arrays[AM_VALUE])) ||
+        !check_gradient(r, a->arrays[D_STATE], "dstate", "[N, H, K, V] ", states))
         return am_raise_refused(r, false);
-    if (am_linear_kept(linear, &kept[0], &kept[1]) && PyArray_NDIM(g->kept) == 2 &&
-        PyArray_CompareLists(PyArray_DIMS(g->kept), kept, 2) && PyArray_TYPE(g->kept) == wide_type(&g->a) &&
-        PyArray_IS_C_CONTIGUOUS(g->kept))
+    if (am_linear_kept(linear, &shape[0], &shape[1]) && PyArray_NDIM(kept) == 2 &&
+        PyArray_CompareLists(PyArray_DIMS(kept), shape, 2) && PyArray_TYPE(kept) == wide_type(a) &&
+        PyArray_IS_C_CONTIGUOUS(kept))
         return 0;
-    return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", g->kept);
-}
-
-static PyObject *compute_gradients(PyObject *module, gradients *g)
-{
-    arguments *a = &g->a;
-    am_linear_back back = {.d_out = array_of(g->d_out), .kept = PyArray_DATA(g->kept)};
-    if (g->d_state) back.d_state = array_of(g->d_state);
-    PyArrayObject *made[AM_LINEAR_INPUTS];
-    am_view results[AM_LINEAR_INPUTS];
-    am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a->arrays, made);
-    if (!result) return NULL;
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(made[i]);
-    if (am_set_linear_gradients(&back, results)) {
-        if (!am_computed(module, work_of(a), am_linear_backward_all, &a->linear, &back)) return NULL;
-    }
-    return Py_NewRef(result);
+    return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", kept);
 }
 
 static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_scoped(release_gradients) gradients g = {0};
-    const am_param params[] = {PROBLEM(&g.a),
-                               {"kept", am_to_array, &g.kept},
-                               {"dout", am_to_array, &g.d_out},
-                               {"dstate", am_to_array_or_none, &g.d_state}};
-    if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) < 0 || check(&g.a, false) < 0 ||
-        check_gradients(&g) < 0)
+    am_scoped(release) arguments a = {0};
+    const am_param params[] = {PROBLEM(&a),
+                               {"kept", am_to_array, &a.arrays[KEPT]},
+                               {"dout", am_to_array, &a.arrays[D_OUT]},
+                               {"dstate", am_to_array_or_none, &a.arrays[D_STATE]}};
+    if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) < 0 || check(&a, false) < 0 ||
+        check_gradients(&a) < 0)
         return NULL;
-    return compute_gradients(module, &g);
+    am_linear_back back = {.d_out = am_linear_array_of(am_view_of(a.arrays[D_OUT])),
+                           .kept = PyArray_DATA(a.arrays[KEPT])};
+    if (a.arrays[D_STATE]) back.d_state = am_linear_array_of(am_view_of(a.arrays[D_STATE]));
+    PyArrayObject *made[AM_LINEAR_INPUTS];
+    am_view results[AM_LINEAR_INPUTS];
+    am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a.arrays, made);
+    if (!result) return NULL;
+    for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(made[i]);
+    if (am_set_linear_gradients(&back, results) &&
+        !am_computed(module, work_of(&a), am_linear_backward_all, &a.linear, &back))
+        return NULL;
+    return Py_NewRef(result);
 }
 
 /* --- One token --- */
 
-typedef struct {
-    arguments a;
-    am_out state;
-    PyArrayObject *indices;
-    const ptrdiff_t *slots; /* NULL: each row has its own */
-} token_stride;
-
-static void release_step(token_stride *s)
+static bool read_slots(arguments *a)
 {
-    Py_XDECREF(s->state.array);
-    Py_XDECREF(s->indices);
-    release(&s->a);
-}
-
-static int read_slots(token_stride *s)
-{
-    am_request *r = &s->a.request;
-    const npy_intp batch = s->a.linear.sequences, count = PyArray_DIM(s->state.array, 0);
-    const am_view indices = am_view_of(s->indices);
-    if (s->indices) {
-        s->slots = am_read_slots(r, &indices, batch, count);
-        return am_raise_refused(r, s->slots);
-    }
-    return am_raise_refused(
-        r, count == batch || am_refuse(r, AM_WRONG_VALUE, NULL,
+    am_request *r = &a->request;
+    const npy_intp batch = a->linear.sequences, count = PyArray_DIM(a->state.array, 0);
+    const am_view indices = am_view_of(a->arrays[INDICES]);
+    if (indices.data) return (a->slots = am_read_slots(r, &indices, batch, count));
+    return count == batch || am_refuse(r, AM_WRONG_VALUE, NULL,
                                        "state must have %td slots as query has batch rows, or state_indices "
                                        "must be given, got %td slots",
-                                       batch, count));
+                                       batch, count);
 }
 
-static int check_step(token_stride *s)
+static int check_step(arguments *a)
 {
-    arguments *a = &s->a;
+    PyArrayObject *state = a->state.array;
     if (check(a, true) < 0) return -1;
-    if (!s->state.given) return am_reject(PyExc_TypeError, "state", "a NumPy array", Py_None);
-    if (PyArray_NDIM(s->state.array) != 4)
-        return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", s->state.given);
-    npy_intp const slots = PyArray_DIM(s->state.array, 0);
-    npy_intp const shape[] = {slots, a->linear.heads, a->linear.rows, a->linear.channels};
+    if (!state) return am_reject(PyExc_TypeError, "state", "a NumPy array", Py_None);
+    if (PyArray_NDIM(state) != 4)
+        return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", a->state.given);
+    npy_intp const shape[] = {PyArray_DIM(state, 0), a->linear.heads, a->linear.rows, a->linear.channels};
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
-    if (am_check_out(s->state.array, "state", 4, shape, dtype) < 0 || read_slots(s) < 0) return -1;
+    if (am_check_out(state, "state", 4, shape, dtype) < 0 || am_raise_refused(&a->request, read_slots(a)) < 0)
+        return -1;
     if (!a->out.given) return 0;
     return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[AM_VALUE]),
                         PyArray_DESCR(a->arrays[AM_QUERY]));
 }
 
-static PyObject *compute_step(PyObject *module, token_stride *s)
+static PyObject *compute_step(PyObject *module, arguments *a)
 {
-    arguments *a = &s->a;
     am_owned PyArrayObject *out =
         am_target(&a->out, 3, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     if (PyArray_SIZE(out)) {
-        const am_view tokens = am_with_token(am_view_of(out));
-        const am_linear_step step = {am_linear_array_of(&tokens), array_of(s->state.array), s->slots};
+        const am_linear_step step = {am_linear_array_of(am_with_token(am_view_of(out))),
+                                     am_linear_array_of(am_view_of(a->state.array)), a->slots};
         if (!am_computed(module, work_of(a), am_linear_step_all, &a->linear, &step)) return NULL;
     }
     return am_returned(&a->out, out);
@@ -282,41 +250,34 @@ static PyObject *compute_step(PyObject *module, token_stride *s)
 
 /* `compute_it` is NULL where the arguments are only checked. */
 static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
-                           PyObject *(*compute_it)(PyObject *, token_stride *))
+                           PyObject *(*compute_it)(PyObject *, arguments *))
 {
-    am_scoped(release_step) token_stride s = {.a.chunk = 16};
+    am_scoped(release) arguments a = {.chunk = 16};
     const am_param params[] = {
-        {"query", am_to_array, &s.a.arrays[AM_QUERY]},
-        {"key", am_to_array, &s.a.arrays[AM_KEY]},
-        {"value", am_to_array, &s.a.arrays[AM_VALUE]},
-        {"state", am_to_out, &s.state},
-        {"decay", am_to_array_or_none, &s.a.arrays[AM_DECAY]},
-        {"beta", am_to_array_or_none, &s.a.arrays[AM_BETA]},
-        {"scale", am_to_scale, &s.a.scale},
-        {"normalize_qk", am_to_bool, &s.a.normalize},
-        {"state_indices", am_to_array_or_none, &s.indices},
-        {"out", am_to_out, &s.a.out},
+        {"query", am_to_array, &a.arrays[AM_QUERY]},
+        {"key", am_to_array, &a.arrays[AM_KEY]},
+        {"value", am_to_array, &a.arrays[AM_VALUE]},
+        {"state", am_to_out, &a.state},
+        {"decay", am_to_array_or_none, &a.arrays[AM_DECAY]},
+        {"beta", am_to_array_or_none, &a.arrays[AM_BETA]},
+        {"scale", am_to_scale, &a.scale},
+        {"normalize_qk", am_to_bool, &a.normalize},
+        {"state_indices", am_to_array_or_none, &a.arrays[INDICES]},
+        {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 10) < 0 || check_step(&s) < 0) return NULL;
-    return compute_it ? compute_it(module, &s) : Py_NewRef(Py_None);
+    if (am_parse(name, args, nargs, params, 10) < 0 || check_step(&a) < 0) return NULL;
+    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
 AM_VARIANT(linear_attention_step, take_step, "linear_attention_step", compute_step)
 AM_VARIANT(check_linear_attention_step, take_step, "check_linear_attention_step", NULL)
 
 PyMethodDef am_linear_attention_methods[] = {
-    AM_METHOD(linear_attention, "query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-                                "normalize_qk, chunk_size, return_state, out"),
-    AM_METHOD(check_linear_attention,
-              "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size"),
-    AM_METHOD(
-        linear_forward_vjp,
-        "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size, out"),
-    AM_METHOD(linear_backward, "query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
-                               "normalize_qk, chunk_size, kept, dout, dstate"),
-    AM_METHOD(linear_attention_step,
-              "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"),
-    AM_METHOD(check_linear_attention_step,
-              "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"),
+    AM_METHOD(linear_attention, PROBLEM_NAMES ", return_state, out"),
+    AM_METHOD(check_linear_attention, PROBLEM_NAMES),
+    AM_METHOD(linear_forward_vjp, PROBLEM_NAMES ", out"),
+    AM_METHOD(linear_backward, PROBLEM_NAMES ", kept, dout, dstate"),
+    AM_METHOD(linear_attention_step, STEP_NAMES),
+    AM_METHOD(check_linear_attention_step, STEP_NAMES),
     {.ml_name = NULL},
 };

@@ -22,17 +22,9 @@ static void release(arguments *a)
     am_request_free(&a->request);
 }
 
-/* An array of sequences, tokens and channels; -1: it has no such axis. */
-static am_conv_array rows_of(PyArrayObject *array, int sequence, int token, int channel)
-{
-    const am_view v = am_view_of(array);
-    return am_conv_array_of(&v, sequence, token, channel);
-}
-
 static am_conv_array tokens_of(const arguments *a, PyArrayObject *array)
 {
-    const am_view v = am_view_of(array);
-    return am_conv_tokens_of(&v, a->starts.array != NULL);
+    return am_conv_tokens_of(am_view_of(array), a->starts.array != NULL);
 }
 
 /* Checks x, weight and bias. */
@@ -65,7 +57,7 @@ static int check_sequences(arguments *a)
 {
     const am_view x = am_view_of(a->x);
     if (check_common(a, &x, false) < 0 || am_raise_refused(&a->request, check_others(a, &x)) < 0) return -1;
-    a->conv.x = tokens_of(a, a->x), a->conv.before = rows_of(a->initial, 0, 2, 1);
+    a->conv.x = tokens_of(a, a->x), a->conv.before = am_conv_array_of(am_view_of(a->initial), 0, 2, 1);
     if (!a->out.given) return 0;
     return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
 }
@@ -92,7 +84,7 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (PyArray_SIZE(a->x) > 0 || (state && PyArray_SIZE(state) > 0)) {
         if (find_starts(a) < 0) return NULL;
         a->conv.out = tokens_of(a, out);
-        a->conv.after = rows_of(state, 0, 2, 1);
+        a->conv.after = am_conv_array_of(am_view_of(state), 0, 2, 1);
         if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_forward, &a->conv)) return NULL;
     }
     am_owned PyObject *result = am_returned(&a->out, out);
@@ -133,11 +125,11 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
         if (find_starts(a) < 0) return NULL;
         am_short_conv_gradients job = {.conv = a->conv,
                                        .d_x = tokens_of(a, grads[0]),
-                                       .d_weight = rows_of(grads[1], -1, 1, 0),
-                                       .d_bias = rows_of(grads[2], -1, -1, 0),
-                                       .d_before = rows_of(grads[3], 0, 2, 1)};
+                                       .d_weight = am_conv_array_of(am_view_of(grads[1]), -1, 1, 0),
+                                       .d_bias = am_conv_array_of(am_view_of(grads[2]), -1, -1, 0),
+                                       .d_before = am_conv_array_of(am_view_of(grads[3]), 0, 2, 1)};
         job.conv.out = tokens_of(a, a->dout);
-        job.conv.after = rows_of(a->dstate, 0, 2, 1);
+        job.conv.after = am_conv_array_of(am_view_of(a->dstate), 0, 2, 1);
         if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_backward, &job)) return NULL;
     }
     return Py_NewRef(result);
@@ -175,7 +167,7 @@ static int check_step(arguments *a)
     if (am_check_out(array, "state", 3, PyArray_DIMS(array), PyArray_DESCR(a->x)) < 0 ||
         (a->out.given && am_check_out(a->out.array, "out", 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x)) < 0))
         return -1;
-    a->conv.x = am_conv_array_of(&x, 0, -1, 2), a->conv.before = am_conv_array_of(&state, 0, 2, 1);
+    a->conv.x = am_conv_array_of(x, 0, -1, 2), a->conv.before = am_conv_array_of(state, 0, 2, 1);
     if (a->indices) a->slots = am_read_slots(r, &indices, rows, slots);
     return am_raise_refused(r, !a->indices || a->slots);
 }
@@ -185,7 +177,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     am_owned PyArrayObject *out = am_target(&a->out, 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
     if (!out) return NULL;
     if (PyArray_SIZE(a->x) > 0) {
-        a->conv.out = rows_of(out, 0, -1, 1);
+        a->conv.out = am_conv_array_of(am_view_of(out), 0, -1, 1);
         if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_step, &a->conv, a->slots)) return NULL;
     }
     return am_returned(&a->out, out);
