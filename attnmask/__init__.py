@@ -86,7 +86,6 @@ _core.use(  # so that C imports nothing
     tokens_before=attend.tokens_before,
     options=attend.options,
     mask_program=attend.mask_program,
-    mask_programs=attend.mask_programs,
 )
 del arguments, attend, main_thread
 

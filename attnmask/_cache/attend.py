@@ -13,7 +13,6 @@ from attnmask._common.arguments import FARTHEST, as_array, flag, integer, intege
 from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
-from attnmask._masks.terms import dense
 
 
 def table_of(block_table: Array, given: object) -> Array:
@@ -55,28 +54,6 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
 def mask_program(attention_mask: object, batch: int, heads: int, queries: int, keys: int) -> Program:
     """Return the mask's program for the first `keys` keys; the mask may have more."""
     return mask_nodes(cut(attention_mask, "attention_mask", keys), (batch, heads, queries, keys))
-
-
-def mask_programs(
-    attention_mask: object, sequences: list[tuple[int, int, int]], heads: int, queries: int, longest: int
-) -> tuple[Program, list[Program]]:
-    """Return the mask of all packed queries, and that of each sequence (first query, end, number of keys).
-
-    Arrays are read only once, before new tokens are written, so that a later error cannot leave the cache changed.
-    """
-    mask = cut(attention_mask, "attention_mask", longest)
-    whole = mask_nodes(mask, (1, heads, queries, longest))
-    programs: list[Program] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
-    for begin, end, keys in sequences:
-        if isinstance(mask, MaskInfo):
-            part = cut(mask[:, :, begin:end, :], "attention_mask", keys)
-            programs.append(mask_nodes(part, (1, heads, end - begin, keys)))
-            continue
-        (node,) = whole
-        assert isinstance(node, tuple)
-        array = node[1]
-        programs.append((dense(array if array.shape[2] == 1 else array[:, :, begin:end]),))
-    return whole, programs
 
 
 def cut(mask: object, name: str, keys: int) -> ArrayLike | MaskInfo:

@@ -459,7 +459,9 @@ void am_cached_describe(am_request *r, const am_cached *c)
                                      .sequences = c->q_starts ? c->sequences : 0};
 }
 
-int am_cached_one(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *one,
+/* One packed sequence of `all` as a call of its own, but for its mask and its logsumexp. Writes terms as
+ * am_cached_terms does, maybe none. */
+static int one_of(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *one,
                   am_node terms[AM_KV_TERMS])
 {
     const am_kv_cache *cache = &c->layout;
@@ -484,7 +486,8 @@ int am_cached_one(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *
     return am_kv_cache_terms(&own, &c->limits, terms);
 }
 
-void am_cached_put_lse(const am_cached *c, const am_attn *all, ptrdiff_t s, const char *lse)
+/* Copies the logsumexp of a sequence, if it is given, to that of all. */
+static void put_lse(const am_cached *c, const am_attn *all, ptrdiff_t s, const char *lse)
 {
     const ptrdiff_t begin = c->layout.q_starts[s], count = c->layout.q_starts[s + 1] - begin,
                     size = (ptrdiff_t)am_size_of(am_wide_type(all->q.type));
@@ -512,4 +515,30 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
         status = am_kv_append_rows(context, &rows);
     }
     return status;
+}
+
+static bool attend_one(const am_context *context, am_request *r, const am_cached *c, ptrdiff_t s)
+{
+    const am_attn *all = &r->attn;
+    am_attn one;
+    am_node terms[AM_KV_TERMS];
+    const int count = one_of(c, all, s, &one, terms);
+    const ptrdiff_t rows = am_product(one.heads, one.queries, 1);
+    am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
+    one.mask = &mask;
+    one.lse = all->lse ? am_keep(r, rows, am_size_of(am_wide_type(all->q.type))) : NULL;
+    if (all->lse && !one.lse) return false;
+    const bool done = am_mask_cut(r, c->q_starts[s], &mask, terms, count) &&
+                      am_refuse_status(r, am_attn_forward(context, &one));
+    am_mask_release(&mask);
+    if (done) put_lse(c, all, s, one.lse);
+    return done;
+}
+
+am_status am_cached_attend(const am_context *context, am_request *r, const am_cached *c, bool one_by_one)
+{
+    bool done = am_refuse_status(r, am_cached_append(context, c));
+    if (done && !one_by_one) am_refuse_status(r, am_attn_forward(context, &r->attn));
+    for (ptrdiff_t s = 0; done && one_by_one && s < c->sequences; s++) done = attend_one(context, r, c, s);
+    return r->status;
 }

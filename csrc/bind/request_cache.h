@@ -50,15 +50,10 @@ int am_cached_terms(const am_cached *c, bool has_others, am_node terms[AM_KV_TER
 /* Sets all of attention but its scale, terms and results. */
 void am_cached_describe(am_request *r, const am_cached *c);
 
-/* One packed sequence of `all` as a call of its own, but for its mask and its logsumexp. Writes terms as
- * am_cached_terms does, maybe none. */
-int am_cached_one(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *one,
-                  am_node terms[AM_KV_TERMS]);
-/* Copies its logsumexp, if it is given, to that of all. */
-void am_cached_put_lse(const am_cached *c, const am_attn *all, ptrdiff_t s, const char *lse);
-
 /* Writes new keys and values to the cache, if there are any. */
 am_status am_cached_append(const am_context *context, const am_cached *c);
+/* Writes them and attends: packed queries sequence by sequence if a mask counts the keys of each from 0. */
+am_status am_cached_attend(const am_context *context, am_request *r, const am_cached *c, bool one_by_one);
 
 /* The channels of a cache that was checked. */
 ptrdiff_t am_cached_channels(const am_view *cache);

@@ -423,6 +423,7 @@ static bool cut_sequences(am_request *r, am_node *node, const am_mask *part, ptr
 static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_t begin)
 {
     const am_range bounds = {-AM_FAR, AM_FAR}, shifts = {0, AM_FAR};
+    node->borrowed = false; /* summaries are made again */
     switch (node->kind) {
     case AM_TERM_BAND:
         node->band.low = all_moved(r, node->band.low, node->band.batch, begin, bounds);
@@ -436,9 +437,18 @@ static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_
         node->tiles.map.q_shift = all_moved(r, node->tiles.map.q_shift, 1, begin, shifts);
         return node->tiles.map.q_shift;
     case AM_TERM_SEQUENCES: return cut_sequences(r, node, part, begin);
-    case AM_TERM_EQUAL: node->equal.q_ids += begin; return true;
-    case AM_TERM_DIAGONAL: node->diagonal.at += begin; return true;
-    case AM_TERM_DENSE: node->dense.data += begin * node->dense.row; return true;
+    case AM_TERM_EQUAL:
+        node->equal.q_ids += begin;
+        node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
+        return true;
+    case AM_TERM_DIAGONAL:
+        node->diagonal.at += begin;
+        node->diagonal.blocks = NULL;
+        return true;
+    case AM_TERM_DENSE:
+        node->dense.data += begin * node->dense.row;
+        node->dense.map.places = NULL;
+        return true;
     default: return true;
     }
 }

@@ -42,7 +42,6 @@ typedef struct {
     am_cached cached;
     am_mask_arg mask;
     PyObject *table; /* owned; what was converted */
-    PyObject *masks; /* of packed sequences: a list of nodes for each; NULL: none is given */
     PyObject *terms; /* owned; NULL: none */
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
     double scale;
@@ -145,48 +144,20 @@ static int read_options(arguments *a)
 /* True if packed queries are computed sequence by sequence: a mask counts the keys of each from 0. */
 static bool is_one_by_one(const arguments *a) { return is_packed(a) && a->given[ATTENTION_MASK] != Py_None; }
 
-/* Where the queries of each packed sequence begin and end, and its number of keys. */
-static PyObject *list_sequences(const am_kv_cache *cache)
-{
-    PyObject *list = PyList_New(cache->sequences);
-    for (ptrdiff_t s = 0; list && s < cache->sequences; s++) {
-        PyObject *one = Py_BuildValue("(nnn)", cache->q_starts[s], cache->q_starts[s + 1], cache->lengths[s]);
-        if (one)
-            PyList_SET_ITEM(list, s, one);
-        else
-            Py_CLEAR(list);
-    }
-    return list;
-}
-
-/* Reads the masks of all packed sequences at once, and the mask of all queries and the longest one's keys. */
-static int read_masks(arguments *a)
+static int read_mask(arguments *a)
 {
     am_mask *mask = &a->mask.request.mask;
-    PyObject *nodes;
-    am_owned PyObject *sequences = list_sequences(&a->cached.layout), *masks = NULL;
-    mask->keys = a->cached.layout.longest;
-    if (sequences)
-        masks = am_ask(AM_MASK_PROGRAMS, "(OOnnn)", a->given[ATTENTION_MASK], sequences, mask->heads,
-                       mask->queries, mask->keys);
-    if (!masks || !PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) return -1;
-    Py_INCREF(a->masks);
-    return am_read_nodes(&a->mask, nodes);
-}
-
-static int read_whole_mask(arguments *a)
-{
-    if (is_one_by_one(a)) return read_masks(a);
-    const am_mask *mask = &a->mask.request.mask;
     PyObject *given = a->given[ATTENTION_MASK];
     am_owned PyObject *nodes = NULL;
     am_node terms[AM_KV_TERMS];
+    if (is_one_by_one(a)) mask->keys = a->cached.layout.longest;
     if (given != Py_None) {
         nodes =
             am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, mask->batch, mask->heads, mask->queries, mask->keys);
         if (!nodes) return -1;
     }
-    return am_read_nodes_and(&a->mask, nodes, terms, am_cached_terms(&a->cached, nodes, terms));
+    const int count = is_one_by_one(a) ? 0 : am_cached_terms(&a->cached, nodes, terms);
+    return am_read_nodes_and(&a->mask, nodes, terms, count);
 }
 
 /* --- What is written --- */
@@ -281,30 +252,6 @@ static int check_all(arguments *a, bool only_check)
     return read_options(a);
 }
 
-static am_status append_and_attend(const am_context *context, const am_cached *cached, const am_attn *attn)
-{
-    const am_status status = am_cached_append(context, cached);
-    return status == AM_OK && attn ? am_attn_forward(context, attn) : status;
-}
-
-/* Attends with the queries of one packed sequence. The logsumexp of `attn` is that of all. */
-static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdiff_t s)
-{
-    am_attn one;
-    am_node terms[AM_KV_TERMS];
-    const int term_count = am_cached_one(&a->cached, all, s, &one, terms);
-    const size_t size = am_size_of(am_wide_type(all->q.type));
-    am_scoped(am_free_mask) am_mask_arg mask = {
-        .request.mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys}};
-    am_freed char *lse = all->lse ? malloc((size_t)(all->heads * one.queries) * size + 1) : NULL;
-    if (all->lse && !lse) return am_raise(AM_NO_MEMORY);
-    if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) return -1;
-    one.mask = &mask.request.mask, one.lse = lse;
-    if (!am_computed(module, NPY_MAX_INTP, am_attn_forward, &one)) return -1;
-    am_cached_put_lse(&a->cached, all, s, lse);
-    return 0;
-}
-
 static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
 {
     const bool packed = is_packed(a);
@@ -322,12 +269,7 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     am_request *r = &a->mask.request;
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
     r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
-    const am_attn attn = r->attn;
-    if (!am_computed(module, NPY_MAX_INTP, append_and_attend, &a->cached, is_one_by_one(a) ? NULL : &attn))
-        return NULL;
-    for (ptrdiff_t s = 0; is_one_by_one(a) && s < a->cached.sequences; s++) {
-        if (attend_one(module, a, &attn, s) < 0) return NULL;
-    }
+    if (!am_computed(module, NPY_MAX_INTP, am_cached_attend, r, &a->cached, is_one_by_one(a))) return NULL;
     PyObject *result = a->out.given ? a->out.given : (PyObject *)out;
     return lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
 }
@@ -378,7 +320,6 @@ static void release(arguments *a)
     am_free_starts(&a->starts);
     am_free_starts(&a->new_starts);
     am_cached_free(&a->cached);
-    Py_XDECREF(a->masks);
     Py_XDECREF(a->table);
     Py_XDECREF(a->out.array);
     for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a->arrays[i]);
@@ -413,7 +354,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     npy_intp shape[4];
     memcpy(shape, a.cached.query.shape, sizeof shape);
     shape[is_packed(&a) ? 2 : 3] = am_cached_channels(&a.cached.caches[1]);
-    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_whole_mask(&a) < 0) return NULL;
+    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_mask(&a) < 0) return NULL;
     am_cached_describe(r, &a.cached);
     if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) return NULL;
     if (check_result(&a, shape) < 0) return NULL;

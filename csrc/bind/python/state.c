@@ -19,15 +19,10 @@ static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thr
 static void watch_forks(void) { pthread_atfork(NULL, NULL, stay_main_thread); }
 
 static const char *const helper_names[AM_HELPERS] = {
-    [AM_DESCRIBE] = "describe",
-    [AM_AS_ARRAY] = "as_array",
-    [AM_MASK_ARRAY] = "mask_array",
-    [AM_SHARE_MEMORY] = "share_memory",
-    [AM_TABLE] = "table_of",
-    [AM_TOKENS_BEFORE] = "tokens_before",
-    [AM_OPTIONS] = "options",
-    [AM_MASK_PROGRAM] = "mask_program",
-    [AM_MASK_PROGRAMS] = "mask_programs",
+    [AM_DESCRIBE] = "describe",     [AM_AS_ARRAY] = "as_array",
+    [AM_MASK_ARRAY] = "mask_array", [AM_SHARE_MEMORY] = "share_memory",
+    [AM_TABLE] = "table_of",        [AM_TOKENS_BEFORE] = "tokens_before",
+    [AM_OPTIONS] = "options",       [AM_MASK_PROGRAM] = "mask_program",
 };
 static PyObject *helpers[AM_HELPERS]; /* kept for good, as the handlers of forks are */
 

@@ -48,7 +48,6 @@ typedef enum {
     AM_TOKENS_BEFORE,
     AM_OPTIONS,
     AM_MASK_PROGRAM,
-    AM_MASK_PROGRAMS,
     AM_HELPERS,
 } am_helper;
 

@@ -202,36 +202,10 @@ static bool read_results(problem *p)
     return look_at_all_written(p);
 }
 
-/* Attends with the queries of one packed sequence. */
-static bool attend_one(problem *p, ptrdiff_t s)
-{
-    am_request *r = &p->c->request;
-    const am_attn *all = &r->attn;
-    am_attn one;
-    am_node terms[AM_KV_TERMS];
-    const int count = am_cached_one(&p->cached, all, s, &one, terms);
-    am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
-    one.mask = &mask;
-    if (all->lse) {
-        one.lse = am_keep(r, am_product(one.heads, one.queries, 1), am_size_of(am_wide_type(all->q.type)));
-        if (!one.lse) return false;
-    }
-    const bool done = am_mask_cut(r, p->cached.q_starts[s], &mask, terms, count) &&
-                      am_refuse_status(r, am_attn_forward(&p->c->context, &one));
-    am_mask_release(&mask);
-    if (done && all->lse) am_cached_put_lse(&p->cached, all, s, one.lse);
-    return done;
-}
-
 static bool compute(problem *p)
 {
-    am_request *r = &p->c->request;
-    if (!am_refuse_status(r, am_cached_append(&p->c->context, &p->cached))) return false;
-    if (!is_one_by_one(p)) return am_refuse_status(r, am_attn_forward(&p->c->context, &r->attn));
-    for (ptrdiff_t s = 0; s < p->cached.sequences; s++) {
-        if (!attend_one(p, s)) return false;
-    }
-    return true;
+    am_xla_call *c = p->c;
+    return am_cached_attend(&c->context, &c->request, &p->cached, is_one_by_one(p)) == AM_OK;
 }
 
 bool am_xla_kvcache(am_xla_call *c)
