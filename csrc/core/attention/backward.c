@@ -57,14 +57,14 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
-    am_backward_workspace unused;
     const ptrdiff_t tiles = p.parts.are_tasks ? p.sections.tiles.count * f->kv_heads : 0,
                     totals_bytes = am_product(tiles, p.lengths.k_rows + p.lengths.v_rows, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
     if (status == AM_OK)
-        status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
+        status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out, &p,
+                                    sizeof(am_backward_workspace));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
     if (p.parts.are_tasks) {
         p.parts.turns = malloc((size_t)am_product(tiles, sizeof *p.parts.turns, 1));

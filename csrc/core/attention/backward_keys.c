@@ -294,9 +294,7 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t heads = p->base.attn->kv_heads, heads_per_kv = p->base.heads_per_kv;
     const am_key_task *task = &p->tasks[index / heads];
     const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = ordered_head(p, index % heads)};
-    char *memory = am_workspace(&p->workspaces);
-    am_backward_workspace s;
-    am_backward_lay_out(p, memory, &s);
+    am_backward_workspace s = *(const am_backward_workspace *)am_workspace(&p->workspaces);
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;

@@ -19,9 +19,11 @@ enum {
     NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
 };
 
-ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backward_workspace *s)
+ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
 {
+    const am_backward_plan *p = plan;
     const am_attn *f = p->base.attn;
+    am_backward_workspace *s = parts;
     const ptrdiff_t n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size,
                     word = sizeof(uint64_t);
     ptrdiff_t used = 0;

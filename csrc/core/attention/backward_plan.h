@@ -141,8 +141,8 @@ static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_pla
 am_status am_backward_plan_make(am_backward_plan *p, bool by_mask);
 void am_backward_plan_free(am_backward_plan *p);
 
-/* Places the parts of a workspace in `memory`; returns their bytes. */
-ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backward_workspace *s);
+/* Lays out an am_backward_workspace of a plan. */
+ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts);
 
 /* Loads the queries and d_out of a block. */
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,

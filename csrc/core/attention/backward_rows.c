@@ -168,14 +168,12 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
     atomic_init(&state->semaphore, state->first);
 
-    char *memory = am_workspace(&p->workspaces);
-    am_backward_workspace s;
-    am_backward_lay_out(p, memory, &s);
+    const am_backward_workspace *s = am_workspace(&p->workspaces);
     bool uses_any_row_max = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
-    am_status status = uses_any_row_max ? find_row_maxima(p, at, &s, tiles, team) : AM_OK;
+    am_status status = uses_any_row_max ? find_row_maxima(p, at, s, tiles, team) : AM_OK;
     if (status == AM_OK) {
-        find_row_stats(p, at, &s);
+        find_row_stats(p, at, s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
         for (ptrdiff_t r = 0; r < unseen; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,

@@ -61,9 +61,10 @@ static ptrdiff_t packed_query_bytes(const am_attn_base *base)
     return base->packs_queries ? am_packed_query_lanes(base->attn->head_dim) * (ptrdiff_t)sizeof(float) : 0;
 }
 
-/* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
-static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
+static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
 {
+    const forward *f = job;
+    workspace *w = parts;
     const am_schedule *s = &f->schedule;
     const ptrdiff_t size = f->base.size, word = sizeof(uint64_t), tile = AM_FLASH_ROWS * TILE * size;
     const am_attn *attn = f->base.attn;
@@ -450,10 +451,8 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     am_task_items some = am_items_of(g, task);
     const ptrdiff_t end = some.first + some.count, lockstep = am_lockstep(g);
-    char *memory = am_workspace(&f->workspaces);
-    workspace w;
-    lay_out(f, memory, &w);
-    am_kv_workspace kv = w.kv;
+    const workspace *w = am_workspace(&f->workspaces);
+    am_kv_workspace kv = w->kv;
     kv.kv = &f->kv, kv.section = g;
     am_status status = AM_OK;
     position here = position_of(f, g, some.first, some.split);
@@ -463,7 +462,7 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
         const position next =
             then < end ? position_of(f, g, then, some.split)
                        : task_begin(f, am_task_at(&f->schedule, am_min(index + 1, f->schedule.tasks - 1)));
-        status = run_items(f, &w, some, here, &next, &kv, team);
+        status = run_items(f, w, some, here, &next, &kv, team);
         here = next;
     }
     return status;
@@ -476,7 +475,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     const am_task_items some = am_items_of(g, task);
     if (!am_splits_are_tasks(&f->schedule, g) || some.split > 0) return AM_OK;
-    char *scratch = am_workspace(&f->workspaces);
+    const workspace *w = am_workspace(&f->workspaces);
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
         const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
@@ -485,7 +484,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
             const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
             f->base.arithmetic->merge(&whole, &other);
         }
-        am_write_rows(&f->base, f->sinks, &at, &whole, scratch);
+        am_write_rows(&f->base, f->sinks, &at, &whole, w->kv.row);
     }
     return am_checkpoint(team);
 }
@@ -537,7 +536,6 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_forward(context, attn);
     forward f = {.base = am_attn_base_of(context, attn)};
-    workspace unused;
     ptrdiff_t shared = 0;
     status = am_sections_make(&f.sections, attn->mask, true);
     am_context own = *context;
@@ -546,7 +544,7 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
     if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
     if (status == AM_OK)
-        status = am_workspaces_make(&f.workspaces, context->threads, lay_out(&f, NULL, &unused));
+        status = am_workspaces_make(&f.workspaces, context->threads, lay_out, &f, sizeof(workspace));
     if (status == AM_OK) {
         f.kv = (am_kv){.base = &f.base, .sections = &f.sections, .schedule = &f.schedule};
         shared = most_shared(&f);

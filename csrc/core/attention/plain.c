@@ -328,10 +328,12 @@ static void backward_row(const plain *p, row *r)
 
 /* --- Calls --- */
 
-/* Lays out the memory of a key head, which may be NULL; returns its length. */
-static ptrdiff_t lay_out(const plain *p, char *memory, row *r)
+/* Lays out the memory of a key head. */
+static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
 {
+    const plain *p = job;
     const am_attn *f = p->f;
+    row *r = parts;
     const ptrdiff_t size = sizeof(double), key = f->head_dim * size, value = f->value_dim * size,
                     words = am_ceil_div(f->keys, 64) * (ptrdiff_t)sizeof *r->live;
     ptrdiff_t used = 0;
@@ -356,10 +358,9 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     const plain *p = arg;
     const am_attn *f = p->f;
     const ptrdiff_t rows = f->heads / f->kv_heads * f->queries;
-    char *memory = am_workspace(&p->workspaces);
-    row r = {.b = index / f->kv_heads, .kv_head = index % f->kv_heads};
+    row r = *(const row *)am_workspace(&p->workspaces);
     am_status status = AM_OK;
-    lay_out(p, memory, &r);
+    r.b = index / f->kv_heads, r.kv_head = index % f->kv_heads;
     if (p->g) memset(r.d_k, 0, (size_t)(f->keys * f->head_dim) * sizeof *r.d_k);
     if (p->g) memset(r.d_v, 0, (size_t)(f->keys * f->value_dim) * sizeof *r.d_v);
     for (ptrdiff_t i = r.kv_head * rows; status == AM_OK && i < (r.kv_head + 1) * rows; i++) {
@@ -381,8 +382,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
 
 static am_status take_heads(const am_context *context, plain *p)
 {
-    row unused;
-    am_status status = am_workspaces_make(&p->workspaces, context->threads, lay_out(p, NULL, &unused));
+    am_status status = am_workspaces_make(&p->workspaces, context->threads, lay_out, p, sizeof(row));
     if (status == AM_OK) status = am_parallel(context, p->f->batch * p->f->kv_heads, 1, head_task, p);
     am_workspaces_free(&p->workspaces);
     return status;

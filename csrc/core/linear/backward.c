@@ -6,7 +6,6 @@
 #include "core/runtime/sizes.h"
 #include "core/attention/base.h"
 #include "core/arrays/convert.h"
-#include "core/runtime/float_mode.h"
 #include "core/linear/chains.h"
 #include "core/sequences/packed.h"
 
@@ -169,9 +168,12 @@ static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk 
 }
 
 /* All other gradients of a chunk. */
-static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff_t index)
+static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
 {
+    (void)team;
+    const backward_job *job = arg;
     const am_linear_base *base = &job->base;
+    am_linear_buffers *b = am_workspace(&job->workspaces);
     const ptrdiff_t heads = base->linear->heads, slot = index / heads;
     const ptrdiff_t sequence = am_sequence_of(base->offsets, base->linear->sequences, slot);
     const am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
@@ -194,28 +196,13 @@ static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff
     return status;
 }
 
-enum { USES = AM_LINEAR_READ | AM_LINEAR_FIND | AM_LINEAR_PAIRS | AM_LINEAR_TAKE | AM_LINEAR_BACK };
-
-static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const backward_job *job = arg;
-    am_linear_buffers buffers;
-    (void)team;
-    char *memory = am_workspace(&job->workspaces);
-    am_linear_lay_out(&job->base, &buffers, USES, memory);
-    const am_float_mode mode = am_float_mode_get();
-    am_float_mode_set(am_float_mode_flushing(mode));
-    am_status status = take_one(job, &buffers, index);
-    am_float_mode_set(mode);
-    am_linear_release(&buffers);
-    return status;
-}
-
 static am_status take_chunks(const am_context *context, backward_job *job, ptrdiff_t count)
 {
-    am_status status = am_linear_workspaces(&job->workspaces, &job->base, context, USES);
-    if (status == AM_OK) status = am_parallel(context, count, 1, chunk_task, job);
-    am_workspaces_free(&job->workspaces);
+    am_status status = am_linear_workspaces_make(&job->workspaces, &job->base, context->threads,
+                                                 AM_LINEAR_READ | AM_LINEAR_FIND | AM_LINEAR_PAIRS |
+                                                     AM_LINEAR_TAKE | AM_LINEAR_BACK);
+    if (status == AM_OK) status = am_linear_parallel(context, count, chunk_task, job);
+    am_linear_workspaces_free(&job->workspaces);
     return status;
 }
 

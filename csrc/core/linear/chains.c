@@ -41,11 +41,13 @@ static am_status take_chunk(const am_linear_chains *chains, am_linear_link *link
     return chains->take(chains->job, link, &chunk);
 }
 
-am_status am_linear_workspaces(am_workspaces *workspaces, const am_linear_base *base,
-                               const am_context *context, int uses)
+am_status am_linear_parallel(const am_context *context, ptrdiff_t count, am_task task, void *job)
 {
-    am_linear_buffers b;
-    return am_workspaces_make(workspaces, context->threads, am_linear_lay_out(base, &b, uses, NULL));
+    const am_float_mode mode = am_float_mode_get();
+    am_float_mode_set(am_float_mode_flushing(mode)); /* of the loop's other threads, too */
+    am_status status = am_parallel(context, count, 1, task, job);
+    am_float_mode_set(mode);
+    return status;
 }
 
 /* --- A task for each sequence and head --- */
@@ -55,11 +57,6 @@ typedef struct {
     const am_linear_chains *chains;
     am_workspaces workspaces;
 } whole_job;
-
-static int lane_uses(const am_linear_chains *chains)
-{
-    return uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS;
-}
 
 static void read_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index, bool keys,
                       am_linear_soon *soon)
@@ -86,8 +83,10 @@ static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t
     return soon;
 }
 
-static am_status take_lane(const whole_job *job, am_linear_buffers *b, ptrdiff_t task, am_team *team)
+static am_status lane_task(void *arg, ptrdiff_t task, am_team *team)
 {
+    const whole_job *job = arg;
+    am_linear_buffers *b = am_workspace(&job->workspaces);
     const am_linear_place place = am_linear_place_of(job->base, task), *at = &place;
     const am_linear_chains *chains = job->chains;
     const ptrdiff_t count = am_linear_chunks(job->base, at);
@@ -105,27 +104,14 @@ static am_status take_lane(const whole_job *job, am_linear_buffers *b, ptrdiff_t
     return AM_OK;
 }
 
-static am_status lane_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const whole_job *job = arg;
-    am_linear_buffers buffers;
-    char *memory = am_workspace(&job->workspaces);
-    am_linear_lay_out(job->base, &buffers, lane_uses(job->chains), memory);
-    const am_float_mode mode = am_float_mode_get();
-    am_float_mode_set(am_float_mode_flushing(mode));
-    am_status status = take_lane(job, &buffers, index, team);
-    am_float_mode_set(mode);
-    am_linear_release(&buffers);
-    return status;
-}
-
 static am_status run_lanes(const am_context *context, const am_linear_base *base,
                            const am_linear_chains *chains)
 {
     whole_job job = {.base = base, .chains = chains};
-    am_status status = am_linear_workspaces(&job.workspaces, base, context, lane_uses(chains));
-    if (status == AM_OK) status = am_parallel(context, lanes_of(base), 1, lane_task, &job);
-    am_workspaces_free(&job.workspaces);
+    am_status status = am_linear_workspaces_make(&job.workspaces, base, context->threads,
+                                                 uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS);
+    if (status == AM_OK) status = am_linear_parallel(context, lanes_of(base), lane_task, &job);
+    am_linear_workspaces_free(&job.workspaces);
     return status;
 }
 
@@ -135,20 +121,16 @@ typedef struct {
     const am_linear_base *base;
     am_linear_base sliced;
     const am_linear_chains *chains;
-    am_workspaces workspaces; /* for finding pairs */
-    char *memory;             /* of pairs, and then of links */
-    ptrdiff_t bytes;
-    am_linear_buffers *links; /* [lanes * slices] */
+    am_workspaces finders, links; /* of threads that find pairs; of chains, [lanes * slices] */
+    char *pairs;                  /* [lanes][group] */
     ptrdiff_t lanes, group, round, last_round, threads;
 } rounds_job;
 
 /* Of a chunk of this round. */
 static char *pairs_of(const rounds_job *job, ptrdiff_t lane, ptrdiff_t chunk)
 {
-    return job->memory + (lane * job->group + chunk) * job->base->scratch.pairs;
+    return job->pairs + (lane * job->group + chunk) * job->base->scratch.pairs;
 }
-
-enum { FIND = AM_LINEAR_READ | AM_LINEAR_FIND };
 
 static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
 {
@@ -158,26 +140,23 @@ static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
     const am_linear_place at = am_linear_place_of(base, task / job->group);
     const ptrdiff_t first = job->round * job->group, i = task % job->group;
     const ptrdiff_t next = i + job->threads; /* which this thread takes next, if all take as long */
-    am_linear_buffers b;
     am_linear_soon soon = {.count = 0};
     if (first + i >= am_linear_chunks(base, &at)) return AM_OK;
     if (next < job->group) am_linear_keys_soon(base, &at, am_linear_token(base, &at, first + next), &soon);
-    am_linear_lay_out(base, &b, FIND, am_workspace(&job->workspaces));
-    const am_linear_link link = {base, &at, &b, pairs_of(job, task / job->group, i), first + i};
-    const am_float_mode mode = am_float_mode_get();
-    am_float_mode_set(am_float_mode_flushing(mode));
+    const am_linear_link link = {base, &at, am_workspace(&job->finders), pairs_of(job, task / job->group, i),
+                                 first + i};
     read_chunk(&link, job->chains->backward, &soon);
-    am_float_mode_set(mode);
     return AM_OK;
 }
 
-static am_status take_group(rounds_job *job, ptrdiff_t task, am_team *team)
+static am_status group_task(void *arg, ptrdiff_t task, am_team *team)
 {
+    const rounds_job *job = arg;
     const am_linear_chains *chains = job->chains;
     const am_linear_place at = am_linear_place_of(&job->sliced, task);
     const ptrdiff_t lane = task / job->sliced.slices, first = job->round * job->group;
     const ptrdiff_t count = am_min(am_linear_chunks(job->base, &at) - first, job->group);
-    am_linear_link link = {.base = &job->sliced, .at = &at, .b = &job->links[task]};
+    am_linear_link link = {.base = &job->sliced, .at = &at, .b = am_workspace_at(&job->links, task)};
     if (job->round == (chains->backward ? job->last_round : 0)) chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
         const ptrdiff_t j = chains->backward ? count - 1 - i : i;
@@ -197,53 +176,25 @@ static am_status take_group(rounds_job *job, ptrdiff_t task, am_team *team)
     return AM_OK;
 }
 
-static am_status group_task(void *job, ptrdiff_t task, am_team *team)
-{
-    const am_float_mode mode = am_float_mode_get();
-    am_float_mode_set(am_float_mode_flushing(mode));
-    am_status status = take_group(job, task, team);
-    am_float_mode_set(mode);
-    return status;
-}
-
-static am_status allocate(rounds_job *job, const am_context *context)
-{
-    const ptrdiff_t links = job->lanes * job->sliced.slices;
-    const int uses = uses_of(job->chains);
-    am_linear_buffers b;
-    const ptrdiff_t link_bytes = am_linear_lay_out(&job->sliced, &b, uses, NULL);
-    const ptrdiff_t pairs_bytes = job->lanes * job->group * job->base->scratch.pairs;
-    am_status status = am_linear_workspaces(&job->workspaces, job->base, context, FIND);
-    if (status != AM_OK) return status;
-    job->bytes = pairs_bytes + links * link_bytes;
-    job->memory = am_alloc_aligned(job->bytes);
-    job->links = calloc((size_t)links, sizeof *job->links);
-    if (!job->memory || !job->links) return AM_NO_MEMORY;
-    for (ptrdiff_t i = 0; i < links; i++)
-        am_linear_lay_out(&job->sliced, &job->links[i], uses, job->memory + pairs_bytes + i * link_bytes);
-    return AM_OK;
-}
-
-static void release(rounds_job *job)
-{
-    for (ptrdiff_t i = 0; job->links && i < job->lanes * job->sliced.slices; i++)
-        am_linear_release(&job->links[i]);
-    if (job->memory) am_free_aligned(job->memory, job->bytes);
-    am_workspaces_free(&job->workspaces);
-    free(job->links);
-}
-
 static am_status run_rounds(const am_context *context, rounds_job *job)
 {
     const bool backward = job->chains->backward;
-    const ptrdiff_t rounds = job->last_round + 1;
-    am_status status = AM_OK;
+    const ptrdiff_t rounds = job->last_round + 1, links = job->lanes * job->sliced.slices,
+                    pairs_bytes = job->lanes * job->group * job->base->scratch.pairs;
+    am_status status = am_linear_workspaces_make(&job->finders, job->base, context->threads,
+                                                 AM_LINEAR_READ | AM_LINEAR_FIND);
+    if (status == AM_OK)
+        status = am_linear_workspaces_make(&job->links, &job->sliced, links, uses_of(job->chains));
+    job->pairs = am_alloc_aligned(pairs_bytes);
+    if (!job->pairs) status = AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < rounds && status == AM_OK; i++) {
         job->round = backward ? rounds - 1 - i : i;
-        status = am_parallel(context, job->lanes * job->group, 1, find_task, job);
-        if (status == AM_OK)
-            status = am_parallel(context, job->lanes * job->sliced.slices, 1, group_task, job);
+        status = am_linear_parallel(context, job->lanes * job->group, find_task, job);
+        if (status == AM_OK) status = am_linear_parallel(context, links, group_task, job);
     }
+    am_linear_workspaces_free(&job->finders);
+    am_linear_workspaces_free(&job->links);
+    am_free_aligned(job->pairs, pairs_bytes);
     return status;
 }
 
@@ -264,8 +215,5 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_base *
     const ptrdiff_t most = base->linear->by_channel ? 8 : 16; /* a thread: pairs by channel are larger */
     job.group = am_min(am_ceil_div(most * context->threads, lanes), am_max(longest, 1));
     job.last_round = am_max(am_ceil_div(longest, job.group), 1) - 1;
-    am_status status = allocate(&job, context);
-    if (status == AM_OK) status = run_rounds(context, &job);
-    release(&job);
-    return status;
+    return run_rounds(context, &job);
 }

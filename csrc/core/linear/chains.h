@@ -34,9 +34,8 @@ enum { AM_LINEAR_FEW = 4 };
 am_status am_linear_run_chains(const am_context *context, const am_linear_base *base,
                                const am_linear_chains *chains);
 
-/* Memory for buffers of each thread, before anything is written; free it also after a failure. */
-am_status am_linear_workspaces(am_workspaces *workspaces, const am_linear_base *base,
-                               const am_context *context, int uses);
+/* Runs tasks 0 … count-1, with denormal results as 0. */
+am_status am_linear_parallel(const am_context *context, ptrdiff_t count, am_task task, void *job);
 
 /* Whether it goes in rounds. */
 bool am_linear_in_rounds(const am_context *context, const am_linear_base *base);

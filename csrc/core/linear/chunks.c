@@ -144,8 +144,16 @@ static am_strided state_at(const am_linear_array *states, const am_linear_place 
     return rows;
 }
 
-ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, int uses, char *memory)
+typedef struct {
+    const am_linear_base *base;
+    int uses;
+} buffer_layout;
+
+static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
 {
+    const am_linear_base *base = ((const buffer_layout *)layout)->base;
+    const int uses = ((const buffer_layout *)layout)->uses;
+    am_linear_buffers *b = buffers;
     const am_linear_shape *s = &base->shape;
     const ptrdiff_t keys = s->token_stride * s->row_stride * base->size;
     const ptrdiff_t values = s->token_stride * s->channel_stride * base->size,
@@ -155,7 +163,6 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
     ptrdiff_t scratch = uses & AM_LINEAR_FIND ? base->scratch.find : 0;
     if (uses & AM_LINEAR_TAKE) scratch = am_max(scratch, base->scratch.forward);
     if (uses & AM_LINEAR_BACK) scratch = am_max(scratch, base->scratch.backward);
-    *b = (am_linear_buffers){0};
     const struct {
         char **place;
         ptrdiff_t bytes;
@@ -195,7 +202,19 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
     return bytes;
 }
 
-void am_linear_release(am_linear_buffers *b) { free(b->back.token_scratch); }
+am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_base *base, ptrdiff_t count,
+                                    int uses)
+{
+    const buffer_layout layout = {base, uses};
+    return am_workspaces_make(workspaces, count, lay_out, &layout, sizeof(am_linear_buffers));
+}
+
+void am_linear_workspaces_free(am_workspaces *workspaces)
+{
+    for (ptrdiff_t i = 0; workspaces->memory && i < workspaces->count; i++)
+        free(((am_linear_buffers *)am_workspace_at(workspaces, i))->back.token_scratch);
+    am_workspaces_free(workspaces);
+}
 
 /* A number for each token: of an axis of tokens, as if it were one of channels. */
 static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,

@@ -3,6 +3,7 @@
 #define AM_LINEAR_CHUNKS_H
 
 #include "core/linear/rows.h"
+#include "core/runtime/workspaces.h"
 
 /* What all tasks of a call have in common. */
 typedef struct {
@@ -54,9 +55,11 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task);
 
 /* What buffers are for. */
 enum { AM_LINEAR_READ = 1, AM_LINEAR_FIND = 2, AM_LINEAR_PAIRS = 4, AM_LINEAR_TAKE = 8, AM_LINEAR_BACK = 16 };
-/* Lays them out in memory; returns the bytes that they take. NULL only counts. Release them at the end. */
-ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *buffers, int uses, char *memory);
-void am_linear_release(am_linear_buffers *buffers);
+/* Allocates `count` of them, for threads or for chains, before anything is written; free them also after a
+ * failure. */
+am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_base *base, ptrdiff_t count,
+                                    int uses);
+void am_linear_workspaces_free(am_workspaces *workspaces);
 
 /* Reads the chunk that begins at a token, but for values; only what is needed where its pairs are known; and
  * values. */

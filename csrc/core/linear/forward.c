@@ -3,7 +3,6 @@
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"
-#include "core/runtime/float_mode.h"
 #include "core/linear/chains.h"
 
 /* Where the state number `i` of a chain is computed: where it is kept if it is whole. */
@@ -109,16 +108,10 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const step_job *job = arg;
     (void)team;
-    am_linear_buffers buffers;
-    char *memory = am_workspace(&job->workspaces);
-    am_linear_lay_out(&job->base, &buffers, AM_LINEAR_READ | AM_LINEAR_TAKE, memory);
-    const am_float_mode mode = am_float_mode_get();
-    am_float_mode_set(am_float_mode_flushing(mode));
     for (ptrdiff_t i = index * job->run; i < am_min((index + 1) * job->run, job->states); i++) {
         const am_linear_place at = am_linear_place_of(&job->base, i);
-        take_step(job, &buffers, &at);
+        take_step(job, am_workspace(&job->workspaces), &at);
     }
-    am_float_mode_set(mode);
     return AM_OK;
 }
 
@@ -129,10 +122,11 @@ am_status am_linear_step_all(const am_context *context, const am_linear *linear,
     job.run = am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), LONGEST_RUN);
     am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_STEP);
     if (status == AM_OK)
-        status = am_linear_workspaces(&job.workspaces, &job.base, context, AM_LINEAR_READ | AM_LINEAR_TAKE);
+        status = am_linear_workspaces_make(&job.workspaces, &job.base, context->threads,
+                                           AM_LINEAR_READ | AM_LINEAR_TAKE);
     if (status == AM_OK)
-        status = am_parallel(context, am_ceil_div(job.states, am_max(job.run, 1)), 1, step_task, &job);
-    am_workspaces_free(&job.workspaces);
+        status = am_linear_parallel(context, am_ceil_div(job.states, am_max(job.run, 1)), step_task, &job);
+    am_linear_workspaces_free(&job.workspaces);
     am_linear_end(&job.base);
     return status;
 }

@@ -39,27 +39,9 @@ typedef struct {
 
 static am_conv_place place_of(const conv_job *job, ptrdiff_t band)
 {
-    const am_short_conv *c = job->conv;
-    const ptrdiff_t end = (band + 1) * job->lanes - job->shift, channel = am_max(end - job->lanes, 0),
-                    lanes = am_min(end, c->channels) - channel;
-    return (am_conv_place){.conv = c,
-                           .kernels = job->kernels,
-                           .channel = channel,
-                           .lanes = lanes,
-                           .type = c->x.type,
-                           .row = lanes * job->size};
-}
-
-static am_conv_tile tile_of(const am_conv_place *p)
-{
-    return (am_conv_tile){.lanes = p->lanes,
-                          .width = p->conv->width,
-                          .weight_stride = p->lanes,
-                          .src_stride = p->lanes,
-                          .dst_stride = p->lanes,
-                          .weight = p->weight,
-                          .bias = p->bias,
-                          .silu = p->conv->silu};
+    const ptrdiff_t end = am_min((band + 1) * job->lanes - job->shift, job->conv->channels),
+                    begin = am_max(band * job->lanes - job->shift, 0);
+    return am_conv_place_of(job->conv, job->kernels, begin, end - begin, job->conv->x.type);
 }
 
 /* Memory of a task: weights and bias, a window, and the results. */
@@ -67,22 +49,21 @@ typedef struct {
     char *weight, *window, *results;
 } buffers;
 
-static ptrdiff_t weight_bytes(const conv_job *job)
+static ptrdiff_t lay_out(const void *arg, char *memory, void *parts)
 {
-    return (job->conv->width + 1) * (ptrdiff_t)am_size_of(job->conv->type) * job->lanes;
+    const conv_job *job = arg;
+    const ptrdiff_t sum = (ptrdiff_t)am_size_of(job->conv->type);
+    buffers *b = parts;
+    ptrdiff_t used = 0;
+    b->weight = am_take(memory, &used, (job->conv->width + 1) * job->lanes * sum);
+    b->window = am_take(memory, &used, job->window * job->lanes * job->size);
+    b->results = am_take(memory, &used, job->window * job->lanes * job->size);
+    return used;
 }
 
 static am_status make_workspaces(conv_job *job, int threads)
 {
-    const ptrdiff_t rows = am_max(2 * job->window, job->conv->width);
-    return am_workspaces_make(&job->workspaces, threads,
-                              weight_bytes(job) + am_product(rows, job->lanes, job->size));
-}
-
-static buffers buffers_of(const conv_job *job)
-{
-    char *memory = am_workspace(&job->workspaces), *window = memory + weight_bytes(job);
-    return (buffers){memory, window, window + job->window * job->lanes * job->size};
+    return am_workspaces_make(&job->workspaces, threads, lay_out, job, sizeof(buffers));
 }
 
 /* Results first … last - 1 of a sequence. */
@@ -95,8 +76,8 @@ static am_status convolve(const conv_job *job, const am_conv_place *p, const buf
         const bool direct = job->src_direct && t >= history;
         count = am_min(last - t, direct && job->dst_direct ? DIRECT_TOKENS : copied);
         if (job->src_direct && !direct) count = am_min(count, history - t);
-        am_conv_tile tile = tile_of(p);
-        tile.steps = count;
+        am_conv_tile tile = am_conv_tile_of(p, count);
+        tile.silu = c->silu;
         const char *src = b->window;
         if (direct) {
             src = am_conv_at(p, &c->x, t - history);
@@ -125,14 +106,14 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
                     end = am_min(begin + job->tokens, c->starts[c->sequences]);
-    const buffers b = buffers_of(job);
-    am_conv_load_weights(&p, b.weight, false);
+    const buffers *b = am_workspace(&job->workspaces);
+    am_conv_load_weights(&p, b->weight, false);
     am_status status = AM_OK;
     for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
          status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
         ptrdiff_t first, last;
         am_conv_part(&p, n, begin, end, &first, &last);
-        status = convolve(job, &p, &b, first, last, team);
+        status = convolve(job, &p, b, first, last, team);
     }
     return status;
 }
@@ -145,9 +126,9 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
-    const buffers b = buffers_of(job);
-    am_conv_load_window(&p, b.window, p.length, 0);
-    am_conv_store(&p, p.type, &c->after, 0, b.window, c->width - 1);
+    const buffers *b = am_workspace(&job->workspaces);
+    am_conv_load_window(&p, b->window, p.length, 0);
+    am_conv_store(&p, p.type, &c->after, 0, b->window, c->width - 1);
     return am_checkpoint(team);
 }
 
@@ -211,26 +192,26 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * step->rows, end = am_min(begin + step->rows, c->sequences),
                     history = c->width - 1;
-    const buffers b = buffers_of(job);
-    am_conv_load_weights(&p, b.weight, false);
-    am_conv_tile tile = tile_of(&p);
-    tile.steps = 1;
-    char *const last = b.window + history * p.row;
+    const buffers *b = am_workspace(&job->workspaces);
+    am_conv_load_weights(&p, b->weight, false);
+    am_conv_tile tile = am_conv_tile_of(&p, 1);
+    tile.silu = c->silu;
+    char *const last = b->window + history * p.row;
     for (ptrdiff_t row = begin; row < end; row++) {
         const ptrdiff_t slot = step->slots ? step->slots[row] : row;
         if (slot >= 0) {
             p.sequence = slot;
-            am_conv_load(&p, p.type, b.window, &c->before, 0, history);
+            am_conv_load(&p, p.type, b->window, &c->before, 0, history);
             p.sequence = row;
             am_conv_load(&p, p.type, last, &c->x, 0, 1);
-            am_conv_kernel (&p)(b.results, b.window, &tile);
+            am_conv_kernel (&p)(b->results, b->window, &tile);
             p.sequence = slot;
-            am_conv_store(&p, p.type, &c->before, 0, b.window + p.row, history);
+            am_conv_store(&p, p.type, &c->before, 0, b->window + p.row, history);
         } else {
-            memset(b.results, 0, (size_t)p.row);
+            memset(b->results, 0, (size_t)p.row);
         }
         p.sequence = row;
-        am_conv_store(&p, p.type, &c->out, 0, b.results, 1);
+        am_conv_store(&p, p.type, &c->out, 0, b->results, 1);
     }
     return AM_OK;
 }

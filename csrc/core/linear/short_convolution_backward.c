@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
+#include "core/runtime/workspaces.h"
 #include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
 #include "core/sequences/packed.h"
@@ -25,6 +26,7 @@ typedef struct {
     ptrdiff_t tokens, pieces; /* tokens: of a piece */
     ptrdiff_t chunk;          /* tokens at once */
     double *sums;             /* [pieces][bands][W + 1][room of lanes] */
+    am_workspaces workspaces;
 } gradient_job;
 
 /* Memory of a task; rows of `lanes` numbers. */
@@ -34,32 +36,28 @@ typedef struct {
     char *after; /* a row of the state's gradient */
 } buffers;
 
-static bool new_buffers(buffers *b, const gradient_job *job)
+static ptrdiff_t lay_out(const void *arg, char *memory, void *parts)
 {
-    const ptrdiff_t width = job->gradients->conv.width, row = job->lanes * job->size;
-    const ptrdiff_t more = job->chunk + width - 1;
-    const ptrdiff_t rows = 2 * width + 2 + (more + width - 1) + 2 * more + job->chunk;
-    b->weight = malloc((size_t)am_product(rows, job->lanes, job->size));
-    if (!b->weight) return false;
-    b->reversed = b->weight + (width + 1) * row;
-    b->after = b->reversed + width * row;
-    b->dz = b->after + row;
-    b->dout = b->dz + more * row;
-    b->dx = b->dout + more * row;
-    b->window = b->dx + job->chunk * row;
-    return true;
+    const gradient_job *job = arg;
+    const ptrdiff_t width = job->gradients->conv.width, row = job->lanes * job->size,
+                    more = job->chunk + width - 1;
+    buffers *b = parts;
+    ptrdiff_t used = 0;
+    b->weight = am_take(memory, &used, (width + 1) * row);
+    b->reversed = am_take(memory, &used, width * row);
+    b->after = am_take(memory, &used, row);
+    b->dz = am_take(memory, &used, more * row);
+    b->dout = am_take(memory, &used, more * row);
+    b->dx = am_take(memory, &used, job->chunk * row);
+    b->window = am_take(memory, &used, (more + width - 1) * row);
+    return used;
 }
 
 static am_conv_place place_of(const gradient_job *job, ptrdiff_t band)
 {
     const am_short_conv *c = &job->gradients->conv;
     const ptrdiff_t channel = band * job->lanes, lanes = am_min(job->lanes, c->channels - channel);
-    return (am_conv_place){.conv = c,
-                           .kernels = job->kernels,
-                           .channel = channel,
-                           .lanes = lanes,
-                           .type = c->type,
-                           .row = lanes * job->size};
+    return am_conv_place_of(c, job->kernels, channel, lanes, c->type);
 }
 
 static void load_weights(am_conv_place *p, const buffers *b)
@@ -75,14 +73,7 @@ static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, p
     am_conv_load_window(p, b->window, token, count);
     am_conv_load(p, p->type, c->silu ? b->dout : b->dz, &c->out, token, count);
     if (!c->silu) return;
-    const am_conv_tile tile = {.steps = count,
-                               .lanes = p->lanes,
-                               .width = c->width,
-                               .dst_stride = p->lanes,
-                               .src_stride = p->lanes,
-                               .weight_stride = p->lanes,
-                               .weight = p->weight,
-                               .bias = p->bias};
+    const am_conv_tile tile = am_conv_tile_of(p, count);
     am_conv_kernel(p)(b->dz, b->window, &tile);
     am_conv_kernels_of(p->kernels, c->type)->silu_gradient(b->dz, b->dout, count * p->lanes);
 }
@@ -96,14 +87,8 @@ typedef struct {
 
 static void add_terms(const am_conv_place *p, const buffers *b, void *to, const void *more, sums_of_rows s)
 {
-    const am_conv_tile tile = {.steps = s.count,
-                               .lanes = p->lanes,
-                               .width = s.terms,
-                               .dst_stride = p->lanes,
-                               .src_stride = p->lanes,
-                               .weight_stride = p->lanes,
-                               .weight = b->reversed + s.first_weight * p->row,
-                               .bias = more};
+    am_conv_tile tile = am_conv_tile_of(p, s.count);
+    tile.width = s.terms, tile.weight = b->reversed + s.first_weight * p->row, tile.bias = more;
     am_conv_kernel(p)(to, b->dz + s.first_dz * p->row, &tile);
 }
 
@@ -131,11 +116,7 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
     for (ptrdiff_t t = first; t < last; t += job->chunk) {
         const ptrdiff_t count = am_min(job->chunk, last - t);
         find_dz(p, b, t, am_min(count + history, p->length - t));
-        const am_conv_tile tile = {.steps = count,
-                                   .lanes = p->lanes,
-                                   .width = c->width,
-                                   .dst_stride = p->lanes,
-                                   .src_stride = p->lanes};
+        const am_conv_tile tile = am_conv_tile_of(p, count);
         am_conv_kernels_of(p->kernels, c->type)->sums(sums, b->dz, b->window, &tile);
         const ptrdiff_t whole = am_max(am_min(count, p->length - history - t), 0);
         add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0});
@@ -156,17 +137,15 @@ static am_status gradient_task(void *arg, ptrdiff_t index, am_team *team)
                     end = am_min(begin + job->tokens, c->starts[c->sequences]);
     double *sums = job->sums + index * (c->width + 1) * am_conv_sums_stride(job->lanes);
     memset(sums, 0, (size_t)((c->width + 1) * am_conv_sums_stride(p.lanes)) * sizeof *sums);
-    buffers b;
-    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
-    load_weights(&p, &b);
+    const buffers *b = am_workspace(&job->workspaces);
+    load_weights(&p, b);
     am_status status = AM_OK;
     for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
          status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
         ptrdiff_t first, last;
         am_conv_part(&p, n, begin, end, &first, &last);
-        status = find_gradients(job, &p, &b, first, last, sums, team);
+        status = find_gradients(job, &p, b, first, last, sums, team);
     }
-    free(b.weight);
     return status;
 }
 
@@ -203,15 +182,13 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
-    buffers b;
-    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
-    load_weights(&p, &b);
-    find_dz(&p, &b, 0, am_min(p.length, c->width - 1));
+    const buffers *b = am_workspace(&job->workspaces);
+    load_weights(&p, b);
+    find_dz(&p, b, 0, am_min(p.length, c->width - 1));
     for (ptrdiff_t row = 0; row < c->width - 1; row++) {
-        find_edge(&p, &b, b.dx, row, 0);
-        am_conv_store(&p, c->type, &job->gradients->d_before, row, b.dx, 1);
+        find_edge(&p, b, b->dx, row, 0);
+        am_conv_store(&p, c->type, &job->gradients->d_before, row, b->dx, 1);
     }
-    free(b.weight);
     return am_checkpoint(team);
 }
 
@@ -231,11 +208,13 @@ am_status am_short_conv_backward(const am_context *context, const am_short_conv_
     job.pieces = am_ceil_div(tokens, job.tokens);
     const ptrdiff_t rows = am_product(job.pieces * job.bands, c->width + 1, (ptrdiff_t)sizeof *job.sums);
     job.sums = malloc((size_t)am_product(rows, am_conv_sums_stride(job.lanes), 1));
-    if (!job.sums && rows) return AM_NO_MEMORY;
-    am_status status = am_parallel(context, job.pieces * job.bands, 1, gradient_task, &job);
+    am_status status = am_workspaces_make(&job.workspaces, context->threads, lay_out, &job, sizeof(buffers));
+    if (!job.sums && rows) status = AM_NO_MEMORY;
+    if (status == AM_OK) status = am_parallel(context, job.pieces * job.bands, 1, gradient_task, &job);
     if (status == AM_OK) status = am_parallel(context, job.bands, 1, join_task, &job);
     if (status == AM_OK && gradients->d_before.data && c->width > 1)
         status = am_parallel(context, c->sequences * job.bands, 1, state_task, &job);
+    am_workspaces_free(&job.workspaces);
     free(job.sums);
     return status;
 }

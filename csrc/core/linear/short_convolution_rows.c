@@ -6,6 +6,29 @@
 #include "core/runtime/sizes.h"
 #include "core/arrays/strided.h"
 
+am_conv_place am_conv_place_of(const am_short_conv *conv, const am_kernels *kernels, ptrdiff_t channel,
+                               ptrdiff_t lanes, am_dtype type)
+{
+    return (am_conv_place){.conv = conv,
+                           .kernels = kernels,
+                           .channel = channel,
+                           .lanes = lanes,
+                           .type = type,
+                           .row = lanes * (ptrdiff_t)am_size_of(type)};
+}
+
+am_conv_tile am_conv_tile_of(const am_conv_place *p, ptrdiff_t steps)
+{
+    return (am_conv_tile){.steps = steps,
+                          .lanes = p->lanes,
+                          .width = p->conv->width,
+                          .weight_stride = p->lanes,
+                          .src_stride = p->lanes,
+                          .dst_stride = p->lanes,
+                          .weight = p->weight,
+                          .bias = p->bias};
+}
+
 const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype type)
 {
     return type == AM_FLOAT64 ? &kernels->conv_f64 : &kernels->conv_f32;

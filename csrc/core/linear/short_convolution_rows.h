@@ -13,8 +13,8 @@ enum {
     AM_CONV_TASK = 1 << 16, /* elements of a task, about 20 µs */
 };
 
-/* No memory holds the window of a wider one. */
-#define AM_CONV_WIDEST (PTRDIFF_MAX >> 8)
+/* No memory holds the window of a wider one. Up to here its length does not overflow. */
+#define AM_CONV_WIDEST (PTRDIFF_MAX >> 16)
 
 /* Some channels of a sequence. */
 typedef struct {
@@ -27,6 +27,13 @@ typedef struct {
     const void *weight; /* [width][lanes], of the type of the sums */
     const void *bias;   /* [lanes], or NULL */
 } am_conv_place;
+
+/* So many channels, whose rows are copied as numbers of `type`, before a sequence is chosen. */
+am_conv_place am_conv_place_of(const am_short_conv *conv, const am_kernels *kernels, ptrdiff_t channel,
+                               ptrdiff_t lanes, am_dtype type);
+
+/* So many steps with the weights of a place, rows side by side. */
+am_conv_tile am_conv_tile_of(const am_conv_place *place, ptrdiff_t steps);
 
 const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype type);
 

@@ -21,20 +21,32 @@ void am_free_aligned(void *memory, ptrdiff_t bytes)
         free(memory);
 }
 
-am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes)
+am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_out *lay_out, const void *job,
+                             ptrdiff_t parts_size)
 {
-    workspaces->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
-    workspaces->count = threads;
-    workspaces->memory = am_alloc_aligned(threads * workspaces->bytes);
-    return workspaces->memory ? AM_OK : AM_NO_MEMORY;
+    *workspaces = (am_workspaces){.parts_size = parts_size, .count = count};
+    workspaces->parts = calloc((size_t)count, (size_t)parts_size);
+    if (!workspaces->parts) return AM_NO_MEMORY;
+    workspaces->bytes = am_ceil_div(lay_out(job, NULL, workspaces->parts), AM_LINE) * AM_LINE;
+    workspaces->memory = am_alloc_aligned(am_product(count, workspaces->bytes, 1));
+    if (!workspaces->memory) return AM_NO_MEMORY;
+    for (ptrdiff_t i = 0; i < count; i++)
+        lay_out(job, workspaces->memory + i * workspaces->bytes, am_workspace_at(workspaces, i));
+    return AM_OK;
 }
 
 void am_workspaces_free(am_workspaces *workspaces)
 {
-    am_free_aligned(workspaces->memory, workspaces->count * workspaces->bytes);
+    am_free_aligned(workspaces->memory, am_product(workspaces->count, workspaces->bytes, 1));
+    free(workspaces->parts);
 }
 
-char *am_workspace(const am_workspaces *workspaces)
+void *am_workspace_at(const am_workspaces *workspaces, ptrdiff_t i)
 {
-    return workspaces->memory + am_thread_number() * workspaces->bytes;
+    return workspaces->parts + i * workspaces->parts_size;
+}
+
+void *am_workspace(const am_workspaces *workspaces)
+{
+    return am_workspace_at(workspaces, am_thread_number());
 }

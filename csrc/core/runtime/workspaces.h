@@ -25,18 +25,24 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
     return at;
 }
 
-/* A workspace for each thread of a call: the loops that use them run with no more threads than they were made
- * for, which am_thread_number counts. A thread has the same one in every task, so that it stays in its
- * caches; and in every call of the same shape, so that it lies in the memory of the node that touched it
- * first. */
+/* Lays out a workspace from `memory` on, and sets the addresses of its parts; returns its bytes. NULL: only
+ * these. */
+typedef ptrdiff_t am_lay_out(const void *job, char *memory, void *parts);
+
+/* A workspace for each thread of a call, laid out once: the loops that use them run with no more threads than
+ * they were made for, which am_thread_number counts. A thread has the same one in every task, so that it
+ * stays in its caches; and in every call of the same shape, so that it lies in the memory of the node that
+ * touched it first. */
 typedef struct {
-    char *memory;
-    ptrdiff_t bytes, count; /* the length of each, and their number */
+    char *memory, *parts;
+    ptrdiff_t bytes, parts_size, count; /* the length of each, of its parts' addresses, and their number */
 } am_workspaces;
-am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes);
+am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_out *lay_out, const void *job,
+                             ptrdiff_t parts_size);
 void am_workspaces_free(am_workspaces *workspaces);
 
-/* That of the thread that runs the task. */
-char *am_workspace(const am_workspaces *workspaces);
+/* The parts of the i-th; and of that of the thread that runs the task. */
+void *am_workspace_at(const am_workspaces *workspaces, ptrdiff_t i);
+void *am_workspace(const am_workspaces *workspaces);
 
 #endif

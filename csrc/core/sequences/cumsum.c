@@ -58,6 +58,13 @@ typedef struct {
     _Alignas(64) double in[TILE], out[TILE];
 } tile_buffers;
 
+static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
+{
+    (void)job;
+    *(tile_buffers **)parts = (tile_buffers *)memory;
+    return sizeof(tile_buffers);
+}
+
 /* Whether a kernel transposes a tile: time is contiguous, and elements are not narrower than 32 bits. */
 static bool is_transposed(ptrdiff_t stride, am_dtype type)
 {
@@ -223,7 +230,8 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
-    l.buffers = (tile_buffers *)am_workspace(&p->workspaces);
+    tile_buffers *const *buffers = am_workspace(&p->workspaces);
+    l.buffers = *buffers;
     return sum_span(p, s, &l);
 }
 
@@ -377,7 +385,7 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
         p.band * (c.steps / p.span_count) * (ptrdiff_t)(am_size_of(c.src_type) + am_size_of(c.dst_type));
     tasks = outer * p.bands * p.span_count;
     if (!(p.src_direct && p.dst_direct))
-        status = am_workspaces_make(&p.workspaces, context->threads, sizeof(tile_buffers));
+        status = am_workspaces_make(&p.workspaces, context->threads, lay_out, NULL, sizeof(tile_buffers *));
     if (status == AM_OK) status = am_parallel_bytes(context, tasks, bytes, sum_task, &p);
     am_workspaces_free(&p.workspaces);
     free(p.spans);

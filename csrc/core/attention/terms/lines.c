@@ -187,7 +187,7 @@ void am_learn_lines(const am_line_gradients *g, const am_attn_place *at, am_rang
 }
 
 am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, ptrdiff_t turn,
-                           const am_line_sums *sums, am_team *team)
+                           am_line_sums *sums, am_team *team)
 {
     if (g->count == 0) return AM_OK;
     atomic_ptrdiff_t *semaphore = &g->semaphores[at->kv_head];
@@ -197,8 +197,10 @@ am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, 
     for (int i = 0; i < g->count; i++) {
         const ptrdiff_t length = g->terms[i]->shape[3];
         double *to = (double *)g->terms[i]->gradient + at->kv_head * heads * length;
-        for (ptrdiff_t h = 0; h < heads; h++, sums++, to += length)
+        for (ptrdiff_t h = 0; h < heads; h++, sums++, to += length) {
             for (ptrdiff_t k = sums->filled.begin; k < sums->filled.end; k++) to[k] += sums->sums[k];
+            sums->filled = (am_range){0, 0};
+        }
     }
     atomic_store_explicit(semaphore, turn + 1, memory_order_release);
     return AM_OK;

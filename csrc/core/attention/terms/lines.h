@@ -43,8 +43,9 @@ am_line_sums *am_line_sums_take(const am_line_gradients *gradients, char *memory
 void am_learn_lines(const am_line_gradients *gradients, const am_attn_place *at, am_range keys,
                     const char *d_s, char *scratch, am_line_sums *sums);
 
-/* Adds the sums of a task of a key head to the results, when its turn comes. */
+/* Adds the sums of a task of a key head to the results, when its turn comes, and empties them for the next.
+ */
 am_status am_end_line_sums(const am_line_gradients *gradients, const am_attn_place *at, ptrdiff_t turn,
-                           const am_line_sums *sums, am_team *team);
+                           am_line_sums *sums, am_team *team);
 
 #endif
