@@ -21,6 +21,10 @@ am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask)
     am_mask_rows mask_rows = {
         .kernels = kernels,
         .data = mask->data,
+        .batch = mask->batch_stride ? mask->batch : 1,
+        .heads = mask->head_stride ? mask->heads : 1,
+        .batch_stride = mask->batch_stride,
+        .head_stride = mask->head_stride,
         .transposed = keys.count == 1 || (queries.count > 1 && queries.stride < keys.stride),
         .size = (ptrdiff_t)am_size_of(mask->type),
         .lane = am_lane_of(mask->type),

@@ -25,11 +25,13 @@ typedef struct {
     bool backwards;   /* index i of this axis is index count - 1 - i of the array */
 } am_axis;
 
-/* One plane of a mask: one (b, h). It is transposed if that brings the elements of a row closer together in
- * memory. */
+/* The planes of a mask, one for each (b, h). They are transposed if that brings the elements of a row closer
+ * together in memory. */
 typedef struct {
     const am_kernels *kernels;
-    const char *data; /* of batch row 0 and head 0 */
+    const char *data;                    /* of batch row 0 and head 0 */
+    ptrdiff_t batch, heads;              /* 1 where the array repeats itself */
+    ptrdiff_t batch_stride, head_stride; /* in bytes */
     am_axis rows, columns;
     bool transposed; /* rows are keys, and columns queries */
     ptrdiff_t size;
@@ -38,6 +40,12 @@ typedef struct {
 
 /* No axis of `mask` may be empty. */
 am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask);
+
+/* Row 0 of a plane. */
+static inline const char *am_mask_plane(const am_mask_rows *mask_rows, ptrdiff_t b, ptrdiff_t h)
+{
+    return mask_rows->data + b * mask_rows->batch_stride + h * mask_rows->head_stride;
+}
 
 /* These functions take the address of column 0 as `row`. */
 

@@ -240,17 +240,14 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const any_job *job = arg;
     const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->blocks, k = index % job->blocks * AM_TILE_COLUMNS;
-    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
-              columns = am_min(AM_TILE_COLUMNS, mask->keys - k);
+    const ptrdiff_t plane = index / job->blocks, k = index % job->blocks * AM_TILE_COLUMNS,
+                    columns = am_min(AM_TILE_COLUMNS, mask->keys - k);
+    am_region p = {.b = plane / mask->heads, .h = plane % mask->heads, .k = k, .columns = columns};
     uint64_t seen = 0;
-    for (ptrdiff_t q = 0; q < mask->queries && seen != am_low_bits(columns); q += AM_TILE_ROWS) {
-        ptrdiff_t rows = am_min(AM_TILE_ROWS, mask->queries - q);
-        uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, &(am_region){b, h, q, rows, k, columns}, bits);
-        if (kind == AM_FULL) seen = am_low_bits(columns);
-        for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= bits[r];
-        am_status status = checkpoint_if_due(team, q);
+    for (; p.q < mask->queries && seen != am_low_bits(columns); p.q += AM_TILE_ROWS) {
+        p.rows = am_min(AM_TILE_ROWS, mask->queries - p.q);
+        seen |= am_mask_seen_in(mask, &p, AM_KEYS);
+        am_status status = checkpoint_if_due(team, p.q);
         if (status != AM_OK) return status;
     }
     mask->kernels->masks.expand_bits[AM_LANE_8](job->keys + plane * mask->keys + k, seen, columns, 1, 0);
@@ -265,11 +262,8 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     am_range live = am_mask_keys(mask, p.b, p.h, p.q, p.rows);
     uint64_t seen = 0;
     for (p.k = live.begin; p.k < live.end && seen != am_low_bits(p.rows); p.k += p.columns) {
-        uint64_t bits[AM_TILE_ROWS];
         p.columns = am_min(am_floor_to(p.k, AM_TILE_COLUMNS) + AM_TILE_COLUMNS, live.end) - p.k;
-        am_tile kind = am_mask_bits(mask, &p, bits);
-        if (kind == AM_FULL) seen = am_low_bits(p.rows);
-        for (ptrdiff_t r = 0; kind == AM_MIXED && r < p.rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
+        seen |= am_mask_seen_in(mask, &p, AM_QUERIES);
         am_status status = checkpoint_if_due(team, p.k);
         if (status != AM_OK) return status;
     }

@@ -125,23 +125,11 @@ static am_tile inverted_kind(am_tile tile)
  * full, which only the bits show. */
 static am_tile combined_kind(am_node_kind operator, am_tile left, am_tile right)
 {
-    switch (operator) {
-    case AM_AND:
-        return left == AM_DEAD || right == AM_DEAD ? AM_DEAD
-               : left == AM_FULL                   ? right
-               : right == AM_FULL                  ? left
-                                                   : AM_MIXED;
-    case AM_OR:
-        return left == AM_FULL || right == AM_FULL ? AM_FULL
-               : left == AM_DEAD                   ? right
-               : right == AM_DEAD                  ? left
-                                                   : AM_MIXED;
-    default:
-        return left == AM_DEAD    ? right
-               : left == AM_FULL  ? inverted_kind(right)
-               : right == AM_DEAD ? left
-                                  : inverted_kind(left);
-    }
+    const am_tile decisive = operator == AM_AND ? AM_DEAD : AM_FULL;
+    if (operator != AM_XOR && (left == decisive || right == decisive)) return decisive;
+    if (left == AM_MIXED || right == AM_MIXED) return AM_MIXED;
+    if (operator == AM_XOR) return left == right ? AM_DEAD : AM_FULL;
+    return left;
 }
 
 /* A tile on the stack. Its bits are set only if it is mixed. */
@@ -207,6 +195,16 @@ am_tile am_mask_bits(const am_mask *mask, const am_region *region, uint64_t *bit
         all &= bits[r];
     }
     return !any ? AM_DEAD : all == am_low_bits(region->columns) ? AM_FULL : AM_MIXED;
+}
+
+uint64_t am_mask_seen_in(const am_mask *mask, const am_region *tile, am_side side)
+{
+    uint64_t bits[AM_TILE_ROWS], seen = 0;
+    const am_tile kind = am_mask_bits(mask, tile, bits);
+    if (kind == AM_FULL) return am_low_bits(side == AM_QUERIES ? tile->rows : tile->columns);
+    for (ptrdiff_t r = 0; kind == AM_MIXED && r < tile->rows; r++)
+        seen |= side == AM_KEYS ? bits[r] : (uint64_t)(bits[r] != 0) << r;
+    return seen;
 }
 
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,

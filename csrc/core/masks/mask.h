@@ -113,14 +113,14 @@ typedef struct {
             const ptrdiff_t *offsets;             /* [count] */
         } sequences;
         struct {
+            am_tile_map map; /* summaries: of 64 × 64 pairs, and of all along an axis whose stride is 0.
+                              * Arrays have an element for each shifted position of the others */
             const char *data;
             am_dtype type;
             ptrdiff_t batch, head, row, column; /* strides in bytes */
-            am_tile_map map; /* summaries: of 64 × 64 pairs, and of all along an axis whose stride is 0.
-                              * Arrays have an element for each shifted position of the others */
         } dense;
         struct {
-            am_tile_map map;                              /* tiles of 64 × 64 pairs, if any has bits */
+            am_tile_map map; /* in the same memory as that of an array; of 64 × 64 pairs, if any has bits */
             const unsigned char (*bits)[AM_TILE_ROWS][8]; /* of AM_MIXED + i, a bit for each pair of a row */
             ptrdiff_t patterns;                           /* tiles that have bits */
         } tiles;
@@ -160,6 +160,12 @@ am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q
  * AM_TILE_COLUMNS pairs and may begin anywhere. */
 am_tile am_mask_bits(const am_mask *mask, const am_region *tile, uint64_t *bits);
 
+typedef enum { AM_QUERIES, AM_KEYS } am_side;
+
+/* The queries of a tile that see any of its keys, or the keys that any of its queries sees: bit i is set for
+ * the i-th. */
+uint64_t am_mask_seen_in(const am_mask *mask, const am_region *tile, am_side side);
+
 /* The bits of one query and up to AM_TILE_COLUMNS keys. Asks no summaries: for a few pairs it is faster. */
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
                      ptrdiff_t columns);
@@ -174,8 +180,6 @@ am_seen am_mask_seen(const am_mask *mask, ptrdiff_t b, am_range heads, am_range 
 
 /* One more than the last of the queries that sees a key in any of the heads, or queries.begin. */
 ptrdiff_t am_mask_queries_end(const am_mask *mask, ptrdiff_t b, am_range heads, am_range queries);
-
-typedef enum { AM_QUERIES, AM_KEYS } am_side;
 
 /* Bit i is set if token begin + 1 + i belongs to another sequence, segment or chunk than the token before it,
  * in the first head. This is a hint: tiles that begin at boundaries are seldom mixed. */

@@ -19,12 +19,8 @@ static bool sees(const am_mask *mask, const am_region *p, ptrdiff_t q, ptrdiff_t
 /* The keys that some rows of a tile see, as bits. */
 static uint64_t keys_of_tile(const am_mask *mask, const am_region *p)
 {
-    if (p->rows == 1) return am_mask_row(mask, p->b, p->h, p->q, p->k, p->columns);
-    uint64_t bits[ROWS], any = 0;
-    const am_tile kind = am_mask_bits(mask, p, bits);
-    if (kind == AM_FULL) return am_low_bits(p->columns);
-    for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) any |= bits[r];
-    return any;
+    return p->rows == 1 ? am_mask_row(mask, p->b, p->h, p->q, p->k, p->columns)
+                        : am_mask_seen_in(mask, p, AM_KEYS);
 }
 
 /* The first key of a region that is seen, or where its keys end. */
@@ -122,13 +118,10 @@ static ptrdiff_t count_to_last(const am_mask *mask, const am_region *p)
     const am_range keys = am_mask_keys(mask, p->b, p->h, p->q, p->rows);
     ptrdiff_t found = 0;
     for (ptrdiff_t k = keys.begin, next; k < keys.end && found < p->rows; k = next) {
-        uint64_t bits[ROWS];
         next = am_min(next_multiple(k, COLUMNS), keys.end);
-        const am_tile kind = am_mask_bits(mask, &(am_region){p->b, p->h, p->q, p->rows, k, next - k}, bits);
-        if (kind == AM_FULL) found = p->rows;
-        for (ptrdiff_t r = p->rows; kind == AM_MIXED && r > found; r--) {
-            if (bits[r - 1]) found = r;
-        }
+        const am_region tile = {p->b, p->h, p->q, p->rows, k, next - k};
+        const uint64_t seen = am_mask_seen_in(mask, &tile, AM_QUERIES);
+        if (seen) found = am_max(found, 64 - __builtin_clzll(seen));
     }
     return found;
 }

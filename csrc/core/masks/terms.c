@@ -67,6 +67,13 @@ static void interval_bits(interval_of *interval, const am_node *node, const am_r
         interval_bits(name##_interval, node, p, bits);                                                       \
     }
 
+static am_range all_interval(const am_node *node, const am_region *p, ptrdiff_t q)
+{
+    (void)node, (void)p, (void)q;
+    return (am_range){0, PTRDIFF_MAX};
+}
+INTERVAL_FUNCTIONS(all)
+
 static am_range band_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
     const ptrdiff_t i = p->b * node->band.batch + p->h * node->band.head;
@@ -153,22 +160,6 @@ static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side s
         boundaries |= (uint64_t)1 << (starts[s] - begin - 1);
     }
     return boundaries | chunks_of_sequences(node, side, begin, count);
-}
-
-static am_range all_keys(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    (void)node, (void)p;
-    return (am_range){0, mask->keys};
-}
-static am_tile all_tile(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    (void)mask, (void)node, (void)p;
-    return AM_FULL;
-}
-static void all_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
-{
-    (void)mask, (void)node;
-    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
 }
 
 /* --- Summaries of numbers of tokens, of which those from `least` on are valid --- */

@@ -109,7 +109,7 @@ static void dense_release(am_node *node)
     node->dense.map.places = NULL;
 }
 
-/* --- Where tiles are --- */
+/* --- Where tiles are: of an array, or of a term of tiles --- */
 
 /* The tiles of one (b, h) from that of shifted query q on. */
 static const int32_t *tiles_of(const am_tile_map *map, const am_region *p, ptrdiff_t q)
@@ -144,8 +144,9 @@ static bool column_is_dead(const am_tile_map *map, const tile_view *view, ptrdif
     return true;
 }
 
-static am_range keys_of(const am_tile_map *map, const am_mask *mask, const am_region *p)
+static am_range map_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
+    const am_tile_map *map = &node->tiles.map;
     const tile_view view = tiles_that_cover(map, p, 0, mask->keys);
     const ptrdiff_t k_size = map->k_size, k_shift = map->k_shift[p->b];
     ptrdiff_t begin = 0, end = view.columns;
@@ -158,8 +159,10 @@ static am_range keys_of(const am_tile_map *map, const am_mask *mask, const am_re
     return (am_range){am_max(begin * k_size - k_shift, 0), am_min(last - k_shift, mask->keys)};
 }
 
-static am_tile tile_of(const am_tile_map *map, const am_region *p)
+static am_tile map_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
+    (void)mask;
+    const am_tile_map *map = &node->tiles.map;
     const tile_view view = tiles_that_cover(map, p, p->k, p->columns);
     const int32_t first = am_read_once(view.places);
     if (first != AM_DEAD && first != AM_FULL) return AM_MIXED;
@@ -171,24 +174,13 @@ static am_tile tile_of(const am_tile_map *map, const am_region *p)
     return (am_tile)first;
 }
 
-static am_range dense_keys(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    return keys_of(&node->dense.map, mask, p);
-}
-
-static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    (void)mask;
-    return tile_of(&node->dense.map, p);
-}
-
 static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0; }
 
 const am_term_kind am_dense_term = {
     .prepare = dense_prepare,
     .release = dense_release,
-    .keys = dense_keys,
-    .tile = dense_tile,
+    .keys = map_keys,
+    .tile = map_tile,
     .bits = dense_bits,
     .is_by_head = dense_is_by_head,
 };
@@ -225,17 +217,6 @@ bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape
         most = place > most ? place : most;
     }
     return most < (uint64_t)AM_MIXED + (uint64_t)count;
-}
-
-static am_range tiles_keys(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    return keys_of(&node->tiles.map, mask, p);
-}
-
-static am_tile tiles_tile(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    (void)mask;
-    return tile_of(&node->tiles.map, p);
 }
 
 /* The bits of one query. */
@@ -279,8 +260,8 @@ static uint64_t tiles_boundaries(const am_node *node, ptrdiff_t b, am_side side,
 static bool tiles_is_by_head(const am_node *node) { return node->tiles.map.head != 0; }
 
 const am_term_kind am_tiles_term = {
-    .keys = tiles_keys,
-    .tile = tiles_tile,
+    .keys = map_keys,
+    .tile = map_tile,
     .bits = tiles_bits,
     .boundaries = tiles_boundaries,
     .is_by_head = tiles_is_by_head,

@@ -285,13 +285,25 @@ static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, con
     return s->leader ? AM_OK : AM_NO_MEMORY;
 }
 
-static am_status group_plane(const am_context *context, const am_mask_rows *mask_rows, const char *data,
-                             int32_t *q_ids, int32_t *k_ids)
+/* --- Planes --- */
+
+typedef struct {
+    const am_context *context;
+    const am_dense *mask;
+    am_mask_rows mask_rows;
+    int32_t *q_ids, *k_ids;
+} planes_job;
+
+static am_status group_plane(const am_context *context, const planes_job *planes, ptrdiff_t index)
 {
-    const am_axis *rows = &mask_rows->rows, *columns = &mask_rows->columns;
-    plane_job job = {.plane = *mask_rows, .axes = {rows, columns}, .ids = {q_ids, k_ids}};
-    job.plane.data = data;
-    if (mask_rows->transposed) job.ids[0] = k_ids, job.ids[1] = q_ids;
+    const am_dense *mask = planes->mask;
+    const am_axis *rows = &planes->mask_rows.rows, *columns = &planes->mask_rows.columns;
+    const ptrdiff_t heads = planes->mask_rows.heads, b = index / heads, h = index % heads,
+                    plane = b * mask->heads + h;
+    int32_t *q_ids = planes->q_ids + plane * mask->queries, *k_ids = planes->k_ids + plane * mask->keys;
+    plane_job job = {.plane = planes->mask_rows, .axes = {rows, columns}, .ids = {q_ids, k_ids}};
+    job.plane.data = am_mask_plane(&planes->mask_rows, b, h);
+    if (job.plane.transposed) job.ids[0] = k_ids, job.ids[1] = q_ids;
     const ptrdiff_t most = context->threads > PARTS ? MORE_PARTS : PARTS;
     am_status status = prepare_side(&job.sides[0], false, rows, columns, most);
     if (status == AM_OK) status = prepare_side(&job.sides[1], true, columns, rows, most);
@@ -303,30 +315,11 @@ static am_status group_plane(const am_context *context, const am_mask_rows *mask
     return status;
 }
 
-/* --- Planes --- */
-
-typedef struct {
-    const am_context *context;
-    const am_dense *mask;
-    am_mask_rows mask_rows;
-    ptrdiff_t heads; /* distinct heads */
-    int32_t *q_ids, *k_ids;
-} planes_job;
-
-static am_status group_one(const am_context *context, const planes_job *job, ptrdiff_t index)
-{
-    const am_dense *mask = job->mask;
-    ptrdiff_t b = index / job->heads, h = index % job->heads, plane = b * mask->heads + h;
-    return group_plane(context, &job->mask_rows,
-                       job->mask_rows.data + b * mask->batch_stride + h * mask->head_stride,
-                       job->q_ids + plane * mask->queries, job->k_ids + plane * mask->keys);
-}
-
 static am_status plane_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const planes_job *job = arg;
     const am_context single = {.kernels = job->context->kernels, .threads = 1};
-    am_status status = group_one(&single, job, index);
+    am_status status = group_plane(&single, job, index);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
@@ -338,19 +331,17 @@ static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
 
 am_status am_group_tokens(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
 {
-    planes_job job = {
-        context, mask, am_mask_rows_of(context->kernels, mask), mask->head_stride ? mask->heads : 1,
-        q_ids,   k_ids};
-    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1, planes = batch * job.heads;
+    planes_job job = {context, mask, am_mask_rows_of(context->kernels, mask), q_ids, k_ids};
+    const ptrdiff_t batch = job.mask_rows.batch, heads = job.mask_rows.heads, planes = batch * heads;
     bool large = job.mask_rows.columns.count > PART_PAIRS / job.mask_rows.rows.count;
     am_status status = AM_OK;
     if (large) {
-        for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_one(context, &job, i);
+        for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_plane(context, &job, i);
     } else {
         status = am_parallel(context, planes, 1, plane_task, &job);
     }
     if (status != AM_OK) return status;
-    for (ptrdiff_t b = 0; b < batch && job.heads < mask->heads; b++) {
+    for (ptrdiff_t b = 0; b < batch && heads < mask->heads; b++) {
         repeat_ids(q_ids + b * mask->heads * mask->queries, mask->queries, mask->heads);
         repeat_ids(k_ids + b * mask->heads * mask->keys, mask->keys, mask->heads);
     }
@@ -364,9 +355,7 @@ am_status am_group_tokens(const am_context *context, const am_dense *mask, int32
 /* --- Comparing a mask with its ids --- */
 
 typedef struct {
-    const am_dense *mask;
     am_mask_rows mask_rows;
-    ptrdiff_t heads; /* distinct heads */
     ptrdiff_t id_heads, blocks;
     int32_t *row_ids, *column_ids; /* [batch, id_heads, count], in the order of the rows and columns */
     atomic_ptrdiff_t found;        /* (plane * rows + row) * columns + column of the first contradiction */
@@ -408,9 +397,9 @@ static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
     check_job *job = arg;
     const am_mask_rows *mask_rows = &job->mask_rows;
     ptrdiff_t plane = index / job->blocks, first = index % job->blocks * WORD, rows = mask_rows->rows.count;
-    ptrdiff_t b = plane / job->heads, h = plane % job->heads, columns = mask_rows->columns.count;
+    ptrdiff_t b = plane / mask_rows->heads, h = plane % mask_rows->heads, columns = mask_rows->columns.count;
     ptrdiff_t ids = b * job->id_heads + (h < job->id_heads ? h : 0);
-    const char *data = mask_rows->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    const char *data = am_mask_plane(mask_rows, b, h);
     if (atomic_load_explicit(&job->found, memory_order_relaxed) < (plane * rows + first) * columns)
         return AM_OK;
     uint64_t *words = malloc((size_t)(2 * am_ceil_div(columns, WORD)) * sizeof *words);
@@ -436,8 +425,8 @@ static void locate(const check_job *job, am_ungrouped *found)
     ptrdiff_t column = flat % mask_rows->columns.count,
               row = flat / mask_rows->columns.count % mask_rows->rows.count;
     ptrdiff_t plane = flat / mask_rows->columns.count / mask_rows->rows.count;
-    ptrdiff_t b = plane / job->heads, h = plane % job->heads;
-    const char *data = mask_rows->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    ptrdiff_t b = plane / mask_rows->heads, h = plane % mask_rows->heads;
+    const char *data = am_mask_plane(mask_rows, b, h);
     found->any = true;
     found->live =
         am_mask_rows_first(mask_rows, data + row * mask_rows->rows.stride, column, column + 1) == column;
@@ -452,19 +441,19 @@ static void locate(const check_job *job, am_ungrouped *found)
 am_status am_find_ungrouped(const am_context *context, const am_dense *mask, ptrdiff_t id_heads,
                             const int32_t *q_ids, const int32_t *k_ids, am_ungrouped *found)
 {
-    check_job job = {.mask = mask,
-                     .mask_rows = am_mask_rows_of(context->kernels, mask),
-                     .heads = mask->head_stride ? mask->heads : 1,
-                     .id_heads = id_heads};
-    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
-    job.row_ids =
-        ids_in_order(job.mask_rows.transposed ? k_ids : q_ids, batch * id_heads, &job.mask_rows.rows);
-    job.column_ids =
-        ids_in_order(job.mask_rows.transposed ? q_ids : k_ids, batch * id_heads, &job.mask_rows.columns);
-    job.blocks = am_ceil_div(job.mask_rows.rows.count, WORD);
+    const am_mask_rows mask_rows = am_mask_rows_of(context->kernels, mask);
+    const ptrdiff_t planes = mask_rows.batch * id_heads;
+    const int32_t *row_ids = mask_rows.transposed ? k_ids : q_ids,
+                  *column_ids = mask_rows.transposed ? q_ids : k_ids;
+    check_job job = {.mask_rows = mask_rows,
+                     .id_heads = id_heads,
+                     .blocks = am_ceil_div(mask_rows.rows.count, WORD),
+                     .row_ids = ids_in_order(row_ids, planes, &mask_rows.rows),
+                     .column_ids = ids_in_order(column_ids, planes, &mask_rows.columns)};
     atomic_init(&job.found, PTRDIFF_MAX);
     am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;
-    if (status == AM_OK) status = am_parallel(context, batch * job.heads * job.blocks, 1, check_task, &job);
+    if (status == AM_OK)
+        status = am_parallel(context, mask_rows.batch * mask_rows.heads * job.blocks, 1, check_task, &job);
     free(job.row_ids);
     free(job.column_ids);
     if (status == AM_OK) locate(&job, found);

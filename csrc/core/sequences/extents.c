@@ -10,7 +10,6 @@
 enum {
     WORD = 64,
     WORDS = 8,             /* of each head that are read at once */
-    STRETCH = 1 << 18,     /* columns searched between two checkpoints */
     TASK_BYTES = 1 << 18,  /* of the rows of a task */
     PIECE_BYTES = 1 << 13, /* of a row: the marks of its columns stay in the first-level cache */
 };
@@ -32,10 +31,9 @@ typedef struct {
 } bounds;
 
 typedef struct {
-    const am_dense *mask;
     am_mask_rows mask_rows;
     am_head_rule rule;
-    ptrdiff_t heads, task_rows, tasks; /* distinct heads; rows of a task; tasks of a batch row */
+    ptrdiff_t task_rows, tasks; /* rows of a task; tasks of a batch row */
     bounds *bounds;
 } extent_job;
 
@@ -45,18 +43,19 @@ static void live_in_all_heads(const extent_job *job, uint64_t *words, const char
                               ptrdiff_t count)
 {
     memset(words, 0xff, WORDS * sizeof *words);
-    for (ptrdiff_t h = 0; h < job->heads; h++) {
+    for (ptrdiff_t h = 0; h < job->mask_rows.heads; h++) {
         uint64_t head[WORDS];
-        am_mask_rows_pack(&job->mask_rows, head, row + h * job->mask->head_stride, begin, count);
+        am_mask_rows_pack(&job->mask_rows, head, row + h * job->mask_rows.head_stride, begin, count);
         for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++) words[w] &= head[w];
     }
 }
 
-static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+/* The first live column in begin … end - 1, or `end`. */
+static ptrdiff_t first_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     if (job->rule == AM_ANY_HEAD) {
-        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
-            end = am_mask_rows_first(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
+        for (ptrdiff_t h = 0; h < job->mask_rows.heads && begin < end; h++)
+            end = am_mask_rows_first(&job->mask_rows, row + h * job->mask_rows.head_stride, begin, end);
         return end;
     }
     for (; begin < end; begin += WORDS * WORD) {
@@ -69,11 +68,12 @@ static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdif
     return end;
 }
 
-static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+/* One more than the last live column in begin … end - 1, or `begin`. */
+static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     if (job->rule == AM_ANY_HEAD) {
-        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
-            begin = am_mask_rows_last(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
+        for (ptrdiff_t h = 0; h < job->mask_rows.heads && begin < end; h++)
+            begin = am_mask_rows_last(&job->mask_rows, row + h * job->mask_rows.head_stride, begin, end);
         return begin;
     }
     for (ptrdiff_t low; begin < end; end = low) {
@@ -87,42 +87,15 @@ static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff
     return begin;
 }
 
-/* The first live column in begin … end - 1, or `end`. The result must not be used if the team is to stop. */
-static ptrdiff_t first_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
-                            am_team *team)
-{
-    for (ptrdiff_t stop; begin < end; begin = stop) {
-        stop = am_min(begin + STRETCH, end);
-        ptrdiff_t found = first_in_stretch(job, row, begin, stop);
-        if (found < stop) return found;
-        if (stop < end && am_checkpoint(team) != AM_OK) break;
-    }
-    return end;
-}
-
-/* One more than the last live column in begin … end - 1, or `begin`. */
-static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
-                           am_team *team)
-{
-    for (ptrdiff_t stop; begin < end; end = stop) {
-        stop = am_max(end - STRETCH, begin);
-        ptrdiff_t found = last_in_stretch(job, row, stop, end);
-        if (found > stop) return found;
-        if (begin < stop && am_checkpoint(team) != AM_OK) break;
-    }
-    return begin;
-}
-
 /* Widens the bounds of a batch row so that they include the live pairs of rows begin … end - 1. Only what
  * lies outside of the bounds known so far is searched. */
-static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
-                  am_team *team)
+static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end)
 {
     ptrdiff_t columns = job->mask_rows.columns.count, stride = job->mask_rows.rows.stride, found;
     ptrdiff_t first_row = -1, last_row = -1; /* the rows whose first, and whose last, live column is known */
     if (atomic_load(&known->row_begin) > begin) {
         for (found = columns; begin < end; begin++) {
-            found = first_live(job, data + begin * stride, 0, columns, team);
+            found = first_live(job, data + begin * stride, 0, columns);
             if (found < columns) break;
         }
         if (begin == end) return;
@@ -132,7 +105,7 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
     }
     if (atomic_load(&known->row_end) < end) {
         for (found = 0; begin < end; end--) {
-            found = last_live(job, data + (end - 1) * stride, 0, columns, team);
+            found = last_live(job, data + (end - 1) * stride, 0, columns);
             if (found > 0) break;
         }
         if (begin == end) return;
@@ -143,10 +116,8 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
     for (ptrdiff_t r = begin; r < end; r++) {
         ptrdiff_t low = atomic_load(&known->column_begin), high = atomic_load(&known->column_end);
         if (low == 0 && high == columns) return;
-        if (r != first_row)
-            am_lower_to(&known->column_begin, first_live(job, data + r * stride, 0, low, team));
-        if (r != last_row)
-            am_raise_to(&known->column_end, last_live(job, data + r * stride, high, columns, team));
+        if (r != first_row) am_lower_to(&known->column_begin, first_live(job, data + r * stride, 0, low));
+        if (r != last_row) am_raise_to(&known->column_end, last_live(job, data + r * stride, high, columns));
     }
 }
 
@@ -154,12 +125,13 @@ static void widen(const extent_job *job, bounds *known, const char *data, ptrdif
  * to widen the bounds most. */
 static am_status extent_task(void *arg, ptrdiff_t index, am_team *team)
 {
+    (void)team; /* am_parallel makes a checkpoint between tasks, of which many are short */
     const extent_job *job = arg;
     ptrdiff_t b = index / job->tasks, t = index % job->tasks;
     ptrdiff_t begin = (t % 2 ? job->tasks - 1 - t / 2 : t / 2) * job->task_rows;
     ptrdiff_t end = am_min(begin + job->task_rows, job->mask_rows.rows.count);
-    widen(job, &job->bounds[b], job->mask_rows.data + b * job->mask->batch_stride, begin, end, team);
-    return AM_OK; /* am_parallel makes a checkpoint between tasks, of which many are short */
+    widen(job, &job->bounds[b], am_mask_plane(&job->mask_rows, b, 0), begin, end);
+    return AM_OK;
 }
 
 static am_extent extent_of(const am_mask_rows *mask_rows, bounds *known)
@@ -176,19 +148,19 @@ static am_extent extent_of(const am_mask_rows *mask_rows, bounds *known)
 }
 
 /* The number of rows of a task. */
-static ptrdiff_t task_rows_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
+static ptrdiff_t task_rows_of(const am_mask_rows *mask_rows)
 {
     ptrdiff_t bytes = mask_rows->columns.count > TASK_BYTES / mask_rows->size
                           ? TASK_BYTES
                           : mask_rows->columns.count * mask_rows->size;
-    return am_max(TASK_BYTES / bytes / heads, 1);
+    return am_max(TASK_BYTES / bytes / mask_rows->heads, 1);
 }
 
 /* The bytes that a task reads. */
-static ptrdiff_t task_bytes_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
+static ptrdiff_t task_bytes_of(const am_mask_rows *mask_rows)
 {
-    const ptrdiff_t rows = am_min(task_rows_of(mask_rows, heads), mask_rows->rows.count);
-    return rows * heads * mask_rows->columns.count * mask_rows->size;
+    const ptrdiff_t rows = am_min(task_rows_of(mask_rows), mask_rows->rows.count);
+    return rows * mask_rows->heads * mask_rows->columns.count * mask_rows->size;
 }
 
 am_status am_find_extents(const am_context *context, const am_dense *mask, am_head_rule rule,
@@ -201,13 +173,10 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
         extents[b] = vacuous ? whole : none;
     }
     if (empty || mask->batch == 0) return AM_OK;
-    extent_job job = {.mask = mask,
-                      .mask_rows = am_mask_rows_of(context->kernels, mask),
-                      .rule = rule,
-                      .heads = mask->head_stride ? mask->heads : 1};
-    job.task_rows = task_rows_of(&job.mask_rows, job.heads);
+    extent_job job = {.mask_rows = am_mask_rows_of(context->kernels, mask), .rule = rule};
+    job.task_rows = task_rows_of(&job.mask_rows);
     job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
-    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    const ptrdiff_t batch = job.mask_rows.batch;
     job.bounds = malloc((size_t)batch * sizeof *job.bounds);
     if (!job.bounds) return AM_NO_MEMORY;
     for (ptrdiff_t b = 0; b < batch; b++) {
@@ -216,8 +185,8 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
         atomic_init(&job.bounds[b].column_begin, job.mask_rows.columns.count);
         atomic_init(&job.bounds[b].column_end, 0);
     }
-    am_status status = am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows, job.heads),
-                                         extent_task, &job);
+    am_status status =
+        am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows), extent_task, &job);
     for (ptrdiff_t b = 0; b < mask->batch; b++)
         extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
     free(job.bounds);
@@ -227,9 +196,8 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
 /* --- Padding --- */
 
 typedef struct {
-    const am_dense *mask;
     am_mask_rows mask_rows;
-    ptrdiff_t heads, task_rows, tasks; /* distinct heads; rows of a task; tasks of a batch row */
+    ptrdiff_t task_rows, tasks; /* rows of a task; tasks of a batch row */
     ptrdiff_t words;
     _Atomic uint64_t *columns; /* [batch, words]: bit i is set if column i has a live pair */
     int32_t *row_ids;
@@ -245,7 +213,6 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t end = am_min(first + job->task_rows, mask_rows->rows.count),
               piece = PIECE_BYTES / mask_rows->size;
     int32_t *ids = job->row_ids + b * mask_rows->rows.length;
-    const char *data = mask_rows->data + b * job->mask->batch_stride;
     for (ptrdiff_t r = first; r < end; r++) ids[r] = -1;
     for (ptrdiff_t begin = 0; begin < mask_rows->columns.count; begin += piece) {
         _Alignas(64) char seen[PIECE_BYTES];
@@ -253,8 +220,8 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
         memset(seen, 0, (size_t)(count * mask_rows->size));
         for (ptrdiff_t r = first; r < end; r++) {
             bool any = false;
-            for (ptrdiff_t h = 0; h < job->heads; h++) {
-                const char *row = data + h * job->mask->head_stride + r * mask_rows->rows.stride;
+            for (ptrdiff_t h = 0; h < mask_rows->heads; h++) {
+                const char *row = am_mask_plane(mask_rows, b, h) + r * mask_rows->rows.stride;
                 any |= am_mask_rows_collect(mask_rows, seen, row, begin, count);
             }
             if (any) ids[r] = 0;
@@ -300,19 +267,17 @@ am_status am_mark_padding(const am_context *context, const am_dense *mask, int32
         memset(k_ids, 0xff, (size_t)(mask->batch * mask->keys) * sizeof *k_ids);
         return AM_OK;
     }
-    padding_job job = {.mask = mask,
-                       .mask_rows = am_mask_rows_of(context->kernels, mask),
-                       .heads = mask->head_stride ? mask->heads : 1};
-    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    padding_job job = {.mask_rows = am_mask_rows_of(context->kernels, mask)};
+    const ptrdiff_t batch = job.mask_rows.batch;
     int32_t *column_ids = job.mask_rows.transposed ? q_ids : k_ids;
     job.row_ids = job.mask_rows.transposed ? k_ids : q_ids;
-    job.task_rows = task_rows_of(&job.mask_rows, job.heads);
+    job.task_rows = task_rows_of(&job.mask_rows);
     job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
     job.words = am_ceil_div(job.mask_rows.columns.count, WORD);
     job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
     if (!job.columns) return AM_NO_MEMORY;
-    am_status status = am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows, job.heads),
-                                         padding_task, &job);
+    am_status status =
+        am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows), padding_task, &job);
     for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
         ids_to_array_order(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
         write_column_ids(&job, b, column_ids + b * job.mask_rows.columns.length);
