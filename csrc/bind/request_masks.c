@@ -146,11 +146,11 @@ static const int32_t *read_ids(am_request *r, const am_operand *o, ptrdiff_t tok
 /* q_ids, k_ids, exclude_zero */
 static bool read_equal(am_request *r, am_node *node, const am_operand *o)
 {
-    node->equal.q_ids = read_ids(r, &o[0], r->mask.queries, &node->equal.q_batch, &node->equal.q_head);
-    if (!node->equal.q_ids) return false;
-    node->equal.k_ids = read_ids(r, &o[1], r->mask.keys, &node->equal.k_batch, &node->equal.k_head);
+    am_token_ids *q = &node->equal.q, *k = &node->equal.k;
     node->equal.exclude_zero = o[2].number != 0;
-    return node->equal.k_ids;
+    q->ids = read_ids(r, &o[0], r->mask.queries, &q->batch, &q->head);
+    if (q->ids) k->ids = read_ids(r, &o[1], r->mask.keys, &k->batch, &k->head);
+    return k->ids;
 }
 
 /* A band, and where its diagonal is for each query */
@@ -159,9 +159,9 @@ static bool read_diagonal(am_request *r, am_node *node, const am_operand *o)
     if (!read_band(r, node, o)) return false;
     if (o[3].kind == AM_ARRAY && o[3].view.type != AM_INT32)
         return am_refuse(r, AM_WRONG_TYPE, &o[3].view, "the diagonals of queries must be int32");
-    node->diagonal.at =
-        read_ids(r, &o[3], r->mask.queries, &node->diagonal.at_batch, &node->diagonal.at_head);
-    return node->diagonal.at;
+    am_token_ids *at = &node->diagonal.at;
+    at->ids = read_ids(r, &o[3], r->mask.queries, &at->batch, &at->head);
+    return at->ids;
 }
 
 const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,
@@ -438,12 +438,12 @@ static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_
         return node->tiles.map.q_shift;
     case AM_TERM_SEQUENCES: return cut_sequences(r, node, part, begin);
     case AM_TERM_EQUAL:
-        node->equal.q_ids += begin;
-        node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
+        node->equal.q.ids += begin;
+        node->equal.q.blocks = node->equal.k.blocks = node->equal.k_groups = NULL;
         return true;
     case AM_TERM_DIAGONAL:
-        node->diagonal.at += begin;
-        node->diagonal.blocks = NULL;
+        node->diagonal.at.ids += begin;
+        node->diagonal.at.blocks = NULL;
         return true;
     case AM_TERM_DENSE:
         node->dense.data += begin * node->dense.row;

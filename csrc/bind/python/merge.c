@@ -147,10 +147,8 @@ static void release(arguments *a)
     free(a->parts);
 }
 
-typedef am_status merger(const am_context *context, const am_merge *merge);
-
 /* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
-static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
+static PyObject *run_merge(PyObject *module, const arguments *a, bool backward)
 {
     const int skip = !backward, batched = a->ndim == 4;
     npy_intp shape[4] = {1, 1, 1, 1}; /* batch, tokens, heads, channels */
@@ -173,13 +171,13 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
         .shape = {shape[0], shape[1], shape[2], shape[3]},
         .count = a->count,
         .parts = a->parts,
-        .gradient = &a->parts[a->count],
+        .gradient = backward ? &a->parts[a->count] : NULL,
         .out = PyArray_BYTES(out),
         .lse = PyArray_BYTES(lse),
     };
     npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
-    return am_computed(module, work, function, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
+    return am_computed(module, work, am_merge_states, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
 }
 
 static PyObject *merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -189,7 +187,7 @@ static PyObject *merge_attention_states(PyObject *module, PyObject *const *args,
     const am_param params[] = {{"outs", am_to_object, &outs}, {"lses", am_to_object, &lses}};
     if (am_parse("merge_attention_states", args, nargs, params, 2) < 0 || read_parts(&a, outs, lses) < 0)
         return NULL;
-    return run_merge(module, &a, am_merge_states, false);
+    return run_merge(module, &a, false);
 }
 
 static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -206,7 +204,7 @@ static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssiz
         read_outs(&a, dout, "dout", 0, a.count) < 0 ||
         (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0))
         return NULL;
-    return run_merge(module, &a, am_merge_backward, true);
+    return run_merge(module, &a, true);
 }
 
 PyMethodDef am_merge_methods[] = {

@@ -3,7 +3,6 @@
 #ifndef AM_CORE_ARRAYS_ADDITIVE_H
 #define AM_CORE_ARRAYS_ADDITIVE_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 enum { AM_ADDITIVE_AXES = 64 };

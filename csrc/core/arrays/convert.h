@@ -6,7 +6,6 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "core/runtime/status.h"
 #include "kernels/table.h"
 
 extern const unsigned char am_sizes[];

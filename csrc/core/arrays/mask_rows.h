@@ -7,7 +7,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/runtime/status.h"
 #include "kernels/table.h"
 
 /* Pairs whose element is not zero are live. Strides are in bytes, and may be negative or zero. */

@@ -2,7 +2,6 @@
 #ifndef AM_CORE_ARRAYS_QUOTIENTS_H
 #define AM_CORE_ARRAYS_QUOTIENTS_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 /* dst[i] = a[i] / b[i], rounded up; `type` is AM_INT32 or AM_INT64. Returns false if a divisor is not

@@ -6,11 +6,9 @@
 /* Numbers of another type that lie apart take a detour, so many of them at a time. */
 enum { DETOUR_BYTES = 1 << 13, DETOUR_COLUMNS = 256 };
 
-typedef enum { GATHER, SCATTER } direction;
-
 /* Rows whose numbers lie in turn, as those of a state do: the kernel of a few rows, or one that transposes.
  */
-static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdiff_t size, void *numbers,
+static bool turn(const am_kernels *k, am_direction way, const am_strided *s, ptrdiff_t size, void *numbers,
                  ptrdiff_t stride)
 {
     if (s->column == s->rows * size && s->rows <= AM_MOST_SPLIT && size > 1) {
@@ -18,7 +16,7 @@ static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdif
                                 : size == 4 ? k->copy.split_32
                                             : k->copy.split_64;
         am_join *const join = size == 2 ? k->copy.join_16 : size == 4 ? k->copy.join_32 : k->copy.join_64;
-        if (way == GATHER)
+        if (way == AM_GATHER)
             split(numbers, stride, s->data, s->columns, s->rows);
         else
             join(s->data, numbers, stride, s->columns, s->rows);
@@ -26,7 +24,7 @@ static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdif
     }
     if (size < 4) return false;
     am_transpose *const transpose = size == 4 ? k->copy.transpose_32 : k->copy.transpose_64;
-    if (way == GATHER)
+    if (way == AM_GATHER)
         transpose(numbers, stride, s->data, s->column / size, s->columns, s->rows);
     else
         transpose(s->data, s->column / size, numbers, stride, s->rows, s->columns);
@@ -34,20 +32,20 @@ static bool turn(const am_kernels *k, direction way, const am_strided *s, ptrdif
 }
 
 /* Copies numbers of the same type. */
-static void move(const am_kernels *k, direction way, const am_strided *s, char *numbers, ptrdiff_t stride)
+static void move(const am_kernels *k, am_direction way, const am_strided *s, char *numbers, ptrdiff_t stride)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(s->type);
     /* Columns of one row are not farther apart than rows. */
     const ptrdiff_t row = s->rows == 1 ? s->columns * s->column : s->row;
     if (s->rows > 1 && row == size && turn(k, way, s, size, numbers, stride)) return;
-    if (way == GATHER)
+    if (way == AM_GATHER)
         am_copy_2d(numbers, stride * size, size, s->data, row, s->column, s->rows, s->columns, (size_t)size);
     else
         am_copy_2d(s->data, row, s->column, numbers, stride * size, size, s->rows, s->columns, (size_t)size);
 }
 
 /* The rows of `way` from memory or to it, whose numbers are contiguous. */
-static bool convert_rows(const am_kernels *k, direction way, const am_strided *s, am_dtype type,
+static bool convert_rows(const am_kernels *k, am_direction way, const am_strided *s, am_dtype type,
                          char *numbers, ptrdiff_t row)
 {
     const bool whole = s->row == s->columns * (ptrdiff_t)am_size_of(s->type) &&
@@ -56,14 +54,14 @@ static bool convert_rows(const am_kernels *k, direction way, const am_strided *s
     bool fits = true;
     for (ptrdiff_t r = 0; r < rows; r++) {
         char *const own = s->data + r * s->row, *const other = numbers + r * row;
-        fits &= way == GATHER ? am_convert(k, type, other, s->type, own, count)
-                              : am_convert(k, s->type, own, type, other, count);
+        fits &= way == AM_GATHER ? am_convert(k, type, other, s->type, own, count)
+                                 : am_convert(k, s->type, own, type, other, count);
     }
     return fits;
 }
 
-static bool copy(const am_kernels *k, direction way, const am_strided *s, am_dtype type, char *numbers,
-                 ptrdiff_t stride)
+bool am_copy_strided(const am_kernels *k, am_direction way, const am_strided *s, am_dtype type, void *numbers,
+                     ptrdiff_t stride)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(type), own = (ptrdiff_t)am_size_of(s->type);
     if (s->column == own) return convert_rows(k, way, s, type, numbers, stride * size);
@@ -78,27 +76,15 @@ static bool copy(const am_kernels *k, direction way, const am_strided *s, am_dty
     for (ptrdiff_t c = 0; c < s->columns; c += part.columns) {
         part.columns = am_min(s->rows > 1 ? DETOUR_COLUMNS : most, s->columns - c);
         for (ptrdiff_t r = 0; r < s->rows; r += part.rows) {
-            char *const at = numbers + (r * stride + c) * size;
+            char *const at = (char *)numbers + (r * stride + c) * size;
             part.rows = s->rows == 1 ? 1 : am_min(most / part.columns, s->rows - r);
             part.data = s->data + r * s->row + c * s->column;
             const am_strided same = {(char *)detour, s->type,     part.columns * own, own,
                                      part.rows,      part.columns};
-            if (way == GATHER) move(k, way, &part, (char *)detour, part.columns);
+            if (way == AM_GATHER) move(k, way, &part, (char *)detour, part.columns);
             fits &= convert_rows(k, way, &same, type, at, stride * size);
-            if (way == SCATTER) move(k, way, &part, (char *)detour, part.columns);
+            if (way == AM_SCATTER) move(k, way, &part, (char *)detour, part.columns);
         }
     }
     return fits;
-}
-
-bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
-                   const am_strided *from)
-{
-    return copy(kernels, GATHER, from, type, to, stride);
-}
-
-bool am_scatter_all(const am_kernels *kernels, const am_strided *to, am_dtype type, const void *from,
-                    ptrdiff_t stride)
-{
-    return copy(kernels, SCATTER, to, type, (char *)from, stride);
 }

@@ -17,11 +17,10 @@ static inline am_strided am_strided_row(const void *data, am_dtype type, ptrdiff
     return (am_strided){(char *)data, type, 0, stride, 1, count};
 }
 
-/* The functions below for rows that lie in any way. */
-bool am_gather_all(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
-                   const am_strided *from);
-bool am_scatter_all(const am_kernels *kernels, const am_strided *to, am_dtype type, const void *from,
-                    ptrdiff_t stride);
+/* The functions below, from rows to numbers or back, for rows that lie in any way. */
+typedef enum { AM_GATHER, AM_SCATTER } am_direction;
+bool am_copy_strided(const am_kernels *kernels, am_direction way, const am_strided *rows, am_dtype type,
+                     void *numbers, ptrdiff_t stride);
 
 /* Copy them to rows of numbers of `type` that begin every `stride` numbers, or from there. Types are the
  * same, or have a converter; false if an integer does not fit. */
@@ -30,7 +29,7 @@ static inline bool am_gather(const am_kernels *kernels, am_dtype type, void *to,
 {
     if (from->rows == 1 && from->column == (ptrdiff_t)am_size_of(from->type))
         return am_convert(kernels, type, to, from->type, from->data, from->columns);
-    return am_gather_all(kernels, type, to, stride, from);
+    return am_copy_strided(kernels, AM_GATHER, from, type, to, stride);
 }
 
 static inline bool am_scatter(const am_kernels *kernels, const am_strided *to, am_dtype type,
@@ -38,7 +37,7 @@ static inline bool am_scatter(const am_kernels *kernels, const am_strided *to, a
 {
     if (to->rows == 1 && to->column == (ptrdiff_t)am_size_of(to->type))
         return am_convert(kernels, to->type, to->data, type, from, to->columns);
-    return am_scatter_all(kernels, to, type, from, stride);
+    return am_copy_strided(kernels, AM_SCATTER, to, type, (void *)from, stride);
 }
 
 /* Returns a row as numbers of `type`: where it lies if it is so already, else in `to`. */

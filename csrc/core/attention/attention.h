@@ -5,7 +5,6 @@
 #include <stdint.h>
 
 #include "core/masks/mask.h"
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 #include "core/attention/terms/kinds.h"
 
@@ -107,6 +106,10 @@ typedef struct {
 } am_attn_gradients;
 
 am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);
+
+/* The same of the level `plain`, one query after the other. */
+am_status am_plain_forward(const am_context *context, const am_attn *attn);
+am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
 
 /* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
 am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,

@@ -16,7 +16,6 @@
 #include <stdlib.h>
 
 #include "core/attention/backward_plan.h"
-#include "core/attention/plain.h"
 #include "core/runtime/float_mode.h"
 
 enum {

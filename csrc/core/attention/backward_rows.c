@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arrays/convert.h"
 #include "core/attention/backward_plan.h"
 
 enum {

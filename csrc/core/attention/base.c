@@ -2,7 +2,6 @@
 #include "core/attention/base.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/arrays/strided.h"

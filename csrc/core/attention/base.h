@@ -4,7 +4,6 @@
 #define AM_CORE_ATTENTION_BASE_H
 
 #include <math.h>
-#include <stdatomic.h>
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"

@@ -8,10 +8,8 @@
 #include <string.h>
 
 #include "core/attention/epilogue.h"
-#include "core/attention/plain.h"
 #include "core/attention/tiles/tiles.h"
 #include "core/attention/terms/lines.h"
-#include "core/arrays/convert.h"
 #include "core/cache/formats.h"
 
 enum { TILE = AM_FLASH_TILE };

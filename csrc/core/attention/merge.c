@@ -19,7 +19,6 @@ enum {
 typedef struct {
     const am_merge *merge;
     const am_kernels *kernels;
-    bool backward;
     ptrdiff_t rows, task_rows;
 } merge_job;
 
@@ -61,21 +60,11 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return status;
 }
 
-static am_status merge(const am_context *context, const am_merge *merge, bool backward)
+am_status am_merge_states(const am_context *context, const am_merge *merge)
 {
-    merge_job job = {.merge = merge, .kernels = context->kernels, .backward = backward};
+    merge_job job = {.merge = merge, .kernels = context->kernels};
     job.rows = merge->shape[0] * merge->shape[1] * merge->shape[2];
     job.task_rows = am_max(TASK / merge->count / (am_min(merge->shape[3], TASK) + EXP_COST), 1);
     ptrdiff_t tasks = am_ceil_div(job.rows, job.task_rows);
     return am_parallel(context, tasks, 1, merge_task, &job);
-}
-
-am_status am_merge_states(const am_context *context, const am_merge *states)
-{
-    return merge(context, states, false);
-}
-
-am_status am_merge_backward(const am_context *context, const am_merge *states)
-{
-    return merge(context, states, true);
 }

@@ -11,7 +11,6 @@
 #ifndef AM_CORE_ATTENTION_MERGE_H
 #define AM_CORE_ATTENTION_MERGE_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 typedef struct {
@@ -24,12 +23,12 @@ typedef struct {
     ptrdiff_t shape[4]; /* batch, tokens, heads, channels */
     ptrdiff_t count;    /* of parts, at least 1 */
     const am_merge_part *parts;
-    const am_merge_part *gradient; /* of the result, for am_merge_backward; its lse may be NULL */
+    const am_merge_part *gradient; /* of the result: gradients are computed; its lse may be NULL. NULL: parts
+                                    * are merged */
     char *out; /* [batch, tokens, heads, channels], C-contiguous; for gradients one such array per part */
     char *lse; /* [batch, heads, tokens], likewise */
 } am_merge;
 
 am_status am_merge_states(const am_context *context, const am_merge *merge);
-am_status am_merge_backward(const am_context *context, const am_merge *merge);
 
 #endif

@@ -110,19 +110,20 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
     const am_merge *m = job->merge;
     const ptrdiff_t tokens = m->shape[1], heads = m->shape[2], channels = m->shape[3];
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type);
+    const bool backward = m->gradient;
     T *dots = weights + m->count;
     ptrdiff_t done = 0;
     for (ptrdiff_t row = begin; row < end; row++) {
         const ptrdiff_t place[3] = {row / heads / tokens, row / heads % tokens, row % heads};
         T lse = FN(find_weights)(m, place, weights);
-        if (job->backward)
+        if (backward)
             memset(dots, 0, (size_t)m->count * sizeof *dots);
         else
             ((T *)m->lse)[(place[0] * heads + place[2]) * tokens + place[1]] = lse;
         for (ptrdiff_t first = 0; first < channels; first += PIECE) {
             T sums[PIECE];
             ptrdiff_t count = am_min(PIECE, channels - first);
-            if (job->backward) {
+            if (backward) {
                 FN(channel_gradients)(job, place, row, weights, first, count, dots);
             } else {
                 FN(weighted_sum)(job, place, weights, first, count, sums);
@@ -135,7 +136,7 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
             if (status != AM_OK) return status;
             done = 0;
         }
-        if (job->backward) FN(lse_gradients)(job, place, weights, dots);
+        if (backward) FN(lse_gradients)(job, place, weights, dots);
     }
     return AM_OK;
 }

@@ -13,8 +13,6 @@
  *     d_v += p d_out,   d_term += ds,   d_q += ds scale k,   d_k += ds scale q
  *
  * Dropout makes p 0 where it multiplies v or d_out, and d_out·v, or else divides them by 1 - dropout. */
-#include "core/attention/plain.h"
-
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>

@@ -5,7 +5,6 @@
 
 #include "core/runtime/sizes.h"
 #include "core/attention/base.h"
-#include "core/arrays/convert.h"
 #include "core/linear/chains.h"
 #include "core/sequences/packed.h"
 

@@ -1,8 +1,6 @@
 /* chains.c – divides chains of chunks among threads. */
 #include "core/linear/chains.h"
 
-#include <stdlib.h>
-
 #include "core/runtime/sizes.h"
 #include "core/runtime/float_mode.h"
 

@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/convert.h"
 #include "core/linear/chains.h"
 
 /* Where the state number `i` of a chain is computed: where it is kept if it is whole. */

@@ -3,7 +3,6 @@
 #ifndef AM_LINEAR_H
 #define AM_LINEAR_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 #include "kernels/linear/table.h"
 

@@ -6,7 +6,6 @@
 #ifndef AM_SHORT_CONVOLUTION_H
 #define AM_SHORT_CONVOLUTION_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 /* Tokens and channels of sequences; strides in bytes. `data` is NULL for what was not given. States are such

@@ -22,7 +22,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 enum {
@@ -66,6 +65,13 @@ typedef struct {
     int32_t all_valid; /* every id is valid */
 } am_id_block;
 
+/* A number of each token. */
+typedef struct {
+    const int32_t *ids;    /* contiguous along tokens */
+    ptrdiff_t batch, head; /* strides in elements */
+    am_id_block *blocks;   /* summaries of 64 ids each, for each distinct (b, h) */
+} am_token_ids;
+
 /* Tiles of pairs, of any size. */
 typedef struct {
     const int32_t *places; /* AM_DEAD, AM_FULL, or AM_MIXED and above. Other threads may write any number to
@@ -87,9 +93,7 @@ typedef struct {
         struct {
             const ptrdiff_t *low, *high; /* these four are those of a band, in the same memory */
             ptrdiff_t batch, head;
-            const int32_t *at; /* the key that each query has on its diagonal; contiguous along queries */
-            ptrdiff_t at_batch, at_head; /* strides in elements */
-            am_id_block *blocks;         /* summaries of 64 queries each, for each distinct (b, h) */
+            am_token_ids at; /* the key that each query has on its diagonal */
         } diagonal;
         struct {
             ptrdiff_t size;
@@ -99,11 +103,9 @@ typedef struct {
             const ptrdiff_t *begin, *end; /* [batch] */
         } keys;
         struct {
-            const int32_t *q_ids, *k_ids;               /* contiguous along tokens */
-            ptrdiff_t q_batch, q_head, k_batch, k_head; /* strides in elements */
+            am_token_ids q, k;
             int exclude_zero;
-            am_id_block *q_blocks, *k_blocks; /* summaries of 64 ids each, for each distinct (b, h) */
-            am_id_block *k_groups;            /* summaries of 64 blocks each */
+            am_id_block *k_groups; /* summaries of 64 blocks each */
         } equal;
         struct {
             ptrdiff_t count;

@@ -187,21 +187,15 @@ static am_id_block merged(am_id_block a, am_id_block b)
 
 static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
 
-static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
-                                ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length,
-                                int32_t least)
+static am_status summarize_side(const am_mask *mask, am_token_ids *side, ptrdiff_t length, int32_t least)
 {
-    ptrdiff_t count = am_distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
-    *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
-    if (!*blocks) return AM_NO_MEMORY;
-    for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
-        for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
-            am_id_block *row = *blocks + am_distinct_index(mask, b, h, batch_stride, head_stride) *
-                                             am_ceil_div(length, BLOCK);
-            summarize_ids(row, ids + b * batch_stride + h * head_stride, length, least);
-        }
-    }
-    return AM_OK;
+    const ptrdiff_t heads = side->head ? mask->heads : 1, blocks = am_ceil_div(length, BLOCK),
+                    rows = (side->batch ? mask->batch : 1) * heads;
+    side->blocks = malloc((size_t)am_max(rows * blocks, 1) * sizeof *side->blocks);
+    for (ptrdiff_t i = 0; side->blocks && i < rows; i++)
+        summarize_ids(side->blocks + i * blocks, side->ids + i / heads * side->batch + i % heads * side->head,
+                      length, least);
+    return side->blocks ? AM_OK : AM_NO_MEMORY;
 }
 
 /* The numbers of one (b, h) and their summaries. */
@@ -210,6 +204,15 @@ typedef struct {
     const am_id_block *blocks;
     int32_t least;
 } id_view;
+
+static id_view view_of(const am_mask *mask, const am_region *p, const am_token_ids *side, ptrdiff_t length,
+                       int32_t least)
+{
+    const ptrdiff_t row = am_distinct_index(mask, p->b, p->h, side->batch, side->head);
+    return (id_view){.ids = side->ids + p->b * side->batch + p->h * side->head,
+                     .blocks = side->blocks + row * am_ceil_div(length, BLOCK),
+                     .least = least};
+}
 
 /* Summarizes tokens begin … begin + count - 1. The summary of a block that lies there only in part may be too
  * wide, so its ids are read unless they are all the same. */
@@ -231,25 +234,18 @@ static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff
 static am_status diagonal_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
     (void)context;
-    return summarize_side(mask, &node->diagonal.blocks, node->diagonal.at, node->diagonal.at_batch,
-                          node->diagonal.at_head, mask->queries, INT32_MIN);
+    return summarize_side(mask, &node->diagonal.at, mask->queries, INT32_MIN);
 }
 
 static void diagonal_release(am_node *node)
 {
-    free(node->diagonal.blocks);
-    node->diagonal.blocks = NULL;
+    free(node->diagonal.at.blocks);
+    node->diagonal.at.blocks = NULL;
 }
 
 static id_view diagonal_of(const am_mask *mask, const am_node *node, const am_region *p)
 {
-    const ptrdiff_t batch = node->diagonal.at_batch, head = node->diagonal.at_head,
-                    blocks = am_ceil_div(mask->queries, BLOCK);
-    return (id_view){
-        .ids = node->diagonal.at + p->b * batch + p->h * head,
-        .blocks = node->diagonal.blocks + am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
-        .least = INT32_MIN,
-    };
+    return view_of(mask, p, &node->diagonal.at, mask->queries, INT32_MIN);
 }
 
 /* The keys around `at`. */
@@ -280,7 +276,7 @@ static void diagonal_bits(const am_mask *mask, const am_node *node, const am_reg
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(keys_around(node, p, at[r]), p);
 }
 
-static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.head || node->diagonal.at_head; }
+static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.head || node->diagonal.at.head; }
 
 /* --- Equal ids --- */
 
@@ -288,13 +284,13 @@ static int32_t least_id(const am_node *node) { return node->equal.exclude_zero ?
 
 static am_status summarize_groups(const am_mask *mask, am_node *node)
 {
-    const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k_batch, node->equal.k_head),
+    const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k.batch, node->equal.k.head),
                     blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
     node->equal.k_groups = group;
     if (!group) return AM_NO_MEMORY;
     for (ptrdiff_t plane = 0; plane < planes; plane++) {
-        const am_id_block *block = node->equal.k_blocks + plane * blocks;
+        const am_id_block *block = node->equal.k.blocks + plane * blocks;
         for (ptrdiff_t i = 0; i < blocks; i++) {
             if (i % GROUP == 0) *group = no_ids;
             *group = merged(*group, block[i]);
@@ -307,34 +303,23 @@ static am_status summarize_groups(const am_mask *mask, am_node *node)
 static am_status equal_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
     (void)context;
-    am_status status = summarize_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
-                                      node->equal.q_head, mask->queries, least_id(node));
-    if (status != AM_OK) return status;
-    status = summarize_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
-                            node->equal.k_head, mask->keys, least_id(node));
+    am_status status = summarize_side(mask, &node->equal.q, mask->queries, least_id(node));
+    if (status == AM_OK) status = summarize_side(mask, &node->equal.k, mask->keys, least_id(node));
     return status == AM_OK ? summarize_groups(mask, node) : status;
 }
 
 static void equal_release(am_node *node)
 {
-    free(node->equal.q_blocks);
-    free(node->equal.k_blocks);
+    free(node->equal.q.blocks);
+    free(node->equal.k.blocks);
     free(node->equal.k_groups);
-    node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
+    node->equal.q.blocks = node->equal.k.blocks = node->equal.k_groups = NULL;
 }
 
 static id_view ids_of(const am_mask *mask, const am_node *node, const am_region *p, am_side side)
 {
-    const bool q = side == AM_QUERIES;
-    const ptrdiff_t batch = q ? node->equal.q_batch : node->equal.k_batch,
-                    head = q ? node->equal.q_head : node->equal.k_head,
-                    blocks = am_ceil_div(q ? mask->queries : mask->keys, BLOCK);
-    return (id_view){
-        .ids = (q ? node->equal.q_ids : node->equal.k_ids) + p->b * batch + p->h * head,
-        .blocks = (q ? node->equal.q_blocks : node->equal.k_blocks) +
-                  am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
-        .least = least_id(node),
-    };
+    return side == AM_QUERIES ? view_of(mask, p, &node->equal.q, mask->queries, least_id(node))
+                              : view_of(mask, p, &node->equal.k, mask->keys, least_id(node));
 }
 
 static bool disjoint(const am_id_block *a, const am_id_block *b)
@@ -375,7 +360,7 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_re
     const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     const am_id_block *group =
         node->equal.k_groups +
-        am_distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
+        am_distinct_index(mask, p->b, p->h, node->equal.k.batch, node->equal.k.head) * groups;
     ptrdiff_t begin = 0, end = groups;
     while (begin < end && disjoint(&queries, &group[begin])) begin++;
     while (begin < end && disjoint(&queries, &group[end - 1])) end--;
@@ -420,14 +405,14 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_region
 static uint64_t equal_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
                                  ptrdiff_t count)
 {
-    const int32_t *ids = side == AM_QUERIES ? node->equal.q_ids + b * node->equal.q_batch
-                                            : node->equal.k_ids + b * node->equal.k_batch;
+    const am_token_ids *of = side == AM_QUERIES ? &node->equal.q : &node->equal.k;
+    const int32_t *ids = of->ids + b * of->batch;
     uint64_t boundaries = 0;
     for (ptrdiff_t i = 0; i < count; i++) boundaries |= (uint64_t)(ids[begin + i] != ids[begin + i + 1]) << i;
     return boundaries;
 }
 
-static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
+static bool equal_is_by_head(const am_node *node) { return node->equal.q.head || node->equal.k.head; }
 
 const am_term_kind am_all_term = {.keys = all_keys, .tile = all_tile, .bits = all_bits, .form = AM_INTERVAL};
 const am_term_kind am_band_term = {.keys = band_keys,

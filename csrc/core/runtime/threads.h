@@ -16,8 +16,17 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "core/runtime/status.h"
 #include "kernels/table.h"
+
+/* The errors that the core reports. */
+typedef enum {
+    AM_OK = 0,
+    AM_NO_MEMORY,
+    AM_OVERFLOW,    /* an integer result does not fit its type */
+    AM_INTERRUPTED, /* `stop` of am_context ended the call; the binding knows the reason */
+    AM_FORKED, /* the process is a child that was forked in the middle of a loop, and lacks the threads of
+                  that loop */
+} am_status;
 
 /* How a call runs. The binding fills it in; the core passes it on. */
 typedef struct {

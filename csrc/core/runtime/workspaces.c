@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "core/runtime/memory_blocks.h"
-#include "core/runtime/threads.h"
 
 void *(am_alloc_aligned)(ptrdiff_t bytes)
 {

@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #include "core/runtime/sizes.h"
-#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
 
 enum { AM_LINE = 64 }; /* bytes of a line of the cache */
 

@@ -2,7 +2,6 @@
 #ifndef AM_CORE_SEQUENCES_CUMSUM_H
 #define AM_CORE_SEQUENCES_CUMSUM_H
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 enum { AM_CUMSUM_AXES = 3 };

@@ -6,7 +6,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 typedef enum { AM_POSITIONS, AM_SEQUENCES, AM_PAIRS } am_token_kind;

@@ -5,7 +5,6 @@
 #include <stdint.h>
 
 #include "core/sequences/extents.h"
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 /* An array that am_fill_boxes fills: with `live` for each pair (q, k) inside of the box of its batch row,

@@ -4,7 +4,6 @@
 
 #include <stdint.h>
 
-#include "core/runtime/status.h"
 #include "core/runtime/threads.h"
 
 enum { AM_ID_AXES = 3 };
