@@ -260,7 +260,7 @@ int am_to_bool(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-static int to_integer(PyObject *object, const char *name, Py_ssize_t lowest, const char *expected, void *dst)
+int am_to_integer(PyObject *object, const char *name, am_range range, const char *expected, npy_intp *dst)
 {
     if (PyBool_Check(object) || !PyIndex_Check(object))
         return am_reject(PyExc_TypeError, name, expected, object);
@@ -268,19 +268,19 @@ static int to_integer(PyObject *object, const char *name, Py_ssize_t lowest, con
     if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) /* an array of several integers, say */
         return am_reject(PyExc_TypeError, name, expected, object);
     if (value == -1 && PyErr_Occurred()) return -1;
-    if (value < lowest) return am_reject(PyExc_ValueError, name, expected, object);
-    *(npy_intp *)dst = value;
+    if (value < range.begin || value > range.end) return am_reject(PyExc_ValueError, name, expected, object);
+    *dst = value;
     return 0;
 }
 
 int am_to_count(PyObject *object, const char *name, void *dst)
 {
-    return to_integer(object, name, 1, "a positive integer", dst);
+    return am_to_integer(object, name, (am_range){1, NPY_MAX_INTP}, "a positive integer", dst);
 }
 
 int am_to_length(PyObject *object, const char *name, void *dst)
 {
-    return to_integer(object, name, 0, "a non-negative integer", dst);
+    return am_to_integer(object, name, (am_range){0, NPY_MAX_INTP}, "a non-negative integer", dst);
 }
 
 int am_to_scale(PyObject *object, const char *name, void *dst)

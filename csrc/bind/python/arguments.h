@@ -65,6 +65,8 @@ PyObject *am_returned(const am_out *out, PyArrayObject *target);
 PyObject *am_new_like(int count, PyArrayObject *const *of, PyArrayObject **made);
 /* bool *: a bool of Python or NumPy. */
 am_to am_to_bool;
+/* An integer within a range, which includes its end; 0 or -1. */
+int am_to_integer(PyObject *object, const char *name, am_range range, const char *expected, npy_intp *dst);
 /* npy_intp *: a positive integer; one that exceeds npy_intp becomes its largest value. */
 am_to am_to_count;
 /* npy_intp *: the same, or zero. */

@@ -304,11 +304,9 @@ AM_VARIANT(flash_usual_vjp, attend_usual, true, true)
 
 static int to_threads(PyObject *object, const char *name, void *dst)
 {
-    npy_intp count = 0;
-    if (am_to_count(object, name, &count) < 0 && !PyErr_ExceptionMatches(PyExc_ValueError)) return -1;
+    npy_intp count;
     _Static_assert(AM_MAX_THREADS == 1024, "as the message says");
-    if (count < 1 || count > AM_MAX_THREADS)
-        return am_reject(PyExc_ValueError, name, "from 1 to 1024", object);
+    if (am_to_integer(object, name, (am_range){1, AM_MAX_THREADS}, "from 1 to 1024", &count) < 0) return -1;
     *(int *)dst = (int)count;
     return 0;
 }

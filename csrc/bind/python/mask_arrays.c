@@ -5,28 +5,6 @@
 
 #include "core/arrays/additive.h"
 
-int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense)
-{
-    int ndim = PyArray_NDIM(array);
-    if (ndim < low || ndim > 4) {
-        const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
-        return am_reject(PyExc_ValueError, name, expected, array);
-    }
-    *dense = (am_dense){
-        .data = PyArray_BYTES(array),
-        .type = am_dtype_of(PyArray_DESCR(array)),
-        .batch = ndim > 2 ? PyArray_DIM(array, 0) : 1,
-        .heads = ndim == 4 ? PyArray_DIM(array, 1) : 1,
-        .queries = PyArray_DIM(array, ndim - 2),
-        .keys = PyArray_DIM(array, ndim - 1),
-        .batch_stride = ndim > 2 ? PyArray_STRIDE(array, 0) : 0,
-        .head_stride = ndim == 4 ? PyArray_STRIDE(array, 1) : 0,
-        .query_stride = PyArray_STRIDE(array, ndim - 2),
-        .key_stride = PyArray_STRIDE(array, ndim - 1),
-    };
-    return 0;
-}
-
 static int reject_additive(PyArrayObject *array, const char *name, npy_intp index)
 {
     am_owned PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index),
@@ -51,6 +29,28 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
     ptrdiff_t index;
     if (!am_computed(module, PyArray_SIZE(array), am_find_additive, &numbers, &index)) return -1;
     return index < 0 ? 0 : reject_additive(array, name, index);
+}
+
+int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense)
+{
+    int ndim = PyArray_NDIM(array);
+    if (ndim < low || ndim > 4) {
+        const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
+        return am_reject(PyExc_ValueError, name, expected, array);
+    }
+    *dense = (am_dense){
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .batch = ndim > 2 ? PyArray_DIM(array, 0) : 1,
+        .heads = ndim == 4 ? PyArray_DIM(array, 1) : 1,
+        .queries = PyArray_DIM(array, ndim - 2),
+        .keys = PyArray_DIM(array, ndim - 1),
+        .batch_stride = ndim > 2 ? PyArray_STRIDE(array, 0) : 0,
+        .head_stride = ndim == 4 ? PyArray_STRIDE(array, 1) : 0,
+        .query_stride = PyArray_STRIDE(array, ndim - 2),
+        .key_stride = PyArray_STRIDE(array, ndim - 1),
+    };
+    return am_check_mask(module, array, name);
 }
 
 int am_to_mask_dtype(PyObject *object, const char *name, void *dst)

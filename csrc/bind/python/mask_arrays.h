@@ -5,13 +5,13 @@
 #include "bind/python/arguments.h"
 #include "core/arrays/mask_rows.h"
 
-/* Describes a mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K]. `dense` borrows the array's memory.
- * 0 or -1. */
-int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense);
-
 /* Refuses an array that must be an additive bias rather than a mask: one with a negative or non-finite
  * number; 0 or -1. */
 int am_check_mask(PyObject *module, PyArrayObject *array, const char *name);
+
+/* Describes a mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K], and checks the same. `dense`
+ * borrows the array's memory. 0 or -1. */
+int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense);
 
 /* PyArray_Descr **: the dtype of a mask's elements; None is refused. */
 am_to am_to_mask_dtype;

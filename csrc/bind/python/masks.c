@@ -187,11 +187,9 @@ static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t 
     const am_param params[] = {{"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask}};
     if (am_parse("mask_count", args, nargs, params, 2) < 0) return NULL;
     am_mask *m = &mask.request.mask;
-    npy_intp const dims[2] = {m->batch, m->heads};
-    PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
-    if (!counts) return NULL;
-    if (!am_computed(module, NPY_MAX_INTP, am_mask_count, m, PyArray_DATA(counts))) Py_CLEAR(counts);
-    return (PyObject *)counts;
+    am_owned PyArrayObject *counts = am_new_array_of(2, (npy_intp[]){m->batch, m->heads}, NPY_INT64);
+    if (!counts || !am_computed(module, NPY_MAX_INTP, am_mask_count, m, PyArray_DATA(counts))) return NULL;
+    return Py_NewRef(counts);
 }
 
 static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -42,17 +42,37 @@ static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chu
     return (PyObject *)counts;
 }
 
-static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp chunk)
+/* am_starts *: starts that are not checked yet. */
+static int to_raw_starts(PyObject *object, const char *name, void *dst)
 {
-    am_scoped(am_free_starts) am_starts s = {0};
-    if (am_read_starts(&s, cu_seqlens, "cu_seqlens") < 0) return NULL;
-    PyObject *result = quick_counts(module, &s, chunk);
-    if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) return result;
-    npy_intp entries = s.sequences + (chunk ? 1 : 0);
+    return am_read_starts(dst, object, name);
+}
+
+static PyObject *prepare_counts(PyObject *module, am_starts *s, npy_intp chunk)
+{
+    PyObject *result = quick_counts(module, s, chunk);
+    if (result || PyErr_Occurred() || am_check_starts(s, "cu_seqlens") < 0) return result;
+    npy_intp entries = s->sequences + (chunk ? 1 : 0);
     am_freed ptrdiff_t *counts = am_new(ptrdiff_t, entries);
     if (!counts) return PyErr_NoMemory();
-    count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
-    return am_counts_as(counts, entries, s.dtype);
+    count(module, AM_INT64, counts, s->starts, s->sequences, chunk);
+    return am_counts_as(counts, entries, s->dtype);
+}
+
+static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_scoped(am_free_starts) am_starts s = {0};
+    const am_param params[] = {{"cu_seqlens", to_raw_starts, &s}};
+    return am_parse("prepare_lens", args, nargs, params, 1) < 0 ? NULL : prepare_counts(module, &s, 0);
+}
+
+static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_scoped(am_free_starts) am_starts s = {0};
+    npy_intp chunk;
+    const am_param params[] = {{"cu_seqlens", to_raw_starts, &s}, {"chunk_size", am_to_count, &chunk}};
+    if (am_parse("prepare_chunk_offsets", args, nargs, params, 2) < 0) return NULL;
+    return prepare_counts(module, &s, chunk);
 }
 
 /* Returns checked starts as a new array of int64. */
@@ -71,24 +91,6 @@ static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssiz
     return (PyObject *)result;
 }
 
-static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    PyObject *cu_seqlens = NULL;
-    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens}};
-    if (am_parse("prepare_lens", args, nargs, params, 1) < 0) return NULL;
-    return prepare_counts(module, cu_seqlens, 0);
-}
-
-static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    PyObject *cu_seqlens = NULL;
-    npy_intp chunk;
-    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens},
-                               {"chunk_size", am_to_count, &chunk}};
-    if (am_parse("prepare_chunk_offsets", args, nargs, params, 2) < 0) return NULL;
-    return prepare_counts(module, cu_seqlens, chunk);
-}
-
 /* Returns an array over all tokens: [total], or [total, 2] for pairs. */
 static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff_t *starts,
                              npy_intp sequences, PyArray_Descr *dtype)
@@ -100,11 +102,11 @@ static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff
     }
     am_owned PyArrayObject *result = am_new_array_of(kind == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
     if (!result) return NULL;
-    am_call call;
-    am_dtype type = PyArray_TYPE(result) == NPY_INT32 ? AM_INT32 : AM_INT64;
-    const am_context *context = am_enter(&call, module, shape[0]);
-    am_status status = am_fill_tokens(context, kind, type, PyArray_DATA(result), starts, sequences);
-    return am_leave(&call, status) < 0 ? NULL : am_finish(result, dtype);
+    const am_dtype type = am_dtype_of(PyArray_DESCR(result));
+    void *const dst = PyArray_DATA(result);
+    return am_computed(module, shape[0], am_fill_tokens, kind, type, dst, starts, sequences)
+               ? am_finish(result, dtype)
+               : NULL;
 }
 
 static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,

@@ -82,19 +82,12 @@ static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k
 }
 
 /* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
-static int to_token_mask(PyArrayObject *array, const char *name, am_dense *mask)
+static int to_token_mask(PyObject *module, PyArrayObject *array, const char *name, am_dense *mask)
 {
     if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", array);
-    *mask = (am_dense){
-        .data = PyArray_BYTES(array),
-        .type = am_dtype_of(PyArray_DESCR(array)),
-        .batch = PyArray_DIM(array, 0),
-        .heads = 1,
-        .queries = 1,
-        .keys = PyArray_DIM(array, 1),
-        .batch_stride = PyArray_STRIDE(array, 0),
-        .key_stride = PyArray_STRIDE(array, 1),
-    };
+    if (am_to_dense(module, array, name, 2, mask) < 0) return -1;
+    mask->batch = mask->queries, mask->batch_stride = mask->query_stride;
+    mask->queries = 1, mask->query_stride = 0;
     return 0;
 }
 
@@ -109,11 +102,10 @@ static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args
                                {"kv_mask", am_to_object, &kv_object},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
-    if (to_token_mask(q_mask, "q_mask", &queries) < 0 || am_check_mask(module, q_mask, "q_mask") < 0)
-        return NULL;
+    if (to_token_mask(module, q_mask, "q_mask", &queries) < 0) return NULL;
     if (kv_object != Py_None) {
-        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0 ||
-            am_check_mask(module, kv_mask, "kv_mask") < 0)
+        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 ||
+            to_token_mask(module, kv_mask, "kv_mask", &keys) < 0)
             return NULL;
         if (queries.batch != keys.batch)
             return PyErr_Format(PyExc_ValueError,
@@ -153,8 +145,9 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
     int ndim = PyArray_NDIM(array);
     if (ndim < 2 || ndim > 4)
         return am_reject_array(PyExc_ValueError, name, "[B, T], [B, Q, K] or [B, H, Q, K]", array);
-    int failed = ndim == 2 ? to_token_mask(array, name, &mask) : am_to_dense(array, name, 3, &mask);
-    if (failed < 0 || am_check_mask(module, array, name) < 0) return NULL;
+    const int failed =
+        ndim == 2 ? to_token_mask(module, array, name, &mask) : am_to_dense(module, array, name, 3, &mask);
+    if (failed < 0) return NULL;
     if (heads == FIRST && mask.heads == 0)
         return am_reject_array(PyExc_ValueError, name, "of one head or more to reduce to the first", array);
     if (heads == FIRST) mask.heads = 1;
@@ -192,23 +185,25 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     for (int i = 0; a->out.given && i < 2; i++) {
         if (inputs[i] && am_check_apart(a->out.array, "out", inputs[i], a->names[i]) < 0) return NULL;
     }
-    am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
+    uint64_t live;
     am_owned PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
-    if (!out || am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
+    if (!out || am_bytes_of(Py_True, a->dtype, &live) < 0) return NULL;
     am_freed am_extent *extents = am_new(am_extent, batch);
     if (!extents) return PyErr_NoMemory();
     for (npy_intp b = 0; b < batch; b++) {
-        extents[b] = (am_extent){0, 1, a->kv.ranges[b][0], a->kv.ranges[b][1]};
-        if (ndim == 2) continue;
-        extents[b].q_begin = a->q.ranges[b][0];
-        extents[b].q_end = a->q.ranges[b][1];
+        const ptrdiff_t of_tokens[2] = {0, 1}, *q = ndim == 4 ? a->q.ranges[b] : of_tokens;
+        extents[b] = (am_extent){q[0], q[1], a->kv.ranges[b][0], a->kv.ranges[b][1]};
     }
-    boxes.boxes = extents;
-    boxes.data = PyArray_BYTES(out);
-    boxes.size = PyArray_ITEMSIZE(out);
-    boxes.batch_stride = PyArray_STRIDE(out, 0);
-    boxes.query_stride = ndim == 4 ? PyArray_STRIDE(out, 2) : 0;
-    boxes.key_stride = PyArray_STRIDE(out, ndim - 1);
+    const am_boxes boxes = {.batch = batch,
+                            .queries = ndim == 4 ? a->max_q : 1,
+                            .keys = a->max_kv,
+                            .live = live,
+                            .boxes = extents,
+                            .data = PyArray_BYTES(out),
+                            .size = PyArray_ITEMSIZE(out),
+                            .batch_stride = PyArray_STRIDE(out, 0),
+                            .query_stride = ndim == 4 ? PyArray_STRIDE(out, 2) : 0,
+                            .key_stride = PyArray_STRIDE(out, ndim - 1)};
     return am_computed(module, PyArray_SIZE(out), am_fill_boxes, &boxes) ? am_returned(&a->out, out) : NULL;
 }
 

@@ -17,7 +17,8 @@
 static int check_lengths(PyArrayObject *mask)
 {
     for (int i = 1; i <= 2; i++) {
-        int axis = PyArray_NDIM(mask) - i;
+        const int axis = PyArray_NDIM(mask) - i;
+        if (axis < 0) break; /* am_to_dense says what is wrong */
         if (PyArray_DIM(mask, axis) > AM_LONGEST_GROUPED && PyArray_STRIDE(mask, axis) != 0)
             return am_reject(PyExc_ValueError, "mask", "shorter than 2**31 along its last two axes", mask);
     }
@@ -40,8 +41,7 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     const am_param params[] = {
         {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
     if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) return NULL;
-    if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) return NULL;
-    if (am_check_mask(module, mask, "mask") < 0) return NULL;
+    if (check_lengths(mask) < 0 || am_to_dense(module, mask, "mask", 2, &dense) < 0) return NULL;
     if (!per_head && dense.heads == 0)
         return am_reject_array(PyExc_ValueError, "mask", "of one head or more, or per_head True", mask);
     int axes = PyArray_NDIM(mask) - 1 - (PyArray_NDIM(mask) == 4 && !per_head); /* batch, heads, tokens */
@@ -55,13 +55,11 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     if (!per_head) grouped.heads = 1;
     am_ungrouped found = {0};
     if (PyArray_SIZE(mask) > 0) {
-        am_call call;
-        const am_context *context = am_enter(&call, module, PyArray_SIZE(mask));
-        am_status status = am_group_tokens(context, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
-        if (status == AM_OK && strict)
-            status = am_find_ungrouped(context, &dense, grouped.heads, PyArray_DATA(q_ids),
-                                       PyArray_DATA(k_ids), &found);
-        if (am_leave(&call, status) < 0) return NULL;
+        int32_t *const q = PyArray_DATA(q_ids), *const k = PyArray_DATA(k_ids);
+        const npy_intp work = PyArray_SIZE(mask);
+        if (!am_computed(module, work, am_group_tokens, &grouped, q, k) ||
+            (strict && !am_computed(module, work, am_find_ungrouped, &dense, grouped.heads, q, k, &found)))
+            return NULL;
     } else { /* the mask has no pairs */
         memset(PyArray_DATA(q_ids), 0xff, (size_t)PyArray_NBYTES(q_ids));
         memset(PyArray_DATA(k_ids), 0xff, (size_t)PyArray_NBYTES(k_ids));
@@ -76,11 +74,9 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     am_dense dense;
     const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
     if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) return NULL;
-    if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) return NULL;
-    if (am_check_mask(module, mask, "attention_mask") < 0) return NULL;
-    npy_intp const q_shape[2] = {dense.batch, dense.queries}, k_shape[2] = {dense.batch, dense.keys};
-    q_ids = am_new_array_of(2, q_shape, NPY_INT32);
-    k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
+    if (am_to_dense(module, mask, "attention_mask", 2, &dense) < 0) return NULL;
+    q_ids = am_new_array_of(2, (npy_intp[]){dense.batch, dense.queries}, NPY_INT32);
+    k_ids = q_ids ? am_new_array_of(2, (npy_intp[]){dense.batch, dense.keys}, NPY_INT32) : NULL;
     if (!k_ids) return NULL;
     return am_computed(module, PyArray_SIZE(mask), am_mark_padding, &dense, PyArray_DATA(q_ids),
                        PyArray_DATA(k_ids))
@@ -187,25 +183,16 @@ static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t 
 static int to_int32(PyObject *object, const char *name, void *dst)
 {
     static const char expected[] = "an integer from -2**31 to 2**31 - 1";
-    if (PyBool_Check(object) || !PyIndex_Check(object))
-        return am_reject(PyExc_TypeError, name, expected, object);
-    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL); /* clips */
-    if (value == -1 && PyErr_Occurred()) {
-        return PyErr_ExceptionMatches(PyExc_TypeError) ? am_reject(PyExc_TypeError, name, expected, object)
-                                                       : -1;
-    }
-    if (value < INT32_MIN || value > INT32_MAX) return am_reject(PyExc_ValueError, name, expected, object);
-    *(int32_t *)dst = (int32_t)value;
-    return 0;
+    return am_to_integer(object, name, (am_range){INT32_MIN, INT32_MAX}, expected, dst);
 }
 
 static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_owned PyArrayObject *array = NULL;
-    int32_t pad;
+    npy_intp pad;
     const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
     if (am_parse("positions_from_segment_ids", args, nargs, params, 2) < 0) return NULL;
-    return (PyObject *)new_int32(module, array, "segment_ids", AM_TO_POSITIONS, pad);
+    return (PyObject *)new_int32(module, array, "segment_ids", AM_TO_POSITIONS, (int32_t)pad);
 }
 
 /* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */
