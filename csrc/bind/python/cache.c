@@ -399,15 +399,11 @@ AM_VARIANT(write_kvcache, write_slots, false)
 AM_VARIANT(check_write_kvcache, write_slots, true)
 
 PyMethodDef am_kvcache_methods[] = {
-    {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,
-     "flash_kvcache($module, names, defaults, args, given, /)\n--\n\n"},
-    {"check_kvcache", (PyCFunction)(void *)check_kvcache, METH_FASTCALL,
-     "check_kvcache($module, names, defaults, args, given, /)\n--\n\n"
-     "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
-    {"write_kvcache", (PyCFunction)(void *)write_kvcache, METH_FASTCALL,
-     "write_kvcache($module, k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping, /)\n--\n\n"},
-    {"check_write_kvcache", (PyCFunction)(void *)check_write_kvcache, METH_FASTCALL,
-     "check_write_kvcache($module, k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping, /)\n--\n\n"
-     "Check arguments of write_kvcache, but for the memory that is written to."},
+    AM_METHOD(flash_kvcache, "names, defaults, args, given"),
+    AM_METHOD(check_kvcache, "names, defaults, args, given",
+              "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."),
+    AM_METHOD(write_kvcache, "k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping"),
+    AM_METHOD(check_write_kvcache, "k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping",
+              "Check arguments of write_kvcache, but for the memory that is written to."),
     {.ml_name = NULL},
 };
