@@ -138,6 +138,18 @@ def flash_attention(
     callback: bool = False,
     **more: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    *,
+    return_lse: bool,
+    callback: bool = False,
+    **more: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @OPTIONS
 def flash_attention(
     query: jax.typing.ArrayLike,
@@ -391,6 +403,16 @@ def ring_attention(
     return_lse: Literal[True],
     **more: Unpack[RingArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ring_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    *,
+    axis_name: str | tuple[str, ...],
+    return_lse: bool,
+    **more: Unpack[RingArguments],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @KEYWORDS
 def ring_attention(
     query: jax.typing.ArrayLike,

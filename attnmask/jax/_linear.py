@@ -189,6 +189,15 @@ def linear_attention(
     return_state: Literal[True],
     **more: Unpack[LinearOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_state: bool,
+    **more: Unpack[LinearOptions[ArrayLike]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @_ATTENTION
 def linear_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_state: bool = False, **more: object
@@ -341,6 +350,15 @@ def short_convolution(
     return_state: Literal[True],
     **more: Unpack[ConvolutionOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def short_convolution(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    return_state: bool,
+    **more: Unpack[ConvolutionOptions[ArrayLike]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @_CONVOLUTION
 def short_convolution(
     x: ArrayLike,

@@ -185,6 +185,17 @@ def flash_attention(
     return_lse: Literal[True],
     **more: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    bias: "ArrayLike | None" = None,
+    *,
+    return_lse: bool,
+    **more: Unpack[Options],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @OPTIONS
 def flash_attention(
     query: torch.Tensor,

@@ -219,6 +219,19 @@ def flash_attention_with_kvcache(
     out: "torch.Tensor | None" = None,
     **more: Unpack[CacheArguments[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attention_with_kvcache(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: "torch.Tensor | None" = None,
+    value: "torch.Tensor | None" = None,
+    *,
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
+    return_lse: bool,
+    out: "torch.Tensor | None" = None,
+    **more: Unpack[CacheArguments[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_KEYWORDS
 def flash_attention_with_kvcache(
     query: torch.Tensor,

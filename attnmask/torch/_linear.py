@@ -409,6 +409,15 @@ def short_convolution(
     return_state: Literal[True],
     **more: Unpack[ConvolutionOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    return_state: bool,
+    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_CONVOLUTION
 def short_convolution(
     x: torch.Tensor,
@@ -569,6 +578,15 @@ def linear_attention(
     return_state: Literal[True],
     **more: Unpack[LinearOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_state: bool,
+    **more: Unpack[LinearOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_ATTENTION
 def linear_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_state: bool = False, **more: object

@@ -593,6 +593,16 @@ def ring_attention(
     return_lse: Literal[True],
     **more: Unpack[RingArguments],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
+    return_lse: bool,
+    **more: Unpack[RingArguments],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @KEYWORDS
 def ring_attention(
     query: torch.Tensor,

@@ -87,6 +87,12 @@ c: torch.Tensor = attnmask.torch.ring_attention(x, x, x, layout="contiguous", dr
 e: torch.Tensor = attnmask.torch.linear_attention(x, x, x, decay=x[..., 0])
 f: tuple[torch.Tensor, torch.Tensor] = attnmask.torch.short_convolution(x[0], x[0, 0], return_state=True)
 d: torch.Tensor = attnmask.torch.flash_attention_with_kvcache(x, x, x, cache_seqlens=torch.tensor([1]))
+flag = bool(x.sum())
+g: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attnmask.torch.flash_attention(x, x, x, return_lse=flag)
+g = attnmask.torch.flash_attention_with_kvcache(x, x, x, return_lse=flag)
+g = attnmask.torch.ring_attention(x, x, x, return_lse=flag)
+g = attnmask.torch.linear_attention(x, x, x, return_state=flag)
+g = attnmask.torch.short_convolution(x[0], x[0, 0], return_state=flag)
 # wrong:
 attnmask.torch.flash_attention(x, x, x, causal_offset="bottom-rigt")
 attnmask.torch.flash_attention(x, x, x, is_causal=True)
@@ -96,6 +102,11 @@ attnmask.torch.linear_attention(x, x, x, return_state=True).sum()
 attnmask.torch.short_convolution(x[0], x[0, 0], activation="relu")
 attnmask.torch.ring_attention(x, x, x, layout="zigzig")
 attnmask.torch.ring_attention(x, x, x, cum_seqlens_q=[0, 4])
+attnmask.torch.flash_attention(x, x, x, return_lse=flag).sum()
+attnmask.torch.flash_attention_with_kvcache(x, x, x, return_lse=flag).sum()
+attnmask.torch.ring_attention(x, x, x, return_lse=flag).sum()
+attnmask.torch.linear_attention(x, x, x, return_state=flag).sum()
+attnmask.torch.short_convolution(x[0], x[0, 0], return_state=flag).sum()
 """
 JAX = """
 import jax
@@ -109,6 +120,11 @@ c: jax.Array = attnmask.jax.ring_attention(x, x, x, axis_name="ring", dropout_se
 e: jax.Array = attnmask.jax.linear_attention(x, x, x, decay=x[..., 0])
 f: tuple[jax.Array, jax.Array] = attnmask.jax.short_convolution(x[0], x[0, 0], return_state=True)
 d = attnmask.jax.flash_attention_with_kvcache(x, x, x, cache_seqlens=jnp.array([1])).out
+flag = bool(x.sum())
+g: jax.Array | tuple[jax.Array, jax.Array] = attnmask.jax.flash_attention(x, x, x, return_lse=flag)
+g = attnmask.jax.ring_attention(x, x, x, axis_name="ring", return_lse=flag)
+g = attnmask.jax.linear_attention(x, x, x, return_state=flag)
+g = attnmask.jax.short_convolution(x[0], x[0, 0], return_state=flag)
 # wrong:
 attnmask.jax.flash_attention(x, x, x, causal_offset="bottom-rigt")
 attnmask.jax.flash_attention(x, x, x, is_causal=True)
@@ -117,6 +133,10 @@ attnmask.jax.flash_attention_with_kvcache(x, x, x, scale=1.0)
 attnmask.jax.linear_attention(x, x, x, return_state=True).sum()
 attnmask.jax.short_convolution(x[0], x[0, 0], activation="relu")
 attnmask.jax.ring_attention(x, x, x, axis_name="ring", layout="zigzig")
+attnmask.jax.flash_attention(x, x, x, return_lse=flag).sum()
+attnmask.jax.ring_attention(x, x, x, axis_name="ring", return_lse=flag).sum()
+attnmask.jax.linear_attention(x, x, x, return_state=flag).sum()
+attnmask.jax.short_convolution(x[0], x[0, 0], return_state=flag).sum()
 """
 
 
