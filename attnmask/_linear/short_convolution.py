@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, check_apart, flag, one_of
@@ -266,6 +265,4 @@ def short_convolution_step(
     >>> state
     array([[[2., 3.]]])
     """
-    if not isinstance(state, np.ndarray) and hasattr(state, "__dlpack__"):
-        state = as_array(state, "state")  # of the same memory
     return _core.short_convolution_step(x, weight, state, bias, is_silu(activation), state_indices, out)

@@ -292,6 +292,25 @@ def test_the_bits_of_numpy_steps(torch, step, dtype):
     assert inputs["state"]._version == version + 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_of_numpy_update_a_tensor(torch, step, dtype):
+    (given, more), function = STEPS[step[0]](dtype, step[1]), getattr(attnmask, step[0])
+    state = tensors(torch, {"state": given["state"]})["state"].clone()
+    out, (expected, after) = function(**given | {"state": state}, **more), expected_step(step, dtype)
+    np.testing.assert_array_equal(out, expected)
+    assert_same((state,), (after,))
+
+
+def test_wrong_states_of_steps_of_numpy(torch, step):
+    (given, more), function = STEPS[step[0]](F64, step[1]), getattr(attnmask, step[0])
+    first, held = next(iter(given)), given["state"]
+    given[first] = held.reshape(-1)[: given[first].size].reshape(given[first].shape)
+    with pytest.raises(ValueError, match=f"^state must share no memory with {first}$"):
+        function(**given | {"state": torch.from_numpy(held)}, **more)
+    with pytest.raises(TypeError, match=r"^state must be a NumPy array or None, got .*list"):
+        function(**given | {"state": [1.0]}, **more)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_steps(torch, step, backend):
     inputs, more, function = made_step(torch, step)

@@ -29,11 +29,11 @@ static PyArrayObject *converted(const am_param *param)
  * array, which a converter may have copied, nor with what became of an object of another library. */
 static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
 {
+    PyArrayObject *written = ((const am_out *)params[out].dst)->array;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i == out || params[i].convert == am_to_object) continue;
         PyArrayObject *input = PyArray_Check(args[i]) ? (PyArrayObject *)args[i] : converted(&params[i]);
-        if (input && am_check_apart((PyArrayObject *)args[out], params[out].name, input, params[i].name) < 0)
-            return -1;
+        if (input && am_check_apart(written, params[out].name, input, params[i].name) < 0) return -1;
     }
     return 0;
 }
@@ -47,8 +47,8 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
         if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (params[i].convert == am_to_out && args[i] != Py_None && check_given(args, params, count, i) < 0)
-            return -1;
+        const bool written = params[i].convert == am_to_out || params[i].convert == am_to_state;
+        if (written && args[i] != Py_None && check_given(args, params, count, i) < 0) return -1;
     }
     return 0;
 }
@@ -227,6 +227,16 @@ int am_to_out(PyObject *object, const char *name, void *dst)
     out->given = object;
     out->array = plain_view((PyArrayObject *)object);
     return out->array ? 0 : -1;
+}
+
+int am_to_state(PyObject *object, const char *name, void *dst)
+{
+    am_out *state = dst;
+    if (PyArray_Check(object) || !PyObject_HasAttrString(object, "__dlpack__"))
+        return am_to_out(object, name, dst);
+    state->given = object;
+    state->array = (PyArrayObject *)am_ask(AM_AS_ARRAY, "(Os)", object, name);
+    return state->array ? 0 : -1;
 }
 
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype)

@@ -56,6 +56,8 @@ typedef struct {
 } am_out;
 static inline void am_free_out(am_out *out) { Py_CLEAR(out->array); }
 am_to am_to_out;
+/* am_out *: an array that is read and written to, maybe one of another library. */
+am_to am_to_state;
 /* Returns a new reference to the array that results are written to: a new one, or the caller's, which is
  * checked. Returns NULL with the exception set. */
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);

@@ -257,7 +257,7 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"query", am_to_array, &a.arrays[AM_QUERY]},
         {"key", am_to_array, &a.arrays[AM_KEY]},
         {"value", am_to_array, &a.arrays[AM_VALUE]},
-        {"state", am_to_out, &a.state},
+        {"state", am_to_state, &a.state},
         {"decay", am_to_array_or_none, &a.arrays[AM_DECAY]},
         {"beta", am_to_array_or_none, &a.arrays[AM_BETA]},
         {"scale", am_to_scale, &a.scale},

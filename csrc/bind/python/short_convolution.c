@@ -188,9 +188,9 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
 {
     am_scoped(release) arguments a = {0};
     const am_param params[] = {
-        {"x", am_to_array, &a.x},       {"weight", am_to_array, &a.weight},
-        {"state", am_to_out, &a.state}, {"bias", am_to_array_or_none, &a.bias},
-        {"silu", am_to_bool, &a.silu},  {"state_indices", am_to_array_or_none, &a.indices},
+        {"x", am_to_array, &a.x},         {"weight", am_to_array, &a.weight},
+        {"state", am_to_state, &a.state}, {"bias", am_to_array_or_none, &a.bias},
+        {"silu", am_to_bool, &a.silu},    {"state_indices", am_to_array_or_none, &a.indices},
         {"out", am_to_out, &a.out},
     };
     if (am_parse(name, args, nargs, params, 7) < 0 || check_step(&a) < 0) return NULL;
