@@ -289,6 +289,7 @@ def flash_attention_with_kvcache(
     own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     own |= {"attention_mask": attention_mask, "return_lse": return_lse}
     given = _CACHE.complete(flash_attention_with_kvcache, own, more)
+    _check_value(given)
     for name, x in given.items():
         if name not in kvcache.TRACED:
             check_known(x, name)
@@ -296,6 +297,18 @@ def flash_attention_with_kvcache(
         return _eager(given)
     register()
     return kvcache.attend(given)
+
+
+def _check_value(given: Arguments) -> None:
+    """Refuse keys alone, which NumPy's functions take where the values are a view of the keys' channels."""
+    if given["key"] is None or given["value"] is not None:
+        return
+    v_cache = jax.numpy.asarray(given["v_cache"])
+    channels = v_cache.shape[-1] * (2 if v_cache.dtype == np.uint8 else 1) if v_cache.ndim else 0
+    raise ValueError(
+        "value must be given with key, got None; arrays in JAX share no memory, so that a latent cache has its values "
+        f"in an array of their own: write value=key[..., :{channels}]"
+    )
 
 
 def _eager(given: Arguments) -> KVCacheResult:
@@ -372,6 +385,7 @@ def write_kvcache(
         "v_scale": v_scale,
         "rotate": rotate,
     }
+    _check_value(given)
     check_known(rotate, "rotate")
     if any(map(is_traced, given.values())):
         register()

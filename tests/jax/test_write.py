@@ -75,6 +75,25 @@ def test_donated_caches_are_written_in_place(kind):
         same([after.get(name) for name in NAMES], {name: wanted[name] for name in after})
 
 
+@pytest.mark.parametrize(("kind", "traced"), [(F32, False), (F32, True), ("int4", True)], ids=str)
+def test_keys_without_values(kind, traced):
+    """Of a latent cache, whose values are a view of the keys' channels: in JAX they are an array of their own."""
+    given = made(kind)
+    channels = given["value"].shape[-1]
+    words = rf"value must be given with key, got None; .* write value=key\[..., :{channels}\]"
+    for name, more in (
+        ("write_kvcache", {}),
+        ("flash_attention_with_kvcache", {"query": np.ones((1, 1, 2, D), F32)}),
+    ):
+        arguments = {name: x for name, x in given.items() if name != "slot_mapping" or not more} | more
+        call = lambda x, name=name: getattr(attnmask.jax, name)(**x | {"value": None})  # noqa: E731
+        with pytest.raises(ValueError, match=words):
+            (jax.jit(call) if traced else call)(arguments)
+    with_views = given | {"v_cache": given["k_cache"][..., :4], "value": given["key"][..., :4]}
+    if kind == F32:
+        assert attnmask.jax.write_kvcache(**with_views)[1].shape == with_views["v_cache"].shape
+
+
 def test_written_and_attended_to():
     """The bits of a call that appends."""
     arguments = made(F32)
