@@ -7,7 +7,14 @@ from attnmask._common.arguments import describe, suit_hint
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask.torch._import import torch
-from attnmask.torch._operators import NO_SECOND, check_no_tangents, check_tensor, in_place, wide_dtype
+from attnmask.torch._operators import (
+    NO_SECOND,
+    check_devices,
+    check_no_tangents,
+    check_tensor,
+    in_place,
+    wide_dtype,
+)
 from attnmask.torch._states import to_tensor
 from attnmask.torch._types import Context
 
@@ -43,6 +50,7 @@ _backward = torch.library.custom_op(
 
 @_operator.register_fake
 def _(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    check_devices(("outs", "lses"), (outs, lses))
     return _like(outs[0]), _like(lses[0], wide_dtype(outs[0].dtype))
 
 
@@ -50,6 +58,7 @@ def _(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor,
 def _(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
+    check_devices(("outs", "lses", "dout", "dlse"), (outs, lses, dout, dlse))
     return [*map(_like, outs), *(_like(x, wide_dtype(outs[0].dtype)) for x in lses)]
 
 
@@ -121,7 +130,8 @@ def merge_attention_states(
     given = _list(outs, "outs"), _list(lses, "lses")
     if not given[0]:
         raise ValueError("outs must have at least one part, got none")
-    check_no_tangents(("outs", "lses"), (*given[0], *given[1]), _NAME)
+    names = ["outs"] * len(given[0]) + ["lses"] * len(given[1])
+    check_no_tangents(names, (*given[0], *given[1]), _NAME)
     try:
         return _operator(*given)
     except (TypeError, ValueError) as error:
