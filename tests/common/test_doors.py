@@ -8,8 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doors import (
+    NAMES,
+    STATES,
+    WITH_GRADIENTS,
+    WRITTEN,
+    changed,
+    drawn,
+    function_of,
+    is_array,
+    learned_of,
+    right,
+    with_both_results,
+)
 from fuzzer import arrays_in, digest
-from targets import TARGETS, Arguments
+from targets import Arguments
 from tensors import tensor
 
 import attnmask
@@ -20,44 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::attnmask.AttnmaskWarning"),  # of other shapes
 ]
-WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
-NAMES = (
-    *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
-    "linear_attention_step", "short_convolution_step", "write_kvcache",
-)  # fmt: skip
-WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
-STATES = dict(zip(WITH_GRADIENTS, ("return_lse", "return_state", None, "return_state"), strict=True))
-
-
-def drawn(name: str, seed: int) -> Arguments:
-    arguments = TARGETS[name].arguments(np.random.default_rng(seed))
-    return {key: x for key, x in arguments.items() if key != "out"}
-
-
-def right(name: str) -> Iterator[tuple[str, Arguments]]:
-    """The first arguments that were found with each of them."""
-    seen: set[str] = set()
-    for seed in range(30):
-        arguments = drawn(name, seed)
-        yield from ((argument, arguments) for argument in arguments.keys() - seen)
-        seen |= arguments.keys()
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.ndim > 0
-
-
-def changed(arguments: Arguments, change: Callable[[np.ndarray], Any]) -> Arguments:
-    """With what becomes of each array."""
-    several = {name: x for name, x in arguments.items() if isinstance(x, list) and is_array(x[0])}
-    return {name: change(x) if is_array(x) else x for name, x in arguments.items()} | {
-        name: [change(part) for part in x] for name, x in several.items()
-    }
-
-
-def function_of(module: Any, name: str) -> Callable[..., Any]:
-    return getattr(module, name.partition(" of ")[0])
-
 
 # Each takes a function's name, and gives a function of arguments in NumPy that gives bits.
 
@@ -70,13 +45,14 @@ def by_numpy(name: str) -> Callable[[Arguments], Any]:
     return call
 
 
-def by_torch(name: str) -> Callable[[Arguments], Any]:
+def by_torch(name: str, compiled: bool = False) -> Callable[[Arguments], Any]:
     torch = pytest.importorskip("torch")
     import attnmask.torch
 
     def call(arguments: Arguments) -> Any:
         given = changed(arguments, lambda x: tensor(torch, x))
-        result = function_of(attnmask.torch, name)(**given)
+        function = function_of(attnmask.torch, name)
+        result = (in_graph("aot_eager")(function) if compiled else function)(**given)
         made = result if isinstance(result, tuple) else () if result is None else (result,)
         assert all(type(x) is torch.Tensor and x.is_contiguous() and not x.requires_grad for x in made)
         made += tuple(given[key] for key in WRITTEN if key in given)
@@ -115,12 +91,16 @@ DOORS = {"torch": by_torch, "jax": by_jax, "jax.jit": lambda name: by_jax(name, 
 EACH = [
     (door, name) for door in DOORS for name in NAMES if door == "torch" or name != "merge_attention_states"
 ]
+DOORS["torch.compile"] = lambda name: by_torch(name, True)
+COMPILED = [
+    ("torch.compile", name) for name in NAMES if name not in WITH_GRADIENTS
+]  # which the others are below
 
 
-@pytest.mark.parametrize(("door", "name"), EACH)
+@pytest.mark.parametrize(("door", "name"), EACH + COMPILED)
 def test_the_bits_of_numpy(door, name):
     call = DOORS[door](name)
-    for seed in range(16):
+    for seed in range(6 if door == "torch.compile" else 16):
         arguments = drawn(name, seed)
         assert call(changed(arguments, np.copy)) == by_numpy(name)(changed(arguments, np.copy)), seed
 
@@ -185,17 +165,6 @@ def test_what_numpy_refuses(door, name):
 # Gradients
 
 
-def learned_of(name: str, arguments: Arguments) -> list[str]:
-    """The arguments that have gradients, of a function that has any."""
-    grads = attnmask.FlashAttentionGrads, attnmask.LinearAttentionGrads, attnmask.ShortConvolutionGrads
-    fields = {"outs", "lses"}.union(*(kind._fields for kind in grads)) if name in WITH_GRADIENTS else set()
-    return [key for key, x in arguments.items() if key in fields and arrays_in(x)]
-
-
-def with_both_results(name: str, arguments: Arguments) -> Arguments:
-    return arguments | ({STATES[name]: True} if STATES.get(name) else {})
-
-
 def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
     """Results, and gradients of the sum of their squares by four."""
     own = [
@@ -210,7 +179,37 @@ def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
     return digest([*results, *arrays_in([grads[key] for key in learned_of(name, arguments)])])
 
 
-def gradients_by_torch(name: str, arguments: Arguments, backend: str | None = None) -> Any:
+def in_graph(backend: str) -> Callable[[Any], Any]:
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(backend=backend, fullgraph=True)
+
+
+def in_checkpoints(function: Any, reentrant: bool = False) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    def call(**given: Any) -> Any:
+        again = lambda *values: function(**dict(zip(given, values, strict=True)))  # noqa: E731
+        return checkpoint(again, *given.values(), use_reentrant=reentrant)
+
+    return call
+
+
+def saved_elsewhere(function: Any) -> Any:
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def call(**given: Any) -> Any:
+        kept: list[Any] = []
+        with saved_tensors_hooks(
+            lambda x: kept.append(x.clone()) or len(kept) - 1, lambda i: kept[i].clone()
+        ):
+            return function(**given)
+
+    return call
+
+
+def gradients_by_torch(name: str, arguments: Arguments, change: Callable[[Any], Any] = lambda f: f) -> Any:
     torch = pytest.importorskip("torch")
     import attnmask.torch
 
@@ -218,13 +217,9 @@ def gradients_by_torch(name: str, arguments: Arguments, backend: str | None = No
     learned = torch.utils._pytree.tree_flatten([given[key] for key in learned_of(name, arguments)])[0]
     for x in learned:
         x.requires_grad_()
-    function = function_of(attnmask.torch, name)
-    if backend:
-        torch._dynamo.reset()
-        function = torch.compile(function, backend=backend, fullgraph=True)
-    results = function(**with_both_results(name, given))
-    grads = torch.autograd.grad(results, learned, [0.5 * x.detach() for x in results])
-    return digest([as_array(x.detach(), "x") for x in (*results, *grads)])
+    results = change(function_of(attnmask.torch, name))(**with_both_results(name, given))
+    torch.autograd.backward(results, [0.5 * x.detach() for x in results])
+    return digest([as_array(x.detach(), "x") for x in (*results, *(x.grad for x in learned))])
 
 
 def with_gradients(
@@ -261,8 +256,18 @@ def gradients_by_jax(name: str, arguments: Arguments, compiled: bool = False) ->
 
 GRADIENTS = {
     "torch": (gradients_by_torch, 16),
-    "torch.compile": (lambda *case: gradients_by_torch(*case, "aot_eager"), 6),
-    "inductor": (lambda *case: gradients_by_torch(*case, "inductor"), 1),
+    "torch.compile": (lambda *case: gradients_by_torch(*case, in_graph("aot_eager")), 6),
+    "torch.compile by inductor": (lambda *case: gradients_by_torch(*case, in_graph("inductor")), 1),
+    "torch, saved elsewhere": (lambda *case: gradients_by_torch(*case, saved_elsewhere), 8),
+    "torch, in checkpoints": (lambda *case: gradients_by_torch(*case, in_checkpoints), 8),
+    "torch, in reentrant checkpoints": (
+        lambda *case: gradients_by_torch(*case, lambda f: in_checkpoints(f, True)),
+        8,
+    ),
+    "torch.compile, in checkpoints": (
+        lambda *case: gradients_by_torch(*case, lambda f: in_graph("aot_eager")(in_checkpoints(f))),
+        2,
+    ),
     "jax": (gradients_by_jax, 6),
     "jax.jit": (lambda *case: gradients_by_jax(*case, True), 12),
 }

@@ -10,7 +10,6 @@ import pytest
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask._attention.arguments import LEARNED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # of a tensor on the way; torch hides it, too late
@@ -31,28 +30,6 @@ def tensors(torch, *shapes, wanting=True):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=wanting) for shape in shapes]
 
 
-def everything(torch, dtype=None):
-    """Arguments of all kinds."""
-    query, key, value, bias, sinks = tensors(
-        torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4), (2, 1, 5, 6), (2, 1)
-    )
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "softmax_aux": sinks,
-        "attention_mask": torch.rand(2, 1, 5, 6) < 0.8,
-        "q_segment_ids": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]),
-        "kv_segment_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]]),
-        "causal_offset": torch.tensor([1, 2]),
-        "causal": True,
-        "sliding_window": (4, None),
-        "logits_soft_cap": 3.0,
-        "softmax_scale": 0.5,
-    }
-
-
 def masked(torch):
     query, key, value = tensors(torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4))
     mask = MaskInfo.from_segments(
@@ -61,40 +38,6 @@ def masked(torch):
     mask = mask.apply_causal(1) | MaskInfo.from_random(2, 5, 6, 0.5, 0)
     mask &= MaskInfo.from_lengths([6, 4])[..., :5, :]
     return {"query": query, "key": key, "value": value, "attention_mask": mask}
-
-
-def packed(torch):
-    query, key, value = tensors(torch, (5, 2, 3), (6, 1, 3), (6, 1, 4))
-    starts = {"cum_seqlens_q": torch.tensor([0, 2, 5]), "cum_seqlens_k": torch.tensor([0, 4, 6])}
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "causal": True,
-        "causal_offset": "bottom-right",
-        **starts,
-    }
-
-
-def dropped(torch):
-    query, key, value = tensors(torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4))
-    more = {"dropout_prob": 0.4, "dropout_seed": 2**64 - 3, "normalize_output": False, "bias": [0.5] * 6}
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "causal_offset": "bottom-right",
-        "causal": True,
-        **more,
-    }
-
-
-CASES = {"everything": everything, "masked": masked, "packed": packed, "dropped": dropped}
-
-
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def arguments(torch, request):
-    return request.param(torch)
 
 
 def learned(torch, arguments):
@@ -116,11 +59,8 @@ def assert_same(torch, got, right):
 # The operators by themselves
 
 
-def operands(torch, arguments, wanting):
-    operands = attnmask.torch._operands({"attention_mask": None} | arguments)
-    if wanting:
-        return operands
-    return [x.detach() if isinstance(x, torch.Tensor) else x for x in operands]
+def operands(torch, **arguments):
+    return attnmask.torch._operands({"attention_mask": None} | arguments)
 
 
 PLAIN = ({}, {"causal": True, "softmax_scale": 0.5, "bias": None}, {"causal": True, "causal_offset": 2})
@@ -177,66 +117,26 @@ def test_the_operator_of_few_arguments(torch):
         assert_same(torch, [operator(*given, *more)], [right])
 
 
-def test_operators(torch, arguments):
-    """opcheck calls them with shapes that may change, too."""
-    operators = torch.ops.attnmask
-    torch.library.opcheck(operators.flash_attention.default, operands(torch, arguments, True))
-    inputs = operands(torch, arguments, False)
-    out, lse = operators.flash_attention(*inputs)
-    wanted = [x is not None and x.dtype.is_floating_point for x in inputs[: len(LEARNED)]]
-    torch.library.opcheck(
-        operators.flash_attention_backward.default,
-        (torch.ones_like(out), torch.ones_like(lse), out, lse, *inputs, wanted),
-    )
-    into = {"out": torch.full_like(out, 7), "lse": torch.full_like(lse, 7)}
-    torch.library.opcheck(operators.flash_attention.out, inputs, into)
-    operators.flash_attention.out(*inputs, **into)
-    assert_same(torch, into.values(), (out, lse))
-    right = attnmask.torch.flash_attention(**arguments, return_lse=True)
-    assert_same(torch, (out, lse), right)
-
-
 def test_out_must_fit(torch, query):
-    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
+    inputs = operands(torch, query=query, key=query, value=query)
     out, lse = torch.ops.attnmask.flash_attention(*inputs)
     into = torch.ops.attnmask.flash_attention.out
-    with pytest.raises(
-        ValueError, match=r"lse must be a float32 tensor of shape \(1, 1, 4\), got float64 tensor"
+    for more, error, words in (
+        (
+            {"lse": lse.double()},
+            ValueError,
+            r"lse must be a float32 tensor of shape \(1, 1, 4\), got float64 tensor",
+        ),
+        ({"out": out[:, :2]}, ValueError, r"out must be a float32 tensor of shape \(1, 4, 1, 8\), got"),
+        ({"out": query}, ValueError, "out must share no memory with query"),
+        ({"out": out.to("meta")}, TypeError, "lse must be on meta as out, got a tensor on cpu"),
     ):
-        into(*inputs, out=out, lse=lse.double())
-    with pytest.raises(ValueError, match=r"out must be a float32 tensor of shape \(1, 4, 1, 8\), got"):
-        into(*inputs, out=out[:, :2], lse=lse)
-    with pytest.raises(ValueError, match="out must share no memory with query"):
-        into(*inputs, out=query, lse=lse)
-    inputs[0] = query.requires_grad_()
+        with pytest.raises(error, match=words):
+            into(*inputs, **{"out": out, "lse": lse} | more)
     with pytest.raises(RuntimeError, match=r"flash_attention\.out has no gradient"):
-        into(*inputs, out=out, lse=lse)
-
-
-def test_operators_on_other_devices(torch, query):
-    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
-    out, lse = torch.ops.attnmask.flash_attention(
-        *(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
-    )
-    assert out.is_meta
-    assert (out.shape, lse.shape) == ((1, 4, 1, 8), (1, 1, 4))
-
-
-def test_operators_on_several_devices(torch, query):
-    """PyTorch asks for shapes alone if any tensor is a meta tensor, and the result would be memory as it was."""
-    operator = torch.ops.attnmask
-    inputs = operands(torch, {"query": query, "key": query, "value": query, "bias": torch.zeros(4, 4)}, False)
-    out, lse = operator.flash_attention(*inputs)
-    inputs[3] = inputs[3].to("meta")
-    for call in (
-        lambda: operator.flash_attention(*inputs),
-        lambda: operator.flash_attention.out(*inputs, out=out, lse=lse),
-        lambda: operator.flash_attention_backward(out, None, out, lse, *inputs, [True] + [False] * 5),
-    ):
-        with pytest.raises(TypeError, match=r"bias must be on cpu as \w+, got a tensor on meta"):
-            call()
+        into(query.requires_grad_(), *inputs[1:], out=out, lse=lse)
     with pytest.raises(TypeError, match="value must be on cpu as query, got a tensor on meta"):
-        operator.flash_attention_plain(query, query, query.to("meta"), False, 0, None)
+        torch.ops.attnmask.flash_attention_plain(query, query, query.to("meta"), False, 0, None)
 
 
 # Graphs
@@ -286,16 +186,6 @@ def test_graph_of_a_gradient(torch, query):
     graph = make_fx(torch, gradient, torch.ones_like(out))
     dout = torch.randn_like(out)
     assert torch.equal(graph(dout), gradient(dout))
-
-
-def test_fakes(torch, arguments):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    right = attnmask.torch.flash_attention(**arguments, return_lse=True)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = attnmask.torch.flash_attention(**arguments, return_lse=True)
-    for fake, real in zip(fakes, right, strict=True):
-        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
 def test_wrong_shapes_are_told_when_tracing(torch, query):
@@ -353,41 +243,12 @@ def test_no_second_derivatives(torch, query):
         torch.func.grad(slope)(query)
     with pytest.raises(RuntimeError, match=r"has no (second|forward-mode) derivative"):
         torch.func.hessian(lambda x: attend(x).sum())(query)
-    operators = torch.ops.attnmask
-    inputs = operands(torch, {"query": query.requires_grad_(), "key": query, "value": query}, True)
-    out, _ = operators.flash_attention(*inputs)
-    (slope,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        slope.sum().backward()
-
-
-def jvp_compiled(torch, function, x):
-    return torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(x)
-
-
-TANGENTS = {
-    "jvp": lambda torch, function, x: torch.func.jvp(function, (x,), (x,)),
-    "jacfwd": lambda torch, function, x: torch.func.jacfwd(function)(x),
-    "linearize": lambda torch, function, x: torch.func.linearize(function, x),
-    "compiled": jvp_compiled,
-}
-
-
-@pytest.mark.parametrize("name", ["query", "bias"])
-@pytest.mark.parametrize("transform", TANGENTS.values(), ids=TANGENTS)
-def test_no_tangents(torch, query, transform, name):
-    arguments = {"query": query, "key": query, "value": query}
-    x = query if name == "query" else torch.zeros(1, 1, 4, 4)
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        transform(torch, lambda x: attnmask.torch.flash_attention(**arguments | {name: x}), x)
 
 
 def test_no_tangents_for_the_operator(torch, query):
-    from torch.autograd import forward_ad
-
-    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
-    with forward_ad.dual_level():
-        inputs[2] = forward_ad.make_dual(query, query)
+    inputs = [*operands(torch, query=query, key=query, value=query)]
+    with torch.autograd.forward_ad.dual_level():
+        inputs[2] = torch.autograd.forward_ad.make_dual(query, query)
         with pytest.raises(RuntimeError, match="no forward-mode derivative: value must have no tangent"):
             torch.ops.attnmask.flash_attention(*inputs)
 
@@ -624,28 +485,6 @@ def test_functions_of_arrays_in_compiled_functions(torch):
             torch.compile(function, backend="eager", fullgraph=True)(query)
 
 
-def test_compiled_autocast(torch):
-    """It casts as outside of graphs: query, key and value."""
-    arguments = {name: x.detach().float() for name, x in learned(torch, everything(torch)).items()}
-    arguments["query"] = arguments["query"].bfloat16()
-    for x in arguments.values():
-        x.requires_grad_()
-
-    def function(**arguments):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return attnmask.torch.flash_attention(**arguments)
-
-    right = results(torch, function, arguments)
-    assert right[0].dtype == torch.bfloat16
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        got = results(torch, torch.compile(function, backend=backend, fullgraph=True), arguments)
-        assert_same(torch, got, right)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = torch.ops.attnmask.flash_attention(*operands(torch, arguments, True))
-    assert torch.equal(out, right[0])
-
-
 def test_compiled_gradients(torch):
     arguments = masked(torch)
     inputs = learned(torch, arguments)
@@ -765,21 +604,3 @@ def test_shapes_unknown_at_export(torch):
     exported = torch.export.export(Module(), (query, keep)).module()
     for kept in (keep, ~keep):
         torch.testing.assert_close(exported(query, kept), Module()(query, kept))
-
-
-def test_checkpoints_in_a_graph(torch):
-    from torch.utils.checkpoint import checkpoint
-
-    arguments = everything(torch)
-    names = list(learned(torch, arguments))
-
-    def function(*values):
-        return attnmask.torch.flash_attention(**arguments | dict(zip(names, values, strict=True))).sin()
-
-    def loss(*values):
-        return checkpoint(function, *values, use_reentrant=False).sum()
-
-    values = [arguments[name] for name in names]
-    right = torch.autograd.grad(loss(*values), values)
-    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*values), values)
-    assert_same(torch, got, right)

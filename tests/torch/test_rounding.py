@@ -74,13 +74,6 @@ def test_twice(torch, given):
         check(torch, torch.autograd.grad(out, tensors, dout, retain_graph=True), given)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints(torch, given, use_reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    check(torch, step(torch, lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant), given), given)
-
-
 def test_autocast(torch, given):
     if given[0].dtype != torch.bfloat16:
         pytest.skip("what PyTorch casts to")
@@ -98,11 +91,7 @@ def test_the_operator_of_three_results(torch, dtype):
     assert (wide_out.dtype, wide_out.shape) == (torch.float32, out.shape)
     assert torch.equal(wide_out.to(out.dtype), out)
     assert torch.equal(lse, attnmask.torch.flash_attention(*tensors, return_lse=True)[1])
-    torch.library.opcheck(operator, given)
-    for x in tensors:
-        x.requires_grad_()
-    torch.library.opcheck(operator, given)
-    assert not operator(*given)[2].requires_grad
+    assert not operator(*(x.requires_grad_() for x in given[:3]), *given[3:])[2].requires_grad
 
 
 def test_ring(torch, given):

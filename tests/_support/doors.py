@@ -1,0 +1,58 @@
+"""The functions that attnmask.torch and attnmask.jax have, too, and their right arguments (tests/fuzz/targets.py)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from targets import TARGETS, Arguments
+
+import attnmask
+
+WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
+NAMES = (
+    *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
+    "linear_attention_step", "short_convolution_step", "write_kvcache",
+)  # fmt: skip
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
+STATES = dict(zip(WITH_GRADIENTS, ("return_lse", "return_state", None, "return_state"), strict=True))
+
+
+def drawn(name: str, seed: int) -> Arguments:
+    arguments = TARGETS[name].arguments(np.random.default_rng(seed))
+    return {key: x for key, x in arguments.items() if key != "out"}
+
+
+def right(name: str) -> Iterator[tuple[str, Arguments]]:
+    """The first arguments that were found with each of them."""
+    seen: set[str] = set()
+    for seed in range(30):
+        arguments = drawn(name, seed)
+        yield from ((argument, arguments) for argument in arguments.keys() - seen)
+        seen |= arguments.keys()
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.ndim > 0
+
+
+def changed(arguments: Arguments, change: Callable[[np.ndarray], Any]) -> Arguments:
+    """With what becomes of each array."""
+    several = {name: x for name, x in arguments.items() if isinstance(x, list) and is_array(x[0])}
+    return {name: change(x) if is_array(x) else x for name, x in arguments.items()} | {
+        name: [change(part) for part in x] for name, x in several.items()
+    }
+
+
+def function_of(module: Any, name: str) -> Callable[..., Any]:
+    return getattr(module, name.partition(" of ")[0])
+
+
+def learned_of(name: str, arguments: Arguments) -> list[str]:
+    """The arguments that have gradients, of a function that has any."""
+    grads = attnmask.FlashAttentionGrads, attnmask.LinearAttentionGrads, attnmask.ShortConvolutionGrads
+    fields = {"outs", "lses"}.union(*(kind._fields for kind in grads)) if name in WITH_GRADIENTS else set()
+    return [key for key, x in arguments.items() if key in fields and x is not None]
+
+
+def with_both_results(name: str, arguments: Arguments) -> Arguments:
+    return arguments | ({STATES[name]: True} if STATES.get(name) else {})
