@@ -8,8 +8,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, all_pairs, bits_of, laid_out
@@ -17,7 +18,10 @@ from flash_expected import Expected, expected_by
 
 import attnmask
 from attnmask import MaskInfo
+from attnmask._cache.quantize import rotated
 
+INT8, E4M3, E5M2 = map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 SHARED = 1000  # stands for the number of a sequence where all of them have the same
 GARBAGE = (-1, 2**31 - 1, -(2**31), 12345)  # entries of a table that nobody looks at
 PAGE_SIZES = (None, 1, 2, 7, 16, 48, 64, 100, 256)  # None: the cache is contiguous
@@ -69,26 +73,14 @@ FACTORS: dict[str, tuple] = {
     "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
     "threads": (1, 2, 3),
 }  # fmt: skip
-OPTIONS_OF_8_HEADS: list[dict[str, Any]] = [  # for caches of at most 300 keys
-    {},
-    {"sliding_window": (20, None)},
-    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
-    {"alibi_slopes": np.linspace(0.1, 1, 8), "softmax_scale": 0.1},
-    {"attention_mask": np.random.default_rng(3).random((1, 8, 1, 300)) < 0.7, "causal": False},
-    {
-        "bias": np.random.default_rng(4).standard_normal((1, 8, 1, 300), np.float32),
-        "relative_bias": np.random.default_rng(5).standard_normal((8, 30)),
-        "relative_low": -20,
-    },
-    {"attention_chunk": 50},
-]
 
 
 @dataclass(frozen=True, repr=False)
 class Case:
     """One call. Its repr, which a failure shows, is enough to repeat it."""
 
-    types: tuple[np.dtype, np.dtype] = (F32, F32)  # of queries and of caches
+    # Of queries and of caches; these may be "int4", "int4 of float16" (its scales are), or "int8 by channel".
+    types: tuple[np.dtype, np.dtype | str] = (F32, F32)
     heads: tuple[int, int] = (4, 2)
     depths: tuple[int, int] = (16, 16)
     queries: int | tuple[int, ...] = (
@@ -114,7 +106,10 @@ class Case:
     threads: int = 1
     seed: int = 0
     order: int = 0  # the seed of what must not matter: of the table, and of types of integers
-    fill: float = np.nan  # where caches hold no tokens
+    fill: float = np.nan  # where caches of floating-point numbers hold no tokens
+    groups: tuple[int, int] = (32, 32)  # channels of four bits that share a scale
+    rotate: bool = False
+    latent: bool = False
 
     def __repr__(self) -> str:
         said = (f for f in fields(self) if repr(getattr(self, f.name)) != repr(f.default))
@@ -124,6 +119,22 @@ class Case:
     def dtype(self) -> np.dtype:
         """bfloat16 if anything is, since some levels of instruction sets have kernels for that alone."""
         return BF16 if BF16 in self.types else self.types[0]
+
+    @property
+    def halves(self) -> bool:
+        return isinstance(self.types[1], str) and self.types[1].startswith("int4")
+
+    @property
+    def cache_dtype(self) -> np.dtype:
+        kind = self.types[1]
+        return kind if isinstance(kind, np.dtype) else np.dtype(np.uint8) if self.halves else INT8
+
+    @property
+    def channels_of_values(self) -> slice:
+        """Among those of the keys, in a latent cache."""
+        depth, value_depth = self.depths
+        first = (depth - value_depth) // self.groups[0] * self.groups[0]
+        return slice(first, first + value_depth)
 
     @property
     def packed(self) -> bool:
@@ -172,7 +183,8 @@ class Tokens(NamedTuple):
 
 def tokens_of(case: Case, s: int) -> Tokens:
     rng = np.random.default_rng((case.seed, s))
-    (heads, kv_heads), (dtype, cache_dtype) = case.heads, case.types
+    (heads, kv_heads), dtype = case.heads, case.types[0]
+    cache_dtype = F32 if case.cache_dtype.itemsize == 1 else case.cache_dtype
     new_dtype = dtype if case.seed % 2 else F64 if dtype == F64 else F32
 
     def draw(count, heads, depth, dtype):
@@ -247,32 +259,56 @@ def table_of(case: Case, some: Sequence[int]) -> np.ndarray:
     )
 
 
-def caches_of(case: Case, some: Sequence[int], table: np.ndarray | None, tokens: list[Tokens]):
-    """The caches of keys and of values before the call; what they do not hold is `case.fill`."""
+def scale_of(case: Case, side: int, rows: tuple[int, int]) -> np.ndarray | None:
+    """Of keys or values, where they have any."""
+    heads, depth, kind = case.heads[1], case.depths[side], case.types[1]
+    if case.halves:
+        dtype = F16 if "float16" in kind else F32
+        return np.full((*rows, heads, depth // case.groups[side], 2), np.nan, dtype)
+    if kind == "int8 by channel" and case.seed % 3 in (0, side + 1):  # of both, or of one of them
+        rng = np.random.default_rng((case.seed, SHARED, 5 + side))
+        return rng.uniform(0.02, 0.04, (1, 1, heads, depth)).astype(F32)
+    return np.full((*rows, heads, 1), np.nan, F32) if case.cache_dtype.itemsize == 1 else None
+
+
+def caches_of(case: Case, some: Sequence[int], table: np.ndarray | None, tokens: list[Tokens]) -> dict:
+    """The caches before the call, and their scales; what they do not hold is `case.fill` or as bad as can be."""
     if table is None:
         rows = len(some), max(case.after[s] for s in some) + (0, 5)[case.order % 2]
     else:
         rows = sum(-(-case.after[s] // case.page_size) for s in some) + 3, case.page_size
-    caches = []
+    caches, scales, dtype = [], [], case.cache_dtype
+    worst = {"uint8": 255, "int8": 127}.get(dtype.name, case.fill)
     for i, depth in enumerate(case.depths):
-        cache = np.full((*rows, case.heads[1], depth), case.fill).astype(case.types[1])
-        for row, s in enumerate(some):
-            cache[twin.places(cache, table, row, 0, case.lengths[s])] = tokens[row].old[i]
+        cache = np.full((*rows, case.heads[1], depth // (1 + case.halves)), worst).astype(dtype)
+        scale = scale_of(case, i, rows)
+        for row in range(len(some)):
+            old = tokens[row].old[i]
+            twin.append(cache, scale, table, row, 0, rotated(old) if case.rotate else old)
         caches.append(cache)
-    return cache_layout(*caches, case.layout if case.layout != "misaligned" or not case.new else "contiguous")
+        scales.append(scale)
+    layout = case.layout if case.layout != "misaligned" or not case.new else "contiguous"
+    made = dict(zip(CACHES, (*cache_layout(*caches, layout), *scales), strict=True))
+    if case.latent:
+        less = 1 + case.halves  # channels in an element
+        view = slice(case.channels_of_values.start // less, case.channels_of_values.stop // less)
+        made |= {"v_cache": made["k_cache"][..., view], "v_scale": None}
+    return made
+
+
+def empty(shape, dtype) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.full(shape, np.nan).astype(dtype)
 
 
 def cache_layout(k: np.ndarray, v: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Both caches in memory as `layout` says; the memory between tokens holds NaN."""
+    """Both caches in memory as `layout` says; the memory between tokens holds NaN, or what that is as an integer."""
     if layout == "keys beside values":
         pages, size, heads = k.shape[:3]
-        both = np.full((pages, 2, size, heads, max(k.shape[3], v.shape[3])), np.nan).astype(k.dtype)
+        both = empty((pages, 2, size, heads, max(k.shape[3], v.shape[3])), k.dtype)
         views = both[:, 0, ..., : k.shape[3]], both[:, 1, ..., : v.shape[3]]
     elif layout == "tokens apart":
-        views = tuple(
-            np.full((len(x), 3 * x.shape[1] + 1, *x.shape[2:]), np.nan).astype(x.dtype)[:, 1::3]
-            for x in (k, v)
-        )
+        views = tuple(empty((len(x), 3 * x.shape[1] + 1, *x.shape[2:]), x.dtype)[:, 1::3] for x in (k, v))
     elif layout == "misaligned":
         views = tuple(np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape) for x in (k, v))
     else:
@@ -294,18 +330,17 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
 
     packed = case.packed or case.new == "packed"
     new = [joined([those.new[i] for those in tokens], packed) for i in (0, 1)] if case.new else [None, None]
+    if case.latent:
+        new[1] = None
     before = np.array([case.lengths[s] for s in some], (np.int32, np.int64)[case.order % 2])
     arguments = {
         "query": joined([those.query for those in tokens]),
-        "k_cache": caches[0],
-        "v_cache": caches[1],
+        **caches,
         "key": new[0],
         "value": new[1],
         "cache_seqlens": before if case.order % 3 else before.tolist(),
         "block_table": table,
         "cu_seqlens_q": None,
-        "k_scale": None,
-        "v_scale": None,
         "softmax_scale": case.scale,
         "causal": case.causal,
         "sliding_window": case.window,
@@ -327,6 +362,8 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
         arguments["alibi_slopes"] = slopes[None] if case.slopes == "[1, H]" else slopes.astype(F32)
     if case.chunk is not None:
         arguments["attention_chunk"] = case.chunk
+    if case.rotate:
+        arguments["rotate"] = True
     if case.bias is not None:
         arguments["bias"] = bias_of(case, some)
     if case.relative is not None:
@@ -364,7 +401,26 @@ class Right(NamedTuple):
     """What a call has to give: results, and the bits of the caches after it."""
 
     results: Expected
-    caches: list[bytes]
+    caches: dict[str, bytes]
+
+
+def for_twin(case: Case, arguments: dict) -> dict:
+    """The same for the twin, which rotates nothing, and takes the scales of values by themselves."""
+    given = {name: x for name, x in arguments.items() if name != "rotate"}
+    if case.rotate:
+        tokens = ("query", "key", "value")
+        given |= {name: rotated(given[name]) for name in tokens if given[name] is not None}
+    if case.latent and given["k_scale"] is not None:
+        begin, end = (
+            at // case.groups[0] for at in (case.channels_of_values.start, case.channels_of_values.stop)
+        )
+        scale = given["k_scale"]
+        given["v_scale"] = scale[..., begin:end, :] if case.halves else scale
+    return given
+
+
+# Errors of results over numbers of eight bits or fewer, by the size of queries, and over rotated ones.
+ERRORS = {8: 1e-9, 4: 2e-4, 2: 3e-2}
 
 
 def right(arguments, case: Case) -> Right:
@@ -373,10 +429,15 @@ def right(arguments, case: Case) -> Right:
 
     def attention(dtype):
         made.append(arguments())
-        return twin.attention(**made[-1], dtype=dtype)
+        return twin.attention(**for_twin(case, made[-1]), dtype=dtype)
 
-    results = expected_by(attention, case.types[0], case)
-    return Right(results, [memory(made[-1][name]).tobytes() for name in ("k_cache", "v_cache")])
+    if case.cache_dtype.itemsize > 1 and not case.rotate:
+        results = expected_by(attention, case.types[0], case)
+    else:
+        out, lse, *_ = attention(F64.type)
+        out, error = rotated(out) if case.rotate else out, ERRORS[case.types[0].itemsize]
+        results = Expected(out, lse, 2 + abs(out), 1 + abs(lse), error, error, case)
+    return Right(results, bits_of_memory({name: made[-1][name] for name in CACHES}))
 
 
 @functools.lru_cache(maxsize=8)
@@ -390,12 +451,12 @@ def check(case: Case, wanted: Right, arguments: dict) -> None:
     if case.out_layout is not None:
         shape = (*arguments["query"].shape[:-1], case.depths[1])
         more["out"] = laid_out(np.full(shape, 77).astype(case.types[0]), case.out_layout)
-    inputs = {name: x for name, x in arguments.items() if name not in ("k_cache", "v_cache")}
+    inputs = {name: x for name, x in arguments.items() if name not in CACHES}
     before = bits_of(inputs)
     got = attend(arguments, return_lse=case.return_lse, **more)
     out, lse = got if case.return_lse else (got, None)
     assert bits_of(inputs) == before, case
-    for name, bits in zip(("k_cache", "v_cache"), wanted.caches, strict=True):
+    for name, bits in wanted.caches.items():
         assert memory(arguments[name]).tobytes() == bits, (name, case)
     assert type(out) is np.ndarray, case
     assert out.dtype == case.types[0], (out.dtype, case)

@@ -73,7 +73,8 @@ def attention(
         for row in range(len(spans)):
             length, own = lengths[row], row if starts is None else slice(*starts[row : row + 2])
             append(k_cache, k_scale, block_table, row, length, np.asarray(key)[own])
-            append(v_cache, v_scale, block_table, row, length, np.asarray(value)[own])
+            if value is not None:  # else values are channels of the keys
+                append(v_cache, v_scale, block_table, row, length, np.asarray(value)[own])
             lengths[row] += len(np.asarray(key)[own])
 
     parts = [

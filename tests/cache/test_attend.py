@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 from kvcache_bad_input import BAD, BAD_TO_READ, HKV, KINDS, TQ, B, D, good
 from kvcache_cases import (
     CASES,
+    E4M3,
+    E5M2,
     FACTORS,
     GARBAGE,
+    INT8,
     Case,
     arguments_of,
     attend,
@@ -145,6 +148,12 @@ STEADY = (
     Case((F32, F32), (4, 2), (16, 16), 3, (3, 0, 70, 200, 64), "packed", slopes="[B, H]"),
     Case((BF16, BF16), (8, 2), (64, 64), (1, 17, 0, 64, 3), (200, 64, 65, 0, 1), "packed", window=(70, 0)),
     Case((F64, F64), (4, 2), (16, 24), (2, 65, 1), (3, 300, 70), "packed", mask="[B, H, Tq, K] bool", seed=1),
+    # Of one byte, and of halves of one
+    *(
+        Case(types, (8, 2), (64, 128), queries, (0, 70, 200, 64, 1))
+        for types in itertools.product((F32, BF16), (INT8, E4M3, E5M2, "int4"))
+        for queries in (1, 5, 20, 70)
+    ),
     # Chunks
     Case((F32, F32), (8, 2), (64, 64), 1, (0, 1, 63, 64, 65, 200, 700), "as many", chunk=100),
     Case((F32, F32), (4, 2), (16, 16), (1, 17, 0, 64, 3), (200, 64, 65, 0, 1), "as many", chunk=64, slopes="[B, H]"),
@@ -198,7 +207,14 @@ def parts_of(case: Case, some, out, lse):
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("case", thinned(STEADY, 2), ids=range(len(thinned(STEADY, 2))))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.of_integers) if case.cache_dtype.itemsize == 1 else case
+        for case in thinned(STEADY, 2)
+    ],
+    ids=range(len(thinned(STEADY, 2))),
+)
 def test_a_sequence_gets_the_bits_that_it_gets_alone(isa, set_threads, case):
     """Contiguous or in pages, of any size and anywhere, beside any others, by any number of threads."""
     everyone = range(len(case.lengths))

@@ -3,238 +3,135 @@
 `test_attend.py` has more of the floating formats, and the bits of what is written; here options meet formats.
 """
 
-from dataclasses import dataclass, fields
-from itertools import cycle, islice
+from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, all_pairs
-from kvcache_cases import GARBAGE, bits_of_memory
+from kvcache_cases import (
+    CACHES,
+    E4M3,
+    E5M2,
+    INT8,
+    Case,
+    arguments_of,
+    attend,
+    bits_of_memory,
+    check,
+    right_of,
+)
 
 import attnmask
-from attnmask import MaskInfo
 from attnmask._cache.quantize import rotated
 
-INT8, E4M3, E5M2 = map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+pytestmark = pytest.mark.of_integers
+
 KINDS = (F32, "int4", INT8, E4M3, BF16, E5M2, "int8 by channel", "int4 of float16", F16, F64)
-H, HKV, GROUP = 8, 2, 32
-CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
+H, HKV = 8, 2
 FACTORS = {
     "kind": KINDS,
     "query_type": (F32, BF16, F16),
-    "depths": ((64, 32), (128, 64), (64, 64)),
+    "heads": ((H, HKV), (2, 2), (10, 1)),
+    "depths": ((64, 32), (128, 64), (64, 64), (256, 384), (33, 7)),
+    "groups": ((32, 32), (64, 32), (128, 64)),
     "queries": (1, 3, 20, 70, (1, 17, 0, 5, 2), (64, 2)),  # of each sequence; several: packed
     "new": (None, "as many", "packed"),
     "page_size": (None, 16, 1, 7, 64),
+    "layout": ("contiguous", "strided", "keys beside values", "tokens apart"),
     "lengths": ((0, 70, 200, 64, 1), (300,), (63, 65)),
     "rotate": (False, True),
     "latent": (False, True),
     "chunk": (None, 50, 1, 64, 2**62),
-    "slopes": (False, True),
-    "bias": (None, "H", "Tq"),
-    "relative": (False, True),
+    "slopes": (None, "[H]"),
+    "bias": (None, "[1, H, 1, K]", "[B, 1, Tq, K]"),
+    "relative": (None, (90, -80)),
     "soft_cap": (None, 5.0),
-    "sinks": (False, True),
+    "sinks": (None, "[H, S]"),
     "window": (None, (40, None), (9, 3)),
-    "mask": (None, "array", "info"),
+    "mask": (None, "[B, 1, Tq, K] bool", "info of [B, 1, Tq, K]"),
     "causal": (True, False),
+    "scale": (None, 0.1),
+    "threads": (1, 2, 3),
 }
 
 
-@dataclass(frozen=True, repr=False)
-class Case:
-    """One call. Its repr, which a failure shows, is enough to repeat it."""
-
-    kind: object = F32
-    query_type: np.dtype = F32
-    depths: tuple[int, int] = (64, 32)
-    queries: int | tuple[int, ...] = 3
-    new: str | None = None
-    page_size: int | None = None
-    lengths: tuple[int, ...] = (0, 70, 200, 64, 1)
-    rotate: bool = False
-    latent: bool = False
-    chunk: int | None = None
-    slopes: bool = False
-    bias: str | None = None
-    relative: bool = False
-    soft_cap: float | None = None
-    sinks: bool = False
-    window: tuple | None = None
-    mask: str | None = None
-    causal: bool = True
-    seed: int = 0
-
-    def __repr__(self) -> str:
-        said = (f for f in fields(self) if repr(getattr(self, f.name)) != repr(f.default))
-        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
-
-    @property
-    def packed(self) -> bool:
-        return isinstance(self.queries, tuple)
-
-    @property
-    def counts(self) -> list[int]:
-        return list(islice(cycle(self.queries if self.packed else [self.queries]), len(self.lengths)))
-
-    @property
-    def new_counts(self) -> list[int]:
-        if self.new == "packed":
-            return list(islice(cycle((2, 0, 70, 1, 17)), self.seed % 3, self.seed % 3 + len(self.lengths)))
-        return self.counts if self.new else [0] * len(self.lengths)
-
-    @property
-    def after(self) -> list[int]:
-        return [length + count for length, count in zip(self.lengths, self.new_counts, strict=True)]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of queries: float64 goes with float64 alone."""
-        return F64 if self.kind == F64 else self.query_type
-
-
 def cases():
+    """Some pairs cannot be: float64 goes with itself alone, and halves, rotated and latent tokens with some depths."""
     for seed, levels in enumerate(all_pairs(FACTORS, 0)):
-        case = Case(**levels, seed=seed)
-        if case.latent and (case.rotate or case.kind == "int8 by channel"):
-            case = Case(**levels | {"rotate": False, "kind": INT8}, seed=seed)
-        yield case
+        kind, query_type = levels.pop("kind"), levels.pop("query_type")
+        case = Case((F64 if kind == F64 else query_type, kind), **levels, seed=seed, order=seed)
+        case = replace(case, latent=case.latent and not case.rotate)
+        if case.latent and kind == "int8 by channel":
+            case = replace(case, types=(query_type, INT8))
+        if case.depths[1] > case.depths[0] and (case.rotate or case.latent):
+            case = replace(case, depths=(128, 64))
+        if case.depths[0] % 32 and (case.halves or case.rotate or case.latent):
+            case = replace(case, depths=(64, 32))
+        groups = case.groups[:1] * 2 if case.latent else case.groups
+        if any(depth % group for depth, group in zip(case.depths, groups, strict=True)):
+            groups = (32, 32)
+        yield replace(case, groups=groups)
 
 
-def caches_of(case: Case, rng) -> dict:
-    """Caches without tokens, as bad as can be, and a table of their pages."""
-    room = max(case.after) + case.seed % 2 * 5
-    given, shape = {}, (len(case.lengths), room)
-    if case.page_size:
-        per_row = -(-room // case.page_size)
-        shape = len(case.lengths) * per_row + 3, case.page_size
-        pages = rng.permutation(shape[0])[: len(case.lengths) * per_row].reshape(-1, per_row)
-        used = -(-np.array(case.after) // case.page_size)
-        garbage = rng.choice(GARBAGE, pages.shape)
-        given["block_table"] = np.where(np.arange(per_row) < used[:, None], pages, garbage).astype(np.int32)
-    halves = isinstance(case.kind, str) and case.kind.startswith("int4")
-    dtype = np.uint8 if halves else INT8 if isinstance(case.kind, str) else case.kind
-    for side, depth in zip("kv", case.depths, strict=True):
-        worst = 255 if halves else 127 if dtype == INT8 else np.nan
-        given[f"{side}_cache"] = np.full((*shape, HKV, depth // (1 + halves)), worst, F32).astype(dtype)
-        if halves:
-            scale_dtype = F16 if "float16" in case.kind else F32
-            given[f"{side}_scale"] = np.full((*shape, HKV, depth // GROUP, 2), np.nan, scale_dtype)
-        elif case.kind == "int8 by channel":
-            given[f"{side}_scale"] = rng.uniform(0.02, 0.04, (1, 1, HKV, depth)).astype(F32)
-        elif dtype.name in twin.LARGEST:
-            given[f"{side}_scale"] = np.full((*shape, HKV, 1), np.nan, F32)
-    return given
+# Numbers of heads and of channels on both sides of what kernels of four bits take at a time.
+HALVES = [
+    Case((dtype, "int4"), (2 * heads, 2), depths, 1, (0, 70, 200), page_size=page_size, groups=groups)
+    for dtype in (BF16, F16)
+    for heads, (depths, groups, page_size) in enumerate(
+        [
+            ((96, 64), (32, 32), None),
+            ((64, 160), (64, 32), 2),
+            ((160, 256), (32, 128), 16),
+            ((640, 128), (128, 128), 6),
+        ]
+        * 4
+        + [((128, 128), (64, 64), 1)],
+        1,
+    )
+] + [Case((dtype, "int4"), (4, 1), (128, 128), 1, (2990,), groups=(64, 64)) for dtype in (F32, BF16, F16)]
 
 
-def first_of_values(case: Case) -> int:
-    """The first channel of the keys that is a value, in a latent cache."""
-    return (case.depths[0] - case.depths[1]) // GROUP * GROUP
-
-
-def as_latent(case: Case, given: dict) -> dict:
-    """The same with values that are a view of the keys, and no scales of their own."""
-    cache, first = given["k_cache"], first_of_values(case)
-    less = case.depths[0] // cache.shape[-1]  # channels in an element
-    view = cache[..., first // less : (first + case.depths[1]) // less]
-    return {name: x for name, x in given.items() if name != "v_scale"} | {"v_cache": view}
-
-
-def scale_of_values(case: Case, given: dict):
-    """What the twin takes for the scales of such a view."""
-    scale, first = given.get("k_scale"), first_of_values(case)
-    if scale is None or scale.ndim == 4:
-        return scale
-    return scale[..., first // GROUP : (first + case.depths[1]) // GROUP, :]
-
-
-def fill(case: Case, given: dict, before, tokens) -> None:
-    """Lets the twin append the tokens of each sequence."""
-    for side, of_sequences in zip("kv", tokens, strict=True):
-        if side == "v" and case.latent:
-            continue
-        for row, (length, new) in enumerate(zip(before, of_sequences, strict=True)):
-            twin.append(
-                given[f"{side}_cache"], given.get(f"{side}_scale"), given.get("block_table"), row, length, new
-            )
-
-
-def options_of(case: Case, rng) -> dict:
-    total = sum(case.counts) if case.packed else case.counts[0]
-    keys, batch = max(case.after) + case.seed % 3 * 4, 1 if case.packed else len(case.lengths)
-    options = {"causal": case.causal, "sliding_window": case.window, "attention_chunk": case.chunk}
-    options |= {"logits_soft_cap": case.soft_cap, "softmax_scale": (None, 0.1)[case.seed % 2]}
-    if case.slopes:
-        options["alibi_slopes"] = np.linspace(0.02, 0.5, H)
-    if case.sinks:
-        options["softmax_aux"] = rng.standard_normal((H, 2)).astype(F32)
-    if case.bias:
-        shape = (1, H, 1, keys) if case.bias == "H" else (batch, 1, total, keys)
-        options["bias"] = rng.standard_normal(shape).astype(case.dtype)
-    if case.relative:
-        options |= {"relative_bias": rng.standard_normal((H, 90)).astype(F32), "relative_low": -80}
-    if case.mask:
-        mask = rng.random((batch, 1, total, keys)) < 0.8
-        options["attention_mask"] = mask if case.mask == "array" else MaskInfo.from_attention_mask(mask)
-    return options
-
-
-def tokens_of(case: Case, counts, rng, depth, heads, dtype):
-    """Of each sequence."""
-    return [rng.standard_normal((count, heads, depth)).astype(dtype) for count in counts]
-
-
-def joined(case: Case, tokens, packed: bool):
-    return np.concatenate(tokens) if packed else np.stack(tokens)
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: str(case.seed))
+@pytest.mark.parametrize(
+    "case", [*cases(), *HALVES], ids=lambda case: str(case.seed) if case.seed else str(case)
+)
 def test_by_the_twin(isa, set_threads, case):
-    rng = np.random.default_rng(case.seed)
-    set_threads(1 + case.seed % 3)
-    turn = rotated if case.rotate else lambda x: x
-    caches, options = caches_of(case, rng), options_of(case, rng)
-    old, new = (
-        [tokens_of(case, counts, rng, depth, HKV, dtype) for depth in case.depths]
-        for counts, dtype in ((case.lengths, F32), (case.new_counts, case.dtype))
-    )
-    query = joined(case, tokens_of(case, case.counts, rng, case.depths[0], H, case.dtype), case.packed)
-    fill(case, caches, [0] * len(case.lengths), [[turn(x) for x in each] for each in old])
-    mine = {name: x.copy() for name, x in caches.items()}
-    fill(case, caches, case.lengths, [[turn(x) for x in each] for each in new])
+    set_threads(case.threads)
+    check(case, right_of(case), arguments_of(case))
 
-    if case.packed:
-        options["cu_seqlens_q"] = np.cumsum([0, *case.counts])
-    given = as_latent(case, mine) if case.latent else mine
-    call = given | options | {"cache_seqlens": np.array(case.lengths), "rotate": case.rotate}
-    if case.new:
-        packed = case.packed or case.new == "packed"
-        call["key"] = joined(case, new[0], packed)
-        if not case.latent:
-            call["value"] = joined(case, new[1], packed)
-    if case.new == "packed":
-        call["cu_seqlens_k_new"] = np.cumsum([0, *case.new_counts])
-    out, lse = attnmask.flash_attention_with_kvcache(query, **call, return_lse=True)
 
-    held = (
-        caches | as_latent(case, caches) | {"v_scale": scale_of_values(case, caches)}
-        if case.latent
-        else caches
-    )
-    plain = {"query": turn(query), "key": None, "value": None, "cu_seqlens_q": None} | options
-    names = ("alibi_slopes", "attention_mask", "block_table", "k_scale", "v_scale", "softmax_aux")
-    plain = dict.fromkeys(names) | held | plain | {"cache_seqlens": np.array(case.after)}
-    expected = twin.attention(**plain)
-    error = {8: 1e-9, 4: 2e-4, 2: 3e-2}[case.dtype.itemsize]
-    np.testing.assert_allclose(
-        out.astype(F64), turn(expected.out), rtol=error, atol=2 * error, err_msg=repr(case)
-    )
-    np.testing.assert_allclose(lse, expected.lse, rtol=error, atol=error, err_msg=repr(case))
-    for name in CACHES if not case.latent else ("k_cache", "k_scale"):
-        if name in mine:
-            assert mine[name].tobytes() == caches[name].tobytes(), (name, case)
+@pytest.mark.parametrize("kind", [F32, F16, BF16, INT8, E4M3, E5M2, "int4"], ids=str)
+@pytest.mark.parametrize("query_type", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("rows", [12, 13, 16, 17, 24, 25, 33, 64])
+def test_numbers_of_rows_on_both_sides_of_each_bound(isa, kind, query_type, depth, rows):
+    """Up to some number of rows keys are read where they lie, and else packed; in pages with the same bits."""
+    case = Case((query_type, kind), (2, 2), (depth, depth), rows, (208, 77), page_size=16, window=(150, None))
+    check(case, right_of(case), arguments_of(case))
+    outs = [attend(arguments_of(replace(case, page_size=size))).tobytes() for size in (None, 16)]
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("queries", "token"), [(1, 190), (2, 199), (20, 190), (70, 190)])
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+# Of four bits, the scale or the offset of a group.
+@pytest.mark.parametrize(
+    ("kind", "which"), [(INT8, 0), (E4M3, 0), (E5M2, 0), ("int4", 0), ("int4", 1)], ids=str
+)
+def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, kind, which, side, queries, token, dtype):
+    case = Case((dtype, kind), (H, HKV), (64, 64), queries, (0, 70, 200), page_size=16, window=(30, 0))
+    given = arguments_of(case)
+    clean = attend(given)
+    page, inside = twin.places(given["k_cache"], given["block_table"], 2, token, token + 1)
+    scales = given[side][page[0], inside[0], 1]  # of one head of keys
+    scales[..., which if case.halves else 0] = np.nan
+    places = 200 - queries + np.arange(queries)
+    sees = np.zeros(clean.shape, bool)
+    sees[2, (places >= token) & (places <= token + 30), H // HKV :] = True
+    out = attend(given)
+    assert np.isnan(out[sees].astype(F32)).all()
+    assert out[~sees].tobytes() == clean[~sees].tobytes()
 
 
 # Bad input of every format: nothing is written
@@ -242,18 +139,13 @@ def test_by_the_twin(isa, set_threads, case):
 
 def good(kind, rotate) -> dict:
     """A call of two sequences that appends tokens of other numbers to pages."""
-    case = Case(kind=kind, page_size=16, lengths=(30, 7), new="packed", queries=2)
-    rng = np.random.default_rng(0)
-    given = caches_of(case, rng)
-    given["block_table"] = np.array([[0, 1, 2], [5, 4, 3]], np.int32)
-    given |= {
-        "query": np.ones((2, 2, H, 64), case.dtype),
-        "cache_seqlens": np.array([30, 7]),
-        "rotate": rotate,
-    }
-    given |= {"key": np.ones((5, HKV, 64), case.dtype), "value": np.ones((5, HKV, 32), case.dtype)}
-    given["out"] = np.full((2, 2, H, 32), 77, case.dtype)
-    return given | {"cu_seqlens_k_new": np.array([0, 4, 5])}
+    dtype = F64 if kind == F64 else F32
+    case = Case((dtype, kind), (H, HKV), (64, 32), 2, (30, 17), "packed", page_size=16, rotate=rotate)
+    given = {name: x for name, x in arguments_of(case).items() if x is not None}
+    given |= {"block_table": np.array([[0, 1, 2], [5, 4, 3]], np.int32), "cache_seqlens": np.array([30, 7])}
+    given["cu_seqlens_k_new"] = np.array([0, 4, 5])
+    given |= {"key": np.ones((5, HKV, 64), dtype), "value": np.ones((5, HKV, 32), dtype)}
+    return given | {"out": np.full((2, 2, H, 32), 77, dtype)}
 
 
 WRONG = [

@@ -1,133 +1,26 @@
 """Attention over caches of four bits, by the float64 twin over the numbers that they stand for."""
 
 import copy
-import inspect
 import pickle
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
-from kvcache_cases import OPTIONS_OF_8_HEADS
+from flash_cases import BF16, F16, F32
+from kvcache_cases import Case, arguments_of, attend, for_twin
 
 import attnmask
 
 pytestmark = pytest.mark.of_integers
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-TYPES = [np.float32, BF16, np.float16]
 H, HKV = 8, 2
-LENGTHS = np.array([0, 70, 200, 64, 1])
-MORE = 70  # tokens for which there is room
-ARRAYS = ("k_cache", "v_cache", "k_scale", "v_scale")
+LENGTHS = (0, 70, 200, 64, 1)
+TYPES = [F32, BF16, F16]
 
 
-def empty(shape, dtype, gap):
-    """An array of what is as bad as can be; with a gap, elements lie apart."""
-    worst = 255 if dtype == np.uint8 else np.nan
-    if not gap:
-        return np.full(shape, worst, dtype)
-    return np.full((*shape[:-1], 2 * shape[-1] + 1), worst, dtype)[..., : 2 * shape[-1] : 2]
-
-
-def cache_of(rng, page_size=None, depths=(64, 128), groups=(64, 32), scale_dtype=np.float32, gap=False):
-    """Arguments for a cache of some tokens, in shuffled pages or in rows."""
-    batch, room = len(LENGTHS), int(LENGTHS.max()) + MORE
-    table, shape = None, (batch, room)
-    if page_size:
-        per_row = -(-room // page_size)
-        shape = batch * per_row + 3, page_size
-        table = rng.permutation(shape[0])[: batch * per_row].reshape(batch, per_row).astype(np.int32)
-    given = {"cache_seqlens": LENGTHS, "block_table": table}
-    for side, depth, group in zip("kv", depths, groups, strict=True):
-        cache = empty((*shape, HKV, depth // 2), np.uint8, gap)
-        scale = empty((*shape, HKV, depth // group, 2), scale_dtype, gap)
-        for row, length in enumerate(LENGTHS):
-            tokens = rng.standard_normal((length, HKV, depth)) + rng.random((HKV, depth))
-            twin.append(cache, scale, table, row, 0, tokens)
-        given |= {f"{side}_cache": cache, f"{side}_scale": scale}
-    return given
-
-
-def copied(given):
-    """The same with caches of their own, of the same strides."""
-    made = {
-        name: empty(x.shape, x.dtype, not x.flags.c_contiguous) for name in ARRAYS for x in (given[name],)
-    }
-    for name, array in made.items():
-        array[...] = given[name]
-    return given | made
-
-
-def new_tokens(rng, *counts, depths=(64, 128), dtype=np.float32):
-    return {
-        name: rng.standard_normal((*counts, HKV, depth)).astype(dtype)
-        for name, depth in zip(("key", "value"), depths, strict=True)
-    }
-
-
-def expected_of(**given):
-    names = [name for name in inspect.signature(twin.attention).parameters if name != "dtype"]
-    return twin.attention(**{name: given.get(name, True if name == "causal" else None) for name in names})
-
-
-def check(query, given, **options):
-    """Compares results with the twin's, and the bits of what is written."""
-    mine = copied(given)
-    out, lse = attnmask.flash_attention_with_kvcache(query, **mine, **options, return_lse=True)
-    expected = expected_of(query=query, **given, **options)
-    error = 2e-4 if query.dtype == np.float32 else 3e-2
-    np.testing.assert_allclose(out.astype(np.float64), expected.out, rtol=error, atol=error * 2)
-    np.testing.assert_allclose(lse, expected.lse, rtol=error / 2, atol=error)
-    for name in ARRAYS:
-        np.testing.assert_array_equal(mine[name], given[name], err_msg=name)
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("page_size", [None, 1, 7, 16, 128])
-@pytest.mark.parametrize("queries", [1, 4, 20, 70])
-def test_over_the_numbers_that_they_stand_for(isa, queries, page_size):
-    rng = np.random.default_rng(queries)
-    for i, options in enumerate(OPTIONS_OF_8_HEADS):
-        dtype = TYPES[(i + queries) % 3]
-        query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
-        new = new_tokens(rng, len(LENGTHS), queries) if i % 2 == 0 else {}
-        check(query, cache_of(rng, page_size), **options, **new)
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("depths", [(128, 128), (256, 384), (640, 128)])
-@pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("gap", [False, True])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_any_group_and_strides(isa, group, depths, scale_dtype, gap, dtype):
-    rng = np.random.default_rng(group)
-    query = rng.standard_normal((len(LENGTHS), 3, H, depths[0])).astype(dtype)
-    new = new_tokens(rng, len(LENGTHS), 3, depths=depths, dtype=dtype)
-    check(query, cache_of(rng, 16, depths, (group, group), scale_dtype, gap), **new)
-
-
-@pytest.mark.parametrize("heads_per_kv", range(1, 18))
-@pytest.mark.parametrize("dtype", [BF16, np.float16])
-def test_any_number_of_heads_that_share_keys(isa, heads_per_kv, dtype):
-    """Up to eight rows of bfloat16 are multiplied as integers; chunks of fewer channels than 128 too."""
-    rng = np.random.default_rng(heads_per_kv)
-    depths = [(96, 64), (64, 160), (160, 256), (32, 96)][heads_per_kv % 4]
-    page_size = [None, 2, 16, 1, 6][heads_per_kv % 5]
-    query = rng.standard_normal((len(LENGTHS), 1, heads_per_kv * HKV, depths[0])).astype(dtype)
-    check(query, cache_of(rng, page_size, depths, (32, 32), gap=heads_per_kv == 3))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_keys_that_are_split(isa, dtype):
-    """One sequence of more tokens than one task takes."""
-    rng = np.random.default_rng(0)
-    shape = 1, 3000, 1
-    given = {"cache_seqlens": np.array([2990])}
-    for side in "kv":
-        given[f"{side}_cache"] = rng.integers(0, 256, (*shape, 64), np.uint8)
-        given[f"{side}_scale"] = rng.uniform(-0.1, 0.2, (*shape, 2, 2)).astype(np.float32)
-    check(rng.standard_normal((1, 1, 4, 128)).astype(dtype), given)
+def case_of(dtype, queries=1, **more) -> Case:
+    return Case((dtype, "int4"), (H, HKV), (64, 128), queries, LENGTHS, page_size=16, groups=(64, 32), **more)
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1e30])
@@ -135,14 +28,13 @@ def test_keys_that_are_split(isa, dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_groups_of_any_size(isa, dtype, side, size):
     """Every other token's groups are much smaller or larger than the others'; what is rounded is in proportion."""
-    rng = np.random.default_rng(0)
-    given = cache_of(rng, 16)
+    case = case_of(dtype)
+    given = arguments_of(case)
     given[side][:, ::2] *= np.float32(size)
     if side == "k_scale" and size > 1:
         given[side] *= np.float32(1e-30)
-    query = rng.standard_normal((len(LENGTHS), 1, H, 64)).astype(dtype)
-    out = attnmask.flash_attention_with_kvcache(query, **given).astype(np.float64)
-    right = expected_of(query=query, **given).out
+    out = attend(given).astype(np.float64)
+    right = twin.attention(**for_twin(case, given)).out
     largest = abs(right).max(-1, keepdims=True)
     error = 2e-4 if dtype == np.float32 else 3e-2
     with np.errstate(invalid="ignore"):
@@ -154,74 +46,27 @@ def test_groups_of_any_size(isa, dtype, side, size):
 @pytest.mark.parametrize("number", [1e-30, 1e-36, np.inf, np.nan])
 def test_queries_of_any_size(isa, dtype, number):
     """Those that are too small or too large to be integers; infinite ones are NaN where they meet zero."""
-    rng = np.random.default_rng(0)
-    given = cache_of(rng, 16)
-    query = rng.standard_normal((len(LENGTHS), 1, H, 64)).astype(dtype)
-    clean = attnmask.flash_attention_with_kvcache(query, **given)
+    case = case_of(dtype)
+    given = arguments_of(case)
+    clean, query = attend(given), given["query"]
     query[2, 0, 3] = np.full(64, number).astype(dtype) * query[2, 0, 3]
-    out = attnmask.flash_attention_with_kvcache(query, **given)
+    out = attend(given)
     changed = np.zeros(out.shape, bool)
     changed[2, 0, 3] = True
     assert out[~changed].tobytes() == clean[~changed].tobytes()
     if np.isfinite(number):
-        mean = expected_of(query=query, **given).out[2, 0, 3]
+        mean = twin.attention(**for_twin(case, given)).out[2, 0, 3]
         np.testing.assert_allclose(out[2, 0, 3].astype(np.float64), mean, rtol=3e-2, atol=3e-2)
     else:
         assert np.isnan(out[2, 0, 3].astype(np.float64)).all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_packed_sequences(isa, dtype):
-    rng = np.random.default_rng(0)
-    query = rng.standard_normal((70, H, 64)).astype(dtype)
-    check(query, cache_of(rng, 16), cu_seqlens_q=np.array([0, 1, 1, 66, 69, 70]), **new_tokens(rng, 70))
-
-
-@pytest.mark.parametrize("queries", [1, 5, 20, 70])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_same_bits_contiguous_and_paged_and_alone(isa, queries, dtype):
-    rng = np.random.default_rng(0)
-    given = cache_of(rng, 16)
-    table = given["block_table"]
-    query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
-    paged = attnmask.flash_attention_with_kvcache(query, **given)
-    rows = {name: given[name][table].reshape(len(table), -1, *given[name].shape[2:]) for name in ARRAYS}
-    contiguous = attnmask.flash_attention_with_kvcache(query, **rows, cache_seqlens=LENGTHS)
-    assert paged.tobytes() == contiguous.tobytes()
-    for i, length in enumerate(LENGTHS):
-        one = {name: x[i : i + 1] for name, x in rows.items()}
-        alone = attnmask.flash_attention_with_kvcache(query[i : i + 1], **one, cache_seqlens=int(length))
-        assert alone.tobytes() == paged[i : i + 1].tobytes()
-
-
-@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
-@pytest.mark.parametrize("which", [0, 1])  # the scale, or the offset
-@pytest.mark.parametrize(("queries", "token"), [(1, 190), (2, 199), (20, 190), (70, 190)])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_a_group_that_is_nan_reaches_what_sees_its_token(isa, side, which, queries, token, dtype):
-    rng = np.random.default_rng(0)
-    given = cache_of(rng, 16) | {"sliding_window": (30, 0)}
-    query = rng.standard_normal((len(LENGTHS), queries, H, 64)).astype(dtype)
-    clean = attnmask.flash_attention_with_kvcache(query, **given)
-    given[side][given["block_table"][2, token // 16], token % 16, 1, 0, which] = np.nan  # of one head of keys
-    out = attnmask.flash_attention_with_kvcache(query, **given)
-    places = LENGTHS[2] - queries + np.arange(queries)
-    sees = np.zeros(out.shape, bool)
-    sees[2, (places >= token) & (places <= token + 30), H // HKV :, : 32 if side == "v_scale" else None] = (
-        True
-    )
-    assert np.isnan(out[sees].astype(np.float32)).all()
-    assert out[~sees].tobytes() == clean[~sees].tobytes()
-
-
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.inf])
 def test_new_numbers_that_are_not_finite(isa, worst):
     """Their group is NaN, and no other."""
-    rng = np.random.default_rng(0)
-    new = new_tokens(rng, len(LENGTHS), 1)
-    new["value"][1, 0, 1, 40] = worst
-    query = rng.standard_normal((len(LENGTHS), 1, H, 64), np.float32)
-    out = attnmask.flash_attention_with_kvcache(query, **cache_of(rng, 16), **new)
+    given = arguments_of(case_of(F32, new="as many"))
+    given["value"][1, 0, 1, 40] = worst
+    out = attend(given)
     wrong = np.zeros(out.shape, bool)
     wrong[1, 0, H // HKV :, 32:64] = True
     np.testing.assert_array_equal(np.isnan(out), wrong)
@@ -242,7 +87,6 @@ def read_only(array):
     return array
 
 
-F32 = np.float32
 WRONG = [
     ({"k_scale": None}, ValueError, r"k_scale must be given for a cache of uint8, got None; attnmask.quantize_kv"),
     ({"v_scale": None}, ValueError, "v_scale must be given for a cache of uint8"),
