@@ -4,8 +4,9 @@ The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt
 each thread begins with a part of its own, and then takes tasks of other threads. Costs are measured here, on one
 thread. Forward, they are those of a tile and of an item, for the same shape with all of its keys and with half of them.
 Backward, they are those of a tile and of the visit of a task to a block, whose sum of d_q is added after those of
-earlier keys: a task whose turn it is not waits. So does one that has a part of the blocks, before it adds to the sums
-of its keys. Shapes with one query are for forward alone.
+earlier keys: a task whose turn it is not waits. A part of the blocks adds to the sums
+of its keys after the parts before it, by whoever computes the last of these. Shapes with one query are for forward
+alone.
 
 The tables show the shortest possible makespan, total / threads, relative to the simulated one. With --waking 1, each
 loop also takes a microsecond per thread to wake all one by one, as was measured for sleeping threads.
@@ -13,11 +14,11 @@ loop also takes a microsecond per thread to wake all one by one, as was measured
 
 import argparse
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from attnmask._attention.forward import _schedule
 
 THREADS = (1, 2, 8, 16, 64, 128)
 ROUNDS = 20
-ADD = 0.4  # share of a visit that adds its sum: an estimate by the blocks that are read and written
+ADD = 0.2  # share of a visit that adds its sum: 0.4 µs of 2, with 64 channels in the second-level cache
 
 
 @dataclass
@@ -138,9 +139,17 @@ def balance(shape: Shape, threads: int, item: float, tile: float, waking: float 
     return total / threads / span
 
 
-# An ordered addition of a task: the tiles that it computes first; where it adds (section, block and head); the turn of
-# the sum; and the first turn there.
-Visit = tuple[int, tuple[int, int, int], int, int]
+Place = tuple[int, int, int]  # section, block and head
+
+
+class Visit(NamedTuple):
+    """An ordered addition of a task."""
+
+    tiles: int  # that it computes first
+    to: Place  # where it adds
+    turn: int
+    first: int  # the first turn there
+    parts: int = 0  # of a part that adds to the sums of its keys: the tiles of these
 
 
 def visits(schedule: dict[str, Any], task: Any, kv_head: int, shared: int) -> list[Visit]:
@@ -148,22 +157,22 @@ def visits(schedule: dict[str, Any], task: Any, kv_head: int, shared: int) -> li
     at the end that to the sums of its keys if other tasks add to them, too.
     """
     found: list[Visit] = []
-    _, some, part, turn, turns = task
+    _, some, taken, turn, turns = task
     for index, begin, end in some:
         section = schedule["sections"][index]
         each = section["sum_tiles"]
         order = [(b, h) for b in range(len(section["blocks"])) for h in reversed(range(shared))]
         if turns:
-            order = order[part * section["part_visits"] : (part + 1) * section["part_visits"]]
+            order = order[slice(*taken)]
         for block, head in reversed(order):
             first, last = section["blocks"][block]
             for low in range(begin, end, each):
                 tiles = min(end, low + each, last) - max(low, first)
                 if tiles > 0:
-                    at = (index, block, kv_head * shared + head)
-                    found.append((tiles, at, low // each, first // each))
+                    to = (index, block, kv_head * shared + head)
+                    found.append(Visit(tiles, to, low // each, first // each))
         if turns:
-            found.append((0, (index, -1 - begin, kv_head), turn, 0))
+            found.append(Visit(0, (index, -1 - begin, kv_head), turn, 0, end - begin))
     return found
 
 
@@ -171,42 +180,57 @@ def backward_makespan(
     schedule: dict[str, Any], heads: tuple[int, int], threads: int, tile: float, visit: float
 ) -> tuple[float, float]:
     """Return the time that all tasks take together, and when the last one ends if each waits for its turn."""
-    turn: dict[tuple[int, int, int], int] = {}
     shared = heads[0] // heads[1]
     tasks = [visits(schedule, task, head, shared) for task in schedule["tasks"] for head in range(heads[1])]
     row = schedule["row_tasks"] * heads[1]
-    parts = min(threads, len(tasks) // row, 64)
     rows = len(tasks) // row
+    parts = min(threads, rows, 64)
     begins = [(i * (rows // parts) + min(i, rows % parts)) * row for i in range(parts + 1)]
     left = [tasks[b:e][::-1] for b, e in pairwise(begins)]
-    own: list[list[Visit]] = [[] for _ in range(threads)]  # of each thread, what it has yet to do
-    waiting: dict[tuple[tuple[int, int, int], int], int] = {}  # threads, by block and sum
-    events = [(0.0, thread, False) for thread in range(threads)]  # the last: it has computed its sum
+    turn: dict[Place, int] = {}
+    computed: dict[tuple[Place, int], int] = {}  # parts that are not added yet
+    adding: set[Place] = set()  # where somebody adds a part
+    waiting: dict[tuple[Place, int], int] = {}  # threads
+    woken: list[int] = []
+
+    def run(thread: int) -> Iterator[float | tuple[Place, int]]:
+        """Yield the seconds of each step of a thread, or the turn for which it waits."""
+        while any(left):
+            queue = next(p for p in (left[(thread + i) % parts] for i in range(parts)) if p)
+            for own in queue.pop():
+                if own.parts:
+                    computed[own.to, own.turn] = own.parts
+                    # Whoever finds that the next part is computed adds it; the first is where others are added.
+                    while own.to not in adding and (own.to, turn.get(own.to, 0)) in computed:
+                        adding.add(own.to)
+                        at = turn.setdefault(own.to, 0)
+                        yield visit * ADD * computed.pop((own.to, at)) * (at > 0)
+                        turn[own.to] += 1
+                        adding.remove(own.to)
+                    continue
+                yield tile * own.tiles + visit * (1 - ADD)
+                if turn.setdefault(own.to, own.first) != own.turn:
+                    yield own.to, own.turn
+                yield visit * ADD
+                turn[own.to] = own.turn + 1
+                if (own.to, own.turn + 1) in waiting:
+                    woken.append(waiting.pop((own.to, own.turn + 1)))
+
+    running = [run(thread) for thread in range(threads)]
+    events = [(0.0, thread) for thread in range(threads)]
     total = end = 0.0
     while events:
-        now, thread, computed = heapq.heappop(events)
+        now, thread = heapq.heappop(events)
         end = max(end, now)
-        if not computed:
-            while not own[thread] and any(left):
-                own[thread] = next(p for p in (left[(thread + i) % parts] for i in range(parts)) if p).pop()[
-                    ::-1
-                ]
-            if own[thread]:
-                cost = tile * own[thread][-1][0] + visit * (1 - ADD)
-                total += cost
-                heapq.heappush(events, (now + cost, thread, True))
-            continue
-        _, block, number, first = own[thread][-1]
-        if turn.get(block, first) != number:
-            waiting[block, number] = thread
-            continue
-        own[thread].pop()
-        total += visit * ADD
-        now += visit * ADD
-        turn[block] = number + 1
-        heapq.heappush(events, (now, thread, False))
-        if (block, number + 1) in waiting:
-            heapq.heappush(events, (now, waiting.pop((block, number + 1)), True))
+        step = next(running[thread], None)
+        for one in woken:
+            heapq.heappush(events, (now, one))
+        woken.clear()
+        if isinstance(step, tuple):
+            waiting[step] = thread
+        elif step is not None:
+            total += step
+            heapq.heappush(events, (now + step, thread))
     return total, end
 
 
@@ -221,7 +245,7 @@ def backward_costs() -> tuple[float, float]:
         found = [
             v for task in schedule["tasks"] for head in range(4) for v in visits(schedule, task, head, 1)
         ]
-        work.append((sum(v[0] for v in found), len(found)))
+        work.append((sum(v.tiles for v in found), len(found)))
         _, vjp = attnmask.flash_attention_vjp(**arguments)
         times.append(seconds(lambda vjp=vjp, d=arguments["query"]: vjp(d)))  # type: ignore[misc]
     tile, visit = np.linalg.solve(np.array(work, float), np.array(times))

@@ -121,8 +121,8 @@ def _schedule(threads: int, /, **arguments: object) -> Arguments:
         the first tile that each block of queries sees and the end of these.
     tasks
         For each the batch row, and of each section that it has tiles of its index, the first tile and their end; then
-        the part that it takes, its turn among the tasks of these tiles, and their number, which is 0 if it takes all
-        parts. In the order in which they begin, each for one key head after the other.
+        the visits that it takes, its turn among the tasks of these tiles, and their number, which is 0 if it takes all
+        visits. In the order in which they begin, each for one key head after the other.
     row_tasks
         The number of tasks of a batch row.
     """

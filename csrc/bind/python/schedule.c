@@ -110,7 +110,8 @@ PyObject *am_backward_schedule_data(const am_backward_plan *p)
         append(&sections, Py_BuildValue("{s:n,s:n,s:N}", "sum_tiles", p->sum_tiles[g], "part_visits",
                                         p->part_visits[g], "blocks", blocks_of(p, &p->sections.list[g])));
     for (ptrdiff_t i = 0; tasks && i < p->base.attn->batch * p->row_tasks; i++)
-        append(&tasks, Py_BuildValue("(nNnnn)", i / p->row_tasks, tiles_of_task(p, &p->tasks[i]),
-                                     p->tasks[i].part, p->tasks[i].turn, p->tasks[i].turns));
+        append(&tasks, Py_BuildValue("(nN(nn)nn)", i / p->row_tasks, tiles_of_task(p, &p->tasks[i]),
+                                     p->tasks[i].visits.begin, p->tasks[i].visits.end, p->tasks[i].turn,
+                                     p->tasks[i].turns));
     return Py_BuildValue("{s:N,s:N,s:n}", "sections", sections, "tasks", tasks, "row_tasks", p->row_tasks);
 }

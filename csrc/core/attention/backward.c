@@ -56,8 +56,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
-    const ptrdiff_t tiles = p.parts.are_tasks ? p.sections.tiles.count * f->kv_heads : 0,
-                    totals_bytes = am_product(tiles, p.lengths.k_rows + p.lengths.v_rows, 1);
+    p.parts.bytes = p.task_tiles * (p.lengths.k_rows + p.lengths.v_rows);
+    const ptrdiff_t parts = p.parts.slots * f->kv_heads, sums_bytes = am_product(parts, p.parts.bytes, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
@@ -65,12 +65,12 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out, &p,
                                     sizeof(am_backward_workspace));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
-    if (p.parts.are_tasks) {
-        p.parts.turns = malloc((size_t)am_product(tiles, sizeof *p.parts.turns, 1));
-        p.parts.totals = am_alloc_aligned(totals_bytes);
-        if (!(p.parts.turns && p.parts.totals)) status = AM_NO_MEMORY;
-        for (ptrdiff_t i = 0; p.parts.turns && i < tiles; i++)
-            atomic_init(&p.parts.turns[i].semaphore, 0), p.parts.turns[i].summed = false;
+    if (parts > 0) {
+        p.parts.list = malloc((size_t)am_product(parts, sizeof *p.parts.list, 1));
+        p.parts.sums = am_alloc_aligned(sums_bytes);
+        if (!(p.parts.list && p.parts.sums)) status = AM_NO_MEMORY;
+        for (ptrdiff_t i = 0; p.parts.list && i < parts; i++)
+            atomic_init(&p.parts.list[i].state, 0), atomic_init(&p.parts.list[i].added, 0);
     }
     p.stats.bytes = stats_bytes / AM_ROW_STATS;
     p.stats.data = am_alloc_aligned(stats_bytes);
@@ -90,8 +90,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     am_workspaces_free(&p.workspaces);
     am_backward_plan_free(&p);
     free(p.sinks.of_heads);
-    free(p.parts.turns);
-    am_free_aligned(p.parts.totals, totals_bytes);
+    free(p.parts.list);
+    am_free_aligned(p.parts.sums, sums_bytes);
     am_free_aligned(p.stats.data, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);

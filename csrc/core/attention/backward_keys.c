@@ -70,26 +70,76 @@ static void add_part(const am_backward_plan *p, bool first, am_key_sums total, a
                                  p->base.attn->value_dim);
 }
 
-/* Ends a part of the visits of a task: adds what it has summed up to the total; after the parts before it, if
- * these are tasks of their own. */
-static am_status end_part(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
-                          const am_backward_workspace *s, am_team *team)
+/* The tiles of a task that a section sees. */
+static am_range tiles_of(const am_key_task *task, const am_section *section)
 {
-    const ptrdiff_t heads = p->base.attn->kv_heads;
-    am_key_turn *turns = p->parts.turns ? p->parts.turns + task->tiles.begin * heads + at->kv_head : NULL;
-    am_status status = task->turns > 0 ? am_await(team, &turns->semaphore, task->turn) : AM_OK;
-    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
+    return (am_range){am_max(task->tiles.begin, section->tiles.begin),
+                      am_min(task->tiles.end, section->tiles.end)};
+}
+
+/* Ends the parts of sums of a task that end with a visit: adds them to the total. */
+static void end_parts(const am_backward_plan *p, const am_key_task *task, const am_section *section,
+                      ptrdiff_t visit, const am_backward_workspace *s)
+{
+    const am_range tiles = tiles_of(task, section);
+    for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
+        const ptrdiff_t i = index - task->tiles.begin;
         am_local_tile *tile = &s->tiles[i];
-        bool *summed = task->turns > 0 ? &turns[i * heads].summed : &tile->summed;
-        if (tile->open && (task->turns > 0 || tile->summed))
-            add_part(p, !*summed, tile_sums(p, &s->total, i), tile_sums(p, &s->part, i),
-                     am_length(am_range_at(&p->sections.tiles, task->tiles.begin + i)));
-        *summed |= tile->open;
-        tile->open = false, tile->summed = *summed;
+        if (!tile->open || !am_ends_part(p, section, index, visit)) continue;
+        if (tile->summed)
+            add_part(p, false, tile_sums(p, &s->total, i), tile_sums(p, &s->part, i),
+                     am_length(am_range_at(&p->sections.tiles, index)));
+        tile->open = false, tile->summed = true;
     }
-    if (status == AM_OK && task->turns > 0)
-        atomic_store_explicit(&turns->semaphore, task->turn + 1, memory_order_release);
-    return status;
+}
+
+enum { PART_TILE = 2 }; /* the first of these bits */
+
+/* The sums of a part that is a task. */
+static am_key_sums sums_of_part(const am_backward_plan *p, ptrdiff_t kv_head, ptrdiff_t slot)
+{
+    char *sums = p->parts.sums + (kv_head * p->parts.slots + slot) * p->parts.bytes;
+    return (am_key_sums){sums, sums + p->task_tiles * p->lengths.k_rows};
+}
+
+/* Adds those tiles of a part that have sums to the first part of the same task. */
+static void add_to_first(const am_backward_plan *p, const am_key_task *task, ptrdiff_t kv_head,
+                         ptrdiff_t turn)
+{
+    const ptrdiff_t first = task->slot - task->turn;
+    am_key_part *parts = p->parts.list + kv_head * p->parts.slots + first;
+    const am_key_sums total = sums_of_part(p, kv_head, first), part = sums_of_part(p, kv_head, first + turn);
+    const unsigned state = atomic_load(&parts[turn].state), summed = atomic_load(&parts->state);
+    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
+        if (state & (unsigned)PART_TILE << i)
+            add_part(p, !(summed & (unsigned)PART_TILE << i), tile_sums(p, &total, i), tile_sums(p, &part, i),
+                     am_length(am_range_at(&p->sections.tiles, task->tiles.begin + i)));
+    atomic_store(&parts->state, summed | state);
+}
+
+/* Ends a part that is a task, and adds it and those behind it that are computed if all parts before them have
+ * been added. Returns whether these are all; then the total is s->total. */
+static bool end_part_task(const am_backward_plan *p, const am_key_task *task, ptrdiff_t kv_head,
+                          am_backward_workspace *s)
+{
+    const ptrdiff_t first = task->slot - task->turn;
+    am_key_part *parts = p->parts.list + kv_head * p->parts.slots + first;
+    unsigned state = 1;
+    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
+        if (s->tiles[i].open) state |= (unsigned)PART_TILE << i;
+    atomic_store(&parts[task->turn].state, state);
+    ptrdiff_t added = atomic_load(&parts->added);
+    while (added % 2 == 0 && added / 2 < task->turns && atomic_load(&parts[added / 2].state)) {
+        if (!atomic_compare_exchange_strong(&parts->added, &added, added + 1)) return false;
+        if (added > 0) add_to_first(p, task, kv_head, added / 2);
+        added += 2;
+        atomic_store(&parts->added, added);
+    }
+    if (added / 2 < task->turns) return false;
+    s->total = sums_of_part(p, kv_head, first);
+    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
+        s->tiles[i].summed = atomic_load(&parts->state) & (unsigned)PART_TILE << i;
+    return true;
 }
 
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
@@ -109,13 +159,6 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
                   NULL);
     s->tiles[i].packed = true, s->tiles[i].finite = finite;
-}
-
-/* The tiles of a task that a section sees. */
-static am_range tiles_of(const am_key_task *task, const am_section *section)
-{
-    return (am_range){am_max(task->tiles.begin, section->tiles.begin),
-                      am_min(task->tiles.end, section->tiles.end)};
 }
 
 /* Prefetches the rows of a block. */
@@ -284,6 +327,7 @@ static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task
                             next = place_of_visit(p, section, kv_head, then);
         block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL};
         status = block_step(p, &walk, s, team);
+        if (task->turns == 0) end_parts(p, task, section, i, s);
     }
     return status;
 }
@@ -291,34 +335,22 @@ static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task
 am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
-    const ptrdiff_t heads = p->base.attn->kv_heads, heads_per_kv = p->base.heads_per_kv;
+    const ptrdiff_t heads = p->base.attn->kv_heads;
     const am_key_task *task = &p->tasks[index / heads];
     const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = ordered_head(p, index % heads)};
     am_backward_workspace s = *(const am_backward_workspace *)am_workspace(&p->workspaces);
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;
-    if (task->turns > 0) {
-        const ptrdiff_t tiles = p->sections.tiles.count, first = at.kv_head * tiles + task->tiles.begin;
-        s.total.d_k = p->parts.totals + first * p->lengths.k_rows;
-        s.total.d_v = p->parts.totals + heads * tiles * p->lengths.k_rows + first * p->lengths.v_rows;
-    }
-    for (ptrdiff_t g = task->sections.begin; g < task->sections.end; g++) {
+    if (task->turns > 0) s.total = s.part = sums_of_part(p, at.kv_head, task->slot);
+    for (ptrdiff_t g = task->sections.begin; status == AM_OK && g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];
-        const ptrdiff_t count = am_length(section->blocks) * heads_per_kv,
-                        each = am_min(p->part_visits[g], count);
-        const am_range parts =
-            task->turns > 0 ? (am_range){task->part, task->part + 1} : (am_range){0, am_parts_of(p, section)};
-        for (ptrdiff_t part = parts.end; status == AM_OK && part-- > parts.begin;) {
-            const am_range visits = {part * each, am_min((part + 1) * each, count)};
-            status = visit_blocks(p, task, section, at.kv_head, visits, &s, team);
-            if (status == AM_OK) status = end_part(p, &at, task, &s, team);
-        }
+        const am_range visits = task->turns > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
+        status = visit_blocks(p, task, section, at.kv_head, visits, &s, team);
     }
-    if (task->turn + 1 < task->turns) return status; /* a later task writes the sums */
-    if (status == AM_OK)
-        status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles,
-                                  task->tiles, s.d_bias_scratch, team);
+    if (status != AM_OK || (task->turns > 0 && !end_part_task(p, task, at.kv_head, &s))) return status;
+    status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles, task->tiles,
+                              s.d_bias_scratch, team);
     if (status == AM_OK) status = am_end_line_sums(&p->lines, &at, index / heads, s.lines, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     return status;

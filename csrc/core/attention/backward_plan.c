@@ -12,6 +12,7 @@ enum {
     ENOUGH_VISITS = 256,    /* of a section, in a part each, unless it would have less than these: */
     PART_VISITS = 4,        /* each adds to d_k and d_v: one thread takes up to 1.02 times as long */
     FEW_VISITS = 7,         /* of a sum on average: under narrow windows that would be 1.05 */
+    LATE_PARTS = 4,         /* a part that blocks see in part is divided by this: of tasks that begin last */
     EACH = 2,               /* with fewer tasks for each thread, each part is one */
     SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
     WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
@@ -76,6 +77,51 @@ static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_
     return most;
 }
 
+/* The visits that see some tiles of a section. */
+static am_range visits_seen(const am_backward_plan *p, const am_section *section, am_range tiles)
+{
+    const ptrdiff_t shared = p->base.heads_per_kv;
+    am_range visits = {0, 0};
+    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
+        const am_range seen = am_tiles_seen(&p->base, &p->sections, &at);
+        if (am_min(seen.end, tiles.end) <= am_max(seen.begin, tiles.begin)) continue;
+        const ptrdiff_t first = (block - section->blocks.begin) * shared;
+        if (visits.end == 0) visits.begin = first;
+        visits.end = first + shared;
+    }
+    return visits;
+}
+
+/* Under a causal mask, a tile has a last part that only some of the blocks see. Nobody waits for that, nor
+ * for any part below it: in sections whose first blocks see more tiles than later ones, no tile has such
+ * parts where an earlier one has none. */
+static void find_late_parts(const am_backward_plan *p, const am_section *section)
+{
+    const ptrdiff_t g = section - p->sections.list;
+    ptrdiff_t late = 0;
+    for (ptrdiff_t i = section->tiles.begin; i < section->tiles.end; i++) {
+        const bool begins = (i - section->tiles.begin) % p->sum_tiles[g] == 0;
+        if (begins && p->part_visits[g] < PTRDIFF_MAX)
+            late = am_max(late, visits_seen(p, section, (am_range){i, i + p->sum_tiles[g]}).begin);
+        p->late[i] = late;
+    }
+}
+
+/* The first visit of the part of a section that one belongs to, unless that is divided once more. */
+static ptrdiff_t part_begin(const am_backward_plan *p, const am_section *section, ptrdiff_t visit)
+{
+    const ptrdiff_t each = p->part_visits[section - p->sections.list];
+    return visit / each * each;
+}
+
+bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_t tile, ptrdiff_t visit)
+{
+    const ptrdiff_t each = p->part_visits[section - p->sections.list], first = part_begin(p, section, visit);
+    return visit == first ||
+           (first < p->late[tile] && (first + each - visit) % am_max(each / LATE_PARTS, 1) == 0);
+}
+
 /* The visits of a part of a section. They follow from what is seen of it, and not from what it has behind
  * that: padding does not alter how its sums are divided. */
 static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section)
@@ -119,7 +165,8 @@ static ptrdiff_t choose(am_backward_plan *p)
         const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
         p->part_visits[i] = choose_part(p, section);
-        p->parts.divided |= am_parts_of(p, section) > 1;
+        p->parts.divided |= am_visits_of(p, section) > p->part_visits[i];
+        find_late_parts(p, section);
         tiles += own;
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
@@ -127,34 +174,25 @@ static ptrdiff_t choose(am_backward_plan *p)
                        p->in_order ? ENOUGH_TASKS : am_max(ENOUGH_TASKS, TASKS_EACH * p->threads));
 }
 
-/* The parts of a section with blocks that see some of its tiles. */
-static am_range parts_seen(const am_backward_plan *p, const am_section *section, am_range tiles)
-{
-    const ptrdiff_t shared = p->base.heads_per_kv, each = p->part_visits[section - p->sections.list];
-    am_range parts = {0, 0};
-    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
-        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
-        const am_range seen = am_tiles_seen(&p->base, &p->sections, &at);
-        if (am_min(seen.end, tiles.end) <= am_max(seen.begin, tiles.begin)) continue;
-        const ptrdiff_t first = (block - section->blocks.begin) * shared;
-        if (parts.end == 0) parts.begin = first / each;
-        parts.end = (first + shared - 1) / each + 1;
-    }
-    return parts;
-}
-
-/* Lists a task, or one for each of its parts; returns how many. */
+/* Lists a task, or one for each of its parts, from the last visit to the first; returns how many. */
 static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
 {
-    am_range parts = {0, 0};
+    const am_section *section = &p->sections.list[task->sections.begin];
+    am_key_task part = *task;
+    ptrdiff_t count = 0;
     if (p->parts.are_tasks && am_length(task->sections) == 1)
-        parts = parts_seen(p, &p->sections.list[task->sections.begin], task->tiles);
-    const ptrdiff_t count = am_max(1, am_length(parts));
-    for (ptrdiff_t i = 0; to && i < count; i++) {
-        to[i] = *task;
-        if (count > 1) to[i].part = parts.end - 1 - i, to[i].turn = i, to[i].turns = count;
+        part.visits = visits_seen(p, section, task->tiles);
+    const ptrdiff_t first = part.visits.begin;
+    for (ptrdiff_t visit = part.visits.end; visit-- > first;) {
+        if (visit > first && !am_ends_part(p, section, task->tiles.begin, visit)) continue;
+        part.visits.begin = visit, part.turn = count;
+        part.late = part_begin(p, section, visit) < p->late[task->tiles.begin];
+        if (to) to[count] = part;
+        part.visits.end = visit, count++;
     }
-    return count;
+    for (ptrdiff_t i = 0; to && count > 1 && i < count; i++) to[i].turns = count;
+    if (to && count <= 1) to[0] = *task;
+    return am_max(count, 1);
 }
 
 /* Ends a task, and begins the next one with the tile behind it; returns how many it has listed. */
@@ -206,6 +244,7 @@ static am_range sections_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t fi
 static int compare_tasks(const void *a, const void *b)
 {
     const am_key_task *x = a, *y = b;
+    if (x->late != y->late) return x->late ? 1 : -1;
     if (x->before != y->before) return x->before < y->before ? -1 : 1;
     if (x->tiles.begin != y->tiles.begin) return x->tiles.begin < y->tiles.begin ? -1 : 1;
     return (x->turn > y->turn) - (x->turn < y->turn);
@@ -238,7 +277,10 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
         sections = sections_of(p, b, sections.end);
         am_key_task *tasks = p->tasks + b * p->row_tasks;
         const ptrdiff_t count = divide_row(p, sections, most, tasks);
-        /* First the first task of each section, and so on: threads seldom wait for each other's sums. */
+        for (am_key_task *task = tasks; task < tasks + count; task++)
+            if (task->turns > 0) task->slot = p->parts.slots++;
+        /* First the first task of each section, and so on: threads seldom wait for each other's sums. Those
+         * for which nobody waits come last. They are the smallest: threads end together. */
         if (!p->in_order) qsort(tasks, (size_t)count, sizeof *tasks, compare_tasks);
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
@@ -258,10 +300,11 @@ am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
     const size_t bytes = (size_t)am_product(am_max(p->sections.count, 1), sizeof(ptrdiff_t), 1);
     p->sum_tiles = malloc(bytes), p->part_visits = malloc(bytes);
+    p->late = malloc((size_t)am_product(am_max(p->sections.tiles.count, 1), sizeof *p->late, 1));
     /* Before blocks are visited one by one: more than memory has room for are an error at once. */
     p->states = malloc(
         (size_t)am_max(am_product(p->sections.blocks.count, p->base.attn->heads, sizeof *p->states), 1));
-    if (status == AM_OK && !(p->sum_tiles && p->part_visits && p->states)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(p->sum_tiles && p->part_visits && p->late && p->states)) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }
 
@@ -270,6 +313,7 @@ void am_backward_plan_free(am_backward_plan *p)
     am_sections_free(&p->sections);
     free(p->sum_tiles);
     free(p->part_visits);
+    free(p->late);
     free(p->states);
     free(p->tasks);
 }

@@ -19,16 +19,21 @@ typedef struct {
     am_range tiles, sections;
     am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
     ptrdiff_t before; /* how many tasks add to d_q of its first section before it does */
-    /* Tasks of the same tiles take a part of the visits each; turns: how many there are, or 0 for one task.
-     */
-    ptrdiff_t part, turn, turns;
+    /* Tasks of the same tiles, of one sum, take a part of the visits each; turns: how many there are, or 0
+     * for one task. */
+    am_range visits;
+    ptrdiff_t turn, turns;
+    ptrdiff_t slot; /* of its part among all parts; those of the same tiles are neighbours */
+    bool late;      /* it begins after those that are not: no other waits for it */
 } am_key_task;
 
-/* The gradients of a tile's keys, to which several tasks add their parts in turn. */
+/* A part of the gradients of some keys, which is a task of its own. Parts are added to the first one of the
+ * same tiles in turn, by whoever finds that the next one is computed. So nobody waits. */
 typedef struct {
-    atomic_ptrdiff_t semaphore; /* the turn of the task that may add now; for the first tile of the tasks */
-    bool summed;                /* some part is there */
-} am_key_turn;
+    atomic_uint state; /* 0 until it is computed, then 1 and a higher bit for each tile with a sum */
+    atomic_ptrdiff_t
+        added; /* of the first: twice the number of parts in its sums, 1 more while one is added */
+} am_key_part;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
 typedef struct {
@@ -45,13 +50,15 @@ typedef struct {
     ptrdiff_t *sum_tiles;   /* of each section */
     ptrdiff_t *part_visits; /* of each section: visits of a tile to a block of one head whose parts of d_k and
                              * d_v are summed up before they are added */
+    ptrdiff_t *late;        /* of each tile: parts that begin before this visit are divided once more */
     am_key_task *tasks;     /* [batch][row_tasks], of a row as they begin */
     ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;   /* the most tiles of a task */
     struct {
         bool divided, are_tasks; /* some section has parts; each of them is a task */
-        am_key_turn *turns;      /* if they are tasks: of each tile and key head */
-        char *totals;            /* their d_k and d_v */
+        ptrdiff_t slots, bytes;  /* if they are tasks: their number for a key head, and the sums of one */
+        am_key_part *list;       /* [kv_heads][slots] */
+        char *sums;              /* their d_k and d_v */
     } parts;
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
@@ -123,13 +130,14 @@ static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_secti
     return (tile - section->tiles.begin) / p->sum_tiles[section - p->sections.list];
 }
 
-/* The parts of a section. */
-static inline ptrdiff_t am_parts_of(const am_backward_plan *p, const am_section *section)
+/* The visits to all blocks of a section. */
+static inline ptrdiff_t am_visits_of(const am_backward_plan *p, const am_section *section)
 {
-    const ptrdiff_t visits = am_length(section->blocks) * p->base.heads_per_kv,
-                    each = p->part_visits[section - p->sections.list];
-    return visits / each + (visits % each > 0);
+    return am_length(section->blocks) * p->base.heads_per_kv;
 }
+
+/* Whether a part of the sums of a tile ends with a visit, as these go from the last to the first. */
+bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_t tile, ptrdiff_t visit);
 
 /* One statistic of the rows of a block. */
 static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_place *at, am_row_stat which)
