@@ -1,7 +1,7 @@
 """Configurations of sequences that are computed alone and together with others: as batch rows, padded, or packed.
 
-A configuration is some sequences and the arguments of attention. `comparisons` computes each sequence alone, and some
-of them together in the way that a kind names, and counts the elements of the results whose bits differ.
+A configuration is some sequences and the arguments of attention. `differences` computes each sequence alone, and some
+of them together in the way that a kind names, and tells the results whose bits differ.
 """
 
 import functools
@@ -285,51 +285,37 @@ def alone(config: Config, i: int) -> dict[str, np.ndarray]:
     return attend(config, sequence(config, i), MASKS[config.mask] | {"causal_offset": config.offset(i)})
 
 
-class Comparison(NamedTuple):
-    quantity: str
-    kind: str
-    lengths: tuple[int, int]
-    unlike: int  # the number of elements that differ
-    message: str
-
-
 def unlike_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[str]:
     """The names of those whose bits differ, and how."""
     found = {name: difference(got[name], wanted[name]) for name in wanted}
-    return [f"{name}: {words}" for name, (count, words) in found.items() if count]
+    return [f"{name}: {words}" for name, words in found.items() if words]
 
 
-def difference(got: np.ndarray, wanted: np.ndarray) -> tuple[int, str]:
-    """The number of elements whose bits differ, and a description of them."""
+def difference(got: np.ndarray, wanted: np.ndarray) -> str:
+    """How the bits of elements differ, or nothing."""
     bits = np.dtype(f"u{got.itemsize}")
     unlike = np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(wanted).view(bits)
     if not unlike.any():
-        return 0, ""
+        return ""
     a, b = got[unlike].astype(F64), wanted[unlike].astype(F64)
     with np.errstate(invalid="ignore"):
         error, size = np.abs(np.where(a == b, 0, a - b)).max(), np.abs(wanted.astype(F64)).max()
     first = np.argwhere(unlike)[0].tolist()
-    count = int(unlike.sum())
-    return (
-        count,
-        f"{count} of {unlike.size} differ, by up to {error:.2g}, of up to {size:.2g}; the first at {first}",
-    )
+    return f"{unlike.sum()} of {unlike.size} differ, by up to {error:.2g}, of up to {size:.2g}; the first at {first}"
 
 
-def comparisons(config: Config, kind: Kind) -> Iterator[Comparison]:
+def differences(config: Config, kind: Kind) -> Iterator[str]:
     """Compares each of the sequences that a kind puts together with the same sequence alone."""
     rng = np.random.default_rng((config.seed, KINDS.index(kind)))
     places, shape = placed(config, kind, rng)
     arguments = limits(config, kind, places, shape, rng)
     if arguments is None:
         return
-    name = " by ".join(filter(None, kind))
     nan = bool(rng.random() < 0.2)
     results = attend(config, together(config, places, shape, nan, rng), arguments)
     beside = f"among {[config.lengths[p.i] for p in places]}{' and NaN' * nan}"
     for p in places:
-        for quantity, wanted in alone(config, p.i).items():
-            lengths = config.lengths[p.i]
-            count, words = difference(part_of(results[quantity], RESULTS[quantity], p, lengths), wanted)
-            where = f"{quantity} of sequence {p.i}, {lengths}, {name}, {tuple(p[1:])} in {shape}, {beside}"
-            yield Comparison(quantity, name, lengths, count, f"{where}: {words}")
+        lengths = config.lengths[p.i]
+        parts = {name: part_of(array, RESULTS[name], p, lengths) for name, array in results.items()}
+        for words in unlike_results(parts, alone(config, p.i)):
+            yield f"sequence {p.i}, {lengths}, {kind}, {tuple(p[1:])} in {shape}, {beside}: {words}"

@@ -80,4 +80,9 @@ MESSAGES = [
     (PACKED, "cum_seqlens_q", np.array([0, 2**63 + 5, TQ], np.uint64), "got 6 after 9223372036854775813"),
     (FLAT, "key", zeros(TK, HKV, 7), r"key must have D = 8 as query, got float32 array of shape \(7, 2, 7\)"),
     (FLAT, "q_segment_ids", np.zeros(5, int), r"q_segment_ids must be .*\(6,\), got .*\(5,\)"),
+    (FLAT, "out", zeros(TQ, H, DV, dtype=F64), r"of float32 of shape \(6, 4, 5\), got float64 array"),
+    (PACKED, "causal_offset", [1, 2, 3], r"\bcausal_offset\b"),
+    (PACKED | {"kv_segment_ids": zeros(1, TK, dtype=int)}, "q_segment_ids", zeros(1, 7, dtype=int), "q_segment_ids"),
+    (PACKED, "attention_mask", np.ones((2, 1, TQ, TK)), r"\battention_mask\b"),
+    (GOOD | {"cum_seqlens_k": [0, 3, TK]}, "cum_seqlens_q", [0, 2, TQ], r"\b(query|cum_seqlens_q)\b"),
 ]  # fmt: skip

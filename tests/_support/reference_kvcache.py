@@ -1,7 +1,7 @@
 """Attention with a cache of keys and values in NumPy, which complements `reference_flash`: written to be read.
 
-It is the readable twin of `attnmask.flash_attention_with_kvcache`: one sequence at a time, in float64, over the numbers
-that the cache stands for. Nothing is checked.
+`attention` is the readable twin of `attnmask.flash_attention_with_kvcache`: one sequence at a time, in float64, over
+the numbers that the cache stands for. Nothing is checked.
 """
 
 from itertools import pairwise
@@ -17,53 +17,16 @@ LARGEST = {
 FAR = 2**60
 
 
-def flash_attention_with_kvcache(
-    query,
-    k_cache,
-    v_cache,
-    key=None,
-    value=None,
-    *,
-    cache_seqlens=None,
-    block_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    k_scale=None,
-    v_scale=None,
-    softmax_scale=None,
-    causal=True,
-    sliding_window=None,
-    logits_soft_cap=None,
-    softmax_aux=None,
-    alibi_slopes=None,
-    bias=None,
-    relative_bias=None,
-    relative_low=0,
-    attention_chunk=None,
-    attention_mask=None,
-    return_lse=False,
-    out=None,
-):
-    """Appends `key` and `value` to the caches, and lets the queries attend to all tokens of their sequences.
-
-    Returns out in float64, and with `return_lse` the logsumexp, [B, H, Tq] or [H, total].
-    """
-    given = locals()
-    result = attention(**{name: given[name] for name in given if name not in ("return_lse", "out")})
-    if out is None:
-        out = result.out
-    else:
-        out[...] = result.out
-    return (out, result.lse) if return_lse else out
-
-
 def attention(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
     bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, attention_chunk=None,
     dtype=np.float64,
 ) -> ref.Attention:  # fmt: skip
-    """The same with the sizes of what was summed, to which rounding errors are proportional; computed in `dtype`."""
+    """Appends `key` and `value` to the caches, and lets the queries attend to all tokens of their sequences.
+
+    Computed in `dtype`, with the sizes of what was summed, to which rounding errors are proportional.
+    """
     starts, flat = packed(query, cu_seqlens_q)
     there = np.broadcast_to(k_cache.shape[1] if cache_seqlens is None else cache_seqlens, len(starts) - 1)
     spans = [slice(*span) for span in pairwise(starts)]

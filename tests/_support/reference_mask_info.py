@@ -8,38 +8,15 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
+from reference_masks import number_rows
+from reference_masks import positions_from_segment_ids as places
+from reference_masks import segment_ids_to_mask as equal_ids
 
 LAST = np.iinfo(np.int32).max  # the position of padding among keys
 
 
 def per_row(value, batch: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, np.int64), (batch,))
-
-
-def places(ids: np.ndarray, pad: int) -> np.ndarray:
-    """The position of each token in its run of equal ids."""
-    result = np.full(ids.shape, pad, np.int32)
-    for row in np.ndindex(ids.shape[:-1]):
-        for t, segment in enumerate(ids[row]):
-            if segment >= 0:
-                goes_on = t > 0 and ids[row][t - 1] == segment
-                result[row][t] = result[row][t - 1] + 1 if goes_on else 0
-    return result
-
-
-def alike(mask: np.ndarray) -> np.ndarray:
-    """Gives equal rows of a plane equal ids, numbered in order of first appearance; rows of zeros get -1."""
-    seen: dict[bytes, int] = {}
-    return np.array(
-        [seen.setdefault(row.tobytes(), len(seen)) if row.any() else -1 for row in mask], np.int32
-    )
-
-
-def equal_ids(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
-    """[B, H, Q, K]: whether the ids of query and key are equal, and not padding."""
-    q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
-    q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
-    return (q_ids == kv_ids) & (q_ids >= 0)
 
 
 def both_per_head(q_ids: np.ndarray, kv_ids: np.ndarray) -> list[np.ndarray]:
@@ -265,8 +242,8 @@ class Pairs:
         if self.q_ids is not None:
             return self.q_ids, self.kv_ids
         batch, _, queries, keys = self.shape
-        q_ids = [alike(np.ascontiguousarray(row[0])) for row in self.live]
-        kv_ids = [alike(np.ascontiguousarray(row[0].T)) for row in self.live]
+        q_ids = [number_rows(np.ascontiguousarray(row[0])) for row in self.live]
+        kv_ids = [number_rows(np.ascontiguousarray(row[0].T)) for row in self.live]
         return np.array(q_ids, np.int32).reshape(batch, queries), np.array(kv_ids, np.int32).reshape(
             batch, keys
         )

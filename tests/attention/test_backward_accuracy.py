@@ -261,33 +261,6 @@ def test_a_huge_soft_cap_of_large_logits(isa):
         expected(arguments, dout_of(arguments)).check(gradients(arguments))
 
 
-# Dropout
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("packing", [None, "flat"])
-@pytest.mark.parametrize("seed", [None, 1, 2**32 + 1])
-def test_dropout_is_that_of_the_forward(isa, dtype, packing, seed):
-    """With equal weights and the identity for dout, the gradient of the values is the mask."""
-    prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 2, 33, 64)
-    query = np.zeros((batch, queries, heads, 8), dtype)
-    key, value = np.zeros((batch, keys, heads, 8), dtype), np.ones((batch, keys, heads, queries), dtype)
-    dout = np.broadcast_to(np.eye(queries).astype(dtype)[None, :, None], (batch, queries, heads, queries))
-    live, more = np.ones((queries, keys), bool), {}
-    if packing:
-        query, key, value, dout = query[0], key[0], value[0], dout[0]
-        more = {"cum_seqlens_q": [0, 10, 11, 33], "cum_seqlens_k": [0, 16, 32, 64]}
-        live = ref.live_pairs((1, 1, queries, keys), **more)[0, 0]
-    _, vjp = attnmask.flash_attention_vjp(query, key, value, dropout_prob=prob, dropout_seed=seed, **more)
-    keep = attnmask.dropout_keep_mask(seed, prob, (batch, heads, queries, keys))
-    got = vjp(dout).value.reshape(batch, keys, heads, queries).transpose(0, 2, 3, 1)
-    np.testing.assert_array_equal(got != 0, keep & live)
-    weights = np.where(keep & live, 1 / live.sum(axis=1, keepdims=True) / (1 - prob), 0)
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    logit = np.log(keys)  # weights are computed from lse, and so have its error
-    np.testing.assert_allclose(got.astype(F64), weights, rtol=2 * (1 + logit) * eps + 1e-6 * (dtype != F64))
-
-
 # Merging
 
 

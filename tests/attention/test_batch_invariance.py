@@ -1,18 +1,9 @@
-"""The result, lse and gradients of a sequence have the same bits, whatever it is computed together with.
-
-pytest runs configurations in which any two levels of any two factors occur together. `PYTHONPATH=tests/_support
-python tests/attention/test_batch_invariance.py --seconds 600 --seed 1` draws configurations at random, and counts the
-results that differ from those of the same sequence alone.
-"""
-
-import argparse
-import time
-from collections import Counter
+"""The result, lse and gradients of a sequence have the same bits, whatever it is computed together with."""
 
 import numpy as np
 import pytest
 import random_masks
-from batch_cases import DEPTHS, HEADS, KINDS, MASKS, MORE, Config, comparisons, unlike_results
+from batch_cases import DEPTHS, HEADS, KINDS, MASKS, MORE, Config, differences, unlike_results
 from environment import ISA_LEVELS, SANITIZED
 from flash_cases import BF16, FLOATS, all_pairs
 
@@ -51,21 +42,21 @@ GROUPS = (  # numbers of queries and keys of the sequences of a configuration
 )
 
 
+def one(rng: np.random.Generator, levels):
+    return levels[rng.integers(len(levels))]
+
+
 def drawn(rng: np.random.Generator, seed: int) -> Config:
     """A configuration with a random level of each factor."""
-
-    def one(levels):
-        return levels[rng.integers(len(levels))]
-
     count, kind = int(rng.integers(1, 8)), int(rng.integers(3))
-    lengths = one(GROUPS)
+    lengths = one(rng, GROUPS)
     if kind == 1:
         lengths = of_self(*rng.choice(LENGTHS, count).tolist())
     elif kind == 2:
-        lengths = tuple((int(rng.integers(1, 65)), one(DECODED)) for _ in range(count))
+        lengths = tuple((int(rng.integers(1, 65)), one(rng, DECODED)) for _ in range(count))
     more = {name: value for options in MORE if rng.random() < 0.2 for name, value in options.items()}
-    isa, dtype = one(LEVELS)
-    return Config(lengths, isa, dtype, one(HEADS), one(DEPTHS), one(tuple(MASKS)), tuple(more.items()), seed)
+    (isa, dtype), mask = one(rng, LEVELS), one(rng, tuple(MASKS))
+    return Config(lengths, isa, dtype, one(rng, HEADS), one(rng, DEPTHS), mask, tuple(more.items()), seed)
 
 
 def always_run() -> list[Config]:
@@ -86,50 +77,11 @@ def always_run() -> list[Config]:
 @pytest.mark.parametrize("config", always_run(), ids=str)
 def test_a_sequence_gets_the_bits_that_it_gets_alone(config):
     kinds = np.random.default_rng(config.seed).choice(len(KINDS), 7, replace=False)
-    found = [c.message for kind in sorted(kinds) for c in comparisons(config, KINDS[kind]) if c.unlike]
+    found = [message for kind in sorted(kinds) for message in differences(config, KINDS[kind])]
     assert not found, "\n".join([f"{len(found)} differ of {config}", *found])
 
 
-def bounded(length: int) -> str:
-    return f"≤{next(most for most in (16, 64, 512, 5000) if length <= most)}"
-
-
-def sweep(seconds: float, seed: int, shown: int) -> None:
-    """Prints how many comparisons differ, by group, and the first few differences of each kind."""
-    total, unlike, printed = Counter(), Counter(), Counter()
-    end, rng, number = time.monotonic() + seconds, np.random.default_rng(seed), 0
-    while time.monotonic() < end:
-        config = drawn(rng, seed * 10**6 + number).within(10 ** rng.uniform(7, 10))
-        number += 1
-        for kind in KINDS:
-            for c in comparisons(config, kind):
-                length, dtype = "×".join(map(bounded, c.lengths)), str(config.dtype)
-                groups = [
-                    ("all",),
-                    (config.isa,),
-                    (c.quantity,),
-                    (dtype,),
-                    (c.kind,),
-                    (length,),
-                    (config.mask,),
-                ]
-                for group in (*groups, (c.quantity, dtype, c.kind, length)):
-                    total[group] += 1
-                    unlike[group] += c.unlike > 0
-                printed[c.kind] += c.unlike > 0
-                if c.unlike and printed[c.kind] <= shown:
-                    print(f"{c.message}\n    {config}", flush=True)
-    print(f"{number} configurations. Of so many comparisons so many differ:")
-    for group, count in sorted(total.items(), key=lambda item: (len(item[0]), -unlike[item[0]])):
-        if unlike[group] or len(group) == 1:
-            print(f"{count:9} {unlike[group]:9}  {', '.join(group)}")
-
-
 # Any mask: what lies behind its last live pair, and what else is in the call, changes nothing.
-
-
-def one(rng: np.random.Generator, levels):
-    return levels[rng.integers(len(levels))]
 
 
 def random_call(rng: np.random.Generator, batch: int, queries: int, keys: int) -> tuple[str, int, list, dict]:
@@ -345,12 +297,3 @@ def test_the_gradient_of_a_bias_alters_no_other(dtype, shape, lengths, told_by):
     assert more.bias.shape == bias.shape
     for name in ("query", "key", "value"):
         assert getattr(plain, name).tobytes() == getattr(more, name).tobytes(), name
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shown", type=int, default=1, help="differences of each kind to print")
-    options = parser.parse_args()
-    sweep(options.seconds, options.seed, options.shown)

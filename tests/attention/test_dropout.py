@@ -19,26 +19,32 @@ import attnmask
 @pytest.mark.parametrize("packing", [None, "packed", "flat"])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2**31, 2**32 + 1, 2**62])
 def test_the_keep_mask_is_the_one_used(isa, dtype, packing, seed):
-    """With equal weights and the identity for values, the result is the mask."""
+    """With equal weights and the identity for values, the result is the mask; for dout, the gradient of values is."""
     prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 4, 33, 64)
-    query = np.zeros((batch, queries, heads, 8), dtype)
-    key = np.zeros((batch, keys, 2, 8), dtype)
-    value = np.broadcast_to(np.eye(keys).astype(dtype)[None, :, None], (batch, keys, 2, keys))
-    if packing == "flat":
-        query, key, value = query[0], key[0], value[0]
-    more = {}
-    live = np.ones((queries, keys), bool)
+    more, live = {}, np.ones((queries, keys), bool)
     if packing:
         more = {"cum_seqlens_q": [0, 10, 11, 33], "cum_seqlens_k": [0, 16, 32, 64]}
         live = ref.live_pairs((1, 1, queries, keys), **more)[0, 0]
-    out = attnmask.flash_attention(query, key, value, dropout_prob=prob, dropout_seed=seed, **more)
+    tensors = [np.zeros((batch, queries, heads, 8)), np.zeros((batch, keys, heads, 8))]
+    for tokens in (keys, queries):  # for values, and for dout
+        shape = batch, tokens, heads, tokens
+        tensors.append(np.broadcast_to(np.eye(tokens)[None, :, None], shape))
+    tensors = [x.astype(dtype)[0] if packing == "flat" else x.astype(dtype) for x in tensors]
+    query, key, value, dout = tensors
+    more |= {"dropout_prob": prob, "dropout_seed": seed}
+    out = attnmask.flash_attention(query, key, value, **more).reshape(batch, queries, heads, keys)
+    ones = np.ones((*key.shape[:-1], queries), dtype)
+    gradient = attnmask.flash_attention_vjp(query, key, ones, **more)[1](dout).value
     keep = attnmask.dropout_keep_mask(0 if seed is None else seed, prob, (batch, heads, queries, keys))
     assert (keep.shape, keep.dtype) == ((batch, heads, queries, keys), bool)
-    out = out.reshape(batch, queries, heads, keys).swapaxes(1, 2)
-    np.testing.assert_array_equal(out != 0, keep & live)
     weights = np.where(keep & live, 1 / live.sum(axis=1, keepdims=True) / (1 - prob), 0)
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64), weights, rtol=2 * eps + 1e-6 * (dtype != F64))
+    # Weights of gradients are computed from lse, and so have its error.
+    eps, logit = float(ml_dtypes.finfo(dtype).eps), np.log(keys)
+    near = [2 * eps + 1e-6 * (dtype != F64), 2 * (1 + logit) * eps + 1e-6 * (dtype != F64)]
+    got = out.swapaxes(1, 2), gradient.reshape(batch, keys, heads, queries).transpose(0, 2, 3, 1)
+    for weight, rounding in zip(got, near, strict=True):
+        np.testing.assert_array_equal(weight != 0, keep & live)
+        np.testing.assert_allclose(weight.astype(np.float64), weights, rtol=rounding)
 
 
 def test_dropout_that_hardly_ever_drops(isa):

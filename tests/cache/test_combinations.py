@@ -220,7 +220,7 @@ def test_latent_caches_are_not_rotated():
             assert cache.tobytes() == before
     got = attnmask.flash_attention_with_kvcache(x, cache, cache, rotate=True)
     wide = rotated(cache)
-    right = twin.flash_attention_with_kvcache(x, wide, wide)
+    right = attnmask.flash_attention_with_kvcache(x, wide, wide)
     np.testing.assert_allclose(got, right, atol=1e-5)
     both = np.stack([cache, cache[..., ::-1]], axis=1)[..., :64]  # keys beside values, of fewer channels
     k_cache, v_cache = both[:, 0], both[:, 1, ..., :32]

@@ -33,6 +33,7 @@ def make(
     decay="BTH",
     beta=True,
     low=-3.0,
+    same=None,
     initial=True,
     cu_seqlens=None,
     **more,
@@ -50,7 +51,9 @@ def make(
     given = dict(more)
     if shape is not None:
         # Many decays near 0, some of them far below.
-        given["decay"] = (low * random.random(shape) ** 3).astype(wide)
+        given["decay"] = (low * random.random(shape) ** 3 if same is None else np.full(shape, same)).astype(
+            wide
+        )
     if beta:
         given["beta"] = random.random((batch, tokens, heads)).astype(wide)
     if cu_seqlens is not None:
@@ -110,44 +113,46 @@ def check_gradients(arrays, given, with_state=True, tolerance=None):
             assert_near(got, expected[name], tolerance or GRADIENT[dtype], name, size)
 
 
-@pytest.mark.parametrize("dtype", OUT)
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("beta", [False, True])
-@pytest.mark.parametrize("decay", DECAYS)
-def test_every_form(isa, decay, beta, normalize, dtype):
-    arrays, given = make((decay, beta, dtype), decay=decay, beta=beta, dtype=dtype, normalize_qk=normalize)
+BY_TOKEN, GATED, KINDS = ("BTH", "BTHK"), ("float32", "float64"), ("float32", "bfloat16")
+SHORT = (0, 1, 4, 5, 15, 16, 17, 31, 63, 64, 65, 129)
+SIZES = ((1, 1), (16, 64), (33, 5), (128, 128), (130, 70), (0, 3), (3, 0))
+SMALL = {"rows": 16, "channels": 16}
+
+
+def product(**levels) -> list[dict]:
+    """Arguments of `make`, each level of one beside each of the others."""
+    rows = itertools.product(*levels.values())
+    return [dict(zip(levels, row, strict=True)) for row in rows]
+
+
+CASES = [
+    *product(decay=DECAYS, beta=(False, True), normalize_qk=(False, True), dtype=OUT),
+    *({"batch": 2} | case for case in product(tokens=SHORT, decay=DECAYS, beta=(False, True))),
+    *(
+        {"rows": size[0], "channels": size[1]} | case
+        for size in SIZES
+        for case in product(decay=BY_TOKEN, heads=(1, 3), dtype=KINDS)
+    ),
+    *(
+        {"tokens": 300} | case
+        for case in product(chunk_size=(16, 32, 64, 128, 256), decay=BY_TOKEN, dtype=KINDS)
+    ),
+    *({"heads": 6, "key_heads": 2, "batch": 2} | case for case in product(decay=DECAYS)),
+    # Decays of all sizes, and growth
+    *(
+        {"tokens": 260} | SMALL | case
+        for case in product(low=(-30.0, -1e-4, -1.0), decay=BY_TOKEN, dtype=GATED, initial=(False, True))
+    ),
+    *({"tokens": 150} | SMALL | case for case in product(decay=BY_TOKEN, same=(-30.0, -5.0, -1.0))),
+    *({"tokens": 100, "low": 0.05, "beta": False} | SMALL | case for case in product(decay=BY_TOKEN)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_by_the_recurrence(isa, case):
+    arrays, given = make(str(case), **case)
     check(arrays, given)
     check_gradients(arrays, given)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 15, 16, 17, 31, 63, 64, 65, 129])
-def test_lengths(isa, tokens, decay):
-    for beta in (False, True):
-        arrays, given = make((tokens, decay), tokens=tokens, decay=decay, beta=beta, batch=2)
-        check(arrays, given)
-        check_gradients(arrays, given)
-
-
-@pytest.mark.parametrize(
-    ("rows", "channels"), [(1, 1), (16, 64), (33, 5), (128, 128), (130, 70), (0, 3), (3, 0)]
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sizes(isa, rows, channels, dtype):
-    sizes = {"rows": rows, "channels": channels, "key_heads": 1, "dtype": dtype}
-    for decay, heads in itertools.product(("BTH", "BTHK"), (1, 3)):
-        arrays, given = make((rows, channels), heads=heads, decay=decay, **sizes)
-        check(arrays, given)
-        check_gradients(arrays, given)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128, 256])
-def test_chunks(isa, chunk_size, dtype):
-    for decay in ("BTH", "BTHK"):
-        arrays, given = make(chunk_size, tokens=300, decay=decay, chunk_size=chunk_size, dtype=dtype)
-        check(arrays, given)
-        check_gradients(arrays, given)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -162,13 +167,6 @@ def test_bfloat16_loses_little(isa, decay, beta, normalize):
     assert_near(out, expected, 6e-3, "out")
     assert_near(state, expected_state, 6e-3, "state")
     check_gradients(arrays, given, tolerance=6e-3)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-def test_shared_keys(decay):
-    arrays, given = make("shared", heads=6, key_heads=2, decay=decay, batch=2)
-    check(arrays, given)
-    check_gradients(arrays, given)
 
 
 @pytest.mark.parametrize("rows", [16, 24, 32])
@@ -253,35 +251,6 @@ def test_few_heads_and_many_threads(decay, beta, bad, set_threads):
         for other in results[1:]:
             for a, b in zip(results[0], other, strict=True):
                 assert a is b or a.tobytes() == b.tobytes()
-
-
-@pytest.mark.parametrize("low", [-30.0, -1e-4, -1.0])
-@pytest.mark.parametrize("decay", ["BTH", "BTHK"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_decays_of_all_sizes(dtype, decay, low):
-    for initial in (False, True):
-        arrays, given = make(
-            low, tokens=260, rows=16, channels=16, decay=decay, low=low, dtype=dtype, initial=initial
-        )
-        check(arrays, given)
-        check_gradients(arrays, given)
-
-
-@pytest.mark.parametrize("decay", ["BTH", "BTHK"])
-def test_constant_strong_decays(decay):
-    for strength in (-30.0, -5.0, -1.0):
-        arrays, given = make(strength, tokens=150, rows=16, channels=16, decay=decay)
-        given["decay"] = np.full_like(given["decay"], strength)
-        check(arrays, given)
-        check_gradients(arrays, given)
-
-
-@pytest.mark.parametrize("decay", ["BTH", "BTHK"])
-def test_growth(decay):
-    arrays, given = make("growth", tokens=100, rows=16, channels=16, decay=decay, low=0.05, beta=False)
-    assert (given["decay"] >= 0).all()
-    check(arrays, given)
-    check_gradients(arrays, given)
 
 
 @pytest.mark.parametrize("decay", ["BTH", "BTHK"])

@@ -60,49 +60,38 @@ def close(got, expected, dtype, gradient=False):
         assert error <= ERROR[dtype.name][gradient] * max(abs(expected).max(), 1e-3), (error, dtype)
 
 
-def both(x, weight, bias=None, **options):
-    """The result and the states at the end, here and in float64."""
-    got = attnmask.short_convolution(x, weight, bias, return_state=True, **options)
-    return got, reference.short_convolution(x, weight, bias, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward(isa, shape, dtype):
-    for activation, extras in ((None, False), ("silu", True), ("silu", False)):
-        x, weight, bias, state = problem(shape, dtype, bias=extras, state=extras)
-        (out, after), (expected, expected_after) = both(
-            x, weight, bias, activation=activation, initial_state=state
-        )
-        close(out, expected, dtype)
-        np.testing.assert_array_equal(after.astype(np.float64), expected_after)
-        assert after.dtype == dtype
-        alone = attnmask.short_convolution(x, weight, bias, activation=activation, initial_state=state)
+def check(dtype, x, weight, bias, **options):
+    """The result, the states at the end and all gradients beside float64, with and without states."""
+    arguments = {"x": x, "weight": weight, "bias": bias} | options
+    (out, after), vjp = attnmask.short_convolution_vjp(**arguments, return_state=True)
+    expected, expected_after = reference.short_convolution(**arguments)
+    close(out, expected, dtype)
+    assert after.dtype == dtype
+    np.testing.assert_array_equal(after.astype(np.float64), expected_after)
+    for alone in (
+        attnmask.short_convolution(**arguments),
+        attnmask.short_convolution(**arguments, return_state=True)[0],
+    ):
         np.testing.assert_array_equal(alone, out)
+    rng = np.random.default_rng(1)
+    dout, dstate = (rng.standard_normal(each.shape).astype(dtype) for each in (x, after))
+    for given in (dstate, None):
+        got = vjp(dout, given)
+        assert isinstance(got, attnmask.ShortConvolutionGrads)
+        for one, wanted in zip(got, reference.gradients(dout, given, **arguments), strict=True):
+            assert (one is None) == (wanted is None)
+            if one is not None:
+                close(one, wanted, dtype, gradient=True)
+    for one, other in zip(attnmask.short_convolution_vjp(**arguments)[1](dout), got, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients(isa, shape, dtype):
-    rng = np.random.default_rng(1)
-    for activation, extras in ((None, False), ("silu", True), (None, True)):
+def test_results_and_gradients(isa, shape, dtype):
+    for activation, extras in ((None, False), (None, True), ("silu", False), ("silu", True)):
         x, weight, bias, state = problem(shape, dtype, bias=extras, state=extras)
-        options = {"activation": activation, "initial_state": state}
-        dout = rng.standard_normal(x.shape).astype(dtype)
-        (out, after), vjp = attnmask.short_convolution_vjp(x, weight, bias, return_state=True, **options)
-        dstate = rng.standard_normal(after.shape).astype(dtype)
-        np.testing.assert_array_equal(out, attnmask.short_convolution(x, weight, bias, **options))
-        for given in (dstate, None):
-            got = vjp(dout, given)
-            expected = reference.gradients(dout, given, x, weight, bias, **options)
-            assert isinstance(got, attnmask.ShortConvolutionGrads)
-            for one, wanted in zip(got, expected, strict=True):
-                assert (one is None) == (wanted is None)
-                if one is not None:
-                    close(one, wanted, dtype, gradient=True)
-        plain = attnmask.short_convolution_vjp(x, weight, bias, **options)[1](dout)
-        for one, other in zip(plain, got, strict=True):
-            np.testing.assert_array_equal(one, other)
+        check(dtype, x, weight, bias, activation=activation, initial_state=state)
 
 
 RAGGED = [[0, 5, 5, 6, 100, 102, 102, 105, 140], [0, 0, 3], [0, 0, 0], [0, 33], [0, 1, 2, 3, 4, 5, 6, 7]]
@@ -111,19 +100,10 @@ RAGGED = [[0, 5, 5, 6, 100, 102, 102, 105, 140], [0, 0, 3], [0, 0, 0], [0, 33], 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("starts", RAGGED, ids=str)
 def test_packed(isa, starts, dtype):
-    rng = np.random.default_rng(2)
     for width in (4, 3, 1, 9):
-        shape = (1, starts[-1], 21, width)
-        x, weight, bias, state = problem(shape, dtype, sequences=len(starts) - 1)
-        options = {"activation": "silu", "cu_seqlens": np.array(starts, np.int32), "initial_state": state}
-        (out, after), (expected, expected_after) = both(x, weight, bias, **options)
-        close(out, expected, dtype)
-        np.testing.assert_array_equal(after.astype(np.float64), expected_after)
-        dout, dstate = rng.standard_normal(x.shape).astype(dtype), rng.standard_normal(after.shape)
-        _, vjp = attnmask.short_convolution_vjp(x, weight, bias, return_state=True, **options)
-        expected = reference.gradients(dout, dstate, x, weight, bias, **options)
-        for one, wanted in zip(vjp(dout, dstate), expected, strict=True):
-            close(one, wanted, dtype, gradient=True)
+        x, weight, bias, state = problem((1, starts[-1], 21, width), dtype, sequences=len(starts) - 1)
+        options = {"cu_seqlens": np.array(starts, np.int32), "initial_state": state}
+        check(dtype, x, weight, bias, activation="silu", **options)
 
 
 @pytest.mark.repeats
