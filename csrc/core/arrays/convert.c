@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "core/runtime/sizes.h"
 #include "kernels/vec/half.h"
 
 const unsigned char am_sizes[] = {
@@ -180,14 +181,11 @@ am_convert_row *am_converter(am_dtype from, am_dtype to) { return converters[fro
 
 enum { WORTH_A_CALL = 64 }; /* bytes, of memcpy */
 
-static ptrdiff_t magnitude(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
-
 void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *src, ptrdiff_t src_row,
                 ptrdiff_t src_column, ptrdiff_t rows, ptrdiff_t columns, size_t size)
 {
-    bool from_tile = magnitude(src_column) == (ptrdiff_t)size;
-    bool transposed =
-        from_tile ? magnitude(dst_row) < magnitude(dst_column) : magnitude(src_row) < magnitude(src_column);
+    bool from_tile = am_abs(src_column) == (ptrdiff_t)size;
+    bool transposed = from_tile ? am_abs(dst_row) < am_abs(dst_column) : am_abs(src_row) < am_abs(src_column);
     if (transposed) {
         ptrdiff_t swap = dst_row;
         dst_row = dst_column, dst_column = swap;

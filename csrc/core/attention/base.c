@@ -61,7 +61,6 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
         .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
         .unit = terms.small ? 1 : AM_LOG2_E,
-        .by_head = am_mask_is_by_head(attn->mask),
         .terms = terms,
         .threshold = terms.dropout ? am_threshold_of(terms.dropout->number) : 0,
     };

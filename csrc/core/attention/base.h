@@ -37,7 +37,6 @@ typedef struct {
     double unit;                  /* of logits: e^logit is 2^(unit logit) */
     am_terms_found terms;
     uint32_t threshold; /* of dropout, 0 for none */
-    bool by_head;       /* heads may see different keys */
 } am_attn_base;
 
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */

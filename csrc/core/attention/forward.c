@@ -295,8 +295,8 @@ static void choose_prefetch(const forward *f, const step_place *step, const item
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
 static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, const am_attn_place *b)
 {
-    return !base->by_head && base->threshold == 0 && !am_adds_to_products(&base->terms) && a->q == b->q &&
-           a->queries == b->queries && a->heads == b->heads;
+    return !base->attn->mask->is_by_head && base->threshold == 0 && !am_adds_to_products(&base->terms) &&
+           a->q == b->q && a->queries == b->queries && a->heads == b->heads;
 }
 
 /* Takes items in lockstep over the keys of a split. */

@@ -16,24 +16,23 @@ static const am_term_kind *term_of(const am_node *node)
     return terms[node->kind];
 }
 
-/* Whether am_mask_keys is exact: where intervals intersect of which only one follows from the query. */
-static bool has_exact_keys(const am_mask *mask)
-{
-    int by_query = 0;
-    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        const am_term_kind *term = term_of(node);
-        if (term ? term->form == AM_SCATTERED : node->kind != AM_AND) return false;
-        by_query += term && term->form == AM_INTERVALS;
-    }
-    return by_query <= 1;
-}
-
 am_status am_mask_prepare(const am_context *context, am_mask *mask)
 {
+    bool exact_keys = true, has_boundaries = false, is_by_head = false;
+    int by_query =
+        0; /* intervals that follow from the query: am_mask_keys is not exact where two intersect */
+    for (am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        exact_keys &= term ? term->form != AM_SCATTERED : node->kind == AM_AND;
+        if (!term) continue;
+        by_query += term->form == AM_INTERVALS;
+        has_boundaries |= term->boundaries != NULL;
+        is_by_head |= term->is_by_head && term->is_by_head(node);
+    }
     mask->kernels = context->kernels;
-    mask->exact_keys = has_exact_keys(mask);
-    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
-        am_node *node = &mask->nodes[i];
+    mask->exact_keys = exact_keys && by_query <= 1;
+    mask->has_boundaries = has_boundaries, mask->is_by_head = is_by_head;
+    for (am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
         const am_term_kind *term = term_of(node);
         if (node->borrowed || !term || !term->prepare) continue;
         am_status status = term->prepare(context, mask, node);
@@ -96,24 +95,6 @@ uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrd
         if (term && term->boundaries) boundaries |= term->boundaries(node, b, side, begin, count);
     }
     return boundaries;
-}
-
-bool am_mask_has_boundaries(const am_mask *mask)
-{
-    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        const am_term_kind *term = term_of(node);
-        if (term && term->boundaries) return true;
-    }
-    return false;
-}
-
-bool am_mask_is_by_head(const am_mask *mask)
-{
-    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        const am_term_kind *term = term_of(node);
-        if (term && term->is_by_head && term->is_by_head(node)) return true;
-    }
-    return false;
 }
 
 static am_tile inverted_kind(am_tile tile)

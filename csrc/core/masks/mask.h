@@ -137,8 +137,11 @@ typedef struct {
     ptrdiff_t batch, heads, queries, keys;
     am_node *nodes;
     ptrdiff_t node_count;
-    const am_kernels *kernels; /* set by am_mask_prepare */
-    bool exact_keys;           /* likewise: am_mask_keys returns no range that is too large */
+    /* Set by am_mask_prepare: */
+    const am_kernels *kernels;
+    bool exact_keys;     /* am_mask_keys returns no range that is too large */
+    bool has_boundaries; /* there may be some */
+    bool is_by_head;     /* heads may see different keys */
 } am_mask;
 
 /* Makes the summaries that the questions need, before the first question, as the functions that compute with
@@ -186,10 +189,6 @@ ptrdiff_t am_mask_queries_end(const am_mask *mask, ptrdiff_t b, am_range heads, 
 /* Bit i is set if token begin + 1 + i belongs to another sequence, segment or chunk than the token before it,
  * in the first head. This is a hint: tiles that begin at boundaries are seldom mixed. */
 uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
-
-/* Whether the mask may have boundaries, and whether heads may see different keys. */
-bool am_mask_has_boundaries(const am_mask *mask);
-bool am_mask_is_by_head(const am_mask *mask);
 
 /* Functions that read whole masks. Arrays are C-contiguous unless strides are given. */
 

@@ -262,8 +262,6 @@ typedef struct {
     ptrdiff_t length, src, dst; /* strides in bytes */
 } axis;
 
-static ptrdiff_t distance(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
-
 /* Drops axes of length 1 and merges axes that are contiguous with each other. Returns the number of axes that
  * are left. */
 static int merge_axes(const am_cumsum *c, axis *axes)
@@ -292,7 +290,7 @@ static void choose_axes(plan *p)
     while (count < AM_CUMSUM_AXES) axes[count++] = (axis){1, 0, 0};
     int lane = 0;
     for (int i = 1; i < AM_CUMSUM_AXES; i++) {
-        if (axes[i].length > 1 && distance(axes[i].dst) <= distance(axes[lane].dst)) lane = i;
+        if (axes[i].length > 1 && am_abs(axes[i].dst) <= am_abs(axes[lane].dst)) lane = i;
     }
     axis lanes = axes[lane];
     axes[lane] = axes[AM_CUMSUM_AXES - 1];

@@ -188,7 +188,7 @@ static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdi
 {
     row_sections row = {.sections = sections, .first = sections->count, .owners = d->owners};
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
-    const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
+    const am_range heads = {0, mask->is_by_head ? mask->heads : am_min(1, mask->heads)};
     am_status status = AM_OK;
     for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
         end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;
@@ -272,7 +272,7 @@ am_status am_sections_make(am_sections *sections, const am_mask *mask, bool by_m
 {
     const ptrdiff_t most = MANY / am_max(mask->batch, 1);
     by_mask = by_mask && mask->queries <= most && mask->keys <= most;
-    division d = {.by_boundaries = by_mask && am_mask_has_boundaries(mask), .leaves_rest = by_mask};
+    division d = {.by_boundaries = by_mask && mask->has_boundaries, .leaves_rest = by_mask};
     *sections = (am_sections){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
     if (d.by_boundaries) d.owners = malloc((size_t)am_max(mask->keys, 1) * sizeof *d.owners);
     am_status status = d.by_boundaries && !d.owners ? AM_NO_MEMORY : AM_OK;
