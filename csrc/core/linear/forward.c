@@ -68,7 +68,7 @@ typedef struct {
     am_linear_base base;
     const am_linear_step *step;
     am_workspaces workspaces;
-    ptrdiff_t states, run; /* sequences and heads, and so many of them in a task */
+    ptrdiff_t states, task_states; /* sequences and heads, of all and of a task */
 } step_job;
 
 /* Whether the kernels can take states where they lie. */
@@ -107,7 +107,8 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const step_job *job = arg;
     (void)team;
-    for (ptrdiff_t i = index * job->run; i < am_min((index + 1) * job->run, job->states); i++) {
+    for (ptrdiff_t i = index * job->task_states; i < am_min((index + 1) * job->task_states, job->states);
+         i++) {
         const am_linear_place at = am_linear_place_of(&job->base, i);
         take_step(job, am_workspace(&job->workspaces), &at);
     }
@@ -116,15 +117,17 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step)
 {
-    enum { LONGEST_RUN = 16, TASKS_PER_THREAD = 4 };
+    enum { MOST_STATES = 16, TASKS_PER_THREAD = 4 };
     step_job job = {.step = step, .states = am_product(linear->sequences, linear->heads, 1)};
-    job.run = am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), LONGEST_RUN);
+    job.task_states =
+        am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), MOST_STATES);
     am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_STEP);
     if (status == AM_OK)
         status = am_linear_workspaces_make(&job.workspaces, &job.base, context->threads,
                                            AM_LINEAR_READ | AM_LINEAR_TAKE);
     if (status == AM_OK)
-        status = am_linear_parallel(context, am_ceil_div(job.states, am_max(job.run, 1)), step_task, &job);
+        status =
+            am_linear_parallel(context, am_ceil_div(job.states, am_max(job.task_states, 1)), step_task, &job);
     am_linear_workspaces_free(&job.workspaces);
     am_linear_end(&job.base);
     return status;

@@ -39,12 +39,12 @@ typedef struct {
 
 /* Adjacent tiles of one block of queries: the kind of each, and the bits of the mixed ones. */
 typedef struct {
-    uint8_t kind[ROW_TILES + 1]; /* the last entry differs from every kind, and so ends any run */
+    uint8_t kind[ROW_TILES + 1]; /* the last entry differs from every kind, and so ends any span */
     uint64_t bits[ROW_MIXED][AM_TILE_ROWS];
 } tile_row;
 
-/* Writes row r of adjacent tiles. A run of full or dead tiles is written at once. A row of a small mask takes
- * 25 ns, so that a call would show. */
+/* Writes row r of adjacent tiles. A span of full or dead tiles is written at once. A row of a small mask
+ * takes 25 ns, so that a call would show. */
 static inline __attribute__((always_inline)) void
 fill_row(const fill_job *job, char *row, const tile_row *tiles, ptrdiff_t r, ptrdiff_t columns)
 {

@@ -1,5 +1,5 @@
 /* segments.c – converts, checks and counts segment ids, a block of tokens at a time, and numbers the tokens
- * of segments, run by run. */
+ * of segments, span by span. */
 #include "core/sequences/segments.h"
 
 #include <stdatomic.h>
@@ -167,7 +167,7 @@ static am_status grow(count_job *job, ptrdiff_t segments)
     return AM_OK;
 }
 
-/* Equal ids of packed sequences follow each other, so a whole run is counted at once. */
+/* Equal ids of packed sequences follow each other, so a whole span is counted at once. */
 static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count, ptrdiff_t index)
 {
     for (ptrdiff_t i = 0, end; i < count; i = end) {
@@ -222,37 +222,37 @@ am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdif
 
 /* --- Numbers of tokens --- */
 
-enum { FIRST_RUNS = 64, DIGIT = 8, DIGITS = 1 << DIGIT };
+enum { FIRST_SPANS = 64, DIGIT = 8, DIGITS = 1 << DIGIT };
 
-/* A run of equal ids, or of padding, which has the largest id and so comes last. */
+/* A span of equal ids, or of padding, which has the largest id and so comes last. */
 typedef struct {
     uint32_t id;
     bool of_keys;
     ptrdiff_t begin, length;
-} id_run;
+} id_span;
 
 typedef struct {
-    id_run *runs;
+    id_span *spans;
     ptrdiff_t count, capacity;
     bool ordered; /* by id */
-} run_list;
+} span_list;
 
-static am_status push(run_list *list, id_run run)
+static am_status push(span_list *list, id_span span)
 {
     if (list->count == list->capacity) {
-        const ptrdiff_t capacity = am_max(2 * list->capacity, FIRST_RUNS);
-        id_run *runs = realloc(list->runs, (size_t)capacity * sizeof *runs);
-        if (!runs) return AM_NO_MEMORY;
-        list->runs = runs;
+        const ptrdiff_t capacity = am_max(2 * list->capacity, FIRST_SPANS);
+        id_span *spans = realloc(list->spans, (size_t)capacity * sizeof *spans);
+        if (!spans) return AM_NO_MEMORY;
+        list->spans = spans;
         list->capacity = capacity;
     }
-    list->ordered &= list->count == 0 || list->runs[list->count - 1].id <= run.id;
-    list->runs[list->count++] = run;
+    list->ordered &= list->count == 0 || list->spans[list->count - 1].id <= span.id;
+    list->spans[list->count++] = span;
     return AM_OK;
 }
 
-/* Adds the runs of one row of ids. */
-static am_status find_runs(const am_ids *ids, ptrdiff_t row, bool of_keys, run_list *list, am_team *team)
+/* Adds the spans of one row of ids. */
+static am_status find_spans(const am_ids *ids, ptrdiff_t row, bool of_keys, span_list *list, am_team *team)
 {
     const char *const from = row_of(ids, row);
     const ptrdiff_t stride = ids->stride[2], tokens = tokens_of(ids), first = list->count;
@@ -262,39 +262,40 @@ static am_status find_runs(const am_ids *ids, ptrdiff_t row, bool of_keys, run_l
         do {
             i++;
         } while (i < end && *(const int32_t *)(from + i * stride) == id);
-        const id_run run = {id < 0 ? UINT32_MAX : (uint32_t)id, of_keys, begin, i - begin};
+        const id_span span = {id < 0 ? UINT32_MAX : (uint32_t)id, of_keys, begin, i - begin};
         am_status status = AM_OK;
-        if (list->count > first && list->runs[list->count - 1].id == run.id)
-            list->runs[list->count - 1].length += run.length;
+        if (list->count > first && list->spans[list->count - 1].id == span.id)
+            list->spans[list->count - 1].length += span.length;
         else
-            status = push(list, run);
+            status = push(list, span);
         if (status == AM_OK && i == end) status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
     return AM_OK;
 }
 
-/* Sorts runs by id, digit by digit; those of an id stay in order. */
-static am_status sort_runs(run_list *list, am_team *team)
+/* Sorts spans by id, digit by digit; those of an id stay in order. */
+static am_status sort_spans(span_list *list, am_team *team)
 {
     am_status status = AM_OK;
     if (list->ordered) return AM_OK;
-    id_run *other = malloc((size_t)list->count * sizeof *other);
+    id_span *other = malloc((size_t)list->count * sizeof *other);
     if (!other) return AM_NO_MEMORY;
     for (int shift = 0; shift < 32 && status == AM_OK; shift += DIGIT) {
         ptrdiff_t places[DIGITS] = {0}, sum = 0;
-        for (ptrdiff_t i = 0; i < list->count; i++) places[list->runs[i].id >> shift & (DIGITS - 1)]++;
-        if (places[list->runs[0].id >> shift & (DIGITS - 1)] == list->count) continue; /* all have the same */
+        for (ptrdiff_t i = 0; i < list->count; i++) places[list->spans[i].id >> shift & (DIGITS - 1)]++;
+        if (places[list->spans[0].id >> shift & (DIGITS - 1)] == list->count)
+            continue; /* all have the same */
         for (int digit = 0; digit < DIGITS; digit++) {
             const ptrdiff_t count = places[digit];
             places[digit] = sum;
             sum += count;
         }
         for (ptrdiff_t i = 0; i < list->count; i++)
-            other[places[list->runs[i].id >> shift & (DIGITS - 1)]++] = list->runs[i];
-        id_run *sorted = other;
-        other = list->runs;
-        list->runs = sorted;
+            other[places[list->spans[i].id >> shift & (DIGITS - 1)]++] = list->spans[i];
+        id_span *sorted = other;
+        other = list->spans;
+        list->spans = sorted;
         status = am_checkpoint(team);
     }
     free(other);
@@ -312,67 +313,68 @@ typedef struct {
     atomic_bool moved;
 } number_job;
 
-static am_status count_up(const numbered_row *row, const id_run *run, ptrdiff_t first)
+static am_status count_up(const numbered_row *row, const id_span *span, ptrdiff_t first)
 {
-    int32_t *dst = row->dst[0] + run->begin;
-    if (first + run->length - 1 > INT32_MAX) return AM_OVERFLOW;
-    for (ptrdiff_t i = 0; i < run->length; i++) dst[i] = (int32_t)(first + i);
+    int32_t *dst = row->dst[0] + span->begin;
+    if (first + span->length - 1 > INT32_MAX) return AM_OVERFLOW;
+    for (ptrdiff_t i = 0; i < span->length; i++) dst[i] = (int32_t)(first + i);
     return AM_OK;
 }
 
-/* Writes the chunks of a run, whose segment has `count` of them. */
-static void write_chunks(const numbered_row *row, const id_run *run, ptrdiff_t size, ptrdiff_t count)
+/* Writes the chunks of a span, whose segment has `count` of them. */
+static void write_chunks(const numbered_row *row, const id_span *span, ptrdiff_t size, ptrdiff_t count)
 {
-    const ptrdiff_t shift = run->of_keys ? 0 : row->shift, before = am_floor_to(shift, size);
-    int32_t *dst = row->dst[run->of_keys] + run->begin;
+    const ptrdiff_t shift = span->of_keys ? 0 : row->shift, before = am_floor_to(shift, size);
+    int32_t *dst = row->dst[span->of_keys] + span->begin;
     ptrdiff_t chunk = before / size, end = before + size - shift;
-    for (ptrdiff_t i = 0; i < run->length; chunk++, end += size) {
+    for (ptrdiff_t i = 0; i < span->length; chunk++, end += size) {
         const int32_t number = chunk >= 0 && chunk < count ? (int32_t)(row->chunk + chunk) : -1;
-        for (const ptrdiff_t stop = am_min(end, run->length); i < stop; i++) dst[i] = number;
+        for (const ptrdiff_t stop = am_min(end, span->length); i < stop; i++) dst[i] = number;
     }
 }
 
-static am_status number_chunks(numbered_row *row, const id_run *runs, ptrdiff_t count, ptrdiff_t size)
+static am_status number_chunks(numbered_row *row, const id_span *spans, ptrdiff_t count, ptrdiff_t size)
 {
     ptrdiff_t chunks = 0;
-    for (ptrdiff_t i = 0; i < count; i++) chunks = am_max(chunks, am_ceil_div(runs[i].length, size));
+    for (ptrdiff_t i = 0; i < count; i++) chunks = am_max(chunks, am_ceil_div(spans[i].length, size));
     if (row->chunk + chunks - 1 > INT32_MAX) return AM_OVERFLOW;
-    for (ptrdiff_t i = 0; i < count; i++) write_chunks(row, &runs[i], size, chunks);
+    for (ptrdiff_t i = 0; i < count; i++) write_chunks(row, &spans[i], size, chunks);
     row->chunk += chunks;
     return AM_OK;
 }
 
-/* The first or last token of consecutive runs. */
-static ptrdiff_t token_of(am_token_number what, const id_run *runs, ptrdiff_t count)
+/* The first or last token of consecutive spans. */
+static ptrdiff_t token_of(am_token_number what, const id_span *spans, ptrdiff_t count)
 {
-    return what == AM_SAME_FIRST_TOKEN ? runs->begin : runs[count - 1].begin + runs[count - 1].length - 1;
+    return what == AM_SAME_FIRST_TOKEN ? spans->begin : spans[count - 1].begin + spans[count - 1].length - 1;
 }
 
-/* Numbers the tokens of an id, of which there are so many runs: those of queries first, each side's in
+/* Numbers the tokens of an id, of which there are so many spans: those of queries first, each side's in
  * order. */
-static am_status number_segment(number_job *job, numbered_row *row, const id_run *runs, ptrdiff_t count)
+static am_status number_segment(number_job *job, numbered_row *row, const id_span *spans, ptrdiff_t count)
 {
     const am_token_number what = job->numbering->what;
-    const bool padding = runs->id == UINT32_MAX, in_segment = what == AM_EARLIER_TOKENS || what == AM_CHUNKS;
+    const bool padding = spans->id == UINT32_MAX, in_segment = what == AM_EARLIER_TOKENS || what == AM_CHUNKS;
     if (padding && in_segment) {
         for (ptrdiff_t i = 0; i < count; i++)
-            memset(row->dst[runs[i].of_keys] + runs[i].begin, 0xff, (size_t)runs[i].length * sizeof(int32_t));
+            memset(row->dst[spans[i].of_keys] + spans[i].begin, 0xff,
+                   (size_t)spans[i].length * sizeof(int32_t));
         return AM_OK;
     }
-    if (what == AM_CHUNKS) return number_chunks(row, runs, count, job->numbering->size);
+    if (what == AM_CHUNKS) return number_chunks(row, spans, count, job->numbering->size);
     ptrdiff_t queries = 0, earlier = 0, moved = 0;
-    while (queries < count && !runs[queries].of_keys) queries++;
+    while (queries < count && !spans[queries].of_keys) queries++;
     if (!in_segment && !padding && queries > 0 && queries < count)
-        moved = token_of(what, runs + queries, count - queries) - token_of(what, runs, queries);
+        moved = token_of(what, spans + queries, count - queries) - token_of(what, spans, queries);
     if (moved) atomic_store(&job->moved, true);
-    for (ptrdiff_t i = 0; i < queries; earlier += runs[i++].length) {
-        am_status status = count_up(row, &runs[i], in_segment ? earlier : runs[i].begin + moved);
+    for (ptrdiff_t i = 0; i < queries; earlier += spans[i++].length) {
+        am_status status = count_up(row, &spans[i], in_segment ? earlier : spans[i].begin + moved);
         if (status != AM_OK) return status;
     }
     return AM_OK;
 }
 
-static am_status number_row(number_job *job, ptrdiff_t index, run_list *list, am_team *team)
+static am_status number_row(number_job *job, ptrdiff_t index, span_list *list, am_team *team)
 {
     const am_numbering *n = job->numbering;
     const char *shift = n->shifts + index / n->ids[0].shape[1] * n->shift_stride;
@@ -380,12 +382,12 @@ static am_status number_row(number_job *job, ptrdiff_t index, run_list *list, am
     am_status status = AM_OK;
     for (int side = 0; side < 2 && status == AM_OK; side++) {
         if (n->dst[side]) row.dst[side] = n->dst[side] + index * tokens_of(&n->ids[side]);
-        status = find_runs(&n->ids[side], index, side == 1, list, team);
+        status = find_spans(&n->ids[side], index, side == 1, list, team);
     }
-    if (status == AM_OK) status = sort_runs(list, team);
+    if (status == AM_OK) status = sort_spans(list, team);
     for (ptrdiff_t i = 0, end; i < list->count && status == AM_OK; i = end) {
-        for (end = i + 1; end < list->count && list->runs[end].id == list->runs[i].id;) end++;
-        status = number_segment(job, &row, list->runs + i, end - i);
+        for (end = i + 1; end < list->count && list->spans[end].id == list->spans[i].id;) end++;
+        status = number_segment(job, &row, list->spans + i, end - i);
         if (status == AM_OK && i / BLOCK != end / BLOCK) status = am_checkpoint(team);
     }
     return status;
@@ -393,9 +395,9 @@ static am_status number_row(number_job *job, ptrdiff_t index, run_list *list, am
 
 static am_status number_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    run_list list = {.ordered = true};
+    span_list list = {.ordered = true};
     const am_status status = number_row(arg, index, &list, team);
-    free(list.runs);
+    free(list.spans);
     return status;
 }
 

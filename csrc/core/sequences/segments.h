@@ -26,7 +26,7 @@ typedef struct {
 typedef enum {
     AM_TO_IDS,      /* all negative ids are padding; those below the range of int32 become its lowest value */
     AM_TO_INTEGERS, /* a number that is too small is reported like one that is too large */
-    AM_TO_POSITIONS, /* the position of each token in its run of equal ids, and `pad` for padding */
+    AM_TO_POSITIONS, /* the position of each token in its span of equal ids, and `pad` for padding */
 } am_id_result;
 am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
                          int32_t *dst, am_large_id *large);
@@ -41,10 +41,10 @@ am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdif
                             ptrdiff_t *segments, am_large_id *large);
 
 /* What am_number_tokens writes for each token. A segment is all tokens of a row that have the same id, in one
- * run of them or several. */
+ * span of them or several. */
 typedef enum {
     AM_EARLIER_TOKENS,   /* for queries: how many tokens of the segment come before; -1 for padding */
-    AM_CHUNKS,           /* the chunk of the run, counted from 1 in each row, segment by segment; -1 for
+    AM_CHUNKS,           /* the chunk of the span, counted from 1 in each row, segment by segment; -1 for
                             padding. Queries are `shifts` positions further, and have -1, too, where that is
                             in no chunk of their segment */
     AM_SAME_FIRST_TOKEN, /* for queries: the position among the keys, if the first token of each segment is

@@ -11,23 +11,23 @@ typedef struct {
     ptrdiff_t rows, head;
     ptrdiff_t row;      /* the batch row, or the sequence */
     ptrdiff_t distance; /* from the last of these queries to key 0 */
-} row_run;
+} row_span;
 
-/* The run that begins with row r. */
-static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
+/* The span that begins with row r. */
+static row_span span_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
 {
     const am_places *places = &base->attn->terms.places;
     const ptrdiff_t query = am_query_of(at, r), row = am_row_of_query(places, at->b, query);
     const ptrdiff_t end = am_min(at->q + at->queries, places->starts ? places->starts[row + 1] : PTRDIFF_MAX);
-    return (row_run){.rows = end - query,
-                     .head = am_head_of(at, r),
-                     .row = row,
-                     .distance = 1 - end - am_offset_of_row(places, row)};
+    return (row_span){.rows = end - query,
+                      .head = am_head_of(at, r),
+                      .row = row,
+                      .distance = 1 - end - am_offset_of_row(places, row)};
 }
 
 ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at)
 {
-    return -run_from(base, at, 0).distance;
+    return -span_from(base, at, 0).distance;
 }
 
 /* How the rows of a tile follow from one line: `stride` numbers from row to row. */
@@ -37,28 +37,28 @@ typedef struct {
 } line_form;
 static const line_form by_distance = {AM_ADDS_BY_DISTANCE, -1}, by_key = {AM_ADDS_BY_KEY, 0};
 
-/* The numbers of the line for a run and so many keys; row 0 of the run begins with the last `keys`. */
-static ptrdiff_t line_length(const line_form *form, const row_run *run, ptrdiff_t keys)
+/* The numbers of the line for a span and so many keys; row 0 of the span begins with the last `keys`. */
+static ptrdiff_t line_length(const line_form *form, const row_span *span, ptrdiff_t keys)
 {
-    return form->stride * (1 - run->rows) + keys;
+    return form->stride * (1 - span->rows) + keys;
 }
 
 /* The line of a term that begins with key `k`. */
 static am_line line_of(const am_attn_base *base, const line_form *form, const am_logit_term *term,
-                       const row_run *run, ptrdiff_t k)
+                       const row_span *span, ptrdiff_t k)
 {
     const am_tokens *array = &term->array;
-    const ptrdiff_t first = form->stride < 0 ? run->distance : base->attn->terms.places.first_key;
+    const ptrdiff_t first = form->stride < 0 ? span->distance : base->attn->terms.places.first_key;
     return (am_line){
         .term = term,
-        .numbers = (const double *)(array->data + run->row * array->batch + run->head * array->head),
+        .numbers = (const double *)(array->data + span->row * array->batch + span->head * array->head),
         .factor = AM_LOG2_E / base->unit,
         .first = first + k,
     };
 }
 
 /* Fills in the window for `count` numbers, in the unit of logits; returns whether any is -INFINITY. */
-static bool fill_window(const am_attn_base *base, const line_form *form, const row_run *run, ptrdiff_t k,
+static bool fill_window(const am_attn_base *base, const line_form *form, const row_span *span, ptrdiff_t k,
                         ptrdiff_t count, void *window)
 {
     const am_terms *terms = &base->attn->terms;
@@ -66,7 +66,7 @@ static bool fill_window(const am_attn_base *base, const line_form *form, const r
     memset(sums, 0, (size_t)count * sizeof *sums);
     for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++) {
         if (am_row_of_term(term)->acts != form->acts) continue;
-        am_line line = line_of(base, form, term, run, k);
+        am_line line = line_of(base, form, term, span, k);
         line.count = count;
         am_row_of_term(term)->add(&line, sums);
     }
@@ -89,21 +89,21 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
                      ptrdiff_t k, const am_logit_scratch *scratch, am_added *added)
 {
     bool any = false;
-    row_run run = run_from(base, at, 0);
-    const bool direct = alone && run.rows == at->rows; /* rows are read from the window */
+    row_span span = span_from(base, at, 0);
+    const bool direct = alone && span.rows == at->rows; /* rows are read from the window */
     char *window = direct ? scratch->bias : scratch->row, *first = window;
-    for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
-        if (r > 0) run = run_from(base, at, r);
+    for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
+        if (r > 0) span = span_from(base, at, r);
         char *to = scratch->bias + r * TILE * base->size;
-        const bool one = !added->rows && run.rows == 1; /* whose window is the row itself */
+        const bool one = !added->rows && span.rows == 1; /* whose window is the row itself */
         first = one ? to : window;
-        const bool infinite = fill_window(base, form, &run, k, line_length(form, &run, TILE), first);
-        first += form->stride * (1 - run.rows) * base->size;
+        const bool infinite = fill_window(base, form, &span, k, line_length(form, &span, TILE), first);
+        first += form->stride * (1 - span.rows) * base->size;
         if (added->rows)
-            base->arithmetic->add_rows(to, TILE, first, form->stride, run.rows, TILE);
+            base->arithmetic->add_rows(to, TILE, first, form->stride, span.rows, TILE);
         else if (!direct && !one)
-            base->arithmetic->load_rows(to, TILE, first, form->stride, run.rows, TILE);
-        for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
+            base->arithmetic->load_rows(to, TILE, first, form->stride, span.rows, TILE);
+        for (ptrdiff_t i = 0; infinite && i < span.rows; i++) {
             for (ptrdiff_t c = 0; c < TILE; c++) {
                 if (am_number(base, first, form->stride * i + c) == -INFINITY)
                     scratch->live[r + i] &= ~((uint64_t)1 << c);
@@ -165,14 +165,14 @@ static void learn_term(const am_attn_base *base, const am_logit_term *term, cons
     const am_logit_row *row = am_row_of_term(term);
     const line_form *form = row->acts == AM_ADDS_BY_KEY ? &by_key : &by_distance;
     double d_numbers[WINDOW];
-    row_run run;
-    for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
-        run = run_from(base, at, r);
-        am_line line = line_of(base, form, term, &run, keys.begin);
-        line.count = line_length(form, &run, am_length(keys));
+    row_span span;
+    for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
+        span = span_from(base, at, r);
+        am_line line = line_of(base, form, term, &span, keys.begin);
+        line.count = line_length(form, &span, am_length(keys));
         memset(window, 0, (size_t)(line.count * base->size));
-        base->arithmetic->add_rows(window + form->stride * (1 - run.rows) * base->size, form->stride,
-                                   d_s + r * TILE * base->size, TILE, run.rows, am_length(keys));
+        base->arithmetic->add_rows(window + form->stride * (1 - span.rows) * base->size, form->stride,
+                                   d_s + r * TILE * base->size, TILE, span.rows, am_length(keys));
         for (ptrdiff_t i = 0; i < line.count; i++) d_numbers[i] = am_number(base, window, i);
         row->learn(&line, d_numbers, sums);
     }
