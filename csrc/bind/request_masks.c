@@ -439,7 +439,7 @@ static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_
     case AM_TERM_SEQUENCES: return cut_sequences(r, node, part, begin);
     case AM_TERM_EQUAL:
         node->equal.q.ids += begin;
-        node->equal.q.blocks = node->equal.k.blocks = node->equal.k_groups = NULL;
+        node->equal.q.blocks = node->equal.k.blocks = node->equal.k_wide_blocks = NULL;
         return true;
     case AM_TERM_DIAGONAL:
         node->diagonal.at.ids += begin;

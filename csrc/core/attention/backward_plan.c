@@ -61,7 +61,7 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
 
 /* Rounds up to whole panels, and to an odd number of cache lines: rows that are a power of two apart would
  * map to few sets of the cache. */
-static ptrdiff_t step_of(const am_backward_plan *p, ptrdiff_t in_panels)
+static ptrdiff_t stride_of(const am_backward_plan *p, ptrdiff_t in_panels)
 {
     ptrdiff_t a_line = AM_LINE / p->base.size;
     return in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
@@ -150,8 +150,8 @@ static ptrdiff_t choose(am_backward_plan *p)
     const am_attn *f = p->base.attn;
     const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
                     head_dim = am_ceil_div(f->head_dim, panel) * panel;
-    p->lengths.stride = step_of(p, head_dim);
-    p->lengths.value_stride = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
+    p->lengths.stride = stride_of(p, head_dim);
+    p->lengths.value_stride = stride_of(p, am_ceil_div(f->value_dim, panel) * panel);
     p->lengths.k_rows = TILE * p->lengths.stride * size;
     p->lengths.v_rows = TILE * p->lengths.value_stride * size;
     p->lengths.k_columns = TILE * am_lanes(&p->base, f->head_dim) * size;

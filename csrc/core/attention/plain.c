@@ -97,7 +97,7 @@ static const double *read_key(const am_attn *f, const row *r, bool value, ptrdif
     const am_tokens *t = value ? &f->v : &f->k;
     const am_kv_scales *s = value ? &f->v_scales : &f->k_scales;
     const am_tokens scales = am_kv_scale_tokens(s);
-    const ptrdiff_t count = value ? f->value_dim : f->head_dim, step = s->by_channel ? s->element : 0;
+    const ptrdiff_t count = value ? f->value_dim : f->head_dim, stride = s->by_channel ? s->element : 0;
     if (s->group) {
         const am_kv_widening w = am_kv_widening_of(am_kv_format_of(t->type)->widen, sizeof(float), t, s);
         am_kv_widen_row(&w, (char *)r->number, key_at(f, t, r, k), key_at(f, &scales, r, k), count);
@@ -108,7 +108,7 @@ static const double *read_key(const am_attn *f, const row *r, bool value, ptrdif
     read_row(t, key_at(f, t, r, k), count, r->number);
     if (!s->data) return r->number;
     const char *at = s->by_channel ? s->data + r->kv_head * s->head : key_at(f, &scales, r, k);
-    for (ptrdiff_t i = 0; i < count; i++) r->number[i] *= read_number(AM_FLOAT32, at + i * step);
+    for (ptrdiff_t i = 0; i < count; i++) r->number[i] *= read_number(AM_FLOAT32, at + i * stride);
     return r->number;
 }
 

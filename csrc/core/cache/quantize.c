@@ -133,9 +133,9 @@ static am_status quantize_task(void *arg, ptrdiff_t index, am_team *team)
     char *scale = q->scales;
     for (int i = q->axes - 2; i >= 0; i--) {
         const am_quantized_axis *axis = &q->axis[i];
-        const ptrdiff_t step = index % axis->length;
+        const ptrdiff_t place = index % axis->length;
         index /= axis->length;
-        r.from.data += step * axis->from, r.to += step * axis->to, scale += step * axis->scale;
+        r.from.data += place * axis->from, r.to += place * axis->to, scale += place * axis->scale;
     }
     const am_kv_scales groups = {
         .group = q->group, .element = row->scale, .offset = sizeof(float), .type = AM_FLOAT32};

@@ -120,14 +120,14 @@ typedef struct {
     am_linear_base sliced;
     const am_linear_chains *chains;
     am_workspaces finders, links; /* of threads that find pairs; of chains, [lanes * slices] */
-    char *pairs;                  /* [lanes][group] */
-    ptrdiff_t lanes, group, round, last_round, threads;
+    char *pairs;                  /* [lanes][round_chunks] */
+    ptrdiff_t lanes, round_chunks, round, last_round, threads;
 } rounds_job;
 
 /* Of a chunk of this round. */
 static char *pairs_of(const rounds_job *job, ptrdiff_t lane, ptrdiff_t chunk)
 {
-    return job->pairs + (lane * job->group + chunk) * job->base->scratch.pairs;
+    return job->pairs + (lane * job->round_chunks + chunk) * job->base->scratch.pairs;
 }
 
 static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
@@ -135,25 +135,26 @@ static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
     rounds_job *job = arg;
     const am_linear_base *base = job->base;
     (void)team;
-    const am_linear_place at = am_linear_place_of(base, task / job->group);
-    const ptrdiff_t first = job->round * job->group, i = task % job->group;
+    const am_linear_place at = am_linear_place_of(base, task / job->round_chunks);
+    const ptrdiff_t first = job->round * job->round_chunks, i = task % job->round_chunks;
     const ptrdiff_t next = i + job->threads; /* which this thread takes next, if all take as long */
     am_linear_soon soon = {.count = 0};
     if (first + i >= am_linear_chunks(base, &at)) return AM_OK;
-    if (next < job->group) am_linear_keys_soon(base, &at, am_linear_token(base, &at, first + next), &soon);
-    const am_linear_link link = {base, &at, am_workspace(&job->finders), pairs_of(job, task / job->group, i),
-                                 first + i};
+    if (next < job->round_chunks)
+        am_linear_keys_soon(base, &at, am_linear_token(base, &at, first + next), &soon);
+    const am_linear_link link = {base, &at, am_workspace(&job->finders),
+                                 pairs_of(job, task / job->round_chunks, i), first + i};
     read_chunk(&link, job->chains->backward, &soon);
     return AM_OK;
 }
 
-static am_status group_task(void *arg, ptrdiff_t task, am_team *team)
+static am_status round_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const rounds_job *job = arg;
     const am_linear_chains *chains = job->chains;
     const am_linear_place at = am_linear_place_of(&job->sliced, task);
-    const ptrdiff_t lane = task / job->sliced.slices, first = job->round * job->group;
-    const ptrdiff_t count = am_min(am_linear_chunks(job->base, &at) - first, job->group);
+    const ptrdiff_t lane = task / job->sliced.slices, first = job->round * job->round_chunks;
+    const ptrdiff_t count = am_min(am_linear_chunks(job->base, &at) - first, job->round_chunks);
     am_linear_link link = {.base = &job->sliced, .at = &at, .b = am_workspace_at(&job->links, task)};
     if (job->round == (chains->backward ? job->last_round : 0)) chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
@@ -178,7 +179,7 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
 {
     const bool backward = job->chains->backward;
     const ptrdiff_t rounds = job->last_round + 1, links = job->lanes * job->sliced.slices,
-                    pairs_bytes = job->lanes * job->group * job->base->scratch.pairs;
+                    pairs_bytes = job->lanes * job->round_chunks * job->base->scratch.pairs;
     am_status status = am_linear_workspaces_make(&job->finders, job->base, context->threads,
                                                  AM_LINEAR_READ | AM_LINEAR_FIND);
     if (status == AM_OK)
@@ -187,8 +188,8 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
     if (!job->pairs) status = AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < rounds && status == AM_OK; i++) {
         job->round = backward ? rounds - 1 - i : i;
-        status = am_linear_parallel(context, job->lanes * job->group, find_task, job);
-        if (status == AM_OK) status = am_linear_parallel(context, links, group_task, job);
+        status = am_linear_parallel(context, job->lanes * job->round_chunks, find_task, job);
+        if (status == AM_OK) status = am_linear_parallel(context, links, round_task, job);
     }
     am_linear_workspaces_free(&job->finders);
     am_linear_workspaces_free(&job->links);
@@ -211,7 +212,7 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_base *
         .base = base, .sliced = *base, .chains = chains, .lanes = lanes, .threads = context->threads};
     am_linear_cut_channels(&job.sliced, context);
     const ptrdiff_t most = base->linear->by_channel ? 8 : 16; /* a thread: pairs by channel are larger */
-    job.group = am_min(am_ceil_div(most * context->threads, lanes), am_max(longest, 1));
-    job.last_round = am_max(am_ceil_div(longest, job.group), 1) - 1;
+    job.round_chunks = am_min(am_ceil_div(most * context->threads, lanes), am_max(longest, 1));
+    job.last_round = am_max(am_ceil_div(longest, job.round_chunks), 1) - 1;
     return run_rounds(context, &job);
 }

@@ -105,7 +105,7 @@ typedef struct {
         struct {
             am_token_ids q, k;
             int exclude_zero;
-            am_id_block *k_groups; /* summaries of 64 blocks each */
+            am_id_block *k_wide_blocks; /* summaries of 64 blocks each */
         } equal;
         struct {
             ptrdiff_t count;

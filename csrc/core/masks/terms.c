@@ -9,7 +9,7 @@
 
 enum {
     BLOCK = AM_TILE_COLUMNS,
-    GROUP = 64, /* blocks of ids in a group */
+    WIDE = 64, /* blocks of ids in a wide block */
 };
 
 /* --- Terms where each query sees one interval of keys, and neither its begin nor its end decreases from one
@@ -282,19 +282,19 @@ static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.hea
 
 static int32_t least_id(const am_node *node) { return node->equal.exclude_zero ? 1 : 0; }
 
-static am_status summarize_groups(const am_mask *mask, am_node *node)
+static am_status summarize_blocks(const am_mask *mask, am_node *node)
 {
     const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k.batch, node->equal.k.head),
-                    blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
-    am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
-    node->equal.k_groups = group;
-    if (!group) return AM_NO_MEMORY;
+                    blocks = am_ceil_div(mask->keys, BLOCK), wide_blocks = am_ceil_div(blocks, WIDE);
+    am_id_block *wide = malloc((size_t)am_max(planes * wide_blocks, 1) * sizeof *wide);
+    node->equal.k_wide_blocks = wide;
+    if (!wide) return AM_NO_MEMORY;
     for (ptrdiff_t plane = 0; plane < planes; plane++) {
         const am_id_block *block = node->equal.k.blocks + plane * blocks;
         for (ptrdiff_t i = 0; i < blocks; i++) {
-            if (i % GROUP == 0) *group = no_ids;
-            *group = merged(*group, block[i]);
-            if (i % GROUP == GROUP - 1 || i == blocks - 1) group++;
+            if (i % WIDE == 0) *wide = no_ids;
+            *wide = merged(*wide, block[i]);
+            if (i % WIDE == WIDE - 1 || i == blocks - 1) wide++;
         }
     }
     return AM_OK;
@@ -305,15 +305,15 @@ static am_status equal_prepare(const am_context *context, const am_mask *mask, a
     (void)context;
     am_status status = summarize_side(mask, &node->equal.q, mask->queries, least_id(node));
     if (status == AM_OK) status = summarize_side(mask, &node->equal.k, mask->keys, least_id(node));
-    return status == AM_OK ? summarize_groups(mask, node) : status;
+    return status == AM_OK ? summarize_blocks(mask, node) : status;
 }
 
 static void equal_release(am_node *node)
 {
     free(node->equal.q.blocks);
     free(node->equal.k.blocks);
-    free(node->equal.k_groups);
-    node->equal.q.blocks = node->equal.k.blocks = node->equal.k_groups = NULL;
+    free(node->equal.k_wide_blocks);
+    node->equal.q.blocks = node->equal.k.blocks = node->equal.k_wide_blocks = NULL;
 }
 
 static id_view ids_of(const am_mask *mask, const am_node *node, const am_region *p, am_side side)
@@ -357,14 +357,14 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_re
 {
     const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
     const am_id_block queries = summarize_range(&q_view, p->q, p->rows), *keys = k_view.blocks;
-    const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
-    const am_id_block *group =
-        node->equal.k_groups +
-        am_distinct_index(mask, p->b, p->h, node->equal.k.batch, node->equal.k.head) * groups;
-    ptrdiff_t begin = 0, end = groups;
-    while (begin < end && disjoint(&queries, &group[begin])) begin++;
-    while (begin < end && disjoint(&queries, &group[end - 1])) end--;
-    begin *= GROUP, end = am_min(end * GROUP, blocks);
+    const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), wide_blocks = am_ceil_div(blocks, WIDE);
+    const am_id_block *wide =
+        node->equal.k_wide_blocks +
+        am_distinct_index(mask, p->b, p->h, node->equal.k.batch, node->equal.k.head) * wide_blocks;
+    ptrdiff_t begin = 0, end = wide_blocks;
+    while (begin < end && disjoint(&queries, &wide[begin])) begin++;
+    while (begin < end && disjoint(&queries, &wide[end - 1])) end--;
+    begin *= WIDE, end = am_min(end * WIDE, blocks);
     while (begin < end && disjoint(&queries, &keys[begin])) begin++;
     while (begin < end && disjoint(&queries, &keys[end - 1])) end--;
     begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);

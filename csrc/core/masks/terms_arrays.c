@@ -59,9 +59,9 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
         .size = (ptrdiff_t)am_size_of(node->dense.type),
         .lane = am_lane_of(node->dense.type),
     };
-    const ptrdiff_t step = mask_rows.columns.stride == mask_rows.size ? WORDS * BLOCK : BLOCK;
-    for (ptrdiff_t k = 0; k < job->keys; k += step) {
-        const ptrdiff_t columns = am_min(step, job->keys - k), words = am_ceil_div(columns, BLOCK);
+    const ptrdiff_t most = mask_rows.columns.stride == mask_rows.size ? WORDS * BLOCK : BLOCK;
+    for (ptrdiff_t k = 0; k < job->keys; k += most) {
+        const ptrdiff_t columns = am_min(most, job->keys - k), words = am_ceil_div(columns, BLOCK);
         uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
         for (ptrdiff_t q = first; q < last; q++) {
             am_mask_rows_pack(&mask_rows, bits, data + q * node->dense.row, k, columns);

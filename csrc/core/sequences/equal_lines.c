@@ -122,7 +122,7 @@ typedef struct {
     ptrdiff_t count;       /* lines in the plane */
     ptrdiff_t lines;       /* `count`, line 0, and lines that fill up the last tiles */
     ptrdiff_t positions;   /* elements of a line */
-    ptrdiff_t step;        /* positions that are read at once */
+    ptrdiff_t at_once;     /* positions that are read at once */
     ptrdiff_t parts, part; /* ranges of positions, and the length of one */
     int32_t *leader;       /* [parts, lines] */
     atomic_bool distinct;  /* all lines are known to differ, from each other and from zero */
@@ -192,9 +192,9 @@ static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_t
     am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, leader) : AM_NO_MEMORY;
     memset(leader, 0, (size_t)s->lines * sizeof *leader);
     ptrdiff_t end = am_min((part + 1) * s->part, s->positions);
-    for (ptrdiff_t begin = part * s->part; status == AM_OK && begin < end; begin += s->step) {
+    for (ptrdiff_t begin = part * s->part; status == AM_OK && begin < end; begin += s->at_once) {
         if (atomic_load_explicit(&s->distinct, memory_order_relaxed)) break;
-        ptrdiff_t count = am_min(s->step, end - begin);
+        ptrdiff_t count = am_min(s->at_once, end - begin);
         if (s->is_columns)
             read_columns(&job->plane, s, words, words + s->lines, begin, count);
         else
@@ -269,8 +269,8 @@ static am_status ids_task(void *arg, ptrdiff_t index, am_team *team)
 static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, const am_axis *other,
                               ptrdiff_t most)
 {
-    ptrdiff_t step = is_columns ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
-    ptrdiff_t parts = am_min(am_min(most, steps),
+    ptrdiff_t at_once = is_columns ? WORD : WORD * STRIPE, pieces = am_ceil_div(other->count, at_once);
+    ptrdiff_t parts = am_min(am_min(most, pieces),
                              axis->count > PART_PAIRS ? most : 1 + axis->count * other->count / PART_PAIRS);
     *s = (side){.is_columns = is_columns,
                 .count = axis->count,
@@ -278,8 +278,8 @@ static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, con
                                                AM_TRANSPOSE_TILES
                                          : axis->count),
                 .positions = other->count,
-                .step = step,
-                .part = am_ceil_div(steps, parts) * step};
+                .at_once = at_once,
+                .part = am_ceil_div(pieces, parts) * at_once};
     s->parts = am_ceil_div(s->positions, s->part);
     s->leader = malloc((size_t)(s->parts * s->lines) * sizeof *s->leader);
     return s->leader ? AM_OK : AM_NO_MEMORY;

@@ -8,7 +8,7 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    APART_ITEMS = 16,       /* with fewer for each thread, each split is an item of its own */
+    FEW_ITEMS = 16,         /* with fewer for each thread, each split is an item of its own */
     LONG_SHARE = 32,        /* the same if one item takes more than this part of what a thread has to do */
     MOST_ORDERED = 1 << 12, /* tasks that are sorted: of more, each thread has so many that they are even */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
@@ -21,7 +21,7 @@ enum {
     L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
     SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
     SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
-    GROUP_BYTES = 2 << 20,   /* the same for heads that share keys, which are packed once for all */
+    SHARED_BYTES = 2 << 20,  /* the same for heads that share keys, which are packed once for all */
     LOCAL_BYTES = 320 << 10, /* of all local tiles of a task: they stay in the second-level cache */
     TASKS_EACH = 16,         /* the fewest of a thread if tasks have local tiles */
 };
@@ -132,7 +132,7 @@ static ptrdiff_t lockstep_items(const am_schedule *s, const am_attn_base *base, 
     const am_shape *h = &g->shape;
     const bool share = h->head_blocks > 1, unpacked = h->strategy == AM_UNPACKED;
     const ptrdiff_t row_bytes = am_max(1, (s->lanes + s->out_dim) * base->size),
-                    rows = unpacked ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes,
+                    rows = unpacked ? AM_FLASH_ROWS : (share ? SHARED_BYTES : SIDE_BYTES) / row_bytes,
                     few = unpacked ? FEW_UNPACKED : FEW_TASKS;
     ptrdiff_t most = am_min(share ? h->head_blocks : side_by_side(base), rows / h->rows);
     most = am_min(most, AM_MOST_ITEMS);
@@ -321,7 +321,7 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         items += g->items, all_splits += g->items * g->shape.splits;
     }
     s->splits_are_tasks =
-        items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, SPLIT_ITEM));
+        items < FEW_ITEMS * threads || (threads > 1 && has_long_item(s, threads, SPLIT_ITEM));
     for (ptrdiff_t i = 0; i < sections->count; i++)
         deal(s, base, sections, &s->sections[i], s->splits_are_tasks ? all_splits : items, threads);
     sort(s);
