@@ -1,9 +1,10 @@
-"""attnmask.jax: linear attention, short convolutions and their steps give in traced functions what NumPy's give."""
+"""attnmask.jax: linear attention, short convolutions and their steps, beyond what all functions have in common."""
 
 from functools import partial
 
 import numpy as np
 import pytest
+from doors import drawn
 
 import attnmask
 
@@ -22,36 +23,19 @@ def draw(*shape, low=-1.0, high=1.0):
     return rng.uniform(low, high, shape).astype(np.float32)
 
 
-def attention_arrays(batch=B, decay="token", delta=True, state=True, sequences=None):
-    shapes = {None: None, "head": (H,), "token": (batch, T, H), "channel": (batch, T, H, K)}
-    given = {
+def attention_arrays(batch=B):
+    return {
         "query": draw(batch, T, HK, K),
         "key": draw(batch, T, HK, K),
         "value": draw(batch, T, H, V),
-        "decay": shapes[decay] and draw(*shapes[decay], low=-1, high=0),
-        "beta": draw(batch, T, H, low=0) if delta else None,
-        "initial_state": draw(sequences or batch, H, K, V) if state else None,
+        "decay": draw(batch, T, H, low=-1, high=0),
+        "beta": draw(batch, T, H, low=0),
+        "initial_state": draw(batch, H, K, V),
     }
-    return {name: x for name, x in given.items() if x is not None}
 
 
-def convolution_arrays(batch=B, bias=True, state=True, sequences=None):
-    given = {
-        "x": draw(batch, T, 7),
-        "weight": draw(7, 4),
-        "bias": draw(7) if bias else None,
-        "initial_state": draw(sequences or batch, 7, 3) if state else None,
-    }
-    return {name: x for name, x in given.items() if x is not None}
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 32])
-def test_the_default_scale_has_the_bits_of_numpys(channels):
-    """In float64 another formula shows."""
-    q, k, v = np.random.default_rng(channels).standard_normal((3, 1, 20, 1, channels))
-    with jax.enable_x64(True):
-        out = jax.jit(ours.linear_attention)(q, k, v)
-    np.testing.assert_array_equal(out, attnmask.linear_attention(q, k, v))
+def convolution_arrays():
+    return {"x": draw(B, T, 7), "weight": draw(7, 4), "bias": draw(7), "initial_state": draw(B, 7, 3)}
 
 
 def split(x, count):
@@ -59,39 +43,12 @@ def split(x, count):
     return np.cos(np.arange(x.size, dtype=np.float32) + count).reshape(x.shape).astype(x.dtype)
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
-def test_gradients_of_one_of_two_results(name):
-    arrays = attention_arrays() if name == "linear_attention" else convolution_arrays()
-    for result in (0, 1):
-
-        def chosen(arrays, result=result):
-            return (getattr(ours, name)(**arrays, return_state=True)[result] ** 2).sum()
-
-        (out, state), vjp = getattr(attnmask, f"{name}_vjp")(**arrays, return_state=True)
-        douts = [np.zeros_like(out), np.zeros_like(state)]
-        douts[result] = 2 * (out, state)[result]
-        for of, expected in zip(arrays, vjp(*douts), strict=False):
-            np.testing.assert_allclose(jax.grad(chosen)(arrays)[of], expected, rtol=1e-5, atol=1e-6)
-
-
 # vmap: calls become rows of one, or there is one after the other
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
-def test_vmap_of_a_pullback(name, batch):
-    """As Jacobians take it: the calls share all but the gradient of the result."""
-    arrays = (attention_arrays if name == "linear_attention" else convolution_arrays)(batch)
-    out, vjp = jax.vjp(jax.jit(lambda x: getattr(ours, name)(**x)), arrays)
-    douts = np.stack([split(out, i) for i in range(3)])
-    (found,) = jax.jit(jax.vmap(vjp))(douts)
-    for i, dout in enumerate(douts):
-        for of, expected in vjp(dout)[0].items():
-            np.testing.assert_allclose(found[of][i], expected, rtol=1e-5, atol=1e-6, err_msg=of)
-
-
 def test_vmap_of_vmap_and_of_starts():
-    arrays = attention_arrays(1, state=False)
+    arrays = attention_arrays(1)
+    del arrays["initial_state"]  # of other sequences
     starts = jnp.array([[0, 3, T], [0, 30, T]])
     attend = jax.vmap(jax.vmap(lambda x, s: ours.linear_attention(**x, cu_seqlens=s), (None, 0)), (0, None))
     twice = {name: np.stack([x, x / 2]) for name, x in arrays.items()}
@@ -106,52 +63,27 @@ def test_vmap_of_vmap_and_of_starts():
 # Steps
 
 
-def step_arrays(name):
-    if name == "linear_attention_step":
-        return {
-            "query": draw(3, HK, K),
-            "key": draw(3, HK, K),
-            "value": draw(3, H, V),
-            "decay": draw(3, H, K, high=0),
-            "beta": draw(3, H, low=0),
-            "state": draw(5, H, K, V),
-        }
-    return {"x": draw(3, 7), "weight": draw(7, 4), "bias": draw(7), "state": draw(5, 7, 3)}
-
-
-@pytest.mark.parametrize("slots", [[4, -1, 0], None])
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["linear_attention_step", "short_convolution_step"])
-def test_steps(name, slots):
-    """In place in donated states, and in loops."""
-    arrays = step_arrays(name)
-    if slots is None:
-        arrays["state"] = arrays["state"][:3]
-    state = arrays["state"].copy()
-    expected = getattr(attnmask, name)(**arrays | {"state": state}, state_indices=slots)
-    indices = None if slots is None else jnp.array(slots)
-    for function in (getattr(ours, name), jax.jit(getattr(ours, name))):
-        out, after = function(**arrays, state_indices=indices)
-        np.testing.assert_array_equal(out, expected)
-        np.testing.assert_array_equal(after, state)
-    out, after = jax.jit(partial(getattr(ours, name), state_indices=slots))(**arrays)
-    np.testing.assert_array_equal(after, state)
-    function = getattr(ours, name)
-    step = jax.jit(lambda state, x: function(**x, state=state, state_indices=indices), donate_argnums=0)
-    rest = {k: x for k, x in arrays.items() if k != "state"}
-    given = jnp.asarray(arrays["state"]) * 1  # memory of JAX's own
-    place = given.unsafe_buffer_pointer()
-    assert step(given, rest)[1].unsafe_buffer_pointer() == place
-    looped = jax.jit(lambda state: jax.lax.fori_loop(0, 3, lambda _, s: step(s, rest)[1], state))(
-        arrays["state"]
-    )
-    held = arrays["state"].copy()
-    for _ in range(3):
-        getattr(attnmask, name)(**rest, state=held, state_indices=slots)
-    np.testing.assert_array_equal(looped, held)
-    several = jax.vmap(lambda s: getattr(ours, name)(**rest, state=s, state_indices=indices))(
-        jnp.stack([arrays["state"], arrays["state"] / 2])
-    )
-    np.testing.assert_array_equal(several[1][0], state)
+def test_steps_in_a_loop(name, seed):
+    """Also where slots are known, and mapped over states alone."""
+    rest = drawn(name, seed)
+    state, slots = rest.pop("state"), rest.pop("state_indices", None)
+    with jax.enable_x64(state.dtype == np.float64):
+        arrays = {key: x for key, x in rest.items() if isinstance(x, np.ndarray)}
+        step = partial(getattr(ours, name), **{key: x for key, x in rest.items() if key not in arrays})
+        held = state.copy()
+        for _ in range(3):
+            getattr(attnmask, name)(**rest, state=held, state_indices=slots)
+        for known in (slots, None if slots is None else jnp.asarray(slots)):
+            looped = jax.jit(
+                lambda state, arrays, slots=known: jax.lax.fori_loop(
+                    0, 3, lambda _, state: step(**arrays, state=state, state_indices=slots)[1], state
+                )
+            )
+            np.testing.assert_array_equal(looped(state, arrays), held)
+            both = jax.vmap(looped, (0, None))(jnp.stack([state, state * 0]), arrays)
+            np.testing.assert_array_equal(both[0], held)
 
 
 def test_no_tokens_and_no_channels():
@@ -174,7 +106,7 @@ def test_shard_map():
     """Rows on a mesh of one device, with gradients."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
     spec = jax.sharding.PartitionSpec("rows")
-    arrays = attention_arrays(decay="token")
+    arrays = attention_arrays()
     attend = jax.shard_map(lambda x: ours.linear_attention(**x), mesh=mesh, in_specs=spec, out_specs=spec)
     np.testing.assert_array_equal(jax.jit(attend)(arrays), attnmask.linear_attention(**arrays))
     grads = jax.jit(jax.grad(lambda x: (attend(x) * split(x["value"], 0)).sum()))(arrays)
@@ -200,14 +132,6 @@ def test_shard_map_of_convolutions():
 
 
 # Bad input
-
-
-def test_steps_have_no_gradients():
-    given = step_arrays("linear_attention_step")
-    given["state"] = given["state"][:3]
-    grads = jax.grad(lambda x: ours.linear_attention_step(**given | {"query": x})[0].sum())
-    with pytest.raises(NotImplementedError, match="linear_attention has them"):
-        grads(given["query"])
 
 
 def test_handlers_refuse_what_does_not_fit():

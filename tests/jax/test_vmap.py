@@ -100,24 +100,3 @@ def test_calls_are_rows_of_one():
     assert text.count("@attnmask_flash_forward") == 1
     assert "while" not in text
     assert jax.vmap(attnmask.jax.flash_attention)(x[:0], x[:0], x[:0]).shape == (0, 2, Q, H, 8)
-
-
-def test_per_example_gradients():
-    x = normal(CALLS, Q, H, 8)
-
-    def loss(weight, x):
-        return (attnmask.jax.flash_attention(*[x[None] @ weight] * 3, causal=True) ** 2).sum()
-
-    weight = normal(8, 8)
-    got = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(weight, x)
-    for i in range(CALLS):
-        np.testing.assert_allclose(got[i], jax.grad(loss)(weight, x[i]), rtol=1e-4, atol=1e-4)
-
-
-def test_gradients_of_one_result():
-    """What is not mapped, the logsumexp among it, serves all calls."""
-    x, douts = normal(1, Q, H, 8), normal(CALLS, 1, Q, H, 8)
-    _, vjp = jax.vjp(lambda x: attnmask.jax.flash_attention(x, x, x, causal=True), x)
-    got = jax.jit(jax.vmap(lambda dout: vjp(dout)[0]))(douts)
-    for i in range(CALLS):
-        np.testing.assert_array_equal(got[i], vjp(douts[i])[0])

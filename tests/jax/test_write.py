@@ -52,8 +52,8 @@ def test_the_bytes_of_numpy(kind, by_channel, rotate):
 
 
 @pytest.mark.parametrize("kind", [F32, np.dtype(np.int8), "int4"], ids=str)
-def test_donated_caches_are_written_in_place(kind):
-    """By a loop over tokens, too, in which no cache is copied."""
+def test_a_loop_over_tokens(kind):
+    """It writes to donated caches in place."""
     arguments = made(kind)
     caches = {name: jax.numpy.asarray(arguments.pop(name)) for name in NAMES if name in arguments}
 
@@ -63,16 +63,13 @@ def test_donated_caches_are_written_in_place(kind):
 
     wanted = made(kind)
     attnmask.write_kvcache(**wanted)
-    singles = {name: x[:, None] for name, x in arguments.items()}
-    once = jax.jit(lambda caches, new: step(caches, new)[0], donate_argnums=0)
     loop = jax.jit(lambda caches, new: jax.lax.scan(step, caches, new)[0], donate_argnums=0)
-    for write, new in ((once, arguments), (loop, singles)):
-        given = jax.tree.map(jax.numpy.array, caches)
-        places = {name: x.unsafe_buffer_pointer() for name, x in given.items()}
-        after = write(given, new)
-        assert {name: x.unsafe_buffer_pointer() for name, x in after.items()} == places
-        assert all(x.is_deleted() for x in given.values())
-        same([after.get(name) for name in NAMES], {name: wanted[name] for name in after})
+    given = jax.tree.map(jax.numpy.array, caches)
+    places = {name: x.unsafe_buffer_pointer() for name, x in given.items()}
+    after = loop(given, {name: x[:, None] for name, x in arguments.items()})
+    assert {name: x.unsafe_buffer_pointer() for name, x in after.items()} == places
+    assert all(x.is_deleted() for x in given.values())
+    same([after.get(name) for name in NAMES], {name: wanted[name] for name in after})
 
 
 @pytest.mark.parametrize(("kind", "traced"), [(F32, False), (F32, True), ("int4", True)], ids=str)
@@ -125,13 +122,6 @@ def test_keys_alone():
 
     for run in (write, jax.jit(write)):
         assert np.argwhere(np.asarray(run(latent)[0]).any(axis=(2, 3))).tolist() == [[1, 1]]
-
-
-def test_no_gradients():
-    arguments = made(F32)
-    loss = lambda key: attnmask.jax.write_kvcache(**arguments | {"key": key})[0].sum()  # noqa: E731
-    with pytest.raises(NotImplementedError, match=r"attnmask\.jax\.write_kvcache has no gradients"):
-        jax.jit(jax.grad(loss))(arguments["key"])
 
 
 # Bad input

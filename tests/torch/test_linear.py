@@ -97,7 +97,9 @@ def test_steps_of_numpy_update_a_tensor(torch, name, seed):
     np.testing.assert_array_equal(as_array(state, "state"), expected["state"])
 
 
-@pytest.mark.parametrize(("name", "first"), zip(STEPS, ("query", "x"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "first"), [("linear_attention_step", "query"), ("short_convolution_step", "x")]
+)
 def test_wrong_states_of_steps_of_numpy(torch, name, first):
     function, given = getattr(attnmask, name), drawn(name, 1)
     held = given["state"].astype(given[first].dtype)

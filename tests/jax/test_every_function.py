@@ -1,0 +1,101 @@
+"""What all functions of JAX's arrays have in common: made from the right arguments of each (tests/fuzz/targets.py)."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from doors import NAMES, STATES, WITH_GRADIENTS, WRITTEN, drawn, function_of, is_array, learned_of
+from fuzzer import arrays_in
+
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
+OF_JAX = [name for name in NAMES if name != "merge_attention_states"]
+DIFFERENTIABLE = [name for name in OF_JAX if name in WITH_GRADIENTS]
+
+
+def given(name, seed=0, **more):
+    """A function of some arrays, and these arrays: those that have gradients, or all."""
+    arguments = drawn(name, seed) | more
+    kinds = (
+        learned_of(name, arguments)
+        if name in WITH_GRADIENTS
+        else [key for key, x in arguments.items() if is_array(x)]
+    )
+    arrays = {key: arguments.pop(key) for key in kinds}
+    return lambda arrays: function_of(attnmask.jax, name)(**arguments, **arrays), arrays
+
+
+def in_float32(name, count):
+    """The first seeds whose arrays are not of 64 bits, which JAX has only if it is asked for them."""
+    seeds = (
+        seed for seed in range(60) if all(x.itemsize < 8 for x in arrays_in([*drawn(name, seed).values()]))
+    )
+    return [next(seeds) for _ in range(count)]
+
+
+def assert_near(got, right):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(np.float64(x), np.float64(y), rtol=1e-4, atol=1e-4),
+        got,
+        right,
+    )
+
+
+def of_one(function, arrays, key, place, x):
+    return function(arrays | {key: x})[place]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("place", range(2))
+def test_only_what_is_wanted(name, place):
+    """The gradient of one array alone, and those of one result alone, are those of all."""
+    for seed in in_float32(name, 3):
+        function, arrays = given(name, seed, **{STATES[name]: True})
+        results, vjp = jax.vjp(function, arrays)
+        (right,) = vjp(tuple(x if i == place else 0 * x for i, x in enumerate(results)))
+        for key, x in arrays.items():
+            alone, vjp = jax.vjp(partial(of_one, function, arrays, key, place), x)
+            assert_near(vjp(alone)[0], right[key])
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_vmap_of_a_pullback(name):
+    """As Jacobians take it: the calls share all but the gradient of the result."""
+    function, arrays = given(name, in_float32(name, 1)[0], **{STATES[name]: False})
+    out, vjp = jax.vjp(jax.jit(function), arrays)
+    douts = np.stack([np.cos(np.arange(out.size) + i).reshape(out.shape).astype(out.dtype) for i in range(3)])
+    (found,) = jax.jit(jax.vmap(vjp))(douts)
+    for i, dout in enumerate(douts):
+        assert_near(jax.tree.map(lambda x, i=i: x[i], found), vjp(dout)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in OF_JAX if name not in WITH_GRADIENTS])
+def test_no_gradients(name):
+    function, arrays = given(name, in_float32(name, 1)[0])
+    for key, x in arrays.items():
+        if np.issubdtype(jax.numpy.asarray(x).dtype, np.floating):
+            loss = lambda x, key=key: jax.tree.leaves(function(arrays | {key: x}))[0].sum()  # noqa: E731
+            for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss))):
+                with pytest.raises(
+                    NotImplementedError, match=rf"{name.partition(' of ')[0]} has no gradients"
+                ):
+                    differentiate(x)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_JAX if name not in WITH_GRADIENTS])
+def test_what_is_written(name):
+    """Donated memory is written in place, other memory is left alone."""
+    seed = next(seed for seed in in_float32(name, 9) if {"key", "x"} & drawn(name, seed).keys())
+    function, arrays = given(name, seed)
+    held = {key: jax.numpy.array(arrays.pop(key)) for key in WRITTEN if key in arrays}
+    before = {key: np.asarray(x).tobytes() for key, x in held.items()}
+    call = lambda held, arrays: function(held | arrays)  # noqa: E731
+    right = jax.tree.leaves(call(held, arrays))
+    assert {key: np.asarray(x).tobytes() for key, x in held.items()} == before
+    places = {x.unsafe_buffer_pointer() for x in held.values()}
+    results = jax.tree.leaves(jax.jit(call, donate_argnums=0)(held, arrays))
+    assert all(x.is_deleted() for x in held.values())
+    assert places <= {x.unsafe_buffer_pointer() for x in results}
+    for one, other in zip(results, right, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
