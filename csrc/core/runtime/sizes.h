@@ -14,6 +14,21 @@ static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (
 /* The largest multiple of b, which is positive, that is not above a. */
 static inline ptrdiff_t am_floor_to(ptrdiff_t a, ptrdiff_t b) { return a - a % b - (a % b < 0 ? b : 0); }
 
+/* The last of `count` numbers that is not above x. They never decrease, begin at `first`, which is not above
+ * x either, and lie `stride` bytes apart. */
+static inline ptrdiff_t am_last_up_to(const ptrdiff_t *first, ptrdiff_t count, size_t stride, ptrdiff_t x)
+{
+    ptrdiff_t low = 0, high = count;
+    while (high - low > 1) {
+        const ptrdiff_t middle = low + (high - low) / 2;
+        if (*(const ptrdiff_t *)((const char *)first + (size_t)middle * stride) <= x)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 /* a b c of numbers that are not negative, or PTRDIFF_MAX if it overflows: an allocation of that size
  * fails. */
 static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)

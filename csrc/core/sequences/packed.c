@@ -22,15 +22,7 @@ typedef struct {
 
 ptrdiff_t am_sequence_of(const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t t)
 {
-    ptrdiff_t low = 0, high = sequences; /* starts[low] <= t < starts[high] */
-    while (high - low > 1) {
-        ptrdiff_t middle = low + (high - low) / 2;
-        if (starts[middle] <= t)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
+    return am_last_up_to(starts, sequences, sizeof *starts, t);
 }
 
 static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)

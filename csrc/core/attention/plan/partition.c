@@ -74,15 +74,9 @@ typedef struct {
 /* The section that a query belongs to. */
 static ptrdiff_t section_with(const row_sections *row, ptrdiff_t query)
 {
-    ptrdiff_t first = row->first, last = row->sections->count - 1;
-    while (first < last) {
-        const ptrdiff_t middle = last - (last - first) / 2;
-        if (row->sections->list[middle].queries.begin <= query)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return first;
+    const am_section *list = row->sections->list + row->first;
+    const ptrdiff_t count = row->sections->count - row->first;
+    return row->first + am_last_up_to(&list->queries.begin, count, sizeof *list, query);
 }
 
 /* Gives keys that no section has to the last section. Returns the first section that has any of the others,
@@ -299,15 +293,8 @@ ptrdiff_t am_tile_index(const am_sections *sections, const am_section *section, 
 {
     const am_ranges *tiles = &sections->tiles;
     if (!tiles->list) return section->b * tiles->row + key / MOST;
-    ptrdiff_t first = section->tiles.begin, last = section->tiles.end - 1;
-    while (first < last) {
-        const ptrdiff_t middle = last - (last - first) / 2;
-        if (tiles->list[middle].begin <= key)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return first;
+    const am_range *list = tiles->list + section->tiles.begin;
+    return section->tiles.begin + am_last_up_to(&list->begin, am_length(section->tiles), sizeof *list, key);
 }
 
 ptrdiff_t am_most_queries(const am_sections *sections, const am_section *section)
@@ -321,13 +308,6 @@ ptrdiff_t am_most_queries(const am_sections *sections, const am_section *section
 
 const am_section *am_section_of(const am_sections *sections, ptrdiff_t block)
 {
-    ptrdiff_t first = 0, last = sections->count - 1;
-    while (first < last) {
-        const ptrdiff_t middle = last - (last - first) / 2;
-        if (sections->list[middle].blocks.begin <= block)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return &sections->list[first];
+    const am_section *list = sections->list;
+    return list + am_last_up_to(&list->blocks.begin, sections->count, sizeof *list, block);
 }

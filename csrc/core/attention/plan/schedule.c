@@ -339,15 +339,8 @@ void am_schedule_free(am_schedule *s)
 
 const am_scheduled *am_scheduled_of(const am_schedule *s, ptrdiff_t task)
 {
-    ptrdiff_t first = 0, last = s->count - 1;
-    while (first < last) {
-        const ptrdiff_t middle = last - (last - first) / 2;
-        if (s->sections[middle].first_task <= task)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return &s->sections[first];
+    const am_scheduled *list = s->sections;
+    return list + am_last_up_to(&list->first_task, s->count, sizeof *list, task);
 }
 
 am_task_items am_items_of(const am_scheduled *g, ptrdiff_t task)
