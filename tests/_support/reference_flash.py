@@ -58,30 +58,18 @@ def problem_of(
     query,
     key,
     value,
-    attention_mask=None,
     bias=None,
     softmax_scale=None,
     dropout_prob=0.0,
-    causal=False,
     dropout_seed=None,
-    cum_seqlens_q=None,
-    cum_seqlens_k=None,
-    sliding_window=None,
-    fwd_params=None,
-    bwd_params=None,
     logits_soft_cap=None,
     softmax_aux=None,
     normalize_output=True,
-    precision=None,
-    logits_dtype=None,
-    *,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    causal_offset=0,
     keep=None,
     dtype=np.float64,
+    **limits,
 ) -> Problem:
-    """`keep` is the mask of dropout, [B, H, Tq, Tk]; seeds and hints have no effect."""
+    """`keep` is the mask of dropout, [B, H, Tq, Tk], and `limits` are arguments of `live_pairs`."""
     query, key, value = (np.asarray(array).astype(dtype) for array in (query, key, value))
     flat = query.ndim == 3
     if flat:
@@ -93,10 +81,7 @@ def problem_of(
         query,
         key,
         value,
-        live_pairs(
-            pairs, attention_mask, bias, causal, cum_seqlens_q, cum_seqlens_k, sliding_window,
-            q_segment_ids, kv_segment_ids, causal_offset,
-        ),
+        live_pairs(pairs, bias=bias, **limits),
         np.broadcast_to(np.asarray(0 if bias is None else bias).astype(dtype), pairs),
         np.broadcast_to(sinks.astype(dtype), (heads, sinks.shape[1])),
         dtype(depth**-0.5 if softmax_scale is None else softmax_scale),
@@ -105,7 +90,7 @@ def problem_of(
         np.broadcast_to(True if keep is None or not dropout_prob else keep, pairs),
         dtype(1 / (1 - dropout_prob)),
         flat,
-    )  # fmt: skip
+    )
 
 
 class Softmax(NamedTuple):
@@ -318,14 +303,3 @@ def offset_of(causal_offset, index: int, queries: int, keys: int) -> int:
         assert causal_offset == "bottom-right"
         return keys - queries
     return int(causal_offset if np.ndim(causal_offset) == 0 else causal_offset[index])
-
-
-def merge_attention_states(outs, lses) -> tuple[np.ndarray, np.ndarray]:
-    """Merges parts, weighted by their shares of the sum of exponentials: out [B, Tq, H, Dv], lse [B, H, Tq]."""
-    outs, lses = np.asarray(outs, np.float64), np.asarray(lses, np.float64)
-    top = np.max(lses, axis=0, initial=-np.inf)
-    shares = np.exp(lses - np.where(top == -np.inf, 0, top))
-    total = shares.sum(axis=0)
-    shares = np.moveaxis(shares / np.where(total == 0, 1, total), -1, -2)[..., None]
-    with np.errstate(divide="ignore"):
-        return (shares * outs).sum(axis=0), np.where(top == -np.inf, 0, top) + np.log(total)

@@ -78,24 +78,6 @@ PARTS = {
 }
 
 
-@given(**PARTS, lse_layout=st.sampled_from(LAYOUTS))
-def test_values(seed, count, batch, tokens, heads, channels, dtype, layout, lse_layout):
-    case = (seed, count, batch, tokens, heads, channels, dtype, layout, lse_layout)
-    shape = (*([] if batch is None else [batch]), tokens, heads, channels)
-    outs, lses = parts(seed, count, shape, dtype)
-    outs = [arrange(out, layout) for out in outs]
-    lses = [arrange(lse, lse_layout) for lse in lses]
-    before = [array.tobytes() for array in (*outs, *lses)]
-    check(outs, lses, dtype, case)
-    assert [array.tobytes() for array in (*outs, *lses)] == before, case
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_isa(isa, dtype):
-    outs, lses = parts(1, 3, (2, 30, 3, 100), dtype)
-    check(outs, lses, dtype, (isa, dtype))
-
-
 def test_stacked_and_single():
     outs, lses = parts(2, 3, (2, 5, 3, 8), np.float32)
     stacked = attnmask.merge_attention_states(outs, lses)
@@ -114,21 +96,6 @@ def test_one_part_is_itself(dtype):
     out, lse = attnmask.merge_attention_states(outs, lses)
     assert out.tobytes() == outs[0].tobytes()
     assert lse.tobytes() == lses[0].tobytes()
-
-
-@pytest.mark.parametrize("no_keys", [-np.inf, np.inf])
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_dead_parts_do_not_matter(dtype, garbage, no_keys):
-    outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
-    expected = attnmask.merge_attention_states(outs[[0, 2]], lses[[0, 2]])
-    outs[1], lses[1] = garbage, no_keys
-    for got, wanted in zip(attnmask.merge_attention_states(outs, lses), expected, strict=True):
-        assert got.tobytes() == wanted.tobytes()
-    lses[...] = no_keys
-    out, lse = attnmask.merge_attention_states(outs, lses)
-    assert not np.asarray(out, np.float64).any()
-    assert (lse == -np.inf).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -242,24 +209,28 @@ def check_vjp(outs, lses, dout, dlse, dtype, case):
     assert (np.abs(dlses - right[1]) <= steps * sizes + np.finfo(wide(dtype)).tiny).all(), case
 
 
-@given(**PARTS, dout_layout=st.sampled_from(LAYOUTS), with_dlse=st.booleans())
-def test_gradients(seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse):
-    case = (seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse)
+@given(**PARTS, other_layout=st.sampled_from(LAYOUTS), with_dlse=st.booleans())
+def test_values_and_gradients(
+    seed, count, batch, tokens, heads, channels, dtype, layout, other_layout, with_dlse
+):
+    case = (seed, count, batch, tokens, heads, channels, dtype, layout, other_layout, with_dlse)
     shape = (*([] if batch is None else [batch]), tokens, heads, channels)
     outs, lses = parts(seed, count, shape, dtype)
     (dout,), (dlse,) = parts(seed + 1, 1, shape, dtype, dead=0)
-    outs, lses = [arrange(out, layout) for out in outs], [arrange(lse, dout_layout) for lse in lses]
-    dout, dlse = arrange(dout, dout_layout), arrange(dlse, layout) if with_dlse else None
+    outs, lses = [arrange(out, layout) for out in outs], [arrange(lse, other_layout) for lse in lses]
+    dout, dlse = arrange(dout, other_layout), arrange(dlse, layout) if with_dlse else None
     given = [each for each in (*outs, *lses, dout, dlse) if each is not None]
     before = [array.tobytes() for array in given]
+    check(outs, lses, dtype, case)
     check_vjp(outs, lses, dout, dlse, dtype, case)
     assert [array.tobytes() for array in given] == before, case
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_gradients_isa(isa, dtype):
+def test_levels(isa, dtype):
     outs, lses = parts(1, 3, (2, 30, 3, 100), dtype)
     (dout,), (dlse,) = parts(2, 1, (2, 30, 3, 100), dtype, dead=0)
+    check(outs, lses, dtype, (isa, dtype))
     check_vjp(outs, lses, dout, dlse, dtype, (isa, dtype))
 
 
@@ -281,14 +252,17 @@ def test_gradients_have_the_form_of_the_parts():
 @pytest.mark.parametrize("no_keys", [-np.inf, np.inf])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_dead_parts_get_zeros(dtype, garbage, no_keys):
-    """A dead part changes nothing; the dout of a row that is dead in all parts has no effect."""
+def test_dead_parts_do_not_matter(dtype, garbage, no_keys):
+    """Their gradients are zeros; the dout of a row that is dead in all parts has no effect."""
     outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
     (dout,), (dlse,) = parts(6, 1, (1, 4, 2, 9), dtype, dead=0)
-    right = attnmask.merge_attention_states_vjp(outs[[0, 2]], lses[[0, 2]])[1](dout, dlse)
+    state, right_vjp = attnmask.merge_attention_states_vjp(outs[[0, 2]], lses[[0, 2]])
     outs[1], lses[1] = garbage, no_keys
-    got = attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse)
-    for one, other in zip(got, right, strict=True):
+    same, vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    got = vjp(dout, dlse)
+    for one, other in zip(same, state, strict=True):
+        assert one.tobytes() == other.tobytes()
+    for one, other in zip(got, right_vjp(dout, dlse), strict=True):
         assert one[[0, 2]].tobytes() == other.tobytes()
         assert one[1].tobytes() == bytes(one[1].nbytes)
     lses[:, 0, 1, 2], dout[0, 2, 1], dlse[0, 1, 2] = no_keys, garbage, garbage
@@ -297,6 +271,10 @@ def test_dead_parts_get_zeros(dtype, garbage, no_keys):
         assert not one[row].astype(np.float64).any()
         other[row] = 0
         assert one.tobytes() == other.tobytes()
+    lses[...] = no_keys
+    out, lse = attnmask.merge_attention_states(outs, lses)
+    assert not np.asarray(out, np.float64).any()
+    assert (lse == -np.inf).all()
 
 
 def test_live_nan_reaches_the_gradients():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from environment import SANITIZED
 from flash_cases import F32, FLOATS, SEQUENCES, STEADY, Case, bits_of, laid_out, of_lengths
-from flash_expected import attend, expected, expected_of, run
+from flash_expected import expected, expected_of, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,22 +149,6 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments)
         expected_of(case).check(*run(case, case.arguments()))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("heads", [(10, 2), (6, 1), (4, 4)][: 1 if SANITIZED else 3], ids=str)
-@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100), (64, 200)])
-def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, keys):
-    """A packed batch has the same bits as one of batch rows."""
-    case = Case(dtype, queries, keys, 24, 40, 5, heads)
-    rows = case.arguments()
-    out, lse = run(case, rows)
-    packed = {name: rows[name].reshape(1, -1, *rows[name].shape[2:]) for name in ("query", "key", "value")}
-    for name, length in (("q", queries), ("k", keys)):
-        packed[f"cum_seqlens_{name}"] = np.arange(6) * length
-    one, one_lse = attend(packed)
-    assert one.tobytes() == out.tobytes()
-    assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
-
-
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", [3, 50, 100])
@@ -188,27 +172,6 @@ def test_what_comes_next_sees_nothing(isa, dtype):
     q_ids[:, :100], k_ids[:, :500] = 7, 8
     arguments |= {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
     expected(arguments, case=case).check(*run(case, arguments))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("beside", [(), (30, 300), (64, 2000)], ids=str)
-def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
-    """Each sequence of one or two queries has the same bits as alone."""
-    lengths = [(1, 40), (2, 64), (1, 65), (1, 700), (2, 1500), (1, 333), (1, 257), *[beside] * bool(beside)]
-    q_ends, k_ends = np.cumsum(lengths, axis=0).T
-    case = Case(dtype, int(q_ends[-1]), int(k_ends[-1]), 24, 40, 1, (4, 1))
-    rows = case.arguments()
-    starts = {"cum_seqlens_q": [0, *q_ends], "cum_seqlens_k": [0, *k_ends]}
-    out, lse = attend(rows | {name: np.array(ends) for name, ends in starts.items()})
-    for (queries, keys), q_end, k_end in zip(lengths, q_ends, k_ends, strict=True):
-        if queries > 2:
-            continue
-        q, k = slice(q_end - queries, q_end), slice(k_end - keys, k_end)
-        one, one_lse = attend(
-            {"query": rows["query"][:, q], "key": rows["key"][:, k], "value": rows["value"][:, k]}
-        )
-        assert one.tobytes() == out[:, q].tobytes(), keys
-        assert one_lse.tobytes() == lse[..., q].tobytes(), keys
 
 
 # Blocks and threads

@@ -12,7 +12,7 @@ import reference_flash as ref
 import reference_kvcache as twin
 from environment import SANITIZED
 
-from attnmask._cache import pages as _kv_cache
+from attnmask import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache
 from attnmask._cache.quantize import quantize_kv
 
@@ -22,10 +22,6 @@ EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
 # Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has eight bits.
 ERROR = {FLOATS[0]: 4e-3, BF16: 3e-2, FLOATS[2]: 1e-5, FLOATS[3]: 1e-13, **dict.fromkeys(EIGHT_BITS, 3e-2)}
 HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
-
-
-def attend_by(monkeypatch, function) -> None:
-    monkeypatch.setattr(_kv_cache, "flash_attention_with_kvcache", function)
 
 
 def cache_of(dtype="float32", pages=24, **more) -> KVCache:
@@ -376,44 +372,23 @@ def test_repr():
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("batched", [False, True])
-def test_what_the_function_gets(monkeypatch, dtype, batched):
-    calls = []
-
-    def record(*arrays, **named):
-        calls.append((arrays, named))
-        return "result"
-
+def test_options(dtype, batched):
+    """Those of the function, which gives the same over the pages."""
     cache, rng = cache_of(dtype), np.random.default_rng(0)
-    a, b = grown(cache, 3, 6)
-    attend_by(monkeypatch, record)
-    query, key, value = new_tokens(rng, np.dtype(dtype), *([2, 3] if batched else [6]))
-    with stopped(cache.step([a, b], [3, 3])) as step:
-        assert step.attend(1, query, key, value, sliding_window=2) == "result"
-    ((arrays, named),) = calls
-    assert [x is y for x, y in zip(arrays[::3], (query, key), strict=False)] == [True, True]
-    assert arrays[4] is value
-    for got, pages in zip(arrays[1:3], (cache.k_pages, cache.v_pages), strict=True):
-        assert got.shape == pages.shape[1:]
-        assert np.shares_memory(got, pages[1])
-    expected = {
-        "cache_seqlens": np.array([3, 6], np.int32),
-        "block_table": np.array([[0, 3, -1], [1, 2, 4]], np.int32),
-        "sliding_window": 2,
-        "return_lse": False,
-        "rotate": cache.rotate,
-    }
-    if not batched:
-        expected["cu_seqlens_q"] = np.array([0, 3, 6], np.int32)
-    quantized = dtype == "int8"
-    expected |= {
-        "k_scale": cache.k_scales[1] if quantized else None,
-        "v_scale": cache.v_scales[1] if quantized else None,
-    }
-    assert named.keys() == expected.keys()
-    for name, wanted in expected.items():
-        got = named[name]
-        assert np.array_equal(got, wanted), name
-        assert np.asarray(got).dtype == np.asarray(wanted).dtype, name
+    ids, options = grown(cache, 3, 6), {"sliding_window": 2, "softmax_scale": 0.3, "return_lse": True}
+    tokens = new_tokens(rng, np.dtype(dtype), *([2, 3] if batched else [6]))
+    with cache.step(ids, [3, 3]) as step:
+        results = [step.attend(layer, *tokens, **options) for layer in range(LAYERS)]
+    options |= {"cache_seqlens": cache.lengths(ids), "block_table": cache.block_table(ids)}
+    options |= {} if batched else {"cu_seqlens_q": [0, 3, 6]}
+    for layer, result in enumerate(results):
+        scales = [None if x is None else x[layer] for x in (cache.k_scales, cache.v_scales)]
+        pages = cache.k_pages[layer], cache.v_pages[layer]
+        expected = flash_attention_with_kvcache(
+            tokens[0], *pages, k_scale=scales[0], v_scale=scales[1], **options
+        )
+        for one, other in zip(result, expected, strict=True):
+            assert one.tobytes() == other.tobytes()
 
 
 def test_a_step_of_no_tokens_or_of_no_sequences():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flash_cases import F16, F32, F64, laid_out
 from kvcache_cases import bits_of_memory, memory
-from slot_cases import BAD, FORMATS, HKV, PAGES, SIZE, D, cache_of, copied, good, tokens_of, write_by_twin
+from slot_cases import BAD, FORMATS, PAGES, SIZE, SLOTS, D, cache_of, copied, good, tokens_of, write_by_twin
 
 import attnmask
 
@@ -118,8 +118,19 @@ def test_bad_input(wrong, error, message):
     refused(good() | wrong, error, message)
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_bad_slots_of_every_format(kind, rotate):
+    rng = np.random.default_rng(0)
+    right = cache_of(rng, kind) | tokens_of(rng, 3, F64 if kind == F64 else F32)
+    right |= {"slot_mapping": [19, -1, 0], "rotate": rotate}
+    for wrong, error, message in SLOTS:
+        refused(right | wrong, error, message)
+    attnmask.write_kvcache(**right)
+
+
 def test_a_cache_that_overlaps_itself():
-    one = np.lib.stride_tricks.as_strided(np.full(64, 7, F32), (PAGES, SIZE, HKV, 8), (0, 64, 32, 4))
+    one = np.lib.stride_tricks.as_strided(np.full(64, 7, F32), good()["k_cache"].shape, (0, 64, 32, 4))
     refused(good() | {"k_cache": one}, ValueError, "k_cache must not overlap itself")
 
 
