@@ -32,6 +32,7 @@ from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._masks.info import MaskInfo
 
 _Array = TypeVar("_Array")
+_Flag = TypeVar("_Flag", bound=bool)
 _Function = TypeVar("_Function", bound=AnyFunction)
 
 
@@ -106,6 +107,12 @@ class Options(RingOptions, total=False):
     precision: Precision | None
     logits_dtype: DTypeLike | None
     causal_offset: Diagonal
+
+
+class Call(Options, Generic[_Flag], total=False):
+    """The same with `return_lse`, by its type, for overloads in PyTorch and JAX."""
+
+    return_lse: _Flag
 
 
 class Attention(Options, total=False):

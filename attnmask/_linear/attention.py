@@ -20,7 +20,7 @@ from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.grads import LinearAttentionGrads, Vjp, VjpWithState
-from attnmask._linear.options import LinearOptions
+from attnmask._linear.options import LinearCallInto
 
 _Vjp: TypeAlias = Vjp[LinearAttentionGrads]
 _VjpWithState: TypeAlias = VjpWithState[LinearAttentionGrads]
@@ -49,33 +49,15 @@ _PARAMETERS = """
 
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: Literal[False] = False,
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[False]]]
 ) -> Array: ...
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: Literal[True],
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[True]]]
 ) -> tuple[Array, Array]: ...
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: bool,
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[bool]]
 ) -> Array | tuple[Array, Array]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention(
@@ -167,33 +149,15 @@ def linear_attention(
 
 @overload
 def linear_attention_vjp(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: Literal[False] = False,
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[False]]]
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def linear_attention_vjp(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: Literal[True],
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[True]]]
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def linear_attention_vjp(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: bool,
-    out: Array | None = None,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[bool]]
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention_vjp(

@@ -8,9 +8,10 @@ from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar
 from numpy.typing import ArrayLike
 
 from attnmask._common.keywords import Keywords, types_of
-from attnmask._common.types import AnyFunction
+from attnmask._common.types import AnyFunction, Array
 
 _Array = TypeVar("_Array")
+_Flag = TypeVar("_Flag", bound=bool)
 Activation: TypeAlias = Literal["silu"] | None
 
 PROBLEM = (  # the arguments of linear attention in the order of the core
@@ -48,6 +49,25 @@ class ConvolutionOptions(TypedDict, Generic[_Array], total=False):
 class ConvolutionStepOptions(TypedDict, total=False):
     activation: Activation
     state_indices: ArrayLike | None
+
+
+# All keyword arguments, by the type of `return_state`, for overloads; with `out`, for NumPy.
+
+
+class LinearCall(LinearOptions[_Array], Generic[_Array, _Flag], total=False):
+    return_state: _Flag
+
+
+class LinearCallInto(LinearCall[ArrayLike, _Flag], Generic[_Flag], total=False):
+    out: Array | None
+
+
+class ConvolutionCall(ConvolutionOptions[_Array], Generic[_Array, _Flag], total=False):
+    return_state: _Flag
+
+
+class ConvolutionCallInto(ConvolutionCall[ArrayLike, _Flag], Generic[_Flag], total=False):
+    out: Array | None
 
 
 def keywords(function: AnyFunction, options: AnyFunction, array: str) -> Keywords:

@@ -18,7 +18,7 @@ from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.grads import ShortConvolutionGrads, Vjp, VjpWithState
-from attnmask._linear.options import Activation, ConvolutionOptions
+from attnmask._linear.options import Activation, ConvolutionCallInto
 
 __all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 
@@ -37,30 +37,21 @@ def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[False] = False,
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[Literal[False]]],
 ) -> Array: ...
 @overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[True],
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[Literal[True]]],
 ) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: bool,
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[bool]],
 ) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
@@ -138,30 +129,21 @@ def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[False] = False,
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[Literal[False]]],
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[True],
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[Literal[True]]],
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: bool,
-    out: Array | None = None,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCallInto[bool]],
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,

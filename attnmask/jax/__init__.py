@@ -25,7 +25,7 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from typing import Any, Literal, TypeAlias, Unpack, overload
+from typing import Any, Generic, Literal, Required, TypeAlias, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from attnmask._attention.arguments import (
     OPTIONS,
     TRACED,
     CacheArguments,
-    Options,
+    Call,
     cache_keywords,
 )
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
@@ -114,6 +114,18 @@ def _four_axes(learned: ByName) -> ByName:
     return arranged
 
 
+_Flag = TypeVar("_Flag", bound=bool)
+
+
+class _Call(Call[_Flag], Generic[_Flag], total=False):
+    callback: bool
+
+
+class _RingCall(RingArguments, Generic[_Flag], total=False):
+    axis_name: Required[str | tuple[str, ...]]
+    return_lse: _Flag
+
+
 @overload
 def flash_attention(
     query: jax.typing.ArrayLike,
@@ -121,10 +133,7 @@ def flash_attention(
     value: jax.typing.ArrayLike,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     bias: jax.typing.ArrayLike | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    callback: bool = False,
-    **more: Unpack[Options],
+    **more: Unpack[_Call[Literal[False]]],
 ) -> jax.Array: ...
 @overload
 def flash_attention(
@@ -133,10 +142,7 @@ def flash_attention(
     value: jax.typing.ArrayLike,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     bias: jax.typing.ArrayLike | None = None,
-    *,
-    return_lse: Literal[True],
-    callback: bool = False,
-    **more: Unpack[Options],
+    **more: Unpack[_Call[Literal[True]]],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def flash_attention(
@@ -145,10 +151,7 @@ def flash_attention(
     value: jax.typing.ArrayLike,
     attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
     bias: jax.typing.ArrayLike | None = None,
-    *,
-    return_lse: bool,
-    callback: bool = False,
-    **more: Unpack[Options],
+    **more: Unpack[_Call[bool]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @OPTIONS
 def flash_attention(
@@ -402,30 +405,21 @@ def ring_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
-    *,
-    axis_name: str | tuple[str, ...],
-    return_lse: Literal[False] = False,
-    **more: Unpack[RingArguments],
+    **more: Unpack[_RingCall[Literal[False]]],
 ) -> jax.Array: ...
 @overload
 def ring_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
-    *,
-    axis_name: str | tuple[str, ...],
-    return_lse: Literal[True],
-    **more: Unpack[RingArguments],
+    **more: Unpack[_RingCall[Literal[True]]],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def ring_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
-    *,
-    axis_name: str | tuple[str, ...],
-    return_lse: bool,
-    **more: Unpack[RingArguments],
+    **more: Unpack[_RingCall[bool]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @KEYWORDS
 def ring_attention(

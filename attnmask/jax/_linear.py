@@ -24,8 +24,10 @@ from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask._linear.options import (
     PROBLEM,
+    ConvolutionCall,
     ConvolutionOptions,
     ConvolutionStepOptions,
+    LinearCall,
     LinearOptions,
     LinearStepOptions,
     keywords,
@@ -173,30 +175,18 @@ _ATTENTION_STEP = keywords(_attend_step, LinearStepOptions, "ArrayLike")
 
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: Literal[False] = False,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCall[ArrayLike, Literal[False]]]
 ) -> jax.Array: ...
 @overload
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    *,
-    return_state: Literal[True],
-    **more: Unpack[LinearOptions[ArrayLike]],
+    **more: Unpack[LinearCall[ArrayLike, Literal[True]]],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_state: bool,
-    **more: Unpack[LinearOptions[ArrayLike]],
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCall[ArrayLike, bool]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @_ATTENTION
 def linear_attention(
@@ -337,27 +327,21 @@ def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[False] = False,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCall[ArrayLike, Literal[False]]],
 ) -> jax.Array: ...
 @overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: Literal[True],
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCall[ArrayLike, Literal[True]]],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    *,
-    return_state: bool,
-    **more: Unpack[ConvolutionOptions[ArrayLike]],
+    **more: Unpack[ConvolutionCall[ArrayLike, bool]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @_CONVOLUTION
 def short_convolution(

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, OPTIONS, TOP_LEFT, Options
+from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, OPTIONS, TOP_LEFT, Call
 from attnmask._attention.hints import check_hints
 from attnmask._common.arguments import flag, is_bottom_right
 from attnmask._common.keywords import reject_unknown
@@ -170,9 +170,7 @@ def flash_attention(
     value: torch.Tensor,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     bias: "ArrayLike | None" = None,
-    *,
-    return_lse: Literal[False] = False,
-    **more: Unpack[Options],
+    **more: Unpack[Call[Literal[False]]],
 ) -> torch.Tensor: ...
 @overload
 def flash_attention(
@@ -181,9 +179,7 @@ def flash_attention(
     value: torch.Tensor,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     bias: "ArrayLike | None" = None,
-    *,
-    return_lse: Literal[True],
-    **more: Unpack[Options],
+    **more: Unpack[Call[Literal[True]]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention(
@@ -192,9 +188,7 @@ def flash_attention(
     value: torch.Tensor,
     attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
     bias: "ArrayLike | None" = None,
-    *,
-    return_lse: bool,
-    **more: Unpack[Options],
+    **more: Unpack[Call[bool]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @OPTIONS
 def flash_attention(

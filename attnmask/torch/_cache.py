@@ -6,7 +6,7 @@ write to the caches and their scales. The first returns both results, the second
 """
 
 from collections.abc import Iterable
-from typing import Literal, Unpack, overload
+from typing import Generic, Literal, TypeVar, Unpack, overload
 
 from numpy.typing import ArrayLike
 
@@ -192,6 +192,14 @@ operators.register(
 
 # The function
 
+_Flag = TypeVar("_Flag", bound=bool)
+
+
+class _CacheCall(CacheArguments[torch.Tensor], Generic[_Flag], total=False):
+    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None"
+    return_lse: _Flag
+    out: "torch.Tensor | None"
+
 
 @overload
 def flash_attention_with_kvcache(
@@ -200,11 +208,7 @@ def flash_attention_with_kvcache(
     v_cache: torch.Tensor,
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
-    *,
-    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
-    return_lse: Literal[False] = False,
-    out: "torch.Tensor | None" = None,
-    **more: Unpack[CacheArguments[torch.Tensor]],
+    **more: Unpack[_CacheCall[Literal[False]]],
 ) -> torch.Tensor: ...
 @overload
 def flash_attention_with_kvcache(
@@ -213,11 +217,7 @@ def flash_attention_with_kvcache(
     v_cache: torch.Tensor,
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
-    *,
-    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
-    return_lse: Literal[True],
-    out: "torch.Tensor | None" = None,
-    **more: Unpack[CacheArguments[torch.Tensor]],
+    **more: Unpack[_CacheCall[Literal[True]]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flash_attention_with_kvcache(
@@ -226,11 +226,7 @@ def flash_attention_with_kvcache(
     v_cache: torch.Tensor,
     key: "torch.Tensor | None" = None,
     value: "torch.Tensor | None" = None,
-    *,
-    attention_mask: "ArrayLike | MaskInfo | MaskTensors | None" = None,
-    return_lse: bool,
-    out: "torch.Tensor | None" = None,
-    **more: Unpack[CacheArguments[torch.Tensor]],
+    **more: Unpack[_CacheCall[bool]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_KEYWORDS
 def flash_attention_with_kvcache(

@@ -27,8 +27,10 @@ from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask._linear.options import (
     PROBLEM,
+    ConvolutionCall,
     ConvolutionOptions,
     ConvolutionStepOptions,
+    LinearCall,
     LinearOptions,
     LinearStepOptions,
     keywords,
@@ -396,27 +398,21 @@ def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    return_state: Literal[False] = False,
-    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+    **more: Unpack[ConvolutionCall[torch.Tensor, Literal[False]]],
 ) -> torch.Tensor: ...
 @overload
 def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    return_state: Literal[True],
-    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+    **more: Unpack[ConvolutionCall[torch.Tensor, Literal[True]]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def short_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    return_state: bool,
-    **more: Unpack[ConvolutionOptions[torch.Tensor]],
+    **more: Unpack[ConvolutionCall[torch.Tensor, bool]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_CONVOLUTION
 def short_convolution(
@@ -565,27 +561,21 @@ def linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    return_state: Literal[False] = False,
-    **more: Unpack[LinearOptions[torch.Tensor]],
+    **more: Unpack[LinearCall[torch.Tensor, Literal[False]]],
 ) -> torch.Tensor: ...
 @overload
 def linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    return_state: Literal[True],
-    **more: Unpack[LinearOptions[torch.Tensor]],
+    **more: Unpack[LinearCall[torch.Tensor, Literal[True]]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    return_state: bool,
-    **more: Unpack[LinearOptions[torch.Tensor]],
+    **more: Unpack[LinearCall[torch.Tensor, bool]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @_ATTENTION
 def linear_attention(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -573,35 +573,25 @@ def _sinks(softmax_aux: ArrayLike | torch.Tensor | None, query: torch.Tensor) ->
     return None
 
 
+_Flag = TypeVar("_Flag", bound=bool)
+
+
+class _RingCall(RingArguments, Generic[_Flag], total=False):
+    group: "torch.distributed.ProcessGroup | DeviceMesh | None"
+    return_lse: _Flag
+
+
 @overload
 def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    return_lse: Literal[False] = False,
-    **more: Unpack[RingArguments],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Unpack[_RingCall[Literal[False]]]
 ) -> torch.Tensor: ...
 @overload
 def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    return_lse: Literal[True],
-    **more: Unpack[RingArguments],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Unpack[_RingCall[Literal[True]]]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    group: "torch.distributed.ProcessGroup | DeviceMesh | None" = None,
-    return_lse: bool,
-    **more: Unpack[RingArguments],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Unpack[_RingCall[bool]]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @KEYWORDS
 def ring_attention(
