@@ -36,19 +36,18 @@ static PyArrayObject *read_array(arguments *a, PyObject *object, const char *nam
     return am_reject_array(PyExc_TypeError, name, "a floating-point array", array);
 }
 
-static int check_out(arguments *a, PyArrayObject *out, const char *name, int stacked)
+static int check_out(arguments *a, PyArrayObject *out, const char *name)
 {
-    const int ndim = PyArray_NDIM(out) - stacked;
-    const npy_intp *dims = PyArray_DIMS(out) + stacked;
+    const int ndim = PyArray_NDIM(out);
     if (a->ndim == 0) {
         if (ndim != 3 && ndim != 4)
             return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", out);
         a->ndim = ndim;
-        memcpy(a->dims, dims, (size_t)ndim * sizeof *dims);
+        memcpy(a->dims, PyArray_DIMS(out), (size_t)ndim * sizeof *a->dims);
         a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(out));
         return 0;
     }
-    bool alike = ndim == a->ndim && PyArray_CompareLists(dims, a->dims, ndim);
+    bool alike = ndim == a->ndim && PyArray_CompareLists(PyArray_DIMS(out), a->dims, ndim);
     if (alike && am_dtype_of(PyArray_DESCR(out)) == type_of(a)) return 0;
     am_owned PyObject *what = am_describe(out), *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
     if (!what || !shape) return -1;
@@ -56,88 +55,79 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name, int sta
                    "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
 }
 
-/* Reads one out, or if `stacked` is 1, an array of all outs. */
-static int read_outs(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
+static int read_out(arguments *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *out = read_array(a, object, name);
-    if (!out || check_out(a, out, name, stacked) < 0) return -1;
-    if (stacked && PyArray_DIM(out, 0) != a->count) /* another thread may have changed its shape */
-        return am_reject(PyExc_ValueError, name, "as many arrays as lses", out);
-    const npy_intp *strides = PyArray_STRIDES(out);
-    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
-        am_merge_part *part = &a->parts[first + i];
-        part->out = PyArray_BYTES(out) + (stacked ? i * strides[0] : 0);
-        memcpy(part->out_stride + 4 - a->ndim, strides + stacked, (size_t)a->ndim * sizeof *strides);
-    }
+    if (!out || check_out(a, out, name) < 0) return -1;
+    am_merge_part *part = &a->parts[i];
+    part->out = PyArray_BYTES(out);
+    memcpy(part->out_stride + 4 - a->ndim, PyArray_STRIDES(out), (size_t)a->ndim * sizeof(npy_intp));
     return 0;
 }
 
-/* Does the same for lses, which are converted to the type of the sums: they are small compared with the
- * outs. */
-static int read_lses(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
+/* The same of an lse, which is converted to the type of the sums: it is small compared with its out. */
+static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *lse = read_array(a, object, name);
     if (!lse) return -1;
     const int axes = a->ndim - 1;
-    npy_intp const shapes[2][4] = {{a->count, a->dims[1], a->dims[0]},
-                                   {a->count, a->dims[0], a->dims[2], a->dims[1]}};
-    const npy_intp *shape = shapes[a->ndim == 4] + !stacked;
-    if (PyArray_NDIM(lse) != axes + stacked ||
-        !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes + stacked)) {
-        am_owned PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape),
-                          *what = am_describe(lse);
+    npy_intp shape[3] = {a->dims[0], a->dims[2], a->dims[1]};
+    if (axes == 2) shape[0] = a->dims[1], shape[1] = a->dims[0];
+    if (PyArray_NDIM(lse) != axes || !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes)) {
+        am_owned PyObject *expected = PyArray_IntTupleFromIntp(axes, shape), *what = am_describe(lse);
         if (!expected || !what) return -1;
         return am_fail(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
     }
     PyArray_Descr *wide = PyArray_DescrFromType(type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
     lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
     if (!lse) return -1;
-    const npy_intp *strides = PyArray_STRIDES(lse);
-    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
-        am_merge_part *part = &a->parts[first + i];
-        part->lse = PyArray_BYTES(lse) + (stacked ? i * strides[0] : 0);
-        memcpy(part->lse_stride + 4 - a->ndim, strides + stacked, (size_t)axes * sizeof *strides);
-    }
+    am_merge_part *part = &a->parts[i];
+    part->lse = PyArray_BYTES(lse);
+    memcpy(part->lse_stride + 4 - a->ndim, PyArray_STRIDES(lse), (size_t)axes * sizeof(npy_intp));
     return 0;
 }
 
-typedef int reader(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first);
+typedef int reader(arguments *a, PyObject *object, const char *name, npy_intp i);
 
-static int read_list(arguments *a, PyObject *list, const char *name, reader *read)
+static int read_each(arguments *a, PyObject *tuple, const char *name, reader *read)
 {
-    if (!PyTuple_Check(list)) return read(a, list, name, 1, 0);
     for (npy_intp i = 0; i < a->count; i++) {
         char part[NAME];
         snprintf(part, NAME, "%s[%td]", name, (ptrdiff_t)i);
-        if (read(a, PyTuple_GET_ITEM(list, i), part, 0, i) < 0) return -1;
+        if (read(a, PyTuple_GET_ITEM(tuple, i), part, i) < 0) return -1;
     }
     return 0;
 }
 
-/* Returns the number of arrays, or -1. A stack of them has `axes` axes, or one less. */
-static npy_intp count_list(PyObject *list, const char *name, int axes, const char *layouts)
+/* Returns a tuple of arrays; a stack of them has `axes` axes, or one less. */
+static PyObject *tuple_of(PyObject *list, const char *name, int axes, const char *layouts)
 {
-    if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
-    if (!PyArray_Check(list)) return am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
-    const int ndim = PyArray_NDIM((PyArrayObject *)list);
-    if (ndim != axes && ndim != axes - 1) return am_reject(PyExc_ValueError, name, layouts, list);
-    return PyArray_DIM((PyArrayObject *)list, 0);
+    if (PyTuple_Check(list)) return Py_NewRef(list);
+    const int ndim = PyArray_Check(list) ? PyArray_NDIM((PyArrayObject *)list) : -1;
+    if (ndim == axes || ndim == axes - 1) return PySequence_Tuple(list);
+    if (ndim < 0)
+        am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
+    else
+        am_reject(PyExc_ValueError, name, layouts, list);
+    return NULL;
 }
 
 static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
 {
-    a->count = count_list(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
-    if (a->count < 0) return -1;
+    am_owned PyObject *all = tuple_of(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]"), *stats = NULL;
+    if (!all) return -1;
+    a->count = PyTuple_GET_SIZE(all);
     if (a->count == 0) return am_fail(PyExc_ValueError, "outs must be one array or more, got none");
-    npy_intp others = count_list(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
-    if (others < 0) return -1;
-    if (others != a->count)
-        return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
+    stats = tuple_of(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
+    if (!stats) return -1;
+    if (PyTuple_GET_SIZE(stats) != a->count)
+        return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count,
+                       PyTuple_GET_SIZE(stats));
     a->arrays = PyList_New(0);
     a->parts = am_new(am_merge_part, a->count + 1);
     if (!a->arrays) return -1;
     if (!a->parts) return am_raise(AM_NO_MEMORY);
-    return read_list(a, outs, "outs", read_outs) < 0 ? -1 : read_list(a, lses, "lses", read_lses);
+    return read_each(a, all, "outs", read_out) < 0 ? -1 : read_each(a, stats, "lses", read_lse);
 }
 
 static void release(arguments *a)
@@ -201,8 +191,8 @@ static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"dlse", am_to_object, &dlse},
     };
     if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0 ||
-        read_outs(&a, dout, "dout", 0, a.count) < 0 ||
-        (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0))
+        read_out(&a, dout, "dout", a.count) < 0 ||
+        (dlse != Py_None && read_lse(&a, dlse, "dlse", a.count) < 0))
         return NULL;
     return run_merge(module, &a, true);
 }
