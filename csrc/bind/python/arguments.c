@@ -78,12 +78,17 @@ PyObject *am_position(PyArrayObject *array, npy_intp index)
     return ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
 }
 
-int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
-                      long long value)
+static PyObject *item_of(PyArrayObject *array, npy_intp index)
 {
-    am_owned PyObject *where = am_position(array, index);
+    return PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
+}
+
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      const char *hint)
+{
+    am_owned PyObject *item = item_of(array, index), *where = item ? am_position(array, index) : NULL;
     if (!where) return -1;
-    return am_fail(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
+    return am_fail(PyExc_ValueError, "%s must %s, got %S at index %S%s", name, expected, item, where, hint);
 }
 
 /* Types of ml_dtypes, which may not be installed, are recognized by their names. */
@@ -405,27 +410,10 @@ int am_read_starts(am_starts *s, PyObject *object, const char *name)
 static const char other_forms[] = "; write np.cumsum([0, *lengths]) for lengths, "
                                   "or pairs_to_cu_seqlens(pairs) for pairs of start and end";
 
-/* A start for a message, which exceeds ptrdiff_t only as uint64. */
-static PyObject *start_of(const am_starts *s, npy_intp index)
-{
-    if (s->starts[index] < PTRDIFF_MAX || s->entries.type != AM_UINT64)
-        return PyLong_FromSsize_t(s->starts[index]);
-    uint64_t start;
-    memcpy(&start, s->entries.data + index * s->entries.stride[0], sizeof start);
-    return PyLong_FromUnsignedLongLong(start);
-}
-
-static int reject_start(const am_starts *s, const char *name, const char *expected, npy_intp index,
-                        const char *hint)
-{
-    am_owned PyObject *start = start_of(s, index);
-    if (!start) return -1;
-    return am_fail(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index, hint);
-}
-
 static int reject_decrease(const am_starts *s, const char *name, npy_intp index)
 {
-    am_owned PyObject *start = start_of(s, index), *before = start ? start_of(s, index - 1) : NULL;
+    am_owned PyObject *start = item_of(s->array, index),
+                      *before = start ? item_of(s->array, index - 1) : NULL;
     if (!before) return -1;
     return am_fail(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
                    before, index, other_forms);
@@ -438,13 +426,13 @@ int am_check_starts(am_starts *s, const char *name)
     s->starts = am_new(ptrdiff_t, count);
     if (!s->starts) return am_raise(AM_NO_MEMORY);
     npy_intp beyond = am_widen(&s->entries, s->starts);
-    if (s->starts[0] != 0) return reject_start(s, name, "start at 0", 0, other_forms);
+    if (s->starts[0] != 0) return am_reject_element(name, "start at 0", s->array, 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
     for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
     for (npy_intp i = 1; decreases; i++) {
         if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s, name, i);
     }
-    return beyond < 0 ? 0 : reject_start(s, name, "hold values below 2**63", beyond, "");
+    return beyond < 0 ? 0 : am_reject_element(name, "hold values below 2**63", s->array, beyond, "");
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)

@@ -121,9 +121,9 @@ void *am_reject_array(PyObject *exception, const char *name, const char *expecte
 /* The position of element `index` in C order: an int for a 1-D array, else a tuple; a new reference. */
 PyObject *am_position(PyArrayObject *array, npy_intp index);
 
-/* Raises ValueError for such an element, as am_reject does. Returns -1. */
+/* Raises ValueError for such an element: "`name` must `expected`, got … at index …`hint`". Returns -1. */
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
-                      long long value);
+                      const char *hint);
 
 /* Checks that `out` shares no memory with `input`; 0 or -1. */
 int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name);

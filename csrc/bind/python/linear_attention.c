@@ -228,11 +228,8 @@ static int check_step(arguments *a)
         return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", a->state.given);
     npy_intp const shape[] = {PyArray_DIM(state, 0), a->linear.heads, a->linear.rows, a->linear.channels};
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
-    if (am_check_out(state, "state", 4, shape, dtype) < 0 || am_raise_refused(&a->request, read_slots(a)) < 0)
-        return -1;
-    if (!a->out.given) return 0;
-    return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->arrays[AM_VALUE]),
-                        PyArray_DESCR(a->arrays[AM_QUERY]));
+    if (am_check_out(state, "state", 4, shape, dtype) < 0) return -1;
+    return am_raise_refused(&a->request, read_slots(a));
 }
 
 static PyObject *compute_step(PyObject *module, arguments *a)

@@ -5,17 +5,6 @@
 
 #include "core/arrays/additive.h"
 
-static int reject_additive(PyArrayObject *array, const char *name, npy_intp index)
-{
-    am_owned PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index),
-                      *where = number ? am_position(array, index) : NULL;
-    if (!where) return -1;
-    return am_fail(PyExc_ValueError,
-                   "%s must be zero for what is masked out and positive for the rest, got %S at index %S; if "
-                   "it is to be added to logits, pass it as `bias`",
-                   name, number, where);
-}
-
 int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
 {
     const am_numbers numbers = {
@@ -28,7 +17,9 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
     if (!am_is_floating(numbers.type)) return 0;
     ptrdiff_t index;
     if (!am_computed(module, PyArray_SIZE(array), am_find_additive, &numbers, &index)) return -1;
-    return index < 0 ? 0 : reject_additive(array, name, index);
+    return index < 0 ? 0
+                     : am_reject_element(name, "be zero for what is masked out and positive for the rest",
+                                         array, index, "; if it is to be added to logits, pass it as `bias`");
 }
 
 int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense)

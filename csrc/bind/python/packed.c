@@ -229,7 +229,7 @@ static int check_divisors(PyArrayObject *b)
     bool is_signed = PyArray_ISSIGNED(b);
     for (npy_intp i = 0; i < PyArray_SIZE(b); i++) {
         if (is_signed ? values[i] > 0 : values[i] != 0) continue;
-        return am_reject_element("b", "positive", b, i, values[i]);
+        return am_reject_element("b", "be positive", b, i, "");
     }
     return 0;
 }

@@ -29,8 +29,12 @@ static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am
 {
     const ptrdiff_t *at = found->place;
     ptrdiff_t plane = PyArray_NDIM(mask) == 4 ? at[0] * PyArray_DIM(mask, 1) + at[1] : at[0];
-    return am_reject_element("mask", "what its segment ids give back (strict=True)", mask,
-                             (plane * dense->queries + at[2]) * dense->keys + at[3], found->live);
+    const ptrdiff_t index = (plane * dense->queries + at[2]) * dense->keys + at[3];
+    am_owned PyObject *where = am_position(mask, index);
+    if (!where) return -1;
+    return am_fail(PyExc_ValueError,
+                   "mask must be what its segment ids give back (strict=True), got %d at index %S",
+                   found->live, where);
 }
 
 static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -107,14 +111,6 @@ static int read_ids(PyArrayObject *array, const char *name, int low, int high, a
     return 0;
 }
 
-static int reject_id(PyArrayObject *array, const char *name, const char *expected, ptrdiff_t index)
-{
-    am_owned PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index),
-                      *where = value ? am_position(array, index) : NULL;
-    if (!where) return -1;
-    return am_fail(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
-}
-
 /* Returns NULL with the exception set. `pad` is the position of padding. */
 static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, am_id_result what,
                                 int32_t pad)
@@ -131,7 +127,7 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     const am_status status = am_convert_ids(context, &ids, what, pad, dst, &large);
     if (am_leave(&call, status) < 0) return NULL;
     if (!large.any) return (PyArrayObject *)Py_NewRef(result);
-    reject_id(array, name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", large.index);
+    am_reject_element(name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", array, large.index, "");
     return NULL;
 }
 
@@ -258,7 +254,8 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
     if (large.any) {
         char expected[64];
         PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
-        reject_id(array, "segment_ids", max_segments.given ? expected : "be below 2**63 - 1", large.index);
+        am_reject_element("segment_ids", max_segments.given ? expected : "be below 2**63 - 1", array,
+                          large.index, "");
         return NULL;
     }
     const npy_intp last = max_segments.given ? most : segments;

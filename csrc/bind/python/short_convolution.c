@@ -58,8 +58,7 @@ static int check_sequences(arguments *a)
     const am_view x = am_view_of(a->x);
     if (check_common(a, &x, false) < 0 || am_raise_refused(&a->request, check_others(a, &x)) < 0) return -1;
     a->conv.x = tokens_of(a, a->x), a->conv.before = am_conv_array_of(am_view_of(a->initial), 0, 2, 1);
-    if (!a->out.given) return 0;
-    return am_check_out(a->out.array, "out", 3, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
+    return 0;
 }
 
 /* The starts of rows, which are sequences. */
@@ -164,9 +163,7 @@ static int check_step(arguments *a)
     const ptrdiff_t rows = a->conv.sequences = x.shape[0],
                     slots = a->indices && state.axes == 3 ? state.shape[0] : rows;
     if (am_raise_refused(r, am_check_tail(r, &state, "state", &a->conv, slots, &x)) < 0) return -1;
-    if (am_check_out(array, "state", 3, PyArray_DIMS(array), PyArray_DESCR(a->x)) < 0 ||
-        (a->out.given && am_check_out(a->out.array, "out", 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x)) < 0))
-        return -1;
+    if (am_check_out(array, "state", 3, PyArray_DIMS(array), PyArray_DESCR(a->x)) < 0) return -1;
     a->conv.x = am_conv_array_of(x, 0, -1, 2), a->conv.before = am_conv_array_of(state, 0, 2, 1);
     if (a->indices) a->slots = am_read_slots(r, &indices, rows, slots);
     return am_raise_refused(r, !a->indices || a->slots);
