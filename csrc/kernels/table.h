@@ -230,7 +230,9 @@ typedef struct {
     const uint64_t *kept;       /* the same for dropout; NULL: no dropout */
     const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_stride apart; NULL: none */
     ptrdiff_t bias_stride;
-    const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
+    /* AM_PREFETCH_KINDS of them. For step_unpacked of formats that have scales of groups: where the next ones
+     * lie, instead of keys and values; or NULL. */
+    const am_prefetch_rows *prefetch;
     /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
      * all begin at these addresses; NULL: they do not. */
     am_prefetch_rows next_keys;

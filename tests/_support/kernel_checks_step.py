@@ -459,7 +459,7 @@ def run_unpacked(
     the keys and values of each head.
     """
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
-    kept, packer = [], query_packer(kernel)
+    kept, packer, scales_to_prefetch = [], query_packer(kernel), prefetch_of(rng, memory)
     for p, state, its_scales in zip(problems, states, scales, strict=True):
         q_packed, (rows, depth) = None, p.q.shape
         if packer.address:
@@ -483,6 +483,7 @@ def run_unpacked(
             **groups,
             **bias_in(memory, rng, p.terms),
             next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
+            prefetch=ctypes.addressof(scales_to_prefetch),
             value_bytes=p.v.shape[1] * p.v.itemsize,
             **words_in(memory, p.terms),
         )

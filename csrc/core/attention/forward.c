@@ -329,14 +329,14 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 am_kv_tile(kv, &it->at, !terms.live, tile);
                 tile->live = terms.live, tile->kept = terms.kept;
                 tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
-                tile->prefetch = prefetch;
+                tile->prefetch = unpacked ? NULL : prefetch;
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
                 if (!unpacked)
                     choose_prefetch(f, &step, it, kv, prefetch);
                 else if (step.after.index >= 0)
-                    am_kv_prefetch_keys(kv, &step.after.of->at, step.after.index, kv_heads_of(here, count),
-                                        tile);
+                    am_kv_prefetch_next(kv, &step.after.of->at, step.after.index, kv_heads_of(here, count),
+                                        prefetch, tile);
             }
             if (live == 0) continue;
             if (unpacked)

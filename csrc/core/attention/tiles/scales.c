@@ -78,6 +78,7 @@ void am_read_scales(const am_attn_base *base, const am_kv_scales *scales, const 
     const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
         count = am_length(keys), all = heads * columns,
                     bytes = scales->group && t.head < t.token ? heads * t.head : 1;
+    const bool in_few_runs = !f->pages.table || f->pages.size * AM_PREFETCH_RUNS >= AM_FLASH_TILE;
     for (ptrdiff_t i = 0; i < all && count < AM_FLASH_TILE; i++)
         memset(to + i * AM_FLASH_TILE + count, 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
     am_key_run run;
@@ -90,6 +91,7 @@ void am_read_scales(const am_attn_base *base, const am_kv_scales *scales, const 
         for (ptrdiff_t j = 0; j < all; j++)
             memset(to + j * AM_FLASH_TILE + i, 0, (size_t)run.count * sizeof(float));
     }
+    if (scales->group && in_few_runs) return; /* kernels prefetch them */
     for (; next.begin < next.end; next.begin += run.count) {
         run = am_key_run_of(f, &t, at, next);
         for (ptrdiff_t r = 0; run.data && r < run.count; r += some) {

@@ -490,12 +490,34 @@ void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_at
             (am_prefetch_rows){.at = to, .stride = bytes, .length = bytes, .rows = 1};
 }
 
-void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
-                         am_flash_tile *tile)
+/* Scales of the groups of some tokens to prefetch. Those that lie side by side become one row. */
+static void prefetch_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
+                            side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
+{
+    const am_kv_scales *s = scales_of(w->kv->base->attn, which);
+    am_tokens t = am_kv_scale_tokens(s);
+    if (s->element == 2 * s->offset) t.element = s->offset;
+    prefetch_tokens(w->kv->base->attn, &t, at, heads, keys, scale_columns(w->kv->base, which), to);
+    for (int i = 0; i < AM_PREFETCH_RUNS; i++) {
+        am_prefetch_rows *rows = &to[i];
+        if (rows->rows <= 0 || rows->stride != rows->length) continue;
+        rows->stride = rows->length *= rows->rows;
+        rows->rows = 1;
+    }
+}
+
+void am_kv_prefetch_next(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
+                         am_prefetch_rows scales[AM_PREFETCH_KINDS], am_flash_tile *tile)
 {
     const am_attn *f = w->kv->base->attn;
     if (are_widened(w)) return; /* prefetches them itself */
     const am_range keys = am_range_at(&w->kv->sections->tiles, index);
+    if (f->k_scales.group) {
+        memset(scales, 0, AM_PREFETCH_KINDS * sizeof *scales);
+        prefetch_groups(w, at, heads, keys, OF_K, &scales[AM_PREFETCH_K]);
+        prefetch_groups(w, at, heads, keys, OF_V, &scales[AM_PREFETCH_V]);
+        tile->prefetch = scales;
+    }
     ptrdiff_t run;
     if (!f->pages.table || !am_find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {
         am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};

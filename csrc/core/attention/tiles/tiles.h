@@ -76,8 +76,9 @@ void am_kv_prefetch(const am_kv_workspace *workspace, const am_scheduled *sectio
                     ptrdiff_t index, ptrdiff_t heads, am_part part,
                     am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
 
-/* Lets step_unpacked prefetch the keys of another tile, of `heads` key heads. */
-void am_kv_prefetch_keys(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index,
-                         ptrdiff_t heads, am_flash_tile *tile);
+/* Lets step_unpacked prefetch the keys of another tile, of `heads` key heads, and the scales of its groups,
+ * if there are any, of which it finds where they lie. */
+void am_kv_prefetch_next(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index,
+                         ptrdiff_t heads, am_prefetch_rows scales[AM_PREFETCH_KINDS], am_flash_tile *tile);
 
 #endif

@@ -19,9 +19,10 @@ static inline ptrdiff_t width_i4(ptrdiff_t channels, ptrdiff_t begin)
     return channels - begin < CHUNK_I4 ? channels - begin : CHUNK_I4;
 }
 
-/* P of a row times the scales of some groups, as i16x2, their units, and the sums of P times offsets. */
+/* P of some rows times the scales of some groups, as i16x2, their units, and the sums of P times offsets. */
 typedef struct {
-    float p[4][AM_FLASH_TILE / 2], units[4], offsets[4];
+    _Alignas(64) float p[4][4][AM_FLASH_TILE / 2]; /* [row][group] */
+    float units[4][4], offsets[4][4];              /* [group][row] */
 } weights_i4;
 
 /* What is computed at once: rows of a block from `row` on, with keys begin … end - 1 of a tile and a chunk of
@@ -30,7 +31,7 @@ typedef struct {
     const am_flash_rows *block;
     const am_flash_tile *tile;
     ptrdiff_t row, begin, end, channel, width;
-    const weights_i4 *weights; /* of values: of each row */
+    const weights_i4 *weights; /* of values */
 } part_i4;
 
 /* The group of a channel: their length is a power of two. */
@@ -222,6 +223,62 @@ static inline void scale_dots_i4(const part_i4 *at, ptrdiff_t row, const int32_t
     }
 }
 
+/* Scales of keys or of values of the next tile, which a step prefetches line by line between its products: if
+ * it prefetched all at once, it would wait for them, and memory for its products. */
+typedef struct {
+    prefetch_lines lines;
+    const am_prefetch_rows *next, *end; /* the runs after these */
+    ptrdiff_t fours;                    /* of lines, for each row of queries */
+} next_scales_i4;
+
+/* Begins with a run; returns how many lines it has. */
+static inline ptrdiff_t begin_scales_i4(next_scales_i4 *scales, const am_prefetch_rows *run)
+{
+    scales->lines = prefetch_lines_of((uintptr_t)run->at, run->stride, run->length, run->rows, 0);
+    return scales->lines.count;
+}
+
+/* Those in these runs; NULL: none. `rows` rows of queries prefetch them. */
+static inline next_scales_i4 next_scales_of_i4(const am_prefetch_rows *runs, int kind, ptrdiff_t rows)
+{
+    static const am_prefetch_rows none[AM_PREFETCH_KINDS];
+    const am_prefetch_rows *first = (runs ? runs : none) + kind;
+    next_scales_i4 scales = {.next = first + 1, .end = first + AM_PREFETCH_RUNS};
+    ptrdiff_t count = 0;
+    for (int i = AM_PREFETCH_RUNS - 1; i >= 0; i--) count += begin_scales_i4(&scales, first + i);
+    scales.fours = (count + 4 * rows - 1) / (4 * rows);
+    return scales;
+}
+
+/* Four lines of runs that may end. */
+APART void prefetch_each_i4(next_scales_i4 *scales)
+{
+    for (int i = 0; i < 4; i++) {
+        while (scales->lines.count == 0) {
+            if (scales->next == scales->end) return;
+            begin_scales_i4(scales, scales->next++);
+        }
+        prefetch_one(&scales->lines, false);
+        scales->lines.count--;
+    }
+}
+
+/* What a row of queries has to prefetch. */
+static inline void prefetch_scales_i4(next_scales_i4 *scales)
+{
+    prefetch_lines *lines = &scales->lines;
+    for (ptrdiff_t i = 0; i < scales->fours; i++) {
+        const char *at = (const char *)lines->at;
+        if (lines->left <= 4 || lines->count < 4) {
+            prefetch_each_i4(scales);
+            continue;
+        }
+        UNROLL(4)
+        for (int j = 0; j < 4; j++) __builtin_prefetch(at + j * CACHE_LINE);
+        lines->at += 4 * CACHE_LINE, lines->left -= 4, lines->count -= 4;
+    }
+}
+
 static inline float number_i4(const uint8_t *row, ptrdiff_t channel)
 {
     return (float)(row[channel / 2] >> channel % 2 * 4 & 15);
@@ -246,7 +303,8 @@ static void find_logits_apart_i4(const am_flash_rows *block, const am_flash_tile
 /* How many of the remaining rows are multiplied at once. */
 static inline ptrdiff_t some_rows_i4(ptrdiff_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : left; }
 
-static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch,
+                           next_scales_i4 *scales)
 {
     prefetch_lines none = prefetch_nothing(tile->k.data);
     part_i4 at;
@@ -257,7 +315,10 @@ static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile
             dots_i4 dots;
             rows = some_rows_i4(block->rows - at.row);
             find_dots_i4(rows, &at, &keys, &dots, at.row == 0 ? prefetch : &none);
-            for (ptrdiff_t r = 0; r < rows; r++) scale_dots_i4(&at, at.row + r, dots.of_rows[r]);
+            for (ptrdiff_t r = 0; r < rows; r++) {
+                scale_dots_i4(&at, at.row + r, dots.of_rows[r]);
+                prefetch_scales_i4(scales);
+            }
         }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++)
@@ -275,43 +336,101 @@ static void add_group_apart_i4(float *out, const am_flash_tile *tile, ptrdiff_t 
     }
 }
 
-/* Finds the weights of one row in the groups of a chunk, from `count` vectors of P from the first on. */
-static inline __attribute__((always_inline)) void
-weigh_groups_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t first, const int count, weights_i4 *to)
+/* The greatest lane of each of four vectors of magnitudes, in each quarter. */
+static inline vf greatest_of_few_i4(const vf v[4])
+{
+    __m512i x[4];
+    UNROLL(2)
+    for (int i = 0; i < 4; i += 2)
+        x[i / 2] = _mm512_max_epi32(_mm512_castps_si512(_mm512_unpacklo_ps(v[i], v[i + 1])),
+                                    _mm512_castps_si512(_mm512_unpackhi_ps(v[i], v[i + 1])));
+    __m512i most = _mm512_max_epi32(_mm512_unpacklo_epi64(x[0], x[1]), _mm512_unpackhi_epi64(x[0], x[1]));
+    most = _mm512_max_epi32(most, _mm512_shuffle_i32x4(most, most, 0x4e));
+    return _mm512_castsi512_ps(_mm512_max_epi32(most, _mm512_shuffle_i32x4(most, most, 0xb1)));
+}
+
+/* Finds the weights of some rows in the groups of a chunk, from `count` vectors of P from the first on. */
+static inline __attribute__((always_inline)) void weigh_groups_i4(const part_i4 *at, ptrdiff_t groups,
+                                                                  ptrdiff_t first, const int rows,
+                                                                  const int count, ptrdiff_t row,
+                                                                  weights_i4 *to)
 {
     const am_flash_tile *tile = at->tile;
-    const float *p = (const float *)at->block->logits + at->row * AM_FLASH_TILE + first,
+    const float *p = (const float *)at->block->logits + (at->row + row) * AM_FLASH_TILE + first,
                 *scales = (const float *)tile->v_scales +
                           group_of_i4(at->channel, tile->v_group) * 2 * AM_FLASH_TILE + first;
     for (ptrdiff_t g = 0; g < groups; g++, scales += 2 * AM_FLASH_TILE) {
-        vf x[AM_FLASH_TILE / VF_LANES], sum = vf_set1(0);
+        vf x[4][AM_FLASH_TILE / VF_LANES], sums[4], most[4];
         UNROLL(4)
-        for (int j = 0; j < count; j++) {
-            const vf y = vf_load(p + j * VF_LANES);
-            const __mmask16 lanes = _mm512_cmp_ps_mask(y, vf_set1(0), _CMP_NEQ_UQ); /* as scale_p_f32 */
-            x[j] = _mm512_maskz_mul_ps(lanes, y, vf_load(scales + j * VF_LANES));
-            sum = vf_add(sum, _mm512_maskz_mul_ps(lanes, y, vf_load(scales + AM_FLASH_TILE + j * VF_LANES)));
+        for (int r = 0; r < 4; r++) {
+            if (r >= rows) {
+                sums[r] = sums[0], most[r] = most[0];
+                continue;
+            }
+            sums[r] = most[r] = vf_set1(0);
+            UNROLL(4)
+            for (int j = 0; j < count; j++) {
+                const vf y = vf_load(p + r * AM_FLASH_TILE + j * VF_LANES);
+                const __mmask16 lanes = _mm512_cmp_ps_mask(y, vf_set1(0), _CMP_NEQ_UQ); /* as scale_p_f32 */
+                x[r][j] = _mm512_maskz_mul_ps(lanes, y, vf_load(scales + j * VF_LANES));
+                sums[r] = vf_add(
+                    sums[r], _mm512_maskz_mul_ps(lanes, y, vf_load(scales + AM_FLASH_TILE + j * VF_LANES)));
+                most[r] = vf_greater(x[r][j], most[r]);
+            }
         }
-        to->offsets[g] = vf_total(sum);
-        to->units[g] = narrow_weights_i16x2(x, count, to->p[g] + first / 2);
-        if (!isnan(to->units[g])) continue;
-        float apart[AM_FLASH_TILE];
+        const vf greatest = greatest_of_few_i4(most), totals = vf_totals_of_few(sums);
+        const __mmask16 some = _mm512_cmp_ps_mask(greatest, vf_set1(0), _CMP_NEQ_UQ),
+                        in_range = _mm512_cmp_ps_mask(greatest, vf_set1(0x1p-100f), _CMP_GT_OQ) &
+                                   _mm512_cmp_ps_mask(greatest, vf_set1(INFINITY), _CMP_LT_OQ);
+        const vf factors = _mm512_maskz_div_ps(some & in_range, vf_set1(MOST_I16), greatest),
+                 units = _mm512_maskz_div_ps(in_range, greatest, vf_set1(MOST_I16));
         UNROLL(4)
-        for (int j = 0; j < count; j++) vf_store(apart + first + j * VF_LANES, x[j]);
-        add_group_apart_i4((float *)at->block->out + at->row * at->block->out_dim, tile, at->begin, at->end,
-                           at->channel + g * tile->v_group, apart);
-        memset(to->p[g], 0, sizeof to->p[g]);
-        to->units[g] = 0;
+        for (int r = 0; r < rows; r++) {
+            const vf factor = r == 0   ? _mm512_shuffle_ps(factors, factors, 0x00)
+                              : r == 1 ? _mm512_shuffle_ps(factors, factors, 0x55)
+                              : r == 2 ? _mm512_shuffle_ps(factors, factors, 0xaa)
+                                       : _mm512_shuffle_ps(factors, factors, 0xff);
+            UNROLL(2)
+            for (int j = 0; j < count; j += 2)
+                vf_store(to->p[row + r][g] + first / 2 + j / 2 * VF_LANES,
+                         vf_narrow_i16x2(vf_mul(x[r][j], factor), vf_mul(x[r][j + 1], factor)));
+        }
+        if (rows == 4) {
+            _mm_storeu_ps(to->units[g], _mm512_castps512_ps128(units));
+            _mm_storeu_ps(to->offsets[g], _mm512_castps512_ps128(totals));
+        } else {
+            _mm_mask_storeu_ps(to->units[g] + row, (1 << rows) - 1, _mm512_castps512_ps128(units));
+            _mm_mask_storeu_ps(to->offsets[g] + row, (1 << rows) - 1, _mm512_castps512_ps128(totals));
+        }
+        const __mmask16 apart = ~in_range & some & ((1 << rows) - 1);
+        if (__builtin_expect(apart == 0, 1)) continue;
+        for (int r = 0; r < rows; r++) {
+            float numbers[AM_FLASH_TILE];
+            if (!(apart >> r & 1)) continue;
+            for (int j = 0; j < count; j++) {
+                const vf y = vf_load(p + r * AM_FLASH_TILE + j * VF_LANES);
+                vf_store(numbers + first + j * VF_LANES, scale_p_f32(y, vf_load(scales + j * VF_LANES)));
+            }
+            add_group_apart_i4((float *)at->block->out + (at->row + row + r) * at->block->out_dim, tile,
+                               at->begin, at->end, at->channel + g * tile->v_group, numbers);
+            memset(to->p[row + r][g], 0, sizeof to->p[row + r][g]);
+        }
     }
 }
 
+/* Lanes of a chunk, and of each of its groups. */
+typedef struct {
+    int groups;
+    __mmask16 all, of_group[4];
+} lanes_i4;
+
 /* Sets the lanes of each group to its number. */
-static inline vf of_groups_i4(const float *first, ptrdiff_t stride, const int groups, const __mmask16 *lanes)
+static inline vf of_groups_i4(const float *first, ptrdiff_t stride, const lanes_i4 *lanes)
 {
     vf v = vf_set1(*first);
     UNROLL(4)
-    for (int g = 1; g < groups; g++)
-        v = _mm512_mask_broadcastss_ps(v, lanes[g], _mm_load_ss(first + g * stride));
+    for (int g = 1; g < lanes->groups; g++)
+        v = _mm512_mask_broadcastss_ps(v, lanes->of_group[g], _mm_load_ss(first + g * stride));
     return v;
 }
 
@@ -344,53 +463,61 @@ static inline void straighten_i4(vf v[8])
     }
 }
 
-/* Lanes of a chunk, and of each of its groups. */
-typedef struct {
-    __mmask16 all, groups[4];
-} lanes_i4;
-
 /* Halves of a chunk that are added up at once: as many as there are registers for. */
 static inline __attribute__((always_inline)) int halves_i4(const int rows) { return rows <= 2 ? 2 : 1; }
 
-/* Adds products of some rows of P with pairs of keys of one run to sums of half of a chunk's columns or of
+/* Adds products of some rows of P with two keys at v and `other` to sums of half of a chunk's columns or of
  * both. A lane has eight channels of a key, and those of two keys are joined word by word to four vectors a
- * half; sums of the second of these are sixteen times as great. The last key may have no other. */
-static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, const int groups,
-                                                               const int half, const part_i4 at,
-                                                               const lanes_i4 *lanes, vf sums[4][8],
-                                                               prefetch_lines *prefetch)
+ * half; sums of the second of these are sixteen times as great. */
+static inline __attribute__((always_inline)) void add_pair_i4(const int rows, const int half,
+                                                              const lanes_i4 *lanes, const char *v,
+                                                              const char *other, const float *p,
+                                                              vector_i4 sums[4][8])
 {
     const int halves = halves_i4(rows);
-    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.channel / 2;
-    const float *p = at.weights->p[0] + at.begin / 2;
-    ptrdiff_t stride = at.tile->v.stride, keys = at.end - at.begin;
-    const __m512i low = _mm512_set1_epi16(0x000f), second = _mm512_set1_epi16(0x00f0);
-    prefetch_lines current = half == 0 ? *prefetch : (prefetch_lines){0};
-#pragma GCC unroll 2
-    for (; keys > 0; keys -= 2, v += 2 * stride, p++) {
-        const __m512i x = _mm512_maskz_loadu_epi32(lanes->all, v),
-                      y = _mm512_maskz_loadu_epi32(lanes->all, v + (keys > 1 ? stride : 0));
-        vf n[8];
-        UNROLL(2)
-        for (int h = 0; h < halves; h++) {
-            const __m512i joined = half + h == 0
-                                       ? _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16))
-                                       : _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
-            n[4 * h] = _mm512_castsi512_ps(_mm512_and_si512(joined, low));
-            n[4 * h + 1] = _mm512_castsi512_ps(_mm512_and_si512(joined, second));
-            n[4 * h + 2] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_srli_epi16(joined, 8), low));
-            n[4 * h + 3] = _mm512_castsi512_ps(_mm512_srli_epi16(joined, 12));
-        }
-        if (half == 0) prefetch_few(&current, 2, true);
-        UNROLL(4)
-        for (int r = 0; r < rows; r++) {
-            const vf weight = of_groups_i4(p + r * (ptrdiff_t)(sizeof(weights_i4) / sizeof *p),
-                                           AM_FLASH_TILE / 2, groups, lanes->groups);
-            UNROLL(8)
-            for (int j = 0; j < 4 * halves; j++) sums[r][j] = vf_fma_i16x2(n[j], weight, sums[r][j]);
-        }
+    const __m512i x = _mm512_maskz_loadu_epi32(lanes->all, v),
+                  y = _mm512_maskz_loadu_epi32(lanes->all, other), low = _mm512_set1_epi16(0x000f),
+                  second = _mm512_set1_epi16(0x00f0);
+    __m512i n[8];
+    UNROLL(2)
+    for (int h = 0; h < halves; h++) {
+        const __m512i joined = half + h == 0
+                                   ? _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16))
+                                   : _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
+        n[4 * h] = _mm512_and_si512(joined, low);
+        n[4 * h + 1] = _mm512_and_si512(joined, second);
+        n[4 * h + 2] = _mm512_and_si512(_mm512_srli_epi16(joined, 8), low);
+        n[4 * h + 3] = _mm512_srli_epi16(joined, 12);
     }
-    if (half == 0) *prefetch = current;
+    UNROLL(4)
+    for (int r = 0; r < rows; r++) {
+        const __m512i weight =
+            _mm512_castps_si512(of_groups_i4(p + r * (4 * AM_FLASH_TILE / 2), AM_FLASH_TILE / 2, lanes));
+        UNROLL(8)
+        for (int j = 0; j < 4 * halves; j++)
+            sums[r][j] = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums[r][j], n[j], weight);
+    }
+}
+
+/* The same of all keys of a run. The last key may have no other. */
+static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, const int half,
+                                                               const part_i4 at, const lanes_i4 *lanes,
+                                                               vector_i4 sums[4][8], prefetch_lines *prefetch)
+{
+    const ptrdiff_t stride = at.tile->v.stride;
+    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.channel / 2;
+    const float *p = at.weights->p[0][0] + at.begin / 2;
+    ptrdiff_t keys = at.end - at.begin;
+    for (; keys >= 4; keys -= 4, v += 4 * stride, p += 2) {
+        if (half == 0) prefetch_few(prefetch, 4, true);
+        add_pair_i4(rows, half, lanes, v, v + stride, p, sums);
+        add_pair_i4(rows, half, lanes, v + 2 * stride, v + 3 * stride, p + 1, sums);
+    }
+    NO_UNROLL
+    for (; keys > 0; keys -= 2, v += 2 * stride, p++) {
+        if (half == 0) prefetch_few(prefetch, 2, true);
+        add_pair_i4(rows, half, lanes, v, v + (keys > 1 ? stride : 0), p, sums);
+    }
 }
 
 /* O + P V of some rows and a chunk of columns. */
@@ -401,31 +528,31 @@ static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, c
     const am_flash_tile *tile = at.tile;
     const ptrdiff_t width = width_i4(2 * tile->value_bytes, at.channel),
                     group = tile->v_group / 8; /* lanes */
-    lanes_i4 lanes = {.all = v_mask_32(width / 8)};
+    lanes_i4 lanes = {.groups = groups, .all = v_mask_32(width / 8)};
     vf out[4][8];
     UNROLL(4)
-    for (int g = 0; g < groups; g++) lanes.groups[g] = (__mmask16)(((1u << group) - 1) << g * group);
+    for (int g = 0; g < groups; g++) lanes.of_group[g] = (__mmask16)(((1u << group) - 1) << g * group);
     UNROLL(2)
     for (int half = 0; half < 2; half += halves) {
-        vf sums[4][8];
+        vector_i4 sums[4][8];
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
             UNROLL(8)
-            for (int i = 0; i < 4 * halves; i++) sums[r][i] = vf_set1(0);
+            for (int i = 0; i < 4 * halves; i++) sums[r][i] = (vector_i4){0};
         }
         part_i4 run = at;
         for (; run.begin < at.end; run.begin = run.end) {
             run.end = end_of_run(&tile->v, run.begin, at.end);
-            add_pairs_i4(rows, groups, half, run, &lanes, sums, prefetch);
+            add_pairs_i4(rows, half, run, &lanes, sums, prefetch);
         }
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
-            const vf unit = of_groups_i4(at.weights[r].units, 1, groups, lanes.groups),
-                     offset = of_groups_i4(at.weights[r].offsets, 1, groups, lanes.groups);
+            const vf unit = of_groups_i4(&at.weights->units[0][r], 4, &lanes),
+                     offset = of_groups_i4(&at.weights->offsets[0][r], 4, &lanes);
             UNROLL(8)
             for (int j = 0; j < 4 * halves; j++) {
                 const vf its = j % 4 == 1 ? vf_mul(unit, vf_set1(0x1p-4f)) : unit;
-                out[r][4 * half + j] = vf_fma(its, vf_of_i32(sums[r][j]), offset);
+                out[r][4 * half + j] = vf_fma(its, _mm512_cvtepi32_ps((__m512i)sums[r][j]), offset);
             }
         }
     }
@@ -457,32 +584,42 @@ APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const part_i4 *at, 
 }
 #undef ROWS_I4
 
-static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+APART void weigh_rows_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t rows, weights_i4 *to)
+{
+    enum { ALL = AM_FLASH_TILE / VF_LANES };
+    if (at->begin >= PANEL_f32 || at->end <= PANEL_f32) {
+        const ptrdiff_t first = at->begin - at->begin % PANEL_f32;
+        for (ptrdiff_t r = 0; r < rows; r++)
+            weigh_groups_i4(at, groups, first, 1, PANEL_f32 / VF_LANES, r, to);
+        return;
+    }
+    switch (rows) {
+    case 1: weigh_groups_i4(at, groups, 0, 1, ALL, 0, to); break;
+    case 2: weigh_groups_i4(at, groups, 0, 2, ALL, 0, to); break;
+    case 4: weigh_groups_i4(at, groups, 0, 4, ALL, 0, to); break;
+    }
+}
+
+static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch,
+                        next_scales_i4 *scales)
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
-    const bool both = begin < PANEL_f32 && end > PANEL_f32;
     prefetch_lines none = prefetch_nothing(tile->v.data);
     for (ptrdiff_t column = 0; column < 2 * tile->value_bytes; column += CHUNK_I4) {
         const ptrdiff_t groups = width_i4(2 * tile->value_bytes, column) / tile->v_group;
         for (ptrdiff_t row = 0, rows; row < block->rows; row += rows) {
-            weights_i4 weights[4];
+            weights_i4 weights;
             part_i4 at = {.block = block,
                           .tile = tile,
                           .row = row,
                           .begin = begin,
                           .end = end,
                           .channel = column,
-                          .weights = weights};
+                          .weights = &weights};
             rows = some_rows_i4(block->rows - row);
-            for (ptrdiff_t r = 0; r < rows; r++, at.row++) {
-                if (both)
-                    weigh_groups_i4(&at, groups, 0, AM_FLASH_TILE / VF_LANES, &weights[r]);
-                else
-                    weigh_groups_i4(&at, groups, begin - begin % PANEL_f32, PANEL_f32 / VF_LANES,
-                                    &weights[r]);
-            }
-            at.row = row;
+            for (ptrdiff_t r = 0; r < rows; r++) prefetch_scales_i4(scales);
+            weigh_rows_i4(&at, groups, rows, &weights);
             at.begin = begin - begin % 2;
             add_weighted_i4(rows, groups, &at, row == 0 ? prefetch : &none);
         }
@@ -492,12 +629,15 @@ static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, p
 static void step_i4(const am_flash_rows *const *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     prefetch_runs runs;
+    const ptrdiff_t rows = heads * blocks[0]->rows;
+    next_scales_i4 k_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_K, rows),
+                   v_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_V, rows);
     prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         assert(tiles[h].layout == AM_ROWS);
-        find_logits_i4(blocks[h], &tiles[h], &prefetch);
+        find_logits_i4(blocks[h], &tiles[h], &prefetch, &k_scales);
         OWN(find_p)(blocks[h], &tiles[h]);
     }
     prefetch = lines_of_next_keys(tiles, &runs);
-    for (ptrdiff_t h = 0; h < heads; h++) add_tile_i4(blocks[h], &tiles[h], &prefetch);
+    for (ptrdiff_t h = 0; h < heads; h++) add_tile_i4(blocks[h], &tiles[h], &prefetch, &v_scales);
 }
