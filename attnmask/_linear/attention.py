@@ -20,7 +20,7 @@ from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.grads import LinearAttentionGrads, Vjp, VjpWithState
-from attnmask._linear.options import LinearCallInto
+from attnmask._linear.options import LinearInto
 
 _Vjp: TypeAlias = Vjp[LinearAttentionGrads]
 _VjpWithState: TypeAlias = VjpWithState[LinearAttentionGrads]
@@ -49,15 +49,15 @@ _PARAMETERS = """
 
 @overload
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[False]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[False]]]
 ) -> Array: ...
 @overload
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[True]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[True]]]
 ) -> tuple[Array, Array]: ...
 @overload
 def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[bool]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[bool]]
 ) -> Array | tuple[Array, Array]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention(
@@ -149,15 +149,15 @@ def linear_attention(
 
 @overload
 def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[False]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[False]]]
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[Literal[True]]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[True]]]
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearCallInto[bool]]
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[bool]]
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 @with_parameters(_PARAMETERS)
 def linear_attention_vjp(

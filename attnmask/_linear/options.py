@@ -58,7 +58,7 @@ class LinearCall(LinearOptions[_Array], Generic[_Array, _Flag], total=False):
     return_state: _Flag
 
 
-class LinearCallInto(LinearCall[ArrayLike, _Flag], Generic[_Flag], total=False):
+class LinearInto(LinearCall[ArrayLike, _Flag], Generic[_Flag], total=False):
     out: Array | None
 
 
@@ -66,7 +66,7 @@ class ConvolutionCall(ConvolutionOptions[_Array], Generic[_Array, _Flag], total=
     return_state: _Flag
 
 
-class ConvolutionCallInto(ConvolutionCall[ArrayLike, _Flag], Generic[_Flag], total=False):
+class ConvolutionInto(ConvolutionCall[ArrayLike, _Flag], Generic[_Flag], total=False):
     out: Array | None
 
 

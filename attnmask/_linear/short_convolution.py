@@ -18,7 +18,7 @@ from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask._linear.grads import ShortConvolutionGrads, Vjp, VjpWithState
-from attnmask._linear.options import Activation, ConvolutionCallInto
+from attnmask._linear.options import Activation, ConvolutionInto
 
 __all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 
@@ -37,21 +37,18 @@ def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[Literal[False]]],
+    **more: Unpack[ConvolutionInto[Literal[False]]],
 ) -> Array: ...
 @overload
 def short_convolution(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[Literal[True]]],
+    **more: Unpack[ConvolutionInto[Literal[True]]],
 ) -> tuple[Array, Array]: ...
 @overload
 def short_convolution(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[bool]],
+    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, **more: Unpack[ConvolutionInto[bool]]
 ) -> Array | tuple[Array, Array]: ...
 def short_convolution(
     x: ArrayLike,
@@ -129,21 +126,18 @@ def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[Literal[False]]],
+    **more: Unpack[ConvolutionInto[Literal[False]]],
 ) -> tuple[Array, _Vjp]: ...
 @overload
 def short_convolution_vjp(
     x: ArrayLike,
     weight: ArrayLike,
     bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[Literal[True]]],
+    **more: Unpack[ConvolutionInto[Literal[True]]],
 ) -> tuple[tuple[Array, Array], _VjpWithState]: ...
 @overload
 def short_convolution_vjp(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    **more: Unpack[ConvolutionCallInto[bool]],
+    x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, **more: Unpack[ConvolutionInto[bool]]
 ) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
 def short_convolution_vjp(
     x: ArrayLike,

@@ -18,8 +18,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Unpack, overload
 
-from numpy.typing import ArrayLike
-
 from attnmask._common.arguments import describe, flag, integer, one_of, real, suit_hint
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
@@ -351,19 +349,12 @@ def _convolution_likes(given: Arguments) -> tuple[Shaped, ...]:
 
 
 def _convolution_gradients(
-    *,
-    dout: Array,
-    dstate: Array | None,
-    kept: None,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    initial_state: Array | None,
-    cu_seqlens: ArrayLike | None,
-    activation: str | None,
+    *, dout: Array, dstate: Array | None, kept: None, activation: str | None, **given: Any
 ) -> tuple[Array | None, ...]:
-    silu = activation is not None
-    return _core.short_convolution_backward(x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate)
+    arrays = (given[name] for name in ("x", "weight", "bias"))
+    others = given["cu_seqlens"], given["initial_state"], dout, dstate
+    core: AnyFunction = _core.short_convolution_backward
+    return core(*arrays, activation is not None, *others)
 
 
 def _step_like(given: Arguments) -> Shaped:
