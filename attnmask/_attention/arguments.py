@@ -87,6 +87,12 @@ class StepOptions(CacheOptions, total=False):
     out: Array | None
 
 
+class StepCall(StepOptions, Generic[_Flag], total=False):
+    """The same with `return_lse`, by its type, for overloads."""
+
+    return_lse: _Flag
+
+
 class RingOptions(_CommonOptions, total=False):
     """Options of ring attention."""
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, STEP, StepOptions
+from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, STEP, StepCall
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._common.arguments import (
@@ -648,9 +648,7 @@ class KVCacheStep:
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike | None = None,
-        *,
-        return_lse: Literal[False] = False,
-        **more: Unpack[StepOptions],
+        **more: Unpack[StepCall[Literal[False]]],
     ) -> Array: ...
     @overload
     def attend(
@@ -659,10 +657,17 @@ class KVCacheStep:
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike | None = None,
-        *,
-        return_lse: Literal[True],
-        **more: Unpack[StepOptions],
+        **more: Unpack[StepCall[Literal[True]]],
     ) -> tuple[Array, Array]: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        **more: Unpack[StepCall[bool]],
+    ) -> Array | tuple[Array, Array]: ...
     @STEP
     def attend(
         self,
