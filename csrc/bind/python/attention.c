@@ -14,7 +14,9 @@
 
 typedef struct {
     PyArrayObject *query, *key, *value;
-    PyArray_Descr *dtype; /* of the query; owned */
+    PyArrayObject *d_out, *result, *lse, *d_lse; /* what gradients take */
+    PyObject *wanted;                            /* the terms whose gradients are returned; borrowed */
+    PyArray_Descr *dtype;                        /* of the query; owned */
     am_out out;
     PyObject *nodes, *terms, *places, *part; /* borrowed */
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
@@ -142,12 +144,11 @@ static int check_out_apart(const arguments *a)
 
 static void release(arguments *a)
 {
+    PyArrayObject *const arrays[] = {a->query,  a->key, a->value, a->d_out,
+                                     a->result, a->lse, a->d_lse, a->out.array};
     am_free_mask(&a->mask);
-    Py_XDECREF(a->query);
-    Py_XDECREF(a->key);
-    Py_XDECREF(a->value);
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) Py_XDECREF(arrays[i]);
     for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
-    Py_XDECREF(a->out.array);
     Py_XDECREF(a->dtype);
 }
 
@@ -347,27 +348,12 @@ static PyObject *backward_schedule(PyObject *module, PyObject *const *args, Py_s
 
 /* --- Backward --- */
 
-typedef struct {
-    arguments a;
-    PyArrayObject *d_out, *out, *lse, *d_lse;
-    PyObject *wanted; /* the names of terms whose gradients are returned; borrowed */
-} backward_arguments;
-
-static void release_backward(backward_arguments *g)
+static int check_backward(arguments *a, am_attn_gradients *problem)
 {
-    release(&g->a);
-    Py_XDECREF(g->d_out);
-    Py_XDECREF(g->out);
-    Py_XDECREF(g->lse);
-    Py_XDECREF(g->d_lse);
-}
-
-static int check_backward(backward_arguments *g, am_attn_gradients *problem)
-{
-    am_request *r = &g->a.mask.request;
-    const am_gradients_given given = {am_view_of(g->d_out), am_view_of(g->out), am_view_of(g->lse),
-                                      am_view_of(g->d_lse)};
-    if (!PyTuple_Check(g->wanted)) return am_reject(PyExc_TypeError, "wanted", "a tuple of names", g->wanted);
+    am_request *r = &a->mask.request;
+    const am_gradients_given given = {am_view_of(a->d_out), am_view_of(a->result), am_view_of(a->lse),
+                                      am_view_of(a->d_lse)};
+    if (!PyTuple_Check(a->wanted)) return am_reject(PyExc_TypeError, "wanted", "a tuple of names", a->wanted);
     return am_raise_refused(r, am_read_gradients(r, &given, problem));
 }
 
@@ -378,15 +364,15 @@ static PyArrayObject *like(const arguments *a, PyArrayObject *array)
 }
 
 /* Makes an array for the gradient of a term, and puts it into a dict under its name if that is wanted. */
-static int add_term_gradient(const backward_arguments *g, int i, am_logit_term *term, PyObject *made)
+static int add_term_gradient(const arguments *a, int i, am_logit_term *term, PyObject *made)
 {
     am_owned PyObject *name = PyUnicode_FromString(am_row_of_term(term)->name);
-    const int wanted = name ? PySequence_Contains(g->wanted, name) : -1;
+    const int wanted = name ? PySequence_Contains(a->wanted, name) : -1;
     if (wanted <= 0 || !am_can_learn(term)) return wanted < 0 ? -1 : 0;
     npy_intp shape[4];
     memcpy(shape, term->shape, sizeof shape);
-    if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = g->a.mask.request.attn.heads;
-    PyArray_Descr *dtype = PyArray_DESCR(g->a.term_arrays[i]);
+    if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = a->mask.request.attn.heads;
+    PyArray_Descr *dtype = PyArray_DESCR(a->term_arrays[i]);
     am_owned PyArrayObject *array =
         am_dtype_of(dtype) == term->array.type ? am_new_array(4, shape, dtype) : NULL;
     if (!array) return -1;
@@ -396,22 +382,22 @@ static int add_term_gradient(const backward_arguments *g, int i, am_logit_term *
 
 /* Makes arrays for the gradients of all terms that are wanted, by name; those that there are none of have
  * none. */
-static PyObject *new_term_gradients(const backward_arguments *g, am_terms *terms)
+static PyObject *new_term_gradients(const arguments *a, am_terms *terms)
 {
     PyObject *made = PyDict_New();
     for (int i = 0; made && i < terms->count; i++) {
-        if (add_term_gradient(g, i, &terms->list[i], made) < 0) Py_CLEAR(made);
+        if (add_term_gradient(a, i, &terms->list[i], made) < 0) Py_CLEAR(made);
     }
     return made;
 }
 
-static PyObject *compute_backward(PyObject *module, backward_arguments *g, am_attn_gradients *problem)
+static PyObject *compute_backward(PyObject *module, arguments *a, am_attn_gradients *problem)
 {
     am_tokens *const places[] = {&problem->d_q, &problem->d_k, &problem->d_v};
-    am_owned PyObject *of_terms = new_term_gradients(g, &problem->forward.terms);
+    am_owned PyObject *of_terms = new_term_gradients(a, &problem->forward.terms);
     if (!of_terms) return NULL;
-    am_owned PyArrayObject *d_q = like(&g->a, g->a.query), *d_k = d_q ? like(&g->a, g->a.key) : NULL,
-                           *d_v = d_k ? like(&g->a, g->a.value) : NULL;
+    am_owned PyArrayObject *d_q = like(a, a->query), *d_k = d_q ? like(a, a->key) : NULL,
+                           *d_v = d_k ? like(a, a->value) : NULL;
     if (!d_v) return NULL;
     PyArrayObject *const made[] = {d_q, d_k, d_v};
     for (int i = 0; i < 3; i++) *places[i] = am_tokens_of_array(made[i]);
@@ -421,19 +407,19 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g, am_at
 
 static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_scoped(release_backward) backward_arguments g = {0};
+    am_scoped(release) arguments a = {0};
     const am_param params[] = {
-        {"problem", to_problem, &g.a},
-        {"dout", am_to_array, &g.d_out},
-        {"out", am_to_array, &g.out},
-        {"lse", am_to_array, &g.lse},
-        {"dlse", am_to_array_or_none, &g.d_lse},
-        {"wanted", am_to_object, &g.wanted},
+        {"problem", to_problem, &a},
+        {"dout", am_to_array, &a.d_out},
+        {"out", am_to_array, &a.result},
+        {"lse", am_to_array, &a.lse},
+        {"dlse", am_to_array_or_none, &a.d_lse},
+        {"wanted", am_to_object, &a.wanted},
     };
     am_attn_gradients problem;
-    if (am_parse("flash_backward", args, nargs, params, 6) < 0 || check_backward(&g, &problem) < 0)
+    if (am_parse("flash_backward", args, nargs, params, 6) < 0 || check_backward(&a, &problem) < 0)
         return NULL;
-    return compute_backward(module, &g, &problem);
+    return compute_backward(module, &a, &problem);
 }
 
 static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
