@@ -11,10 +11,12 @@
 typedef struct {
     am_linear_base base;
     const am_linear_back *back;
+    bool shared, by_head, in_rounds;   /* queries and keys are shared by heads, decays by tokens */
     am_linear_array query, key, decay; /* of each value head and token, before they are summed */
-    char *d_states;                    /* of the states that are kept, in the same order */
-    am_workspaces workspaces;          /* for single chunks */
     am_linear_array d_u;               /* of what is added for each key, where states come first */
+    char *d_states;                    /* of the states that are kept, in the same order */
+    ptrdiff_t states, numbers;         /* of each */
+    am_workspaces workspaces;          /* for single chunks */
 } backward_job;
 
 static ptrdiff_t tokens_of(const am_linear *linear)
@@ -22,26 +24,29 @@ static ptrdiff_t tokens_of(const am_linear *linear)
     return linear->starts ? linear->starts[linear->sequences] : linear->tokens;
 }
 
-/* An array of the type of sums [batch, tokens, heads, columns]; its memory has `bytes`. */
-static ptrdiff_t bytes_of(const backward_job *job, ptrdiff_t columns)
+static ptrdiff_t batch_of(const am_linear *linear) { return linear->starts ? 1 : linear->sequences; }
+
+/* An array of the type of sums [batch, tokens, heads, columns]. */
+static am_linear_array take_array(const backward_job *job, ptrdiff_t columns, char *memory, ptrdiff_t *used)
 {
     const am_linear *linear = job->base.linear;
-    const ptrdiff_t batch = linear->starts ? 1 : linear->sequences;
-    return am_product(am_product(batch, tokens_of(linear), linear->heads), columns, job->base.size);
+    const ptrdiff_t tokens = tokens_of(linear), rows = am_product(batch_of(linear), tokens, linear->heads),
+                    size = job->base.size, head = columns * size, token = linear->heads * head;
+    const char *data = am_take(memory, used, am_product(rows, columns, size));
+    return (am_linear_array){data, job->base.type, {tokens * token, token, head, size}};
 }
 
-static bool make_array(const backward_job *job, am_linear_array *array, ptrdiff_t columns)
+/* Lays out what is kept beside the results; returns its bytes. */
+static ptrdiff_t lay_out(backward_job *job, char *memory)
 {
-    const ptrdiff_t size = job->base.size, head = columns * size, token = job->base.linear->heads * head;
-    void *memory = am_alloc_aligned(bytes_of(job, columns));
-    *array =
-        (am_linear_array){memory, job->base.type, {tokens_of(job->base.linear) * token, token, head, size}};
-    return memory;
-}
-
-static void free_array(const backward_job *job, const am_linear_array *array, ptrdiff_t columns)
-{
-    if (array->data) am_free_aligned((void *)array->data, bytes_of(job, columns));
+    const am_linear *linear = job->base.linear;
+    ptrdiff_t used = 0;
+    if (job->shared) job->query = take_array(job, linear->rows, memory, &used);
+    if (job->shared) job->key = take_array(job, linear->rows, memory, &used);
+    if (job->by_head) job->decay = take_array(job, 1, memory, &used);
+    if (job->in_rounds) job->d_u = take_array(job, linear->channels, memory, &used);
+    job->d_states = am_take(memory, &used, am_product(job->states, job->numbers, job->base.size));
+    return used;
 }
 
 static am_linear_gradients gradients_of(const am_linear_buffers *b)
@@ -207,20 +212,10 @@ static am_status take_chunks(const am_context *context, backward_job *job, ptrdi
 
 static am_status find_gradients(const am_context *context, backward_job *job)
 {
-    const am_linear *linear = job->base.linear;
-    am_linear_chains chains = {.backward = true, .job = job, .begin = begin, .take = take, .end = end};
-    if (!am_linear_in_rounds(context, &job->base)) return am_linear_run_chains(context, &job->base, &chains);
-    ptrdiff_t states, numbers;
-    if (!am_linear_kept(linear, &states, &numbers)) return AM_NO_MEMORY;
-    const ptrdiff_t bytes = am_product(states, numbers, job->base.size);
-    job->d_states = am_alloc_aligned(bytes);
-    const bool made = make_array(job, &job->d_u, linear->channels) && job->d_states;
-    chains.take = take_state;
-    am_status status = made ? am_linear_run_chains(context, &job->base, &chains) : AM_NO_MEMORY;
-    if (status == AM_OK) status = take_chunks(context, job, states);
-    if (job->d_states) am_free_aligned(job->d_states, bytes);
-    free_array(job, &job->d_u, linear->channels);
-    return status;
+    const am_linear_chains chains = {
+        .backward = true, .job = job, .begin = begin, .take = job->in_rounds ? take_state : take, .end = end};
+    const am_status status = am_linear_run_chains(context, &job->base, &chains);
+    return status == AM_OK && job->in_rounds ? take_chunks(context, job, job->states) : status;
 }
 
 /* --- Sums over value heads that share a key head, and over tokens --- */
@@ -264,9 +259,8 @@ static am_status sum_tokens(void *arg, ptrdiff_t head, am_team *team)
 {
     const sum_job *job = arg;
     const am_linear_base *base = job->base;
-    const ptrdiff_t batch_rows = base->linear->starts ? 1 : base->linear->sequences;
     double sum = 0;
-    for (ptrdiff_t b = 0; b < batch_rows; b++) {
+    for (ptrdiff_t b = 0; b < batch_of(base->linear); b++) {
         for (ptrdiff_t t = 0; t < job->tokens; t++) {
             double number;
             if (t % 4096 == 0 && am_checkpoint(team) != AM_OK) return am_checkpoint(team);
@@ -284,27 +278,26 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
 {
     backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
     am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_BACKWARD);
-    const bool shared = linear->heads != linear->key_heads;
-    const bool by_head = back->decay.data && back->decay_of_heads;
-    const ptrdiff_t batch = linear->starts ? 1 : linear->sequences, tokens = tokens_of(linear);
-    am_linear_array d_query = {0}, d_key = {0}, d_decay = {0};
-    if (status == AM_OK && shared &&
-        (!make_array(&job, &d_query, linear->rows) || !make_array(&job, &d_key, linear->rows)))
-        status = AM_NO_MEMORY;
-    if (status == AM_OK && by_head && !make_array(&job, &d_decay, 1)) status = AM_NO_MEMORY;
-    if (shared) job.query = d_query, job.key = d_key;
-    if (by_head) job.decay = d_decay;
-    if (status == AM_OK) status = find_gradients(context, &job);
-    const sum_job sums[] = {{&job.base, &d_query, &back->query, tokens},
-                            {&job.base, &d_key, &back->key, tokens},
-                            {&job.base, &d_decay, &back->decay, tokens}};
-    for (int i = 0; i < 2 && shared && status == AM_OK; i++)
-        status = am_parallel(context, batch * tokens, 16, sum_heads, (void *)&sums[i]);
-    if (by_head && status == AM_OK)
+    const ptrdiff_t tokens = tokens_of(linear);
+    job.shared = linear->heads != linear->key_heads;
+    job.by_head = back->decay.data && back->decay_of_heads;
+    job.in_rounds = am_linear_in_rounds(context, &job.base);
+    if (job.in_rounds && !am_linear_kept(linear, &job.states, &job.numbers)) status = AM_NO_MEMORY;
+    const ptrdiff_t bytes = status == AM_OK ? lay_out(&job, NULL) : 0;
+    char *memory = NULL;
+    if (status == AM_OK) {
+        memory = am_alloc_aligned(bytes);
+        lay_out(&job, memory);
+        status = memory ? find_gradients(context, &job) : AM_NO_MEMORY;
+    }
+    const sum_job sums[] = {{&job.base, &job.query, &back->query, tokens},
+                            {&job.base, &job.key, &back->key, tokens},
+                            {&job.base, &job.decay, &back->decay, tokens}};
+    for (int i = 0; i < 2 && job.shared && status == AM_OK; i++)
+        status = am_parallel(context, batch_of(linear) * tokens, 16, sum_heads, (void *)&sums[i]);
+    if (job.by_head && status == AM_OK)
         status = am_parallel(context, linear->heads, 1, sum_tokens, (void *)&sums[2]);
-    free_array(&job, &d_query, linear->rows);
-    free_array(&job, &d_key, linear->rows);
-    free_array(&job, &d_decay, 1);
+    am_free_aligned(memory, bytes);
     am_linear_end(&job.base);
     return status;
 }

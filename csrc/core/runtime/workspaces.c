@@ -26,7 +26,7 @@ am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_
     *workspaces = (am_workspaces){.parts_size = parts_size, .count = count};
     workspaces->parts = calloc((size_t)count, (size_t)parts_size);
     if (!workspaces->parts) return AM_NO_MEMORY;
-    workspaces->bytes = am_ceil_div(lay_out(job, NULL, workspaces->parts), AM_LINE) * AM_LINE;
+    am_take(NULL, &workspaces->bytes, lay_out(job, NULL, workspaces->parts));
     workspaces->memory = am_alloc_aligned(am_product(count, workspaces->bytes, 1));
     if (!workspaces->memory) return AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < count; i++)

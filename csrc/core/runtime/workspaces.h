@@ -17,11 +17,13 @@ void *am_alloc_aligned(ptrdiff_t bytes);
 #endif
 void am_free_aligned(void *memory, ptrdiff_t bytes);
 
-/* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. */
+/* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. Sums
+ * that overflow are PTRDIFF_MAX. */
 static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
 {
     char *at = from ? from + *used : NULL;
-    *used += am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    if (__builtin_add_overflow(*used, am_product(am_ceil_div(bytes, AM_LINE), AM_LINE, 1), used))
+        *used = PTRDIFF_MAX;
     return at;
 }
 
