@@ -4,14 +4,15 @@
 #include "core/runtime/sizes.h"
 #include "core/runtime/float_mode.h"
 
-static ptrdiff_t lanes_of(const am_linear_base *base)
+/* Of all sequences. */
+static ptrdiff_t heads_of(const am_linear_base *base)
 {
     return am_product(base->linear->sequences, base->linear->heads, 1);
 }
 
 bool am_linear_in_rounds(const am_context *context, const am_linear_base *base)
 {
-    return lanes_of(base) < context->threads;
+    return heads_of(base) < context->threads;
 }
 
 static int uses_of(const am_linear_chains *chains)
@@ -73,7 +74,7 @@ static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t
     am_linear_soon soon = {.count = 0};
     index += backward ? -1 : 1;
     if (index < 0 || index >= am_linear_chunks(base, &at)) {
-        if (++task == lanes_of(base)) return soon;
+        if (++task == heads_of(base)) return soon;
         at = am_linear_place_of(base, task);
         index = backward ? am_max(am_linear_chunks(base, &at), 1) - 1 : 0;
     }
@@ -81,7 +82,7 @@ static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t
     return soon;
 }
 
-static am_status lane_task(void *arg, ptrdiff_t task, am_team *team)
+static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const whole_job *job = arg;
     am_linear_buffers *b = am_workspace(&job->workspaces);
@@ -102,13 +103,13 @@ static am_status lane_task(void *arg, ptrdiff_t task, am_team *team)
     return AM_OK;
 }
 
-static am_status run_lanes(const am_context *context, const am_linear_base *base,
+static am_status run_heads(const am_context *context, const am_linear_base *base,
                            const am_linear_chains *chains)
 {
     whole_job job = {.base = base, .chains = chains};
     am_status status = am_linear_workspaces_make(&job.workspaces, base, context->threads,
                                                  uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS);
-    if (status == AM_OK) status = am_linear_parallel(context, lanes_of(base), lane_task, &job);
+    if (status == AM_OK) status = am_linear_parallel(context, heads_of(base), head_task, &job);
     am_linear_workspaces_free(&job.workspaces);
     return status;
 }
@@ -119,15 +120,15 @@ typedef struct {
     const am_linear_base *base;
     am_linear_base sliced;
     const am_linear_chains *chains;
-    am_workspaces finders, links; /* of threads that find pairs; of chains, [lanes * slices] */
-    char *pairs;                  /* [lanes][round_chunks] */
-    ptrdiff_t lanes, round_chunks, round, last_round, threads;
+    am_workspaces finders, links; /* of threads that find pairs; of chains, [heads * slices] */
+    char *pairs;                  /* [heads][round_chunks] */
+    ptrdiff_t heads, round_chunks, round, last_round, threads;
 } rounds_job;
 
 /* Of a chunk of this round. */
-static char *pairs_of(const rounds_job *job, ptrdiff_t lane, ptrdiff_t chunk)
+static char *pairs_of(const rounds_job *job, ptrdiff_t head, ptrdiff_t chunk)
 {
-    return job->pairs + (lane * job->round_chunks + chunk) * job->base->scratch.pairs;
+    return job->pairs + (head * job->round_chunks + chunk) * job->base->scratch.pairs;
 }
 
 static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
@@ -153,14 +154,14 @@ static am_status round_task(void *arg, ptrdiff_t task, am_team *team)
     const rounds_job *job = arg;
     const am_linear_chains *chains = job->chains;
     const am_linear_place at = am_linear_place_of(&job->sliced, task);
-    const ptrdiff_t lane = task / job->sliced.slices, first = job->round * job->round_chunks;
+    const ptrdiff_t head = task / job->sliced.slices, first = job->round * job->round_chunks;
     const ptrdiff_t count = am_min(am_linear_chunks(job->base, &at) - first, job->round_chunks);
     am_linear_link link = {.base = &job->sliced, .at = &at, .b = am_workspace_at(&job->links, task)};
     if (job->round == (chains->backward ? job->last_round : 0)) chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
         const ptrdiff_t j = chains->backward ? count - 1 - i : i;
         link.index = first + j;
-        link.pairs = pairs_of(job, lane, j);
+        link.pairs = pairs_of(job, head, j);
         am_linear_chunk chunk =
             am_linear_load_known(link.base, link.b, &at, am_linear_token(link.base, &at, link.index));
         am_linear_soon soon = {.count = 0};
@@ -178,8 +179,8 @@ static am_status round_task(void *arg, ptrdiff_t task, am_team *team)
 static am_status run_rounds(const am_context *context, rounds_job *job)
 {
     const bool backward = job->chains->backward;
-    const ptrdiff_t rounds = job->last_round + 1, links = job->lanes * job->sliced.slices,
-                    pairs_bytes = job->lanes * job->round_chunks * job->base->scratch.pairs;
+    const ptrdiff_t rounds = job->last_round + 1, links = job->heads * job->sliced.slices,
+                    pairs_bytes = job->heads * job->round_chunks * job->base->scratch.pairs;
     am_status status = am_linear_workspaces_make(&job->finders, job->base, context->threads,
                                                  AM_LINEAR_READ | AM_LINEAR_FIND);
     if (status == AM_OK)
@@ -188,7 +189,7 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
     if (!job->pairs) status = AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < rounds && status == AM_OK; i++) {
         job->round = backward ? rounds - 1 - i : i;
-        status = am_linear_parallel(context, job->lanes * job->round_chunks, find_task, job);
+        status = am_linear_parallel(context, job->heads * job->round_chunks, find_task, job);
         if (status == AM_OK) status = am_linear_parallel(context, links, round_task, job);
     }
     am_linear_workspaces_free(&job->finders);
@@ -200,19 +201,19 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
 am_status am_linear_run_chains(const am_context *context, const am_linear_base *base,
                                const am_linear_chains *chains)
 {
-    const ptrdiff_t lanes = lanes_of(base);
-    if (!am_linear_in_rounds(context, base)) return run_lanes(context, base, chains);
-    if (lanes == 0) return AM_OK;
+    const ptrdiff_t heads = heads_of(base);
+    if (!am_linear_in_rounds(context, base)) return run_heads(context, base, chains);
+    if (heads == 0) return AM_OK;
     ptrdiff_t longest = 0;
-    for (ptrdiff_t i = 0; i < lanes; i++) {
+    for (ptrdiff_t i = 0; i < heads; i++) {
         const am_linear_place at = am_linear_place_of(base, i);
         longest = am_max(longest, am_linear_chunks(base, &at));
     }
     rounds_job job = {
-        .base = base, .sliced = *base, .chains = chains, .lanes = lanes, .threads = context->threads};
+        .base = base, .sliced = *base, .chains = chains, .heads = heads, .threads = context->threads};
     am_linear_cut_channels(&job.sliced, context);
     const ptrdiff_t most = base->linear->by_channel ? 8 : 16; /* a thread: pairs by channel are larger */
-    job.round_chunks = am_min(am_ceil_div(most * context->threads, lanes), am_max(longest, 1));
+    job.round_chunks = am_min(am_ceil_div(most * context->threads, heads), am_max(longest, 1));
     job.last_round = am_max(am_ceil_div(longest, job.round_chunks), 1) - 1;
     return run_rounds(context, &job);
 }

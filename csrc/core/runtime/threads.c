@@ -71,7 +71,9 @@ static pthread_key_t own_threads;
 static void forget_threads(void *own) { atomic_fetch_sub(&waiting_threads, (int)(intptr_t)own); }
 
 /* The thread that polls sleeps here until the other threads of its team have ended their tasks. Only Python's
- * main thread polls, and it has one team at a time, so one condition is enough. */
+ * main thread polls, and it has one team at a time, so one condition is enough. If it yielded its processor
+ * again and again instead, decoding would take 1.09 of the processor time, and causal attention 1.05 (two
+ * threads on two busy cores of a Zen 5). */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t reached;

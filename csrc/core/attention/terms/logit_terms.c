@@ -127,13 +127,7 @@ ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, c
     ptrdiff_t found = 0;
     for (ptrdiff_t i = 0; heads > 0 && i < count && found < most; i++) {
         const ptrdiff_t block = section->blocks.begin + (count == 1 ? 0 : i * (blocks - 1) / (count - 1));
-        const am_range rows = am_range_at(&sections->blocks, block);
-        const am_attn_place at = {.section = section,
-                                  .b = section->b,
-                                  .head = i % heads,
-                                  .heads = 1,
-                                  .q = rows.begin,
-                                  .queries = am_length(rows)};
+        const am_attn_place at = am_place_of(base, sections, section, block, i % heads, 1);
         found = am_max(found, am_length(am_tiles_within_reach(base, sections, &at)));
     }
     return found;
