@@ -17,9 +17,11 @@ BAD = [-1.0, -np.inf, np.inf, np.nan, "-tiny"]
 SHAPE = (2, 3, 5, 7)
 
 
-def attend(mask):
-    q, k = np.ones((2, 5, 3, 4), np.float32), np.ones((2, 7, 3, 4), np.float32)
-    return attnmask.flash_attention(q, k, k, mask)
+QUERY, KEY = np.ones((2, 5, 3, 4), np.float32), np.ones((2, 7, 3, 4), np.float32)
+
+
+def attend(mask, function=attnmask.flash_attention):
+    return function(QUERY, KEY, KEY, attention_mask=mask)
 
 
 PAIRS = {  # functions that take a mask of pairs [B, H, Q, K]
@@ -33,19 +35,11 @@ PAIRS = {  # functions that take a mask of pairs [B, H, Q, K]
     "attention_mask_to_qkv_cu_seqlens": attnmask.attention_mask_to_qkv_cu_seqlens,
     "split_attention_mask": OperationImpl.split_attention_mask,
     "flash_attention": attend,
-    "flash_attention_vjp": lambda mask: attnmask.flash_attention_vjp(
-        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
-    ),
-    "flash_attention_with_kvcache": lambda mask: attnmask.flash_attention_with_kvcache(
-        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), attention_mask=mask
-    ),
+    "flash_attention_vjp": lambda mask: attend(mask, attnmask.flash_attention_vjp),
+    "flash_attention_with_kvcache": lambda mask: attend(mask, attnmask.flash_attention_with_kvcache),
     "from_blocks": lambda mask: MaskInfo.from_blocks(mask, 4),
-    "flash": lambda mask: OperationRegistry.create("flash")(
-        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
-    ),
-    "vanilla": lambda mask: OperationRegistry.create("vanilla")(
-        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
-    ),
+    "flash": lambda mask: OperationRegistry.create("flash")(QUERY, KEY, KEY, mask),
+    "vanilla": lambda mask: OperationRegistry.create("vanilla")(QUERY, KEY, KEY, mask),
 }
 TOKENS = {  # functions that take a mask of tokens [B, T]
     "from_segments": lambda mask: MaskInfo.from_segments(mask, is_attn_mask=True),
@@ -100,10 +94,8 @@ def test_the_masks_that_models_make():
     ):
         with pytest.raises(ValueError, match=r"got -\S+ at index \(0, 0, 0, 1\)"):
             attend(mask)
-    q, k = np.ones((2, 5, 3, 4), np.float32), np.ones((2, 7, 3, 4), np.float32)
-    np.testing.assert_array_equal(
-        attnmask.flash_attention(q, k, k, bias=causal.astype(np.float32)), attend(causal == 0)
-    )
+    biased = attnmask.flash_attention(QUERY, KEY, KEY, bias=causal.astype(np.float32))
+    np.testing.assert_array_equal(biased, attend(causal == 0))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

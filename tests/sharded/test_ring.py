@@ -84,26 +84,24 @@ def computed(ring, rows=1):
     return count
 
 
-@given(problems(), st.booleans(), st.integers(1, 3))
-def test_each_live_pair_is_computed_once(problem, by_distance, rows):
+@given(
+    problems(),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([None, 0.0, 0.02, 0.5]),
+)
+def test_each_live_pair_is_computed_once(problem, by_distance, rows, seed, density):
+    """Of what the arguments say, or of a mask of all pairs as well."""
     length, world, layout, cu_seqlens, low, high = problem
-    ring = ring_of(layout, length, world, cu_seqlens, None, Conditions(low, high, by_distance, False))
-    live = expected(length, cu_seqlens, low, high)
+    live, mask = expected(length, cu_seqlens, low, high), None
+    if density is not None:
+        array = np.random.default_rng(seed).random((1, 1, length, length)) < density
+        mask, by_distance, rows = MaskInfo.from_attention_mask(array), False, 1
+        live &= array[0, 0]
+    conditions = Conditions(low, high, by_distance, mask is not None)
+    ring = ring_of(layout, length, world, cu_seqlens, mask, conditions)
     np.testing.assert_array_equal(computed(ring, rows), np.broadcast_to(live, (rows, length, length)))
-    for queries in range(world):
-        for keys in range(world):
-            part = live[np.ix_(ring.shards.tokens(queries), ring.shards.tokens(keys))]
-            assert ring.live_pairs(queries, keys) == part.sum()
-
-
-@given(problems(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.5]))
-def test_each_live_pair_of_a_mask_is_computed_once(problem, seed, density):
-    length, world, layout, cu_seqlens, low, high = problem
-    array = np.random.default_rng(seed).random((1, 1, length, length)) < density
-    mask = MaskInfo.from_attention_mask(array)
-    ring = ring_of(layout, length, world, cu_seqlens, mask, Conditions(low, high, False, True))
-    live = expected(length, cu_seqlens, low, high) & array[0, 0]
-    np.testing.assert_array_equal(computed(ring)[0], live)
     for queries in range(world):
         for keys in range(world):
             part = live[np.ix_(ring.shards.tokens(queries), ring.shards.tokens(keys))]
