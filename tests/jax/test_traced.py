@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from every_mask import every_mask
 
 import attnmask
 from attnmask import MaskInfo
@@ -22,40 +23,7 @@ def tensors(batch=B, queries=Q, keys=K, dtype=np.float32):
 
 Q_IDS = np.sort(rng.integers(-1, 3, (B, Q))).astype(np.int32)
 KV_IDS = np.sort(rng.integers(-1, 3, (B, K))).astype(np.int32)
-BY_HEAD = rng.integers(0, 3, (B, H, Q)).astype(np.int32), rng.integers(0, 3, (B, H, K)).astype(np.int32)
-DENSE = rng.random((B, H, Q, K)) < 0.5
-WIDE = MaskInfo.from_segments(np.sort(rng.integers(0, 3, (B, 12))), np.sort(rng.integers(0, 3, (B, 14))))
 STARTS_Q, STARTS_K = np.array([0, 2, 2, 7]), np.array([0, 4, 5, 9])
-
-MASKS = {
-    "segments": MaskInfo.from_segments(Q_IDS, KV_IDS),
-    "one row": MaskInfo.from_segments(Q_IDS[:1], KV_IDS[:1]).apply_causal(),
-    "by head": MaskInfo.from_segments(*BY_HEAD),
-    "causal by row": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal(np.array([0, 3])),
-    "window, chunks": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((3, 2)).apply_chunked(4),
-    "lengths": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_kv_lengths(np.array([3, 9])),
-    "of lengths": MaskInfo.from_lengths([9, 3]).apply_causal()[..., :Q, :],
-    "full": MaskInfo.full(Q, K),
-    "dense": MaskInfo.from_attention_mask(DENSE),
-    "or": ~MaskInfo.from_segments(Q_IDS, KV_IDS) | MaskInfo.from_attention_mask(DENSE),
-    "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K],
-    "window by head": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((np.array([1, 0, 9, 3]), 2)),
-    "causal within segments": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal(
-        np.array([0, 2]), within_segments=True
-    ),
-    "window within segments": MaskInfo.from_segments(*BY_HEAD).apply_sliding_window(
-        (np.array([1, 0, 9, 3]), 2), offset="bottom-right", within_segments=True
-    ),
-    "packed within segments": MaskInfo.from_cu_seqlens(
-        [0, 2, 2, Q], cu_seqlens_kv=[0, 1, 4, K], packed=True
-    ).apply_causal("bottom-right", within_segments=True),
-    "prefix": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().apply_prefix(np.array([2, 1])),
-    "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), Q, K),
-    "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], Q, K, B, H),
-    "slice of a function": MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > 0, 70, 90)[
-        ..., 60:69, 40:
-    ],
-}
 
 
 def both(arguments, names=("query", "key", "value"), **fixed):
@@ -79,9 +47,9 @@ def both(arguments, names=("query", "key", "value"), **fixed):
 
 
 @pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")  # of the window
-@pytest.mark.parametrize("info", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("info", (masks := every_mask(Q, K)).values(), ids=masks)
 def test_masks(info):
-    query, key, value = tensors(queries=info.q_len, keys=info.kv_len)
+    query, key, value = tensors()
     both({"query": query, "key": key, "value": value, "attention_mask": info}, sliding_window=(None, 5))
 
 

@@ -8,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from environment import SANITIZED
+from every_mask import every_mask
 from hypothesis import given
 from hypothesis import strategies as st
 from mask_programs import programs
@@ -356,32 +357,8 @@ def test_a_slice_of_no_heads():
 # What becomes of them
 
 
-def masks(queries, keys, heads):
-    """One of each new kind."""
-    rng = np.random.default_rng(queries + keys)
-    sizes = rng.integers(0, keys, heads)
-    counts = [-(-length // 32) for length in (queries, keys)]
-    everything = MaskInfo.from_segments(np.zeros((1, queries), int), np.zeros((1, keys), int))
-    wide = MaskInfo.from_segments(np.zeros((3, queries + 9), int), np.zeros((3, keys + 70), int))
-    return {
-        "function": MaskInfo.from_function(lambda b, h, q, k: (q + k * (1 + b)) % 3 == 0, queries, keys, 2),
-        "function by head": MaskInfo.from_function(
-            lambda b, h, q, k: (k <= q) & ((q - k) // 16 % (h + 1) == 0), queries, keys, heads=heads
-        ),
-        "blocks": MaskInfo.from_blocks(rng.random((2, heads, *counts)) < 0.4, 32, queries, keys),
-        "prefix": everything.apply_causal().apply_prefix(keys // 3),
-        "window by head": everything.apply_causal(keys - queries).apply_sliding_window(
-            (sizes, 0), offset=keys - queries
-        ),
-        "within segments": MaskInfo.from_segments(
-            *(np.arange(length)[None] // 3 % 50 // (length // 12 + 1) for length in (queries, keys))
-        ).apply_sliding_window((9, 1), offset="bottom-right", within_segments=True),
-        "slice": wide.apply_sliding_window((40, 3))[1, :, 9:, 33 : 33 + keys],
-    }
-
-
 @pytest.mark.parametrize(("queries", "keys"), [(1, 70), (150, 150), (70, 200)])
-@pytest.mark.parametrize("kind", masks(1, 1, 2))
+@pytest.mark.parametrize("kind", every_mask(1, 1))
 def test_attention_skips_and_sees_what_it_should(isa, kind, queries, keys):
     """The bits, forward and backward, of the same mask as an array."""
     rng = np.random.default_rng(1)
@@ -389,7 +366,7 @@ def test_attention_skips_and_sees_what_it_should(isa, kind, queries, keys):
         rng.standard_normal((2, tokens, heads, 16), np.float32)
         for tokens, heads in ((queries, 4), (keys, 2), (keys, 2))
     )
-    mask = masks(queries, keys, 4)[kind]
+    mask = every_mask(queries, keys)[kind]
     results = []
     for given_mask in (mask, mask.attention_mask):
         (out, lse), vjp = attnmask.flash_attention_vjp(query, key, value, given_mask, return_lse=True)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from every_mask import every_mask
 
 import attnmask
 from attnmask import MaskInfo
@@ -18,35 +19,6 @@ def torch():
 
 def segments(batch=2):
     return MaskInfo.from_segments(np.array([[0] * 9 + [1] * 20 + [2] * 4 + [-1] * 4, [3] * 37])[:batch])
-
-
-MASKS = {
-    "segments": segments,
-    "causal": lambda: segments().apply_causal(),
-    "one offset a row": lambda: segments().apply_causal(np.array([1, -2])),
-    "window": lambda: segments(1).apply_sliding_window((5, 2)),
-    "chunks": lambda: segments().apply_chunked(8, within_segments=False),
-    "key lengths": lambda: segments().apply_kv_lengths([20, 37], q_len=5),
-    "token types": lambda: (
-        segments().apply_causal().apply_token_type_ids(np.arange(74).reshape(2, 37) // 6 % 3)
-    ),
-    "sequences": lambda: MaskInfo.from_cu_seqlens([0, 9, 9, 37], packed=True).apply_causal(),
-    "dense": lambda: MaskInfo.from_random(2, 37, 21, 0.3, 0),
-    "heads": lambda: MaskInfo.from_attention_mask(np.tri(37, 37)[None, None] > np.zeros((2, 3, 1, 1))),
-    "joined": lambda: ~segments().apply_causal() | MaskInfo.from_random(2, 37, 37, 0.5, 0),
-    "window by head": lambda: segments().apply_sliding_window((np.array([3, 0, 9]), 1)),
-    "causal within segments": lambda: (
-        MaskInfo.from_segments(np.arange(74).reshape(2, 37) // 9 % 3, np.arange(98).reshape(2, 49) // 14 % 3)
-        .apply_sliding_window((np.array([3, 9]), 1), within_segments=True)
-        .apply_causal("bottom-right", within_segments=True)
-    ),
-    "blocks": lambda: MaskInfo.from_blocks(np.arange(24).reshape(2, 1, 3, 4) % 3, (16, 10), 37, 37),
-    "function": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k * (b + 1)) % 3 == h, 70, 130, 2, 2),
-    "slice": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 70, 130)[..., 5:42, 60:],
-    "full": lambda: MaskInfo.full(37, 21),
-    "of lengths": lambda: MaskInfo.from_lengths([37, 9]).apply_causal(),
-    "everything": lambda: MaskInfo.dynamic_init(input_ids=np.zeros((1, 32))),
-}
 
 
 DOCUMENTS = np.arange(37) // 9
@@ -86,12 +58,11 @@ def test_functions_that_fail_with_tensors_too(torch):
             MaskInfo.from_function(function, 37, 30, 2)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("mask", (masks := every_mask(37, 49, heads=3)).values(), ids=masks)
 @pytest.mark.parametrize("size", [4, (16, 8), 128])
 def test_there_and_back(torch, mask, size):
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask = mask()
     block_mask = mask.to_block_mask(size)
     assert MaskInfo.from_block_mask(block_mask) == mask
     batch, heads, queries, keys = mask.attention_mask.shape

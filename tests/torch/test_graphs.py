@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from every_mask import every_mask
 
 import attnmask
 from attnmask import MaskInfo
@@ -349,22 +350,7 @@ def test_mask_tensors(torch):
     """Any mask comes back as it was."""
     from attnmask.torch._masks import restored
 
-    segments = MaskInfo.from_segments(np.array([[0, 0, 1, -1]] * 2))
-    for mask in (
-        segments,
-        segments.apply_causal(np.array([0, 1])),
-        ~segments.apply_sliding_window((1, 0)) | MaskInfo.from_random(2, 4, 4, 0.5, 0),
-        MaskInfo.from_attention_mask(np.ones((1, 1, 4, 4), np.float32)).apply_chunked(2),
-        MaskInfo.from_cu_seqlens([0, 2, 4], packed=True),
-        MaskInfo.from_cu_seqlens([0, 2, 4], cu_seqlens_kv=[0, 3, 7], packed=True).apply_causal(
-            within_segments=True
-        ),
-        MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > h, 6, 5, heads=2)[..., 2:, :4],
-        MaskInfo.from_blocks(np.eye(2)[None, None], 2).apply_sliding_window((np.array([1, 0]), None)),
-        segments.apply_kv_lengths([2, 3], q_len=1),
-        MaskInfo.full(4),
-        MaskInfo.from_lengths([4, 3, 0]).apply_causal()[..., 1:, :3],
-    ):
+    for mask in every_mask(6, 5).values():
         assert restored(*attnmask.torch.mask_tensors(mask)) == mask
     with pytest.raises(TypeError, match="mask must be a MaskInfo, got None"):
         attnmask.torch.mask_tensors(None)
