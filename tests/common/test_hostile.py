@@ -4,6 +4,7 @@ import contextlib
 import time
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from environment import SANITIZED, alarm, python, run_apart
@@ -174,6 +175,17 @@ def huge(dtype, *shape) -> np.ndarray:
     return as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
 
 
+def attend(depth, value_depth=1, keys=3, dtype="f2", queries=1) -> np.ndarray:
+    shapes = (queries, depth), (keys, depth), (keys, value_depth)
+    return attnmask.flash_attention(*(huge(dtype, 1, tokens, 1, channels) for tokens, channels in shapes))
+
+
+def gradients(batch, queries, depth, value_depth, **more) -> attnmask.FlashAttentionGrads:
+    shapes = (queries, value_depth), (queries, depth), (3, depth), (3, value_depth), (queries, value_depth)
+    arrays = [huge("f2", batch, tokens, 1, channels) for tokens, channels in shapes]
+    return attnmask.flash_attention_bwd(*arrays, huge("f4", batch, 1, queries), **more)
+
+
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
 @pytest.mark.parametrize("call", [
     lambda: MaskInfo.from_segments(huge("i8", 1, WIDE)),
@@ -200,6 +212,21 @@ def huge(dtype, *shape) -> np.ndarray:
     lambda: MaskInfo.from_cu_seqlens(np.zeros(0, int), max_q_len=2**63 - 1),
     lambda: MaskInfo.from_function(lambda b, h, q, k: True, 5, 7, batch=2**63),
     lambda: MaskInfo.from_segments(huge("i1", 2**61, 0)),
+    lambda: attnmask.prepare_lens(huge("i1", 2**61)),
+    lambda: attnmask.prepare_sequence_ids(huge("i1", 2**61)),
+    lambda: attnmask.chunk_global_cumsum(np.ones((1, 4, 1)), cu_seqlens=huge("i1", 2**61)),
+    lambda: attnmask.pairs_to_cu_seqlens(huge("i1", 2**61)),
+    lambda: attnmask.cu_seqlens_to_mask(huge("i1", 2**61), 0),
+    lambda: attnmask.qkv_masks_to_cu_seqlens(huge("?", 2**59, 1), huge("?", 2**59, 1)),
+    lambda: attnmask.attention_mask_to_qkv_cu_seqlens(huge("?", 2**59, 1, 1, 1)),
+    lambda: attnmask.segment_ids_to_cu_seqlens(np.array([[2**60]]), max_segments=None),
+    lambda: attend(2**60, 4, queries=2),
+    lambda: attend(2**59, keys=1, dtype="f8"),
+    lambda: attend(2**61, keys=1, dtype=ml_dtypes.bfloat16),
+    lambda: attend(2**60, keys=0),
+    lambda: attend(2**23, keys=2**38, queries=100),
+    lambda: gradients(1, 2, 2**41, 4),
+    lambda: gradients(2**4, 2**56, 0, 0, softmax_aux=np.zeros(1), grad_softmax_aux=True),  # of sinks alone
 ])  # fmt: skip
 def test_what_fits_no_memory_is_refused_at_once(call):
     begin = time.perf_counter()

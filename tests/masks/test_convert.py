@@ -158,27 +158,6 @@ def test_mask_to_segment_ids(isa, mask, per_head):
             assert told == place, case
 
 
-def test_strict_gives_the_mask_back(isa):
-    rng = np.random.default_rng(5)
-    for shape in [(1, 1), (7, 9), (64, 64), (200, 130), (2, 70, 65), (2, 3, 20, 30)]:
-        sides = [np.sort(rng.integers(-1, 6, (*shape[:-2], length))) for length in shape[-2:]]
-        mask = ref.pairwise(*sides)
-        per_head = mask.ndim == 4
-        q_ids, kv_ids = attnmask.mask_to_segment_ids(mask, per_head, strict=True)
-        if mask.ndim == 2:
-            q_ids, kv_ids = q_ids[None], kv_ids[None]
-        np.testing.assert_array_equal(attnmask.segment_ids_to_mask((q_ids, kv_ids)).reshape(shape), mask)
-    same_heads = np.repeat(ref.pairwise([[0, 0, 1]], [[0, 1, 1]])[:, None], 3, axis=1)
-    assert attnmask.mask_to_segment_ids(same_heads, strict=True)[0].tolist() == [[0, 0, 1]]
-    same_heads[0, 2, 0, 1] = True
-    with pytest.raises(ValueError, match=re.escape("got 1 at index (0, 2, 0, 1)")):
-        attnmask.mask_to_segment_ids(same_heads, strict=True)
-    with pytest.raises(ValueError, match=re.escape("got 0 at index (0, 0)")):
-        attnmask.mask_to_segment_ids(np.eye(4)[::-1].copy(), strict=True)  # segments, but in another order
-    with pytest.raises(ValueError, match=re.escape("got 1 at index (1, 0)")):
-        attnmask.mask_to_segment_ids(np.tri(3), strict=True)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "near the end", "one bit each", "repeated"])
 def test_large_masks(isa, set_threads, kind):
     """Enough rows and columns for every part, tile and panel, on one and on several threads."""
@@ -490,16 +469,10 @@ def test_pairs_and_cu_seqlens(data):
     assert_same(attnmask.pairs_to_cu_seqlens(back), expected, case)
 
 
-def test_pairs_examples():
-    assert attnmask.cu_seqlens_to_pairs([0, 3, 5]).tolist() == [0, 3, 3, 5]
-    assert attnmask.pairs_to_cu_seqlens([0, 3, 3, 5]).tolist() == [0, 3, 5]
+def test_no_pairs():
     assert attnmask.pairs_to_cu_seqlens([]).tolist() == [0]
     assert attnmask.pairs_to_cu_seqlens([]).dtype == np.int64
     assert attnmask.cu_seqlens_to_mask([], 3).shape == (0, 3)
-    with pytest.raises(OverflowError):
-        attnmask.pairs_to_cu_seqlens(np.array([0, 100, 20, 120], np.int8))
-    with pytest.raises(OverflowError):
-        attnmask.pairs_to_cu_seqlens([0, 2**63 - 1, 0, 1])
 
 
 # Properties of segment ids

@@ -659,7 +659,6 @@ def test_bad_input(name):
     first, more = ("g", {"chunk_size": 2}) if "local" in name else ("s", {})
     right = {first: np.ones((1, 5, 2), np.float32)} | more
     bad = [{"cu_seqlens": starts} for starts in ([0, 2, 4], [0, 2, 6], [0], [0, 10**12])]
-    bad += [{"out": np.zeros((1, 5, 2), dtype)} for dtype in (np.float64, np.int64)]
     if more:
         bad += [{"chunk_size": size} for size in (3, 6, 2**31 - 1, 2**63 + 1, 2**70 + 1)]
     for shape, head_first in [((2, 5, 2), False), ((0, 5, 2), False), ((2, 3, 5), True)]:
@@ -667,22 +666,9 @@ def test_bad_input(name):
     for wrong in bad:
         with pytest.raises(ValueError, match=rf"\b{next(iter(wrong))}\b"):
             getattr(attnmask, name)(**right | wrong)
-    with pytest.raises(TypeError, match=rf"\b{first} must "):
-        getattr(attnmask, name)(**right | {first: np.ones((1, 5, 2), bool)})
-
-
-@pytest.mark.parametrize("name", ["chunk_local_cumsum_vjp", "chunk_global_cumsum_vjp"])
-def test_bad_gradients(name):
-    more = (2,) if "local" in name else ()
-    with pytest.raises(TypeError, match=r"\b(g|s) must "):
-        getattr(attnmask, name)(np.ones((1, 5, 2), int), *more)
-    _, vjp = getattr(attnmask, name)(np.ones((1, 5, 2)), *more)
-    for dtype in (int, bool):
-        with pytest.raises(TypeError, match=r"\bdout must "):
-            vjp(np.ones((1, 5, 2), dtype))
-    for dout in (1.0, np.ones(10), np.ones((1, 2, 5))):
-        with pytest.raises(ValueError, match=r"\bdout must "):
-            vjp(dout)
+    if "vjp" in name:
+        with pytest.raises(TypeError, match=rf"\b{first} must "):
+            getattr(attnmask, name)(**right | {first: np.ones((1, 5, 2), int)})
 
 
 def test_out_shares_no_memory_with_starts_of_another_kind():
