@@ -5,6 +5,7 @@ import inspect
 
 import numpy as np
 import pytest
+from every_mask import every_mask
 from flash_cases import BF16, F16, F32, F64
 from kvcache_cases import CASES, Case, arguments_of, attend
 
@@ -122,25 +123,10 @@ def test_masks(mask, page_size):
 
 
 def packed_masks():
-    """Of 40 packed queries and 100 keys, which each sequence counts from its own start: every kind of node."""
-    rng = np.random.default_rng(0)
+    """Of 40 packed queries and 100 keys, which each sequence counts from its own start."""
+    yield from every_mask(40, 100, batch=1).values()
     for shape in ((1, 4, 40, 100), (1, 1, 40, 100), (1, 4, 1, 100), (1, 1, 40, 1)):
-        yield rng.random(shape) < 0.7
-        if shape[2:] == (40, 100):
-            yield MaskInfo.from_attention_mask(rng.random(shape) < 0.7)
-    ids = np.sort(rng.integers(-1, 3, (1, 40))), np.sort(rng.integers(-1, 3, (1, 100)))
-    segments = MaskInfo.from_segments(*ids)
-    yield from (segments, segments.apply_causal(30), ~segments)
-    yield segments.apply_causal(40) | segments.apply_sliding_window((20, 90))
-    whole = MaskInfo.full(40, 100)
-    yield whole.apply_sliding_window((np.array([3, 60, 9, 20]), np.array([5, 90, 70, 50])))
-    yield whole.apply_chunked(16, 5).apply_kv_lengths([70])
-    yield MaskInfo.from_blocks(rng.random((1, 1, 5, 10)) < 0.6, (8, 10), 40, 100)
-    yield MaskInfo.from_function(lambda b, h, q, k: (q * k + h) % 3 != 0, 40, 100, heads=4)
-    yield MaskInfo.from_cu_seqlens([0, 5, 25, 40], cu_seqlens_kv=[0, 30, 80, 100], packed=True)
-    yield MaskInfo.from_cu_seqlens([0, 5, 25, 40], cu_seqlens_kv=[0, 30, 80, 100], packed=True).apply_causal(
-        offset="bottom-right", within_segments=True
-    )
+        yield np.random.default_rng(0).random(shape) < 0.7
 
 
 @pytest.mark.parametrize("mask", list(packed_masks()), ids=lambda mask: type(mask).__name__)

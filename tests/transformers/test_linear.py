@@ -23,65 +23,32 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:De
 
 VOCABULARY, TOKENS = 40, 70
 SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse"]}
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 MODELS = {
-    "Qwen3Next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "head_dim": 8,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-    }
-    | EXPERTS
-    | HYBRID,
-    "KimiLinear": {
-        "linear_num_heads": 2,
-        "linear_head_dim": 16,
-        "num_local_experts": 4,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_group": 1,
-    }
-    | EXPERTS
-    | HYBRID,
+    "Qwen3Next": EXPERTS | HYBRID | {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+        "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16,
+    },
+    "KimiLinear": EXPERTS | HYBRID | {
+        "linear_num_heads": 2, "linear_head_dim": 16, "num_local_experts": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1,
+    },
     "Mamba2": {
-        "num_hidden_layers": 2,
-        "num_heads": 8,
-        "head_dim": 8,
-        "n_groups": 2,
-        "state_size": 16,
-        "chunk_size": 32,
+        "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 32,
     },
     "Mamba": {"num_hidden_layers": 2, "state_size": 8},
     "GraniteMoeHybrid": {
-        "num_hidden_layers": 2,
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 32,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 16,
+        "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 16,
     },
     "Lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
-}
+}  # fmt: skip
 FULL = ("Qwen3Next", "KimiLinear", "Mamba2")
 
 
