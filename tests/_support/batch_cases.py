@@ -6,11 +6,11 @@ of them together in the way that a kind names, and tells the results whose bits 
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from flash_cases import F32, F64, laid_out, lse_dtype
+from flash_cases import F32, F64, Told, laid_out, lse_dtype
 
 import attnmask
 from attnmask import MaskInfo, _core
@@ -52,7 +52,7 @@ Shape = tuple[int, int, int]  # batch rows, queries, keys
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class Config(Told):
     """The numbers of queries and keys of each sequence, and the arguments that all of them share."""
 
     lengths: tuple[tuple[int, int], ...]
@@ -63,9 +63,6 @@ class Config:
     mask: str = "full"
     more: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
-
-    def __repr__(self) -> str:
-        return f"Config({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"
 
     @property
     def cost(self) -> float:

@@ -160,9 +160,17 @@ def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:
         yield {name: factors[name][row[name]] for name in names}
 
 
+class Told:
+    """Has a repr, which a failure shows, that is enough to repeat the call."""
+
+    def __repr__(self) -> str:
+        said = (f for f in fields(self) if repr(getattr(self, f.name)) != repr(f.default))
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
+
+
 @dataclass(frozen=True, repr=False)
-class Case:
-    """One call. Its repr, which a failure shows, is enough to repeat it."""
+class Case(Told):
+    """One call."""
 
     dtype: np.dtype = F32
     queries: int = 64
@@ -194,10 +202,6 @@ class Case:
     precision: str | None = None
     logits_dtype: type | None = None
     seed: int = 0
-
-    def __repr__(self) -> str:
-        said = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
 
     @property
     def rows(self) -> int:

@@ -6,14 +6,14 @@ put into batch rows or one after the other, into contiguous caches or pages, in 
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import reference_kvcache as twin
-from flash_cases import BF16, F16, F32, F64, all_pairs, bits_of, laid_out
+from flash_cases import BF16, F16, F32, F64, Told, all_pairs, bits_of, laid_out
 from flash_expected import Expected, expected_by
 
 import attnmask
@@ -76,8 +76,8 @@ FACTORS: dict[str, tuple] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
-    """One call. Its repr, which a failure shows, is enough to repeat it."""
+class Case(Told):
+    """One call."""
 
     # Of queries and of caches; these may be "int4", "int4 of float16" (its scales are), or "int8 by channel".
     types: tuple[np.dtype, np.dtype | str] = (F32, F32)
@@ -110,10 +110,6 @@ class Case:
     groups: tuple[int, int] = (32, 32)  # channels of four bits that share a scale
     rotate: bool = False
     latent: bool = False
-
-    def __repr__(self) -> str:
-        said = (f for f in fields(self) if repr(getattr(self, f.name)) != repr(f.default))
-        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
 
     @property
     def dtype(self) -> np.dtype:

@@ -428,6 +428,9 @@ def test_arrays(dtype):
 # Errors
 
 
+HALVES = {"dtype": "int4", "depth": 64}
+
+
 @pytest.mark.parametrize(("more", "error", "message"), [
     ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
     ({"pages": -1}, ValueError, "pages must be at least 1, got -1"),
@@ -440,6 +443,17 @@ def test_arrays(dtype):
     ({"dtype": None}, TypeError, "dtype must be float16, .* got None"),
     ({"dtype": "nonsense"}, TypeError, "dtype must be float16, .* got 'nonsense'"),
     ({"dtype": ml_dtypes.float8_e4m3b11fnuz}, TypeError, "dtype must be float16"),
+    ({"dtype": "uint8"}, TypeError, "dtype must be float16, .* or int4, got 'uint8'"),
+    ({"dtype": "int8", "group": 64}, ValueError, "group must be None for int8, got 64"),
+    (HALVES | {"group": 48}, ValueError, "group must be 32, 64 or 128, got 48"),
+    (HALVES | {"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
+    (HALVES | {"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
+    (HALVES | {"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
+    (HALVES | {"rotate": 1}, TypeError, "rotate must be"),
+    (HALVES | {"rotate": True, "value_depth": 192}, ValueError, "value_depth must be a power of two to be rotated"),
+    (HALVES | {"rotate": True, "latent": True}, ValueError, "rotate must be False if latent"),
+    ({"latent": True, "value_depth": 9}, ValueError, "value_depth must be at most depth, 8, if latent, got 9"),
+    ({"latent": "yes"}, TypeError, "latent must be"),
 ], ids=repr)  # fmt: skip
 def test_caches_that_cannot_be(more, error, message):
     arguments = {"kv_heads": 2, "depth": 8, "pages": 4, "dtype": "float32"} | more
@@ -559,27 +573,19 @@ def test_other_calls_in_a_block():
     assert cache.lengths([a, c, d]).tolist() == [4, 1, 0]
 
 
-@pytest.mark.parametrize(("length", "error", "message"), [
-    (6, ValueError, "length must be at most the sequence's 5 tokens, got 6"),
-    (-1, ValueError, "length must be at least 0, got -1"),
+@pytest.mark.parametrize(("length", "message"), [
+    (6, "length must be at most the sequence's 5 tokens, got 6"),
+    (-1, "length must be at least 0, got -1"),
 ])  # fmt: skip
-def test_lengths_to_truncate_to(length, error, message):
+def test_lengths_and_layers_that_are_not_there(length, message):
     cache = cache_of()
     (a,) = grown(cache, 5)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         cache.truncate(a, length)
     assert cache.lengths([a]).tolist() == [5]
-
-
-@pytest.mark.parametrize("layer", [-1, LAYERS])
-def test_layers_that_are_not_there(layer):
-    cache = cache_of()
-    (a,) = grown(cache, 5)
-    tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
-    with (
-        pytest.raises(IndexError, match=f"layer must be from 0 to 1, got {layer}"),
-        cache.step([a], 1) as step,
-    ):
+    layer, tokens = min(length, LAYERS), new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    words = f"layer must be from 0 to 1, got {layer}"
+    with pytest.raises(IndexError, match=words), cache.step([a], 1) as step:
         step.attend(layer, *tokens)
 
 
