@@ -71,7 +71,7 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     w->q_packed = am_take(
         memory, &used, am_max(s->packed_queries * s->k_bytes, s->item_rows * packed_query_bytes(&f->base)));
     w->logits = am_take(memory, &used, am_max(tile, AM_STEP_ROWS * TILE * s->step_tiles * size));
-    am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
+    am_kv_workspace_take(&f->kv, memory, &used, &w->kv);
     w->accumulators = am_take(memory, &used, s->item_bytes);
     w->terms.row = w->kv.row;
     w->terms.bias = am_take(memory, &used, am_adds_to_products(&f->base.terms) ? tile : 0);
@@ -451,7 +451,7 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t end = some.first + some.count, lockstep = am_lockstep(g);
     const workspace *w = am_workspace(&f->workspaces);
     am_kv_workspace kv = w->kv;
-    kv.kv = &f->kv, kv.section = g;
+    kv.section = g;
     am_status status = AM_OK;
     position here = position_of(f, g, some.first, some.split);
     for (; status == AM_OK && some.first < end; some.first += lockstep) {
@@ -516,7 +516,7 @@ static ptrdiff_t most_shared(const forward *f)
 
 ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule, int threads)
 {
-    const forward f = {.base = *base, .schedule = *schedule};
+    const forward f = {.base = *base, .schedule = *schedule, .kv = am_kv_of(base, NULL, schedule)};
     workspace unused;
     return threads * lay_out(&f, NULL, &unused) + schedule->partial_bytes +
            most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
@@ -541,10 +541,10 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     context = &own;
     if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
     if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
+    f.kv = am_kv_of(&f.base, &f.sections, &f.schedule);
     if (status == AM_OK)
         status = am_workspaces_make(&f.workspaces, context->threads, lay_out, &f, sizeof(workspace));
     if (status == AM_OK) {
-        f.kv = (am_kv){.base = &f.base, .sections = &f.sections, .schedule = &f.schedule};
         shared = most_shared(&f);
         status = am_shared_tiles_make(&f.kv.shared, &f.schedule, shared);
     }

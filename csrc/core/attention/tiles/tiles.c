@@ -68,47 +68,39 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
 
 /* --- The keys and values of a tile --- */
 
-static const am_kv_scales *scales_of(const am_attn *f, side which)
-{
-    return which == OF_V ? &f->v_scales : &f->k_scales;
-}
-
-/* The columns of scales of each head that a tile has: one of tokens, or two of each of their groups. Rows
- * that are widened are multiplied by those of groups. */
-static ptrdiff_t scale_columns(const am_attn_base *base, side which)
+am_kv am_kv_of(const am_attn_base *base, const am_sections *sections, const am_schedule *schedule)
 {
     const am_attn *f = base->attn;
-    const ptrdiff_t group = scales_of(f, which)->group, count = which == OF_V ? f->value_dim : f->head_dim;
-    return group == 0 ? 1 : base->widens_rows ? 0 : 2 * count / group;
-}
-
-void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *memory, ptrdiff_t *used,
-                          am_kv_workspace *w)
-{
-    const am_attn *f = base->attn;
-    const ptrdiff_t counts[] = {f->head_dim, f->value_dim}, packed[] = {s->k_bytes, s->v_bytes},
-                    size = (ptrdiff_t)am_size_of(base->widens ? base->arithmetic->factors : f->k.type),
-                    heads = f->pages.table ? am_max(1, s->step_items) : 1,
-                    scaled = f->k_scales.data ? am_max(1, s->step_items) : 0;
-    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
-    for (int i = OF_K; i <= OF_V; i++) {
-        w->packed[i] = am_take(memory, used, s->local_tiles * packed[i]);
-        w->copy_bytes[i] = am_ceil_div(TILE * (counts[i] + counts[i] % 2) * size, AM_LINE) * AM_LINE;
+    const am_kv_side k = {.array = &f->k, .scales = &f->k_scales, .count = f->head_dim},
+                     v = {.array = &f->v, .scales = &f->v_scales, .count = f->value_dim};
+    am_kv kv = {.base = base, .sections = sections, .schedule = schedule, .sides = {[OF_K] = k, [OF_V] = v}};
+    kv.sides[OF_K].packed_bytes = schedule->k_bytes, kv.sides[OF_V].packed_bytes = schedule->v_bytes;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(base->widens ? base->arithmetic->factors : f->k.type);
+    for (am_kv_side *s = kv.sides; s < kv.sides + 2; s++) {
+        const ptrdiff_t group = s->scales->group;
+        /* Rows that are widened are multiplied by those of groups. */
+        s->scale_columns = group == 0 ? 1 : base->widens_rows ? 0 : 2 * s->count / group;
+        am_take(NULL, &s->copy_bytes, TILE * (s->count + s->count % 2) * size);
     }
-    w->copies = am_take(memory, used, heads * (w->copy_bytes[OF_K] + w->copy_bytes[OF_V]));
+    return kv;
+}
+
+void am_kv_workspace_take(const am_kv *kv, char *memory, ptrdiff_t *used, am_kv_workspace *w)
+{
+    const am_attn *f = kv->base->attn;
+    const am_schedule *s = kv->schedule;
+    const ptrdiff_t heads = f->pages.table ? am_max(1, s->step_items) : 1,
+                    scaled = f->k_scales.data ? am_max(1, s->step_items) : 0, number = sizeof(float);
+    w->kv = kv;
+    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
+    for (side i = OF_K; i <= OF_V; i++)
+        w->packed[i] = am_take(memory, used, s->local_tiles * kv->sides[i].packed_bytes);
+    w->copies = am_take(memory, used, heads * (kv->sides[OF_K].copy_bytes + kv->sides[OF_V].copy_bytes));
     w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, f->pages.table ? 3 * sizeof *w->runs : 0);
     for (side i = OF_K; i <= OF_V; i++) /* kernels load up to a line behind them */
-        w->scales[i] = (float *)am_take(
-            memory, used, scaled * scale_columns(base, i) * TILE * (ptrdiff_t)sizeof(float) + AM_LINE);
+        w->scales[i] =
+            (float *)am_take(memory, used, scaled * kv->sides[i].scale_columns * TILE * number + AM_LINE);
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
-}
-
-/* The array of keys or of values, and the numbers of its rows. */
-static const am_tokens *array_of(const am_kv_workspace *w, side which, ptrdiff_t *count)
-{
-    const am_attn *f = w->kv->base->attn;
-    *count = which == OF_V ? f->value_dim : f->head_dim;
-    return which == OF_V ? &f->v : &f->k;
 }
 
 /* Whether keys and values of the section are widened before kernels read them. */
@@ -132,9 +124,8 @@ static ptrdiff_t row_width(const am_kv_workspace *w)
 /* Whether kernels can read rows of keys or values where they lie, in lanes of `width` numbers. */
 static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
 {
-    ptrdiff_t count;
-    const am_tokens *t = array_of(w, which, &count);
-    return !are_widened(w) && am_is_plain(t, count, width);
+    const am_kv_side *s = &w->kv->sides[which];
+    return !are_widened(w) && am_is_plain(s->array, s->count, width);
 }
 
 /* Goes from run to run of keys or values and of the scales of their groups, if there are any. */
@@ -164,9 +155,9 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
 {
     const am_attn_base *base = w->kv->base;
     const am_attn *f = base->attn;
-    ptrdiff_t count;
-    const am_tokens *t = array_of(w, which, &count);
-    const am_kv_scales *s = scales_of(f, which);
+    const am_tokens *t = w->kv->sides[which].array;
+    const am_kv_scales *s = w->kv->sides[which].scales;
+    const ptrdiff_t count = w->kv->sides[which].count;
     const am_tokens groups = am_kv_scale_tokens(s);
     const ptrdiff_t size = (ptrdiff_t)am_size_of(base->arithmetic->factors),
                     bytes = am_row_bytes(t->type, count);
@@ -211,10 +202,9 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
 {
     const am_attn *f = w->kv->base->attn;
     if (are_widened(w)) return widen_rows(w, at, which, copy);
-    ptrdiff_t count;
-    const am_tokens *t = array_of(w, which, &count);
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    count = am_row_bytes(t->type, count) / size; /* of elements */
+    const am_tokens *t = w->kv->sides[which].array;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type),
+                    count = am_row_bytes(t->type, w->kv->sides[which].count) / size; /* of elements */
     am_range keys = w->keys;
     am_key_run run = am_key_run_of(f, t, at, keys);
     if (direct && run.data && run.count == am_length(keys))
@@ -240,9 +230,9 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
 /* The memory for a copy. */
 static char *copy_of(const am_kv_workspace *w, const am_attn_place *at, side which)
 {
-    const ptrdiff_t head = w->kv->base->attn->pages.table ? at->kv_head - w->head : 0;
-    return w->copies + head * (w->copy_bytes[OF_K] + w->copy_bytes[OF_V]) +
-           (which == OF_V ? w->copy_bytes[OF_K] : 0);
+    const ptrdiff_t head = w->kv->base->attn->pages.table ? at->kv_head - w->head : 0,
+                    k_bytes = w->kv->sides[OF_K].copy_bytes, v_bytes = w->kv->sides[OF_V].copy_bytes;
+    return w->copies + head * (k_bytes + v_bytes) + (which == OF_V ? k_bytes : 0);
 }
 
 /* Finds the pages of the tile, if kernels can read rows there; returns whether they can. */
@@ -260,8 +250,7 @@ static bool find_pages(am_kv_workspace *w, const am_attn_place *at)
 /* Keys or values in these pages. */
 static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, side which)
 {
-    ptrdiff_t count;
-    const am_tokens *t = array_of(w, which, &count);
+    const am_tokens *t = w->kv->sides[which].array;
     return (am_rows){.data = (const char *)*w->runs[which] + (at->kv_head - w->head) * t->head,
                      .stride = t->token,
                      .run = w->run,
@@ -271,16 +260,16 @@ static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, 
 /* The scales of keys or values if tiles have them: of tokens, or of their groups if kernels read these. */
 static const am_kv_scales *token_scales(const am_kv_workspace *w, side which)
 {
-    const am_kv_scales *scales = scales_of(w->kv->base->attn, which);
+    const am_kv_scales *scales = w->kv->sides[which].scales;
     return scales->data && !scales->by_channel && !(scales->group && are_widened(w)) ? scales : NULL;
 }
 
 static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t heads)
 {
-    const am_attn_base *base = w->kv->base;
     const am_kv_scales *scales = token_scales(w, which);
     if (scales)
-        am_read_scales(base, scales, at, w->keys, heads, scale_columns(base, which), w->scales[which]);
+        am_read_scales(w->kv->base, scales, at, w->keys, heads, w->kv->sides[which].scale_columns,
+                       w->scales[which]);
 }
 
 /* Packs keys times a factor, or values, and copies their scales behind them if steps multiply by these.
@@ -294,7 +283,7 @@ static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, 
     read_token_scales(w, at, which, 1);
     const void *scales = token_scales(w, which) ? w->scales[which] : NULL;
     if (s->scale_bytes && scales) {
-        char *end = to + (which == OF_V ? s->v_bytes : s->k_bytes);
+        char *end = to + w->kv->sides[which].packed_bytes;
         memcpy(end - s->scale_bytes, scales, (size_t)s->scale_bytes);
         scales = NULL;
     }
@@ -343,7 +332,7 @@ static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_f
     for (side i = OF_K; i <= OF_V; i++) {
         rows[i] = w->run > 0 ? rows_in_pages(w, at, i)
                              : read_rows(w, at, i, width, is_plain(w, i, width), false, copy_of(w, at, i));
-        const float *its = w->scales[i] + (at->kv_head - w->head) * scale_columns(base, i) * TILE;
+        const float *its = w->scales[i] + (at->kv_head - w->head) * w->kv->sides[i].scale_columns * TILE;
         scales[i] = token_scales(w, i) ? its : NULL;
     }
     const ptrdiff_t lanes = am_ceil_div(base->attn->value_dim, width);
@@ -494,10 +483,10 @@ void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_at
 static void prefetch_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
                             side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
-    const am_kv_scales *s = scales_of(w->kv->base->attn, which);
+    const am_kv_scales *s = w->kv->sides[which].scales;
     am_tokens t = am_kv_scale_tokens(s);
     if (s->element == 2 * s->offset) t.element = s->offset;
-    prefetch_tokens(w->kv->base->attn, &t, at, heads, keys, scale_columns(w->kv->base, which), to);
+    prefetch_tokens(w->kv->base->attn, &t, at, heads, keys, w->kv->sides[which].scale_columns, to);
     for (int i = 0; i < AM_PREFETCH_RUNS; i++) {
         am_prefetch_rows *rows = &to[i];
         if (rows->rows <= 0 || rows->stride != rows->length) continue;

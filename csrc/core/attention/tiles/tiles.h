@@ -22,22 +22,34 @@ void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *schedule, p
 /* Before a wave. */
 void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
 
+/* Keys, or values: what all tiles of a call have in common. */
+typedef struct {
+    const am_tokens *array;
+    const am_kv_scales *scales;
+    ptrdiff_t count;                    /* numbers of a row */
+    ptrdiff_t scale_columns;            /* of a head: one of tokens, or two of each of their groups */
+    ptrdiff_t packed_bytes, copy_bytes; /* of a tile that is packed; of rows that are copied */
+} am_kv_side;
+
 typedef struct {
     const am_attn_base *base;
     const am_sections *sections;
     const am_schedule *schedule;
+    am_kv_side sides[2];
     am_shared_tiles shared;
 } am_kv;
+
+/* Without shared tiles. */
+am_kv am_kv_of(const am_attn_base *base, const am_sections *sections, const am_schedule *schedule);
 
 /* How a task reads tiles, by the strategy of its section. */
 typedef struct {
     const am_kv *kv;
     const am_scheduled *section;
-    char *packed[2];         /* keys and values of the tiles that the task has packed */
-    char *row;               /* scratch of am_row_scratch bytes */
-    char *copies;            /* of rows that kernels cannot read where they lie: keys and values of a tile, in
-                              * pages for each key head of a step */
-    ptrdiff_t copy_bytes[2]; /* of keys and values in it */
+    char *packed[2]; /* keys and values of the tiles that the task has packed */
+    char *row;       /* scratch of am_row_scratch bytes */
+    char *copies;    /* of rows that kernels cannot read where they lie: keys and values of a tile, in
+                      * pages for each key head of a step */
     /* Of the tile that am_kv_begin_tile has begun: */
     ptrdiff_t index;
     am_range keys;
@@ -51,8 +63,7 @@ typedef struct {
         bool finite;
     } local[AM_MOST_LOCAL_TILES];
 } am_kv_workspace;
-void am_kv_workspace_take(const am_schedule *schedule, const am_attn_base *base, char *memory,
-                          ptrdiff_t *used, am_kv_workspace *workspace);
+void am_kv_workspace_take(const am_kv *kv, char *memory, ptrdiff_t *used, am_kv_workspace *workspace);
 
 /* Begins a step over a tile, whose first item is at a place: finds what its key heads share. */
 void am_kv_begin_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index);
