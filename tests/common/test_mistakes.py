@@ -357,13 +357,15 @@ def told(call) -> list[warnings.WarningMessage]:
     return caught
 
 
-def warned_here(caught, *fragments: str) -> None:
-    """One warning, which shows a line of this file."""
-    (warning,) = caught
+def told_once(call, *fragments: str) -> None:
+    """One warning, which shows a line of this file, the first time; then it is forgotten."""
+    (warning,) = told(call)
     assert warning.category is attnmask.AttnmaskWarning
     assert warning.filename == __file__
     for fragment in fragments:
         assert fragment in str(warning.message)
+    assert not told(call), "it was told before"
+    _warnings._not_yet_given.update(_warnings._MESSAGES)
 
 
 def backward(**more):
@@ -393,15 +395,13 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_single_query_that_sees_the_first_key_alone(name):
     call = CALLS[name]
-    warned_here(told(lambda: call(causal=True)), 'causal_offset="bottom-right"', "causal_offset=0")
-    assert not told(lambda: call(causal=True)), "it was told before"
+    told_once(lambda: call(causal=True), 'causal_offset="bottom-right"', "causal_offset=0")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_sinks_that_look_like_one_a_head(name):
     call, sinks = CALLS[name], zeros(H)
-    warned_here(told(lambda: call(softmax_aux=sinks)), "softmax_aux[:, None]", "softmax_aux[None, :]")
-    assert not told(lambda: call(softmax_aux=sinks)), "it was told before"
+    told_once(lambda: call(softmax_aux=sinks), "softmax_aux[:, None]", "softmax_aux[None, :]")
 
 
 def test_pairs_that_could_be_starts():
@@ -410,9 +410,7 @@ def test_pairs_that_could_be_starts():
     def call(**more):
         return MaskInfo.from_cu_seqlens([0, 3, 5, 9], max_q_len=9, **more)
 
-    warned_here(told(call), "packed=True", "packed=False")
-    assert not told(call), "it was told before"
-    _warnings._not_yet_given.update(_warnings._MESSAGES)
+    told_once(call, "packed=True", "packed=False")
     assert call(packed=True).shape == (1, 9, 9)
     assert call(packed=False).shape == (2, 9, 9)
     MaskInfo.from_cu_seqlens([0, 3], max_q_len=9)  # one pair, or one sequence
@@ -431,9 +429,7 @@ def test_a_causal_array_as_padding():
             lambda tri: MaskInfo.dynamic_init(attention_mask=tri),
         ):
             tri = np.tri(tokens)
-            warned_here(told(lambda call=call, tri=tri: call(tri)), "[B, T]", "attention_mask[None, None]")
-            assert not told(lambda call=call, tri=tri: call(tri)), "it was told before"
-            _warnings._not_yet_given.update(_warnings._MESSAGES)
+            told_once(lambda call=call, tri=tri: call(tri), "[B, T]", "attention_mask[None, None]")
         MaskInfo.from_attention_mask(tri[None, None])
         MaskInfo.from_attention_mask(tri[None])
         assert MaskInfo(tri[None, None]).apply_causal() == MaskInfo(tri[None, None])
@@ -462,9 +458,7 @@ def test_heads_that_seem_to_lie_before_tokens(name):
     call = LAYOUTS[name]
     for shape in ((1, 2, 65, 4), (2, 9, 72, 4)):
         x = zeros(*shape)
-        warned_here(told(lambda x=x: call(x)), "x.swapaxes(1, 2)")
-        assert not told(lambda x=x: call(x)), "it was told before"
-        _warnings._not_yet_given.update(_warnings._MESSAGES)
+        told_once(lambda x=x: call(x), "x.swapaxes(1, 2)")
         assert not told(lambda x=x: call(x.swapaxes(1, 2)))
     for shape in ((1, 1, 65, 4), (1, 2, 64, 4), (1, 9, 71, 4), (1, 65, 2, 4)):
         call(zeros(*shape))
@@ -493,9 +487,7 @@ def test_packed_sequences_that_begin_at_other_places_among_the_keys(name):
         [0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True, max_q_len=6, max_kv_len=9
     )
     for mask in (UNEQUAL, padded)[: 1 if name == "the second term" else 2]:
-        warned_here(told(lambda mask=mask: call(mask)), "within_segments=True")
-        assert not told(lambda mask=mask: call(mask)), "it was told before"
-        _warnings._not_yet_given.update(_warnings._MESSAGES)
+        told_once(lambda mask=mask: call(mask), "within_segments=True")
         assert call(mask, within_segments=True)[:, :, 4, 3:7].density() >= 0.75
     call(MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 2, 7], packed=True))  # both begin at 2
     call(MaskInfo.from_cu_seqlens([0, 2, 0, 5], max_q_len=5, cu_seqlens_kv=[0, 3, 0, 7], max_kv_len=7))
@@ -510,9 +502,7 @@ def test_a_diagonal_beside_a_mask_of_packed_sequences(limits):
     def call(mask, **more):
         flash_attention(x, keys, keys, mask, **more)
 
-    warned_here(told(lambda: call(UNEQUAL, **limits)), "within_segments=True", "apply_causal")
-    assert not told(lambda: call(UNEQUAL, **limits)), "it was told before"
-    _warnings._not_yet_given.update(_warnings._MESSAGES)
+    told_once(lambda: call(UNEQUAL, **limits), "within_segments=True", "apply_causal")
     call(UNEQUAL)
     call(UNEQUAL.apply_causal(within_segments=True))
     call(MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 2, 7], packed=True), **limits)

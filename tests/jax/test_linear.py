@@ -102,33 +102,21 @@ def test_no_tokens_and_no_channels():
     assert not state.any()
 
 
-def test_shard_map():
+@pytest.mark.parametrize(("name", "alike"), [
+    ("linear_attention", ()),
+    ("short_convolution", ("weight", "bias")),  # which all devices have, and whose gradients are added up
+])  # fmt: skip
+def test_shard_map(name, alike):
     """Rows on a mesh of one device, with gradients."""
-    mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
-    spec = jax.sharding.PartitionSpec("rows")
-    arrays = attention_arrays()
-    attend = jax.shard_map(lambda x: ours.linear_attention(**x), mesh=mesh, in_specs=spec, out_specs=spec)
-    np.testing.assert_array_equal(jax.jit(attend)(arrays), attnmask.linear_attention(**arrays))
-    grads = jax.jit(jax.grad(lambda x: (attend(x) * split(x["value"], 0)).sum()))(arrays)
-    out, vjp = attnmask.linear_attention_vjp(**arrays)
-    np.testing.assert_array_equal(grads["beta"], vjp(split(out, 0)).beta)
-
-
-def test_shard_map_of_convolutions():
-    """All devices have the weights, whose gradients are added up."""
-    mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
-    rows, alike = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
-    arrays = convolution_arrays()
-    specs = {name: alike if name in ("weight", "bias") else rows for name in arrays}
-    convolve = jax.shard_map(
-        lambda x: ours.short_convolution(**x), mesh=mesh, in_specs=(specs,), out_specs=rows
-    )
-    np.testing.assert_array_equal(jax.jit(convolve)(arrays), attnmask.short_convolution(**arrays))
-    grads = jax.jit(jax.grad(lambda x: (convolve(x) * split(x["x"], 0)).sum()))(arrays)
-    out, vjp = attnmask.short_convolution_vjp(**arrays)
-    expected = vjp(split(out, 0))
-    for name in arrays:
-        np.testing.assert_array_equal(grads[name], getattr(expected, name), err_msg=name)
+    mesh, rows = jax.sharding.Mesh(jax.devices()[:1], "rows"), jax.sharding.PartitionSpec("rows")
+    arrays = attention_arrays() if name == "linear_attention" else convolution_arrays()
+    specs = {key: jax.sharding.PartitionSpec() if key in alike else rows for key in arrays}
+    call = jax.shard_map(lambda x: getattr(ours, name)(**x), mesh=mesh, in_specs=(specs,), out_specs=rows)
+    out, vjp = getattr(attnmask, f"{name}_vjp")(**arrays)
+    np.testing.assert_array_equal(jax.jit(call)(arrays), out)
+    grads, expected = jax.jit(jax.grad(lambda x: (call(x) * split(out, 0)).sum()))(arrays), vjp(split(out, 0))
+    for key in arrays:
+        np.testing.assert_array_equal(grads[key], getattr(expected, key), err_msg=key)
 
 
 # Bad input

@@ -263,34 +263,11 @@ def test_cdiv_of_arrays(kind, data):
         np.testing.assert_array_equal(got, expected, err_msg=repr(case))
 
 
-@pytest.mark.parametrize(("a", "b", "expected"), [
-    (7, 2, 4),
-    (-7, 2, -3),
-    (0, 5, 0),
-    (10**40, 3, -(-(10**40) // 3)),
-    (np.int64(INT64_MIN), 1, np.int64(INT64_MIN)),
-    (np.int64(INT64_MIN), INT64_MAX, np.int64(-1)),
-    (np.int64(INT64_MAX), np.int64(INT64_MAX), np.int64(1)),
-    (np.int64(INT64_MAX), 2**64, np.int64(1)),
-    (np.uint64(UINT64_MAX), 2, np.uint64(2**63)),
-    (np.uint64(UINT64_MAX), np.uint64(UINT64_MAX), np.uint64(1)),
-    (np.int8(-128), 1000, np.int8(0)),
-    (np.int8(127), 1000, np.int8(1)),
-    (np.uint8(200), np.int8(3), np.int16(67)),
-    (255, np.uint8(2), np.uint8(128)),
-    (2**70, np.array([2**62]), np.array([256])),
-    (-(2**64), np.int64(2**62), np.int64(-4)),
-    (np.int64(-(2**63)), np.int64(1), np.int64(-(2**63))),
-    (np.array([5, -5]), 2**70, np.array([1, 0])),
-    ([5, 6], 2, np.array([3, 3])),
-    ((5, -6), [2, 4], np.array([3, -1])),
-    (np.zeros((0, 3), np.int16), 2, np.zeros((0, 3), np.int16)),
-], ids=repr)  # fmt: skip
-def test_cdiv_examples(a, b, expected):
-    got = attnmask.cdiv(a, b)
-    assert type(got) is type(expected)
-    assert np.asarray(got).dtype == np.asarray(expected).dtype
-    np.testing.assert_array_equal(got, expected)
+@pytest.mark.parametrize(
+    ("a", "b"), [([5, 6], 2), ((5, -6), [2, 4]), (np.zeros((0, 3), np.int16), 2)], ids=repr
+)
+def test_cdiv_of_lists(a, b):
+    assert_same(attnmask.cdiv(a, b), ref.cdiv(np.array(a), np.array(b) if isinstance(b, list) else b), (a, b))
 
 
 @pytest.mark.parametrize("b", [np.int8(3), np.array([3], np.int8), np.array([3, 100], np.int8)], ids=repr)
