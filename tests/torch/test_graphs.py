@@ -294,24 +294,6 @@ def test_specifications_that_are_none(torch, specification):
     assert attnmask.torch.flash_attention(query, query, query, made).shape == query.shape
 
 
-def test_masks_with_one_specification(torch):
-    """They share a compiled function."""
-    graphs = []
-    query = torch.randn(1, 4, 1, 8)
-    compiled = torch.compile(
-        lambda query, mask: attnmask.torch.flash_attention(query, query, query, mask),
-        backend=counting(graphs),
-        fullgraph=True,
-    )
-    for ids in ([[0, 0, 1, 1]], [[0, 1, 1, 1]], [[0, 1, 2, -1]]):
-        info = MaskInfo.from_segments(ids).apply_causal()
-        mask = attnmask.torch.mask_tensors(info)
-        right = attnmask.torch.flash_attention(query, query, query, info)
-        assert torch.equal(compiled(query, mask), right)
-        assert torch.equal(attnmask.torch.flash_attention(query, query, query, mask), right)
-    assert len(graphs) == 1
-
-
 FOLLOWS_LENGTH = {
     "window": lambda t: {"sliding_window": t // 2},
     "sides": lambda t: {"sliding_window": (t // 2, 0), "causal_offset": t // 3},
@@ -377,8 +359,10 @@ def test_compiled_with_a_mask(torch, backend):
         assert_same(torch, results(torch, compiled, arguments), right)
 
 
-def test_compiled_with_other_masks(torch):
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_compiled_with_other_masks(torch, as_tensors):
     """A graph does for all masks that differ in the contents of their arrays, as arguments, attributes or globals."""
+    given = attnmask.torch.mask_tensors if as_tensors else lambda mask: mask
     holder, graphs = types.SimpleNamespace(), []
     compiled = torch.compile(
         lambda query, mask: (
@@ -392,11 +376,11 @@ def test_compiled_with_other_masks(torch):
     for ids in ([[0, 0, 1, 1]], [[0, 1, 1, 1]], [[0, 1, 2, -1]]):
         mask, holder.mask = MaskInfo.from_segments(ids).apply_causal(), MaskInfo.from_segments(ids)
         out, other = (attnmask.torch.flash_attention(query, query, query, x) for x in (mask, holder.mask))
-        assert torch.equal(compiled(query, mask), out + other)
+        assert torch.equal(compiled(query, given(mask)), out + other)
     assert len(graphs) == 1
     mask = mask.apply_sliding_window(1)
     right = attnmask.torch.flash_attention(query, query, query, mask)
-    assert torch.equal(compiled(query, mask), right + other)
+    assert torch.equal(compiled(query, given(mask)), right + other)
     assert len(graphs) == 2
 
 

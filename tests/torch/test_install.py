@@ -276,26 +276,6 @@ def test_sdpa_where_attnmask_does_not_apply(torch, calls):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_sdpa_compiled(torch, calls):
-    tensors = inputs(torch, dtype=torch.float32, transposed=True)
-
-    def function(*tensors):
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True) * 2
-
-    def results(function):
-        out = function(*tensors)
-        return out, *torch.autograd.grad(out.sum(), tensors)
-
-    right = results(function)
-    calls.clear()
-    got = results(torch.compile(function, backend="aot_eager", fullgraph=True))
-    for one, other in zip(got, right, strict=True):
-        torch.testing.assert_close(one, other)
-    assert calls == ["flash_attention_fwd", "flash_attention_bwd"]
-
-
-@pytest.mark.usefixtures("installed")
 def test_encoder(torch, calls):
     """A layer of PyTorch, with padding."""
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -497,18 +477,28 @@ def test_slopes(torch, rows, paged):
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_varlen_attn_compiled(torch):
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiled(torch, calls, packing):
     from torch.nn.attention.varlen import varlen_attn
 
-    tensors, starts = packed(torch, (3, 5), (3, 5), kv_heads=4, dtype=torch.float32)
+    if packing:
+        tensors, starts = packed(torch, (3, 5), (3, 5), kv_heads=4, dtype=torch.float32)
+        attend = lambda *x: varlen_attn(*x, *starts, 5, 5, window_size=(-1, 0)) * 2  # noqa: E731
+    else:
+        tensors = inputs(torch, dtype=torch.float32, transposed=True)
+        attend = lambda *x: torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True) * 2  # noqa: E731
 
     def results(function):
-        out = function(*tensors, *starts, 5, 5, window_size=(-1, 0))
+        out = function(*tensors)
         return out, *torch.autograd.grad(out.square().sum(), tensors)
 
-    got = results(torch.compile(varlen_attn, backend="aot_eager", fullgraph=True))
-    for one, other in zip(got, results(varlen_attn), strict=True):
+    right = results(attend)
+    calls.clear()
+    for one, other in zip(
+        results(torch.compile(attend, backend="aot_eager", fullgraph=True)), right, strict=True
+    ):
         torch.testing.assert_close(one, other)
+    assert calls == ["flash_attention_fwd", "flash_attention_bwd"]
 
 
 @pytest.mark.usefixtures("installed")

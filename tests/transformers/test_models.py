@@ -59,15 +59,6 @@ def logits_and_gradients(model, rows, **inputs):
     return {"logits": logits.detach()} | grads
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", DECODERS | ENCODERS)
-def test_logits_and_gradients(name, side):
-    model, rows = model_of(name), padding(side)
-    inputs = {"input_ids": random_ids(2, TOKENS), "attention_mask": rows}
-    expected, actual = by_both(model, lambda: logits_and_gradients(model, rows, **inputs))
-    assert_close(actual, expected)
-
-
 def source(name, rows):
     if name == "Whisper":
         return {"input_features": torch.randn(2, 8, 2 * TOKENS)}
@@ -75,32 +66,25 @@ def source(name, rows):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", BOTH_SIDES)
-def test_logits_and_gradients_of_encoders_with_decoders(name, side):
+@pytest.mark.parametrize("name", DECODERS | ENCODERS | BOTH_SIDES)
+def test_logits_and_gradients(name, side):
     model, rows = model_of(name), padding(side)
-    inputs = source(name, rows) | {"decoder_input_ids": random_ids(2, TOKENS), "decoder_attention_mask": rows}
+    inputs = source(name, rows)
+    if name in BOTH_SIDES:
+        inputs |= {"decoder_input_ids": random_ids(2, TOKENS), "decoder_attention_mask": rows}
     expected, actual = by_both(model, lambda: logits_and_gradients(model, rows, **inputs))
     assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", DECODERS | BOTH_SIDES)
 def test_greedy_generation(name, cache):
-    """Past the window, and the first row behind padding."""
-    model, ids, rows = model_of(name), random_ids(2, TOKENS), padding("left")
+    """Past the window, and in decoders the first row behind padding."""
+    model, given = model_of(name), source(name, padding("left" if name in DECODERS else "right"))
     more = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
-    expected, actual = by_both(model, lambda: model.generate(ids, attention_mask=rows, **more))
-    assert actual.tolist() == expected.tolist()
-    assert len(set(actual[0, TOKENS:].tolist())) > 1
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", BOTH_SIDES)
-def test_greedy_generation_of_encoders_with_decoders(name, cache):
-    model, given = model_of(name), source(name, padding("right"))
-    more = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache}
     expected, actual = by_both(model, lambda: model.generate(**given, **more))
     assert actual.tolist() == expected.tolist()
+    assert name in BOTH_SIDES or len(set(actual[0, TOKENS:].tolist())) > 1
 
 
 def test_a_chat_goes_on():
