@@ -96,9 +96,8 @@ static PyArrayObject *new_states(const arguments *a)
 static PyArrayObject *new_kept(const arguments *a)
 {
     npy_intp shape[2];
-    if (am_linear_kept(&a->linear, &shape[0], &shape[1])) return am_new_array_of(2, shape, wide_type(a));
-    PyErr_NoMemory();
-    return NULL;
+    return am_linear_kept(&a->linear, &shape[0], &shape[1]) ? am_new_array_of(2, shape, wide_type(a))
+                                                            : (PyArrayObject *)PyErr_NoMemory();
 }
 
 /* Computes the result; and unless NULL, the state and what gradients need. */
@@ -107,13 +106,13 @@ static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, P
     am_owned PyArrayObject *out =
         am_target(&a->out, 4, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
-    am_linear_results results = {.out = am_linear_array_of(am_view_of(out)),
-                                 .kept = kept ? PyArray_DATA(kept) : NULL};
-    if (state) results.state = am_linear_array_of(am_view_of(state));
-    if (PyArray_SIZE(out) || (state && PyArray_SIZE(state)) || (kept && PyArray_SIZE(kept))) {
-        if (!am_computed(module, work_of(a), am_linear_forward_all, &a->linear, &results)) return NULL;
-    }
-    return am_returned(&a->out, out);
+    const am_linear_results results = {.out = am_linear_array_of(am_view_of(out)),
+                                       .state = am_linear_array_of(am_view_of(state)),
+                                       .kept = kept ? PyArray_DATA(kept) : NULL};
+    const bool empty = !PyArray_SIZE(out) && !(state && PyArray_SIZE(state)) && !(kept && PyArray_SIZE(kept));
+    return empty || am_computed(module, work_of(a), am_linear_forward_all, &a->linear, &results)
+               ? am_returned(&a->out, out)
+               : NULL;
 }
 
 static PyObject *linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -192,8 +191,8 @@ static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssi
         check_gradients(&a) < 0)
         return NULL;
     am_linear_back back = {.d_out = am_linear_array_of(am_view_of(a.arrays[D_OUT])),
+                           .d_state = am_linear_array_of(am_view_of(a.arrays[D_STATE])),
                            .kept = PyArray_DATA(a.arrays[KEPT])};
-    if (a.arrays[D_STATE]) back.d_state = am_linear_array_of(am_view_of(a.arrays[D_STATE]));
     PyArrayObject *made[AM_LINEAR_INPUTS];
     am_view results[AM_LINEAR_INPUTS];
     am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a.arrays, made);

@@ -197,8 +197,8 @@ bool am_xla_linear_gradients(am_xla_call *c)
         const am_view *of = &p.inputs[i];
         if (of->data && !am_xla_next_like(c, AM_XLA_RESULT, of->axes != 1, of, &results[i])) return false;
     }
-    am_linear_back back = {.kept = kept, .d_out = am_linear_array_of(d_out)};
-    if (d_state.data) back.d_state = am_linear_array_of(d_state);
+    am_linear_back back = {
+        .kept = kept, .d_out = am_linear_array_of(d_out), .d_state = am_linear_array_of(d_state)};
     return !am_set_linear_gradients(&back, results) ||
            am_refuse_status(&c->request, am_linear_backward_all(&c->context, &p.linear, &back));
 }
