@@ -78,12 +78,15 @@ static bool next_if(problem *p, int64_t flag, bool by_row, am_view *v)
     return !has(p, flag) || am_xla_next(p->c, AM_XLA_ARGUMENT, by_row, v);
 }
 
-static bool read_starts(problem *p, ptrdiff_t tokens)
+/* Of sequences that `name`, with so many tokens, holds. */
+static bool read_starts(problem *p, const char *name, ptrdiff_t tokens)
 {
     am_operand starts = {.kind = AM_ARRAY};
     if (!has(p, STARTS)) return true;
     if (!next_if(p, STARTS, false, &starts.view)) return false;
-    if (p->batch != 1) return am_xla_fail(p->c, "cu_seqlens is for one batch row, got %td", p->batch);
+    if (p->batch != 1)
+        return am_xla_fail(p->c, "%s must have batch size 1 when cu_seqlens is given, got %td", name,
+                           p->batch);
     p->sequences = -1;
     p->starts = am_read_starts_of(&p->c->request, "cu_seqlens", &starts, tokens, &p->sequences);
     return p->starts;
@@ -101,9 +104,9 @@ static bool read_slots(problem *p, ptrdiff_t slots)
 }
 
 /* A step takes one token of each row. */
-static bool check_step(problem *p, ptrdiff_t tokens)
+static bool check_step(problem *p, const char *name, ptrdiff_t tokens)
 {
-    return (tokens == 1 && !has(p, STARTS | STATE)) || am_xla_fail(p->c, "a step must be of one token");
+    return (tokens == 1 && !has(p, STARTS | STATE)) || am_xla_fail(p->c, "%s must have one token", name);
 }
 
 /* --- Attention --- */
@@ -123,7 +126,7 @@ static bool look_at_inputs(problem *p)
 static bool read_attention(problem *p)
 {
     const am_view *query = &p->inputs[AM_QUERY];
-    if (!begin(p) || !look_at_inputs(p) || !read_starts(p, query->shape[1]) ||
+    if (!begin(p) || !look_at_inputs(p) || !read_starts(p, "query", query->shape[1]) ||
         !next_if(p, STATE, true, &p->inputs[AM_STATE]))
         return false;
     if (query->shape[0] != p->batch) return am_xla_fail(p->c, "query must have the batch size of the result");
@@ -207,7 +210,7 @@ bool am_xla_linear_step(am_xla_call *c)
 {
     problem p = {.c = c};
     am_view state;
-    if (!read_attention(&p) || !check_step(&p, p.linear.tokens) ||
+    if (!read_attention(&p) || !check_step(&p, "query", p.linear.tokens) ||
         !am_xla_next(c, AM_XLA_ARGUMENT, false, &state))
         return false;
     const am_view states = like_states(&p, state.shape[0]);
@@ -256,7 +259,7 @@ static bool next_tail(problem *p, am_xla_side side, ptrdiff_t count, am_view *v)
 static bool read_convolution(problem *p)
 {
     am_short_conv *conv = &p->conv;
-    if (!read_weights(p) || !read_starts(p, p->x.shape[1])) return false;
+    if (!read_weights(p) || !read_starts(p, "x", p->x.shape[1])) return false;
     if (has(p, STATE) && !next_tail(p, AM_XLA_ARGUMENT, p->sequences, &p->before)) return false;
     conv->sequences = p->sequences, conv->starts = p->starts;
     conv->x = am_conv_tokens_of(p->x, has(p, STARTS));
@@ -306,7 +309,7 @@ bool am_xla_convolution_step(am_xla_call *c)
 {
     problem p = {.c = c};
     am_view out;
-    if (!read_weights(&p) || !check_step(&p, p.x.shape[1]) ||
+    if (!read_weights(&p) || !check_step(&p, "x", p.x.shape[1]) ||
         !next_tail(&p, AM_XLA_ARGUMENT, -1, &p.before) || !read_slots(&p, p.before.shape[0]) ||
         !next_like_x(&p, AM_XLA_RESULT, &out) || !am_xla_next_written(c, &p.before))
         return false;
