@@ -120,14 +120,14 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     am_owned PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
     if (!result) return NULL;
     int32_t *dst = PyArray_DATA(result);
-    am_large_id large = {0};
+    ptrdiff_t large;
     am_call call;
     const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
     call.overflow = "a position does not fit int32";
     const am_status status = am_convert_ids(context, &ids, what, pad, dst, &large);
     if (am_leave(&call, status) < 0) return NULL;
-    if (!large.any) return (PyArrayObject *)Py_NewRef(result);
-    am_reject_element(name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", array, large.index, "");
+    if (large < 0) return (PyArrayObject *)Py_NewRef(result);
+    am_reject_element(name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", array, large, "");
     return NULL;
 }
 
@@ -240,8 +240,7 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
     am_owned PyArray_Descr *dtype = NULL;
     limit max_segments = {0};
     am_freed ptrdiff_t *counts = NULL;
-    ptrdiff_t segments = 0;
-    am_large_id large = {0};
+    ptrdiff_t segments = 0, large;
     am_ids ids;
     const am_param params[] = {{"segment_ids", am_to_array, &array},
                                {"out_dtype", am_to_integer_dtype, &dtype},
@@ -251,11 +250,11 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
     const ptrdiff_t most = max_segments.given ? max_segments.value : PTRDIFF_MAX;
     if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, most, &counts, &segments, &large))
         return NULL;
-    if (large.any) {
+    if (large >= 0) {
         char expected[64];
         PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
-        am_reject_element("segment_ids", max_segments.given ? expected : "be below 2**63 - 1", array,
-                          large.index, "");
+        am_reject_element("segment_ids", max_segments.given ? expected : "be below 2**63 - 1", array, large,
+                          "");
         return NULL;
     }
     const npy_intp last = max_segments.given ? most : segments;
@@ -269,7 +268,7 @@ static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
     am_freed ptrdiff_t *counts = NULL;
     ptrdiff_t segments = 0;
-    am_large_id large = {0};
+    ptrdiff_t large;
     am_ids ids;
     const am_param params[] = {{"ids", am_to_array, &array}};
     if (am_parse("segment_lens", args, nargs, params, 1) < 0) return NULL;

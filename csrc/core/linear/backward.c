@@ -212,9 +212,13 @@ static am_status take_chunks(const am_context *context, backward_job *job, ptrdi
 
 static am_status find_gradients(const am_context *context, backward_job *job)
 {
-    const am_linear_chains chains = {
-        .backward = true, .job = job, .begin = begin, .take = job->in_rounds ? take_state : take, .end = end};
-    const am_status status = am_linear_run_chains(context, &job->base, &chains);
+    const am_linear_chains chains = {.base = &job->base,
+                                     .backward = true,
+                                     .job = job,
+                                     .begin = begin,
+                                     .take = job->in_rounds ? take_state : take,
+                                     .end = end};
+    const am_status status = am_linear_run_chains(context, &chains);
     return status == AM_OK && job->in_rounds ? take_chunks(context, job, job->states) : status;
 }
 

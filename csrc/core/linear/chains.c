@@ -52,7 +52,6 @@ am_status am_linear_parallel(const am_context *context, ptrdiff_t count, am_task
 /* --- A task for each sequence and head --- */
 
 typedef struct {
-    const am_linear_base *base;
     const am_linear_chains *chains;
     am_workspaces workspaces;
 } whole_job;
@@ -68,7 +67,7 @@ static void read_soon(const am_linear_base *base, const am_linear_place *at, ptr
 /* What is read after a chunk: the next one, or that of the next task. */
 static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t index)
 {
-    const am_linear_base *base = job->base;
+    const am_linear_base *base = job->chains->base;
     const bool backward = job->chains->backward;
     am_linear_place at = am_linear_place_of(base, task);
     am_linear_soon soon = {.count = 0};
@@ -85,11 +84,11 @@ static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t
 static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const whole_job *job = arg;
-    am_linear_buffers *b = am_workspace(&job->workspaces);
-    const am_linear_place place = am_linear_place_of(job->base, task), *at = &place;
     const am_linear_chains *chains = job->chains;
-    const ptrdiff_t count = am_linear_chunks(job->base, at);
-    am_linear_link link = {.base = job->base, .at = at, .b = b, .pairs = b->pairs};
+    am_linear_buffers *b = am_workspace(&job->workspaces);
+    const am_linear_place at = am_linear_place_of(chains->base, task);
+    const ptrdiff_t count = am_linear_chunks(chains->base, &at);
+    am_linear_link link = {.base = chains->base, .at = &at, .b = b, .pairs = b->pairs};
     chains->begin(chains->job, &link);
     for (ptrdiff_t i = 0; i < count; i++) {
         link.index = chains->backward ? count - 1 - i : i;
@@ -103,13 +102,12 @@ static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
     return AM_OK;
 }
 
-static am_status run_heads(const am_context *context, const am_linear_base *base,
-                           const am_linear_chains *chains)
+static am_status run_heads(const am_context *context, const am_linear_chains *chains)
 {
-    whole_job job = {.base = base, .chains = chains};
-    am_status status = am_linear_workspaces_make(&job.workspaces, base, context->threads,
+    whole_job job = {.chains = chains};
+    am_status status = am_linear_workspaces_make(&job.workspaces, chains->base, context->threads,
                                                  uses_of(chains) | AM_LINEAR_FIND | AM_LINEAR_PAIRS);
-    if (status == AM_OK) status = am_linear_parallel(context, heads_of(base), head_task, &job);
+    if (status == AM_OK) status = am_linear_parallel(context, heads_of(chains->base), head_task, &job);
     am_linear_workspaces_free(&job.workspaces);
     return status;
 }
@@ -198,11 +196,11 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
     return status;
 }
 
-am_status am_linear_run_chains(const am_context *context, const am_linear_base *base,
-                               const am_linear_chains *chains)
+am_status am_linear_run_chains(const am_context *context, const am_linear_chains *chains)
 {
+    const am_linear_base *base = chains->base;
     const ptrdiff_t heads = heads_of(base);
-    if (!am_linear_in_rounds(context, base)) return run_heads(context, base, chains);
+    if (!am_linear_in_rounds(context, base)) return run_heads(context, chains);
     if (heads == 0) return AM_OK;
     ptrdiff_t longest = 0;
     for (ptrdiff_t i = 0; i < heads; i++) {

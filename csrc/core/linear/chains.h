@@ -21,6 +21,7 @@ typedef struct {
 } am_linear_link;
 
 typedef struct {
+    const am_linear_base *base;
     bool backward;
     void *job;
     void (*begin)(void *job, const am_linear_link *link); /* before the first chunk, if any */
@@ -31,8 +32,7 @@ typedef struct {
 /* Tokens that are sooner taken one by one than as a chunk; forward only. */
 enum { AM_LINEAR_FEW = 4 };
 
-am_status am_linear_run_chains(const am_context *context, const am_linear_base *base,
-                               const am_linear_chains *chains);
+am_status am_linear_run_chains(const am_context *context, const am_linear_chains *chains);
 
 /* Runs tasks 0 … count-1, with denormal results as 0. */
 am_status am_linear_parallel(const am_context *context, ptrdiff_t count, am_task task, void *job);

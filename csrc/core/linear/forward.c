@@ -56,8 +56,9 @@ am_status am_linear_forward_all(const am_context *context, const am_linear *line
 {
     am_linear_base base;
     am_status status = am_linear_begin(&base, context, linear, AM_LINEAR_FORWARD);
-    const am_linear_chains chains = {.job = (void *)results, .begin = begin, .take = take, .end = end};
-    if (status == AM_OK) status = am_linear_run_chains(context, &base, &chains);
+    const am_linear_chains chains = {
+        .base = &base, .job = (void *)results, .begin = begin, .take = take, .end = end};
+    if (status == AM_OK) status = am_linear_run_chains(context, &chains);
     am_linear_end(&base);
     return status;
 }

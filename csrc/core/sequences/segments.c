@@ -101,7 +101,7 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
 }
 
 am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
-                         int32_t *dst, am_large_id *large)
+                         int32_t *dst, ptrdiff_t *large)
 {
     const ptrdiff_t tokens = tokens_of(ids), rows = tokens > 0 ? rows_of(ids) : 0,
                     pieces = what == AM_TO_POSITIONS ? 1 : am_max(1, am_ceil_div(tokens, TASK_TOKENS));
@@ -109,8 +109,7 @@ am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_res
         .kernels = context->kernels, .ids = ids, .row_pieces = pieces, .what = what, .pad = pad, .dst = dst};
     atomic_init(&job.large, PTRDIFF_MAX);
     am_status status = am_parallel(context, rows * pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, &job);
-    large->index = atomic_load(&job.large);
-    large->any = large->index != PTRDIFF_MAX;
+    *large = atomic_load(&job.large) == PTRDIFF_MAX ? -1 : atomic_load(&job.large);
     return status;
 }
 
@@ -149,7 +148,7 @@ typedef struct {
     const am_ids *ids;
     ptrdiff_t limit, *counts;
     ptrdiff_t capacity, segments;
-    am_large_id *large;
+    ptrdiff_t *large;
 } count_job;
 
 /* calloc zeroes the memory, and pages where no id is counted take up none. */
@@ -175,7 +174,7 @@ static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count
         for (end = i + 1; end < count && ids[end] == id;) end++;
         if (id < 0) continue;
         if (id >= job->limit) {
-            *job->large = (am_large_id){true, index + i};
+            *job->large = index + i;
             return AM_OK;
         }
         if (id >= job->capacity) {
@@ -193,8 +192,8 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     (void)index; /* there is only one task */
     count_job *job = arg;
     ptrdiff_t tokens = tokens_of(job->ids);
-    for (ptrdiff_t row = 0; tokens > 0 && row < rows_of(job->ids) && !job->large->any; row++) {
-        for (ptrdiff_t begin = 0; begin < tokens && !job->large->any; begin += BLOCK) {
+    for (ptrdiff_t row = 0; tokens > 0 && row < rows_of(job->ids) && *job->large < 0; row++) {
+        for (ptrdiff_t begin = 0; begin < tokens && *job->large < 0; begin += BLOCK) {
             int64_t wide[BLOCK];
             ptrdiff_t count = am_min(BLOCK, tokens - begin);
             widen(job->kernels, job->ids, row, begin, count, wide);
@@ -207,8 +206,9 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
 }
 
 am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
-                            ptrdiff_t *segments, am_large_id *large)
+                            ptrdiff_t *segments, ptrdiff_t *large)
 {
+    *large = -1;
     count_job job = {.kernels = context->kernels, .ids = ids, .limit = limit, .large = large};
     am_status status = am_parallel(context, 1, 1, count_task, &job);
     if (status != AM_OK) {

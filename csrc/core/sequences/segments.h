@@ -16,11 +16,8 @@ typedef struct {
                                                         axes come first, with length 1 */
 } am_ids;
 
-/* The first id in C order that is too large for the result; it ends the function. */
-typedef struct {
-    bool any;
-    ptrdiff_t index; /* in C order */
-} am_large_id;
+/* These functions set `large` to the index in C order of the first id that is too large for the result, which
+ * ends them, or to -1. */
 
 /* What becomes of integers, as contiguous int32. */
 typedef enum {
@@ -29,7 +26,7 @@ typedef enum {
     AM_TO_POSITIONS, /* the position of each token in its span of equal ids, and `pad` for padding */
 } am_id_result;
 am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
-                         int32_t *dst, am_large_id *large);
+                         int32_t *dst, ptrdiff_t *large);
 
 /* Writes `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
 am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
@@ -38,7 +35,7 @@ am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t
 /* Counts the tokens of each id. `counts` becomes a new array of `segments` entries, one more than the largest
  * id. Ids from `limit` on are too large. */
 am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
-                            ptrdiff_t *segments, am_large_id *large);
+                            ptrdiff_t *segments, ptrdiff_t *large);
 
 /* What am_number_tokens writes for each token. A segment is all tokens of a row that have the same id, in one
  * span of them or several. */
