@@ -473,6 +473,8 @@ def test_no_pairs():
     assert attnmask.pairs_to_cu_seqlens([]).tolist() == [0]
     assert attnmask.pairs_to_cu_seqlens([]).dtype == np.int64
     assert attnmask.cu_seqlens_to_mask([], 3).shape == (0, 3)
+    with pytest.raises(OverflowError, match="pairs"):  # of many, their sum
+        attnmask.pairs_to_cu_seqlens([0, 2**63 - 1, 0, 1])
 
 
 # Properties of segment ids

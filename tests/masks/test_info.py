@@ -334,14 +334,17 @@ def test_masks_that_broadcast():
     np.testing.assert_array_equal(cut.attention_mask[:, 0, 0], [[1, 1], [1, 0]])
     shared = MaskInfo(np.broadcast_to(np.tri(5, dtype=bool), (3, 2, 5, 5)))
     assert shared == MaskInfo.from_segments(np.zeros((3, 5), int)).apply_causal()
-    one_row = MaskInfo.from_segments([[0, 0, 1]])
     many = MaskInfo.from_segments(np.zeros((4, 3), int)).apply_causal([0, 1, 2, 3])
-    for both in (one_row & many, many & one_row):
-        assert both.shape == (4, 3, 3)
-        np.testing.assert_array_equal(both.attention_mask, one_row.attention_mask & many.attention_mask)
-        assert both.q_segment_ids.shape == (4, 3)
-        decoded = both.apply_sliding_window((1, 0), mode="decode", index=[0, 1, 2, 2])
-        assert decoded.q_segment_ids.shape == (4, 1)
+    packed = MaskInfo.from_cu_seqlens([0, 2, 3], packed=True)
+    for one_row in (MaskInfo.from_segments([[0, 0, 1]]), packed):
+        for both in (one_row & many, many & one_row):
+            assert both.shape == (4, 3, 3)
+            np.testing.assert_array_equal(both.attention_mask, one_row.attention_mask & many.attention_mask)
+            assert both.q_segment_ids.shape == (4, 3)
+            decoded = both.apply_sliding_window((1, 0), mode="decode", index=[0, 1, 2, 2])
+            assert decoded.q_segment_ids.shape == (4, 1)
+            assert decoded.attention_mask[:, 0, 0].sum(axis=1).tolist() == [1, 2, 1, 1]
+    assert packed.replace(q_segment_ids=[[0] * 3]) == MaskInfo.from_segments([[0] * 3], [[0, 0, 1]])
 
 
 def test_from_cu_seqlens_of_rows():

@@ -160,6 +160,7 @@ def test_text_of_causal():
 def test_text_tells_how_blocks_are_joined():
     text = render.visualize(Held(causal(100)), block_size=(2, 3), max_rows=10, max_cols=7)
     assert text.split("\n")[0].endswith("a cell is 10 × 15 pairs, 5 × 5 blocks")
+    assert "over 99.9 % allowed" in render.visualize(Held(np.arange(10**5) > 0))
 
 
 def test_text_without_segments():
