@@ -19,21 +19,10 @@ def normal(*shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def mapped_arguments(batch):
+def mapped_arguments():
     """Each with an axis for the calls in front."""
-    return {
-        "query": normal(CALLS, batch, Q, H, 8),
-        "key": normal(CALLS, batch, K, HKV, 8),
-        "value": normal(CALLS, batch, K, HKV, 4),
-        "bias": normal(CALLS, 1, H, Q, K),
-        "softmax_aux": normal(CALLS, H, 2),
-        "attention_mask": rng.random((CALLS, batch, 1, Q, K)) < 0.7,
-        "q_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, Q))),
-        "kv_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, K))),
-        "causal_offset": rng.integers(-1, 3, (CALLS, batch)),
-        "alibi_slopes": rng.random((CALLS, batch, H)).astype(np.float32),
-        "relative_bias": normal(CALLS, H, 4),
-    }
+    shapes = (CALLS, 2, Q, H, 8), (CALLS, 2, K, HKV, 8), (CALLS, 2, K, HKV, 4)
+    return {name: normal(*shape) for name, shape in zip(LEARNED[:3], shapes, strict=True)}
 
 
 def taken(tree, call):
@@ -44,7 +33,6 @@ def compare(arguments, mapped, **fixed):
     """Results and gradients, mapped over some of the arguments and in a loop; others are those of the first call."""
     arguments = {name: x if name in mapped else taken(x, 0) for name, x in arguments.items()}
     axes = {name: 0 if name in mapped else None for name in arguments}
-    learned = [name for name in (*LEARNED, "relative_bias") if name in arguments]
 
     def attend(arguments):
         return attnmask.jax.flash_attention(**arguments, **fixed, return_lse=True)
@@ -54,7 +42,7 @@ def compare(arguments, mapped, **fixed):
             out, lse = attend(arguments | learned)
             return (out**2).sum() + lse.sum(where=lse > -jax.numpy.inf)
 
-        return jax.grad(loss)({name: arguments[name] for name in learned})
+        return jax.grad(loss)({name: arguments[name] for name in LEARNED[:3]})
 
     for f in (attend, gradients):
         got = jax.jit(jax.vmap(f, in_axes=(axes,)))(arguments)
@@ -69,17 +57,14 @@ def test_masks(mapped, by_head):
     shape = (CALLS, 2, H) if by_head else (CALLS, 2)
     ids = rng.integers(-1, 2, (*shape, Q)), rng.integers(-1, 2, (*shape, K))
     infos = [MaskInfo.from_segments(*pair).apply_causal(np.array([1, 2])) for pair in zip(*ids, strict=True)]
-    arguments = {name: x for name, x in mapped_arguments(2).items() if name in ("query", "key", "value")}
-    compare(
-        arguments | {"attention_mask": jax.tree.map(lambda *x: np.stack(x), *infos)}, mapped, sliding_window=3
-    )
+    mask = jax.tree.map(lambda *x: np.stack(x), *infos)
+    compare(mapped_arguments() | {"attention_mask": mask}, mapped, sliding_window=3)
 
 
 @pytest.mark.parametrize("mapped", [("query",), ("dropout_seed",), ("query", "dropout_seed")], ids=str)
 def test_dropout(mapped):
     """Each call drops the same as it does alone."""
-    arguments = {name: x for name, x in mapped_arguments(2).items() if name in ("query", "key", "value")}
-    compare(arguments | {"dropout_seed": np.arange(CALLS)}, mapped, dropout_prob=0.4)
+    compare(mapped_arguments() | {"dropout_seed": np.arange(CALLS)}, mapped, dropout_prob=0.4)
 
 
 def test_nested():
