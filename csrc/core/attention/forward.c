@@ -19,6 +19,7 @@ typedef struct {
     am_sections sections;
     am_schedule schedule;
     am_kv kv;
+    am_wave wave;       /* whose tasks run */
     am_sink_sum *sinks; /* one for each head; NULL without sinks */
     char *partials;     /* accumulators of splits that are items of their own */
     am_workspaces workspaces;
@@ -420,11 +421,6 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
 
 /* --- Tasks --- */
 
-typedef struct {
-    const forward *forward;
-    am_wave wave;
-} wave_job;
-
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
     const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
@@ -442,9 +438,8 @@ static position task_begin(const forward *f, ptrdiff_t task)
 
 static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    const wave_job *job = arg;
-    const forward *f = job->forward;
-    index += job->wave.first_task;
+    const forward *f = arg;
+    index += f->wave.first_task;
     const ptrdiff_t task = am_task_at(&f->schedule, index);
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     am_task_items some = am_items_of(g, task);
@@ -490,13 +485,12 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
 static am_status run_waves(const am_context *context, forward *f)
 {
     am_status status = AM_OK;
-    wave_job job = {.forward = f};
-    for (ptrdiff_t task = 0; status == AM_OK && task < f->schedule.tasks; task += job.wave.tasks) {
-        job.wave = am_next_wave(&f->schedule, &f->base, task);
-        am_shared_tiles_begin(&f->kv.shared, &job.wave);
+    for (ptrdiff_t task = 0; status == AM_OK && task < f->schedule.tasks; task += f->wave.tasks) {
+        f->wave = am_next_wave(&f->schedule, &f->base, task);
+        am_shared_tiles_begin(&f->kv.shared, &f->wave);
         /* Threads take different heads, so that two seldom need the same shared tile first. */
-        const ptrdiff_t row_tasks = job.wave.row_tasks;
-        status = am_parallel_rows(context, job.wave.tasks / row_tasks, row_tasks, blocks_task, &job);
+        const ptrdiff_t row_tasks = f->wave.row_tasks;
+        status = am_parallel_rows(context, f->wave.tasks / row_tasks, row_tasks, blocks_task, f);
     }
     if (status == AM_OK && f->partials) status = am_parallel(context, f->schedule.tasks, 1, merge_task, f);
     return status;
@@ -534,7 +528,6 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_forward(context, attn);
     forward f = {.base = am_attn_base_of(context, attn)};
-    ptrdiff_t shared = 0;
     status = am_sections_make(&f.sections, attn->mask, true);
     am_context own = *context;
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(attn, &f.sections));
@@ -544,17 +537,14 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     f.kv = am_kv_of(&f.base, &f.sections, &f.schedule);
     if (status == AM_OK)
         status = am_workspaces_make(&f.workspaces, context->threads, lay_out, &f, sizeof(workspace));
-    if (status == AM_OK) {
-        shared = most_shared(&f);
-        status = am_shared_tiles_make(&f.kv.shared, &f.schedule, shared);
-    }
+    if (status == AM_OK) status = am_shared_tiles_make(&f.kv.shared, &f.schedule, most_shared(&f));
     if (status == AM_OK && f.schedule.partial_bytes > 0) {
         f.partials = am_alloc_aligned(f.schedule.partial_bytes);
         if (!f.partials) status = AM_NO_MEMORY;
     }
     if (status == AM_OK) status = run_waves(context, &f);
     am_free_aligned(f.partials, f.schedule.partial_bytes);
-    am_shared_tiles_free(&f.kv.shared, &f.schedule, shared);
+    am_shared_tiles_free(&f.kv.shared);
     am_workspaces_free(&f.workspaces);
     free(f.sinks);
     am_schedule_free(&f.schedule);

@@ -36,14 +36,15 @@ typedef enum { OF_K, OF_V, OF_NEXT_K } side;
 am_status am_shared_tiles_make(am_shared_tiles *tiles, const am_schedule *s, ptrdiff_t count)
 {
     if (count == 0) return AM_OK;
-    tiles->packed = am_alloc_aligned(am_product(count, s->k_bytes + s->v_bytes, 1));
+    tiles->bytes = am_product(count, s->k_bytes + s->v_bytes, 1);
+    tiles->packed = am_alloc_aligned(tiles->bytes);
     tiles->states = malloc((size_t)count * sizeof *tiles->states);
     return tiles->packed && tiles->states ? AM_OK : AM_NO_MEMORY;
 }
 
-void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *s, ptrdiff_t count)
+void am_shared_tiles_free(const am_shared_tiles *tiles)
 {
-    am_free_aligned(tiles->packed, am_product(count, s->k_bytes + s->v_bytes, 1));
+    am_free_aligned(tiles->packed, tiles->bytes);
     free(tiles->states);
 }
 

@@ -14,10 +14,11 @@ am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn
 typedef struct {
     char *packed;         /* k and v of each; NULL if none are shared */
     atomic_uchar *states; /* a tile_state for each */
+    ptrdiff_t bytes;      /* of all */
     ptrdiff_t first, count;
 } am_shared_tiles;
 am_status am_shared_tiles_make(am_shared_tiles *tiles, const am_schedule *schedule, ptrdiff_t count);
-void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *schedule, ptrdiff_t count);
+void am_shared_tiles_free(const am_shared_tiles *tiles);
 
 /* Before a wave. */
 void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
