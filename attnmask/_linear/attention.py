@@ -11,16 +11,16 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, check_apart, flag
 from attnmask._common.docstrings import with_parameters
 from attnmask._common.loading import _core
-from attnmask._common.types import Array
+from attnmask._common.types import Arguments, Array
 from attnmask._linear.grads import LinearAttentionGrads, Vjp, VjpWithState
-from attnmask._linear.options import LinearInto
+from attnmask._linear.options import PROBLEM, LinearInto
 
 _Vjp: TypeAlias = Vjp[LinearAttentionGrads]
 _VjpWithState: TypeAlias = VjpWithState[LinearAttentionGrads]
@@ -213,26 +213,18 @@ def linear_attention_vjp(
     arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
     arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     check_apart(out, arrays.items())
+    given: Arguments = {name: x if x is None else as_array(x, name) for name, x in arrays.items()}
     if cu_seqlens is not None:
-        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()  # vjp may be called after it has changed
-    problem = (
-        as_array(query, "query"),
-        as_array(key, "key"),
-        as_array(value, "value"),
-        decay if decay is None else as_array(decay, "decay"),
-        beta if beta is None else as_array(beta, "beta"),
-        scale,
-        initial_state if initial_state is None else as_array(initial_state, "initial_state"),
-        cu_seqlens,
-        normalize_qk,
-        chunk_size,
-    )
-    result, state, kept = _core.linear_forward_vjp(*problem, out)
+        given["cu_seqlens"] = given["cu_seqlens"].copy()  # vjp may be called after it has changed
+    given |= {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
+    core: Any = _core
+    problem = [given[name] for name in PROBLEM]
+    result, state, kept = core.linear_forward_vjp(*problem, out)
 
     def vjp(dout: ArrayLike, dstate: ArrayLike | None = None) -> LinearAttentionGrads:
         if dstate is not None and not with_state:
             raise ValueError("dstate must be None without return_state=True")
-        return LinearAttentionGrads(*_core.linear_backward(*problem, kept, dout, dstate))
+        return LinearAttentionGrads(*core.linear_backward(*problem, kept, dout, dstate))
 
     return (result, state) if with_state else result, vjp
 

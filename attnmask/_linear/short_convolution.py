@@ -10,19 +10,20 @@ A token reaches ``W`` results of its own sequence, and no other.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, check_apart, flag, one_of
 from attnmask._common.loading import _core
-from attnmask._common.types import Array
+from attnmask._common.types import Arguments, Array
 from attnmask._linear.grads import ShortConvolutionGrads, Vjp, VjpWithState
 from attnmask._linear.options import Activation, ConvolutionInto
 
 __all__ = ["ShortConvolutionGrads", "short_convolution", "short_convolution_step", "short_convolution_vjp"]
 
 
+_PROBLEM = ("x", "weight", "bias", "silu", "cu_seqlens", "initial_state")  # in the order of the core
 _Vjp: TypeAlias = Vjp[ShortConvolutionGrads]
 _VjpWithState: TypeAlias = VjpWithState[ShortConvolutionGrads]
 
@@ -178,27 +179,19 @@ def short_convolution_vjp(
     arrays = {"x": x, "weight": weight, "bias": bias}
     arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     check_apart(out, arrays.items())
-    x, weight = as_array(x, "x"), as_array(weight, "weight")
-    bias = None if bias is None else as_array(bias, "bias")
-    if initial_state is not None:
-        initial_state = as_array(initial_state, "initial_state")
+    given: Arguments = {name: x if x is None else as_array(x, name) for name, x in arrays.items()}
     if cu_seqlens is not None:
-        cu_seqlens = _core.checked_starts(cu_seqlens, "cu_seqlens")  # a copy: the caller's may change
-    result = _core.short_convolution(x, weight, bias, silu, cu_seqlens, initial_state, with_state, out)
+        given["cu_seqlens"] = given["cu_seqlens"].copy()  # vjp may be called after it has changed
+    core: Any = _core
+    problem = [(given | {"silu": silu})[name] for name in _PROBLEM]
+    result = core.short_convolution(*problem, with_state, out)
 
-    def gradients(dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads:
-        found = _core.short_convolution_backward(
-            x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate
-        )
-        return ShortConvolutionGrads(*found)
+    def vjp(dout: ArrayLike, dstate: ArrayLike | None = None) -> ShortConvolutionGrads:
+        if dstate is not None and not with_state:
+            raise ValueError("dstate must be None without return_state=True")
+        return ShortConvolutionGrads(*core.short_convolution_backward(*problem, dout, dstate))
 
-    def vjp(dout: ArrayLike) -> ShortConvolutionGrads:
-        return gradients(dout, None)
-
-    def vjp_with_state(dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads:
-        return gradients(dout, dstate)
-
-    return result, vjp_with_state if with_state else vjp
+    return result, vjp
 
 
 def short_convolution_step(

@@ -367,6 +367,9 @@ def test_bad_gradients_of_states():
     (out, state), vjp = attnmask.short_convolution_vjp(X, WEIGHT, return_state=True)
     with pytest.raises(ValueError, match=r"dstate must be of shape \(2, 3, 3\), got"):
         vjp(out, state[0])
+    out, vjp = attnmask.short_convolution_vjp(np.ones((1, 5, 2)), np.ones((2, 3)))
+    with pytest.raises(ValueError, match="dstate must be None without return_state=True"):
+        vjp(out, np.ones((1, 2, 2)))
 
 
 BAD_STEPS: list = [
