@@ -468,25 +468,23 @@ char *am_linear_kept_state(const am_linear_base *base, const void *kept, const a
     return (char *)kept + (number * base->shape.rows * base->kept_stride + at->channel) * base->size;
 }
 
-/* The last slice may be padded to more than what is kept. */
-static ptrdiff_t kept_channels(const am_linear_base *base, const am_linear_place *at)
+/* Copies a slice of a state: the last one may be padded to more than what is kept. */
+static void copy_slice(const am_linear_base *base, const am_linear_place *at, char *to, ptrdiff_t to_stride,
+                       const char *from, ptrdiff_t from_stride)
 {
-    return am_min(base->shape.channel_stride, base->kept_stride - at->channel);
+    const ptrdiff_t channels = am_min(base->shape.channel_stride, base->kept_stride - at->channel);
+    for (ptrdiff_t r = 0; r < base->shape.rows; r++)
+        memcpy(to + r * to_stride * base->size, from + r * from_stride * base->size,
+               (size_t)(channels * base->size));
 }
 
 void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state)
 {
-    const am_linear_shape *s = &base->shape;
-    const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
-    for (ptrdiff_t r = 0; r < s->rows; r++)
-        memcpy(kept + r * base->kept_stride * base->size, state + r * s->channel_stride * base->size, bytes);
+    copy_slice(base, at, kept, base->kept_stride, state, base->shape.channel_stride);
 }
 
 void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state)
 {
-    const am_linear_shape *s = &base->shape;
-    const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
-    memset(state, 0, (size_t)(s->rows * s->channel_stride * base->size));
-    for (ptrdiff_t r = 0; r < s->rows; r++)
-        memcpy(state + r * s->channel_stride * base->size, kept + r * base->kept_stride * base->size, bytes);
+    memset(state, 0, (size_t)(base->shape.rows * base->shape.channel_stride * base->size));
+    copy_slice(base, at, state, base->shape.channel_stride, kept, base->kept_stride);
 }

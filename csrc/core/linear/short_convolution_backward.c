@@ -33,7 +33,8 @@ typedef struct {
 typedef struct {
     char *weight, *reversed; /* [W + 1], [W] */
     char *window, *dz, *dout, *dx;
-    char *after; /* a row of the state's gradient */
+    char *after;   /* a row of the state's gradient */
+    double *total; /* of all pieces, for each channel */
 } buffers;
 
 static ptrdiff_t lay_out(const void *arg, char *memory, void *parts)
@@ -43,6 +44,7 @@ static ptrdiff_t lay_out(const void *arg, char *memory, void *parts)
                     more = job->chunk + width - 1;
     buffers *b = parts;
     ptrdiff_t used = 0;
+    b->total = (double *)am_take(memory, &used, job->lanes * (ptrdiff_t)sizeof *b->total);
     b->weight = am_take(memory, &used, (width + 1) * row);
     b->reversed = am_take(memory, &used, width * row);
     b->after = am_take(memory, &used, row);
@@ -157,8 +159,7 @@ static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
     const am_conv_place p = place_of(job, band);
     const ptrdiff_t stride = am_conv_sums_stride(p.lanes),
                     one = (c->width + 1) * am_conv_sums_stride(job->lanes);
-    double *row = malloc((size_t)p.lanes * sizeof *row);
-    if (!row) return AM_NO_MEMORY;
+    double *const row = ((const buffers *)am_workspace(&job->workspaces))->total;
     for (ptrdiff_t j = 0; j <= c->width; j++) {
         memset(row, 0, (size_t)p.lanes * sizeof *row);
         for (ptrdiff_t piece = 0; piece < job->pieces; piece++) {
@@ -170,7 +171,6 @@ static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
         else if (job->gradients->d_bias.data)
             am_conv_store(&p, AM_FLOAT64, &job->gradients->d_bias, 0, row, 1);
     }
-    free(row);
     return am_checkpoint(team);
 }
 
