@@ -184,44 +184,60 @@ multiply_i4(const int rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to, prefe
     *prefetch = current;
 }
 
-APART void find_dots_i4(ptrdiff_t rows, const part_i4 *at, keys_i4 *keys, dots_i4 *to,
-                        prefetch_lines *prefetch)
-{
-    switch (rows) {
-    case 1: multiply_i4(1, at, keys, to, prefetch); break;
-    case 2: multiply_i4(2, at, keys, to, prefetch); break;
-    case 4: multiply_i4(4, at, keys, to, prefetch); break;
-    }
-}
-
-/* Logits of a row: the first, or what a chunk adds to them. */
-static inline void scale_dots_i4(const part_i4 *at, ptrdiff_t row, const int32_t dots[4][AM_FLASH_TILE])
+/* Logits of some rows: the first, or what a chunk adds to them. */
+static inline __attribute__((always_inline)) void scale_dots_i4(const int rows, const part_i4 *at,
+                                                                const dots_i4 *dots)
 {
     const am_flash_rows *block = at->block;
     const ptrdiff_t group = at->tile->k_group, q_stride = am_packed_query_lanes(block->head_dim);
-    const float *q = (const float *)block->q_packed + row * q_stride,
+    const float *q = (const float *)block->q_packed + at->row * q_stride,
                 *sum = q + block->head_dim / 2 + at->channel / QUARTER_I4, /* up to this chunk */
                     *scales = (const float *)at->tile->k_scales +
                               group_of_i4(at->channel, group) * 2 * AM_FLASH_TILE;
-    float *logits = (float *)block->logits + row * AM_FLASH_TILE;
-    vf sums[AM_FLASH_TILE / VF_LANES] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
-    for (ptrdiff_t c = 0; c < at->width; c += group, dots++, scales += 2 * AM_FLASH_TILE) {
-        const vf of_q = vf_set1(sum[group / QUARTER_I4] - *sum);
-        sum += group / QUARTER_I4;
+    float *logits = (float *)block->logits + at->row * AM_FLASH_TILE, of_q[4][4];
+    ptrdiff_t groups = 0;
+    for (ptrdiff_t c = 0; c < at->width; c += group, groups++, sum += group / QUARTER_I4) {
         UNROLL(4)
-        for (int j = 0; j < 4; j++) {
-            const vf dot = _mm512_cvtepi32_ps(_mm512_load_si512(*dots + j * VF_LANES)),
-                     offset = vf_load(scales + AM_FLASH_TILE + j * VF_LANES);
-            sums[j] = vf_fma(dot, vf_load(scales + j * VF_LANES), vf_fma(offset, of_q, sums[j]));
+        for (int r = 0; r < rows; r++)
+            of_q[groups][r] = sum[r * q_stride + group / QUARTER_I4] - sum[r * q_stride];
+    }
+    for (ptrdiff_t j = 0; j < AM_FLASH_TILE; j += VF_LANES) {
+        vf sums[4];
+        UNROLL(4)
+        for (int r = 0; r < rows; r++) sums[r] = vf_set1(0);
+        for (ptrdiff_t g = 0; g < groups; g++) {
+            const vf scale = vf_load(scales + 2 * g * AM_FLASH_TILE + j),
+                     offset = vf_load(scales + (2 * g + 1) * AM_FLASH_TILE + j);
+            UNROLL(4)
+            for (int r = 0; r < rows; r++) {
+                const vf dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots->of_rows[r][g] + j));
+                sums[r] = vf_fma(dot, scale, vf_fma(offset, vf_set1(of_q[g][r]), sums[r]));
+            }
+        }
+        UNROLL(4)
+        for (int r = 0; r < rows; r++) {
+            float *to = logits + r * AM_FLASH_TILE + j;
+            const vf unit = vf_set1(q[(r + 1) * q_stride - VF_LANES]);
+            vf_store(to, at->channel > 0 ? vf_fma(sums[r], unit, vf_load(to)) : vf_mul(sums[r], unit));
         }
     }
-    const vf unit = vf_set1(q[q_stride - VF_LANES]);
-    UNROLL(4)
-    for (int j = 0; j < 4; j++) {
-        float *to = logits + j * VF_LANES;
-        vf_store(to, at->channel > 0 ? vf_fma(sums[j], unit, vf_load(to)) : vf_mul(sums[j], unit));
+}
+
+#define ROWS_I4(n)                                                                                           \
+    case n:                                                                                                  \
+        multiply_i4(n, at, keys, &dots, prefetch);                                                           \
+        scale_dots_i4(n, at, &dots);                                                                         \
+        break;
+APART void find_part_i4(ptrdiff_t rows, const part_i4 *at, keys_i4 *keys, prefetch_lines *prefetch)
+{
+    dots_i4 dots;
+    switch (rows) {
+        ROWS_I4(1)
+        ROWS_I4(2)
+        ROWS_I4(4)
     }
 }
+#undef ROWS_I4
 
 /* Scales of keys or of values of the next tile, which a step prefetches line by line between its products: if
  * it prefetched all at once, it would wait for them, and memory for its products. */
@@ -312,13 +328,9 @@ static void find_logits_i4(const am_flash_rows *block, const am_flash_tile *tile
         keys_i4 keys;
         at = part_of_i4(block, tile, c, block->head_dim);
         for (ptrdiff_t rows; at.row < block->rows; at.row += rows) {
-            dots_i4 dots;
             rows = some_rows_i4(block->rows - at.row);
-            find_dots_i4(rows, &at, &keys, &dots, at.row == 0 ? prefetch : &none);
-            for (ptrdiff_t r = 0; r < rows; r++) {
-                scale_dots_i4(&at, at.row + r, dots.of_rows[r]);
-                prefetch_scales_i4(scales);
-            }
+            find_part_i4(rows, &at, &keys, at.row == 0 ? prefetch : &none);
+            for (ptrdiff_t r = 0; r < rows; r++) prefetch_scales_i4(scales);
         }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++)
