@@ -24,12 +24,12 @@ typedef struct {
 } FN(sums);
 
 /* The same from another element on, or another lane. */
-static inline __attribute__((always_inline)) FN(sums) FN(sums_at)(FN(sums) x, ptrdiff_t at)
+INLINE FN(sums) FN(sums_at)(FN(sums) x, ptrdiff_t at)
 {
     x.dst += at, x.src += at;
     return x;
 }
-static inline __attribute__((always_inline)) FN(sums) FN(sums_from)(FN(sums) x, ptrdiff_t lane)
+INLINE FN(sums) FN(sums_from)(FN(sums) x, ptrdiff_t lane)
 {
     x.carry += lane;
     return FN(sums_at)(x, lane);
@@ -37,9 +37,8 @@ static inline __attribute__((always_inline)) FN(sums) FN(sums_from)(FN(sums) x, 
 
 /* Adds up `steps` rows of `vectors` whole vectors; or if `part` is not 0, of one vector that has only `part`
  * lanes. */
-static inline __attribute__((always_inline)) void FN(cumsum_strip)(const FN(sums) x, const ptrdiff_t steps,
-                                                                   const int vectors, const ptrdiff_t part,
-                                                                   const V *base, V *sums, const bool stream)
+INLINE void FN(cumsum_strip)(const FN(sums) x, const ptrdiff_t steps, const int vectors, const ptrdiff_t part,
+                             const V *base, V *sums, const bool stream)
 {
     V sum[FN(WIDEST)];
     for (int v = 0; v < vectors; v++) sum[v] = sums[v];
@@ -63,9 +62,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_strip)(const FN(sums
 }
 
 /* Adds up steps ≤ AM_CUMSUM_BLOCK, beginning with `carry`. */
-static inline __attribute__((always_inline)) void FN(cumsum_block)(const FN(sums) x, const ptrdiff_t steps,
-                                                                   const int vectors, const ptrdiff_t part,
-                                                                   const bool stream)
+INLINE void FN(cumsum_block)(const FN(sums) x, const ptrdiff_t steps, const int vectors, const ptrdiff_t part,
+                             const bool stream)
 {
     V base[FN(WIDEST)], sums[FN(WIDEST)];
     for (int v = 0; v < vectors; v++) {
@@ -77,8 +75,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(const FN(sums
 }
 
 /* Adds up many vectors, row by row, with the sums in memory. */
-static inline __attribute__((always_inline)) void FN(cumsum_wide)(const FN(sums) x, const ptrdiff_t steps,
-                                                                  ptrdiff_t vectors, const bool stream)
+INLINE void FN(cumsum_wide)(const FN(sums) x, const ptrdiff_t steps, ptrdiff_t vectors, const bool stream)
 {
     V base[AM_CUMSUM_LANES / LANES], sums[AM_CUMSUM_LANES / LANES];
     for (ptrdiff_t v = 0; v < vectors; v++) {
@@ -98,8 +95,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_wide)(const FN(sums)
 /* Hardware prefetches memory that is read in the order of addresses, so rows are read whole: in one strip if
  * their sums fit the registers. For wider rows the sums are kept in memory when steps go upwards, which saves
  * a quarter of the time; downwards it saves none. */
-static inline __attribute__((always_inline)) void FN(cumsum_band)(const FN(sums) x, const ptrdiff_t steps,
-                                                                  ptrdiff_t lanes, const bool stream)
+INLINE void FN(cumsum_band)(const FN(sums) x, const ptrdiff_t steps, ptrdiff_t lanes, const bool stream)
 {
     enum { WIDE = FN(WIDEST) * LANES };
     ptrdiff_t lane = 0;
@@ -137,9 +133,8 @@ static void FN(cumsum_rows_segment)(FN(sums) x, ptrdiff_t steps, ptrdiff_t lanes
 
 /* Adds up `vectors` whole vectors along time, or one with `part` elements; from the last to the first if
  * `reverse`. */
-static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(const FN(sums) x, const int vectors,
-                                                                        const ptrdiff_t part,
-                                                                        const bool reverse, const bool stream)
+INLINE void FN(cumsum_scan_group)(const FN(sums) x, const int vectors, const ptrdiff_t part,
+                                  const bool reverse, const bool stream)
 {
     const V base = VOP(set1)(*x.carry);
     V earlier = VOP(set1)(0); /* the sum of the earlier vectors, in every lane */
@@ -159,8 +154,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(const FN
     *x.carry += (double)VOP(first)(earlier);
 }
 
-static inline __attribute__((always_inline)) void
-FN(cumsum_scan_segment)(const FN(sums) x, ptrdiff_t steps, const bool reverse, const bool stream)
+INLINE void FN(cumsum_scan_segment)(const FN(sums) x, ptrdiff_t steps, const bool reverse, const bool stream)
 {
     enum { GROUPED = AM_CUMSUM_SCAN * LANES };
     ptrdiff_t low = 0, high = steps; /* the steps that are left */

@@ -1,8 +1,8 @@
 /* interleave_tpl.h – splits and joins a few rows of elements as wide as T. Compilers know the shuffles for it
  * if the number of rows is known. */
 
-static inline __attribute__((always_inline)) void
-FN(split_rows)(T *restrict to, ptrdiff_t stride, const T *restrict from, ptrdiff_t count, const int rows)
+INLINE void FN(split_rows)(T *restrict to, ptrdiff_t stride, const T *restrict from, ptrdiff_t count,
+                           const int rows)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
         for (int r = 0; r < rows; r++) to[r * stride + i] = from[i * rows + r];
@@ -19,8 +19,8 @@ static void FN(split)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_
     }
 }
 
-static inline __attribute__((always_inline)) void
-FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t stride, ptrdiff_t count, const int rows)
+INLINE void FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t stride, ptrdiff_t count,
+                          const int rows)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
         for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * stride + i];

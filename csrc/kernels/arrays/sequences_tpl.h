@@ -3,8 +3,7 @@
 
 /* dst[i] = (length of sequence i + more) / 2^shift. Returns false if a start or a length is negative;
  * differences may then overflow, and dst is not used. */
-static inline __attribute__((always_inline)) bool FN(measure)(T *dst, const T *starts, ptrdiff_t count,
-                                                              UNSIGNED more, int shift)
+INLINE bool FN(measure)(T *dst, const T *starts, ptrdiff_t count, UNSIGNED more, int shift)
 {
     T signs = 0;
     for (ptrdiff_t i = 0; i < count; i++) {

@@ -6,9 +6,8 @@
  * afterwards. They never reach beyond `end`, where the tokens of another thread begin.
  */
 
-static inline __attribute__((always_inline)) void FN(fill)(T *dst, const ptrdiff_t *starts,
-                                                           ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end,
-                                                           bool sequences, bool positions)
+INLINE void FN(fill)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end,
+                     bool sequences, bool positions)
 {
     typedef U lanes __attribute__((vector_size(sizeof(vi))));
     enum { LANES = sizeof(lanes) / sizeof(U) };

@@ -1,7 +1,6 @@
 /* words_tpl.h – transposes matrices of bits, and compares rows of a mask by words of 64 bits. */
 
-static inline __attribute__((always_inline)) void swap_quarters(uint64_t *rows, const int tiles,
-                                                                const int size, const uint64_t low)
+INLINE void swap_quarters(uint64_t *rows, const int tiles, const int size, const uint64_t low)
 {
     for (int top = 0; top < 64; top += 2 * size) {
         for (int r = top; r < top + size; r++) {
@@ -17,7 +16,7 @@ static inline __attribute__((always_inline)) void swap_quarters(uint64_t *rows, 
 
 /* Adjacent tiles are transposed at the same time, each in a lane of vectors: the two quarters of 32 × 32 bits
  * off the diagonal change places, then those of 16 × 16 bits in each quarter, and so on. */
-static inline __attribute__((always_inline)) void transpose_tiles(uint64_t *rows, const int tiles)
+INLINE void transpose_tiles(uint64_t *rows, const int tiles)
 {
     swap_quarters(rows, tiles, 32, 0x00000000ffffffff);
     swap_quarters(rows, tiles, 16, 0x0000ffff0000ffff);

@@ -66,10 +66,8 @@ typedef struct {
 
 /* c = (add ? c : 0) + Σ a b of some spans, for tiles as they are configured: two of rows with `low`, two of
  * columns with `right`. */
-static inline __attribute__((always_inline)) void amx_multiply_spans(const bool low, const bool right,
-                                                                     const amx_product *p,
-                                                                     const amx_span *spans, ptrdiff_t count,
-                                                                     prefetch_queue *queue)
+INLINE void amx_multiply_spans(const bool low, const bool right, const amx_product *p, const amx_span *spans,
+                               ptrdiff_t count, prefetch_queue *queue)
 {
     const ptrdiff_t a_stride = p->a_stride, c_stride = p->c_stride;
     float *c = p->c, *c_low = c + AMX_TILE_ROWS * c_stride;
@@ -246,9 +244,8 @@ typedef struct {
 } strip_tile;
 
 /* Turns products of a row into P, and returns the sum of that lane by lane. */
-static inline __attribute__((always_inline)) vf softmax_row(const am_flash_rows *block, ptrdiff_t row,
-                                                            const strip_tile *tiles, ptrdiff_t count,
-                                                            vf *exact_total)
+INLINE vf softmax_row(const am_flash_rows *block, ptrdiff_t row, const strip_tile *tiles, ptrdiff_t count,
+                      vf *exact_total)
 {
     enum { VECTORS = AM_FLASH_TILE / VF_LANES };
     const vf factor = vf_set1((float)block->factor), zero = vf_set1(0), none = vf_set1(-INFINITY);

@@ -46,7 +46,7 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
 }
 
 /* Adds some vectors of weights to `total`, lane by lane. */
-static inline __attribute__((always_inline)) V FN(add_weights)(V total, const V *p, const int count)
+INLINE V FN(add_weights)(V total, const V *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j++) total = VOP(add)(total, p[j]);
@@ -55,7 +55,7 @@ static inline __attribute__((always_inline)) V FN(add_weights)(V total, const V 
 
 /* P is what `add_product` takes. */
 static inline void FN(narrow)(T *to, ptrdiff_t begin, ptrdiff_t end) { (void)to, (void)begin, (void)end; }
-static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p, const int count)
+INLINE void FN(store_p)(T *to, const V *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j++) VOP(store)(to + j * LANES, p[j]);

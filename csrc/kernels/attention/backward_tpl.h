@@ -43,9 +43,8 @@ static inline V FN(logit_of)(const FN(logit_terms) * d, V product, ptrdiff_t i, 
 }
 
 /* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
-static inline __attribute__((always_inline)) void FN(p_and_ds_of)(const am_backward_rows *block,
-                                                                  const am_backward_tile *tile, ptrdiff_t row,
-                                                                  ptrdiff_t begin, ptrdiff_t end)
+INLINE void FN(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
+                            ptrdiff_t begin, ptrdiff_t end)
 {
     T *p_row = (T *)block->p + row * AM_FLASH_TILE, *ds_row = (T *)block->ds + row * AM_FLASH_TILE;
     T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE : NULL;

@@ -158,9 +158,6 @@ static const double exp2_terms_f64[] = {
     4.078071929588336665e-10,
 };
 #endif
-/* For a function that is not inlined, so that it takes no registers from its callers. Not every type calls
- * it. */
-#define APART static __attribute__((noinline, unused))
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 
 /* tanh(x) / x - 1 for |x| < 0.625, from x². Coefficients are those of Moshier's Cephes. */

@@ -32,7 +32,7 @@
 #include "kernels/attention/product_of_tpl.h"
 
 /* Stores P as bf16x2. */
-static inline __attribute__((always_inline)) void store_p_bf16x2(float *to, const vf *p, const int count)
+INLINE void store_p_bf16x2(float *to, const vf *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += 2) vf_store(to + j / 2 * VF_LANES, vf_narrow_bf16x2(p[j], p[j + 1]));
@@ -46,7 +46,7 @@ static inline vf add_both_bf16x2(vf total, vf bf16x2)
 
 /* Adds some vectors of weights as values are multiplied by them: rounded. Else a row of which one weight is
  * the most would be off by the rounding of that weight. */
-static inline __attribute__((always_inline)) vf add_weights_bf16x2(vf total, const vf *p, const int count)
+INLINE vf add_weights_bf16x2(vf total, const vf *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += 2) total = add_both_bf16x2(total, vf_narrow_bf16x2(p[j], p[j + 1]));

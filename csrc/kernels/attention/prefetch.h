@@ -42,7 +42,7 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t stride, p
 
 /* Begins with one row, or without gaps with several: those of a run up to its last `early_rows`, then these.
  * In the last rows lines of the next run are prefetched early, and behind the last run none. */
-static inline __attribute__((always_inline)) void prefetch_begin_rows(prefetch_lines *lines)
+INLINE void prefetch_begin_rows(prefetch_lines *lines)
 {
     prefetch_runs *runs = lines->runs;
     const ptrdiff_t early = runs->early_rows < runs->run ? runs->early_rows : runs->run;
@@ -64,7 +64,7 @@ static inline prefetch_lines prefetch_runs_of(prefetch_runs *runs, const void *c
 }
 
 /* At the end of rows of a run. */
-static inline __attribute__((always_inline)) void prefetch_end_of_rows(prefetch_lines *lines)
+INLINE void prefetch_end_of_rows(prefetch_lines *lines)
 {
     prefetch_runs *runs = lines->runs;
     runs->rows -= runs->together;
@@ -88,8 +88,7 @@ static inline prefetch_lines prefetch_nothing(const void *known)
 }
 
 /* A line and one that is early, to the first-level cache if `near`, else to the second. */
-static inline __attribute__((always_inline)) void prefetch_two(const char *early, const char *at,
-                                                               const bool near)
+INLINE void prefetch_two(const char *early, const char *at, const bool near)
 {
     if (near) {
         __builtin_prefetch(early);
@@ -101,7 +100,7 @@ static inline __attribute__((always_inline)) void prefetch_two(const char *early
 }
 
 /* The next line. Compilers hoist the test and make two loops. */
-static inline __attribute__((always_inline)) void prefetch_line(const prefetch_lines *lines)
+INLINE void prefetch_line(const prefetch_lines *lines)
 {
     const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
     if (lines->near)
@@ -110,7 +109,7 @@ static inline __attribute__((always_inline)) void prefetch_line(const prefetch_l
         prefetch_two(early, at, false);
 }
 
-static inline __attribute__((always_inline)) void prefetch_next_row(prefetch_lines *lines, const bool runs)
+INLINE void prefetch_next_row(prefetch_lines *lines, const bool runs)
 {
     lines->at += (uintptr_t)lines->gap;
     lines->left = lines->row;
@@ -118,14 +117,13 @@ static inline __attribute__((always_inline)) void prefetch_next_row(prefetch_lin
 }
 
 /* The next lines; of rows in runs only if `runs`. */
-static inline __attribute__((always_inline)) void prefetch_one(prefetch_lines *lines, const bool runs)
+INLINE void prefetch_one(prefetch_lines *lines, const bool runs)
 {
     prefetch_line(lines);
     lines->at += (uintptr_t)lines->stride;
     if (--lines->left <= 0) prefetch_next_row(lines, runs);
 }
-static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *lines, ptrdiff_t count,
-                                                                const bool runs)
+INLINE void prefetch_some(prefetch_lines *lines, ptrdiff_t count, const bool runs)
 {
     NO_UNROLL
     for (; count > 0; count--) prefetch_one(lines, runs);
@@ -134,8 +132,7 @@ static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *
 /* Prefetches a constant number of lines of rows in runs. The caller unrolls it for one row of queries, which
  * waits for memory alone (else int8 is 5 to 7 % slower), and where numbers are not widened (else 8 rows of
  * float32, and pages, are 6 % slower). */
-static inline __attribute__((always_inline)) void prefetch_each(prefetch_lines *lines, const ptrdiff_t count,
-                                                                const bool unrolled)
+INLINE void prefetch_each(prefetch_lines *lines, const ptrdiff_t count, const bool unrolled)
 {
     if (!unrolled) {
         prefetch_some(lines, count, true);
@@ -146,8 +143,7 @@ static inline __attribute__((always_inline)) void prefetch_each(prefetch_lines *
 }
 
 /* The same, of a constant number of lines that do not reach the end of a row. */
-static inline __attribute__((always_inline)) void prefetch_at_once(prefetch_lines *lines,
-                                                                   const ptrdiff_t count)
+INLINE void prefetch_at_once(prefetch_lines *lines, const ptrdiff_t count)
 {
     const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
     const ptrdiff_t stride = lines->stride;
@@ -163,8 +159,7 @@ static inline __attribute__((always_inline)) void prefetch_at_once(prefetch_line
 }
 
 /* The same, counted at once unless they reach the end of a row: that is half of the code of a product. */
-static inline __attribute__((always_inline)) void prefetch_few(prefetch_lines *lines, const ptrdiff_t count,
-                                                               const bool runs)
+INLINE void prefetch_few(prefetch_lines *lines, const ptrdiff_t count, const bool runs)
 {
     if (count == 0) return;
     if (lines->left <= count) {
@@ -186,15 +181,14 @@ static inline bool prefetch_is_straight(const prefetch_lines *lines, ptrdiff_t c
     return lines->left >= count;
 }
 /* So many lines from each of two addresses on. */
-static inline __attribute__((always_inline)) void prefetch_from(const char *early, const char *at,
-                                                                ptrdiff_t count, const bool near)
+INLINE void prefetch_from(const char *early, const char *at, ptrdiff_t count, const bool near)
 {
     HIDE(early); /* else compilers keep an address for each line */
     HIDE(at);
     UNROLL(16)
     for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * CACHE_LINE, at + i * CACHE_LINE, near);
 }
-static inline __attribute__((always_inline)) void prefetch_straight(prefetch_lines *copy, ptrdiff_t count)
+INLINE void prefetch_straight(prefetch_lines *copy, ptrdiff_t count)
 {
     const char *early = (const char *)(copy->at + copy->early), *at = (const char *)copy->at;
     if (copy->near)

@@ -28,7 +28,7 @@ typedef struct {
 } FROM(operands);
 
 /* Rows of a that lie AM_FLASH_TILE apart, and rows of b. */
-static inline __attribute__((always_inline)) FROM(operands)
+INLINE FROM(operands)
     FROM(by_rows)(ptrdiff_t length, const T *a, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row)
 {
     return (FROM(operands)){length, a, AM_FLASH_TILE, 1, b, b_row, c, c_row};
@@ -53,7 +53,7 @@ typedef struct {
 typedef struct {
     ptrdiff_t to[STRIP / 2 + 1];
 } FROM(odd_rows);
-static inline __attribute__((always_inline)) FROM(odd_rows) FROM(odd_rows_of)(ptrdiff_t a_row)
+INLINE FROM(odd_rows) FROM(odd_rows_of)(ptrdiff_t a_row)
 {
     FROM(odd_rows) odd;
     UNROLL(8)
@@ -69,10 +69,8 @@ typedef struct {
 } FROM(cursor);
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. */
-static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors,
-                                                              const FROM(operands) x, const FROM(cursor) at,
-                                                              const FROM(odd_rows) * odd, const bool add,
-                                                              V sums[STRIP][2])
+INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) x, const FROM(cursor) at,
+                        const FROM(odd_rows) * odd, const bool add, V sums[STRIP][2])
 {
     V left, right, third, fourth;
     if (vectors > 2) {
@@ -98,9 +96,8 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 
 /* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
  * half as many rows at most. */
-static inline __attribute__((always_inline)) void FROM(add_to_sums)(const int rows, const int vectors,
-                                                                    const FROM(operands) x,
-                                                                    const FROM(reading) how, V sums[STRIP][2])
+INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(operands) x,
+                              const FROM(reading) how, V sums[STRIP][2])
 {
     const int lines = how.lines;
     const bool runs = how.runs;
@@ -143,8 +140,8 @@ static inline __attribute__((always_inline)) void FROM(add_to_sums)(const int ro
 }
 
 /* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
-static inline __attribute__((always_inline)) void
-FROM(product_of)(const int rows, const int vectors, FROM(operands) x, FROM(reading) how, const bool add)
+INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x, FROM(reading) how,
+                             const bool add)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *c = x.c, *row = c;
@@ -180,9 +177,8 @@ FROM(product_of)(const int rows, const int vectors, FROM(operands) x, FROM(readi
     }
 }
 
-static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
-                                                               const FROM(operands) * p,
-                                                               const FROM(reading) how)
+INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const FROM(operands) * p,
+                         const FROM(reading) how)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
@@ -225,8 +221,7 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
  * anywhere. */
-static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
-                                                                   FROM(operands) x, const FROM(reading) how)
+INLINE void FROM(accumulate)(ptrdiff_t rows, const int vectors, FROM(operands) x, const FROM(reading) how)
 {
     x.a_row = AM_FLASH_TILE, x.a_column = 1;
 #define ROWS(n)                                                                                              \

@@ -78,13 +78,12 @@ static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_e
 /* 2^x for x up to some hundred; NaN for NaN; 0 where it would be subnormal, as processors of Intel multiply
  * slowly by such numbers: under ALiBi, P V took a tenth longer. It takes several vectors step by step: a step
  * waits for the one before, but vectors do not wait for each other. exp2_begin splits off whole numbers. */
-static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
+INLINE void FN(exp2_begin)(V *x, V *whole, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j++) whole[j] = VOP(take_whole)(&x[j]);
 }
-static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *whole, const int count,
-                                                               const T *terms, const int term_count)
+INLINE void FN(exp2_end)(V *x, const V *whole, const int count, const T *terms, const int term_count)
 {
     V power[FN(IN_FLIGHT)];
     UNROLL(16)
@@ -98,8 +97,7 @@ static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *wh
     UNROLL(16)
     for (int j = 0; j < count; j++) x[j] = VOP(times_power)(power[j], whole[j]);
 }
-static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
-                                                                const int term_count)
+INLINE void FN(exp2_each)(V *x, const int count, const T *terms, const int term_count)
 {
     V whole[FN(IN_FLIGHT)];
     FN(exp2_begin)(x, whole, count);

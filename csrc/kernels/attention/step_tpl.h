@@ -50,7 +50,7 @@ static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 #    define TOTALS_OF_FEW VOP(totals)
 #endif
 /* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
-static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
+INLINE void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
 {
     T totals[LANES];
     const bool few = rows <= FEW;
@@ -85,10 +85,8 @@ static inline void STEP(find_running_max)(const am_flash_rows *block, const am_f
 }
 
 /* Turns some vectors of logits into P, whose sum is added to `total`, lane by lane. */
-static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_flash_rows *block,
-                                                                     const am_flash_tile *tile, ptrdiff_t row,
-                                                                     ptrdiff_t column, const int count,
-                                                                     V total)
+INLINE V STEP(softmax_vectors)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                               ptrdiff_t column, const int count, V total)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(IN_FLIGHT)];
@@ -152,9 +150,8 @@ typedef struct {
 
 /* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
  * The call for the first column of a strip first rescales the row if needed. */
-static inline __attribute__((always_inline)) void
-STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) strip, ptrdiff_t row,
-                  ptrdiff_t column, const int count, STEP(in_flight) * next)
+INLINE void STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) strip,
+                              ptrdiff_t row, ptrdiff_t column, const int count, STEP(in_flight) * next)
 {
     const ptrdiff_t begin = strip.begin, end = strip.end;
     const uint64_t *live = extras.live;
@@ -203,8 +200,8 @@ static inline V STEP(scale_p)(V p, V scales)
 
 /* `softmax_rows` for such tiles, `count` vectors at a time. The next vectors are begun before the powers of
  * these are taken, whose steps wait for one another. */
-static inline __attribute__((always_inline)) void
-STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) s, const int count)
+INLINE void STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) s,
+                                const int count)
 {
     const uint64_t *live = extras.live, *kept = extras.kept;
     const T *scales = extras.scales;

@@ -6,8 +6,7 @@
  */
 
 /* Stores P of neighbouring keys where `add_product_transposed` reads it, and adds it to `total`. */
-static inline __attribute__((always_inline)) V STEP(store_p_transposed)(T *to, const V *p, const int count,
-                                                                        V total)
+INLINE V STEP(store_p_transposed)(T *to, const V *p, const int count, V total)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {

@@ -2,9 +2,8 @@
  * vectors. A result is the same sum, in the same order, wherever it lies in a tile. */
 
 /* `rows` results of some vectors of channels, from `lane` on; a width of 0 is any. */
-static inline __attribute__((always_inline)) void
-FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t lane, const ptrdiff_t part,
-                 const int rows, const int vectors, const int width)
+INLINE void FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t lane,
+                             const ptrdiff_t part, const int rows, const int vectors, const int width)
 {
     const T *weight = (const T *)tile->weight + lane,
             *bias = tile->bias ? (const T *)tile->bias + lane : NULL;
@@ -41,8 +40,7 @@ FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t
     }
 }
 
-static inline __attribute__((always_inline)) void
-FROM(conv_rows)(S *dst, const S *src, const am_conv_tile *tile, const int rows, const int width)
+INLINE void FROM(conv_rows)(S *dst, const S *src, const am_conv_tile *tile, const int rows, const int width)
 {
     enum { SIDE_BY_SIDE = FN(CONV_ROWS) };
     ptrdiff_t lane = 0;
@@ -55,8 +53,7 @@ FROM(conv_rows)(S *dst, const S *src, const am_conv_tile *tile, const int rows, 
     if (lane < tile->lanes) FROM(conv_strip)(dst, src, tile, lane, tile->lanes - lane, rows, 1, width);
 }
 
-static inline __attribute__((always_inline)) void FROM(conv_of)(S *dst, const S *src,
-                                                                const am_conv_tile *tile, const int width)
+INLINE void FROM(conv_of)(S *dst, const S *src, const am_conv_tile *tile, const int width)
 {
     ptrdiff_t t = 0;
     for (; t + FN(CONV_ROWS) <= tile->steps; t += FN(CONV_ROWS))

@@ -6,7 +6,7 @@ enum { FN(CONV_ROWS) = V_STRIP > 6 ? 8 : 4 }; /* results whose sums do not wait 
 #define GET(p) (part ? VOP(load_part)((p), part) : VOP(load)(p))
 
 /* The logistic function; NaN for NaN. */
-static inline __attribute__((always_inline)) void FN(sigmoid)(V *s, const V *z, const int count)
+INLINE void FN(sigmoid)(V *s, const V *z, const int count)
 {
     const V zero = VOP(set1)(0), one = VOP(set1)(1), log2_e = VOP(set1)((T)1.4426950408889634);
     UNROLL(16)
@@ -38,10 +38,8 @@ static void FN(silu_gradient)(void *z, const void *dout, ptrdiff_t count)
 }
 
 /* The sums of `count` rows of weights, of which one may be those of the bias: src is NULL. */
-static inline __attribute__((always_inline)) void FN(add_products)(double *sums, ptrdiff_t sums_stride,
-                                                                   const T *dz, const T *src,
-                                                                   const am_conv_tile *tile,
-                                                                   const ptrdiff_t part, const int count)
+INLINE void FN(add_products)(double *sums, ptrdiff_t sums_stride, const T *dz, const T *src,
+                             const am_conv_tile *tile, const ptrdiff_t part, const int count)
 {
     V sum[4];
     UNROLL(16)

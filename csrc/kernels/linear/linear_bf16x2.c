@@ -223,8 +223,7 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
 }
 
 /* Token i of a leaf and up to `most` before it, whose keys take its factors. */
-static inline __attribute__((always_inline)) void leaf_row(const am_linear_chunk *c, const work *w,
-                                                           ptrdiff_t from, ptrdiff_t i, const int most)
+INLINE void leaf_row(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t i, const int most)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t stride = s->row_stride, own = i - from;

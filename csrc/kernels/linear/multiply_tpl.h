@@ -2,9 +2,8 @@
  * JOINED numbers. */
 
 /* Some rows and columns of a product. */
-static inline __attribute__((always_inline)) void FROM(tile)(const FN(product) * p, ptrdiff_t row,
-                                                             ptrdiff_t column, ptrdiff_t begin, ptrdiff_t end,
-                                                             const int rows, const int vectors)
+INLINE void FROM(tile)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column, ptrdiff_t begin, ptrdiff_t end,
+                       const int rows, const int vectors)
 {
     V sums[HEIGHT * VECTORS / 2][2]; /* of all rows, then of their third and fourth vectors */
     UNROLL(16)

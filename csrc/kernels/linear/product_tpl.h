@@ -57,9 +57,8 @@ typedef struct {
 enum { FN(BLOCK) = 8, FN(ABREAST) = VECTORS / 2 };
 
 /* The first `count` rows of a block. */
-static inline __attribute__((always_inline)) void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a,
-                                                                 ptrdiff_t a_stride, ptrdiff_t a_column,
-                                                                 const ptrdiff_t count, const int abreast)
+INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column,
+                           const ptrdiff_t count, const int abreast)
 {
     V rows[FN(BLOCK)][VECTORS];
     UNROLL(16)

@@ -12,8 +12,7 @@ typedef struct {
     ptrdiff_t rows, channel_stride;
 } FN(token);
 
-static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token) * t, ptrdiff_t column,
-                                                                  const int vectors)
+INLINE void FN(token_panel)(const FN(token) * t, ptrdiff_t column, const int vectors)
 {
     const ptrdiff_t stride = t->channel_stride;
     V u[2 * VECTORS], out[2 * VECTORS];

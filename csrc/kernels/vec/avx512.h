@@ -308,8 +308,7 @@ static inline vf v_add_pair(const vf v[2], const bool integers)
 {
     return v_add_lanes(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]), integers);
 }
-static inline __attribute__((always_inline)) vf v_totals_of_pairs(const vf pairs[VF_LANES / 2],
-                                                                  const bool integers)
+INLINE vf v_totals_of_pairs(const vf pairs[VF_LANES / 2], const bool integers)
 {
     vf twos[4], sums[2];
     UNROLL(16)
@@ -608,7 +607,7 @@ static inline __m512i v_mend_bf16_of_f8(__m512i y, __m512i wide, const bool whol
     y = _mm512_mask_blend_epi16(is_small, y, _mm512_or_si512(sign, _mm512_permutexvar_epi16(wide, table)));
     return _mm512_mask_blend_epi16(is_nan, y, _mm512_set1_epi16(0x7fc0));
 }
-static inline __attribute__((always_inline)) __m512i v_bf16_of_f8(__m256i x, const bool whole)
+INLINE __m512i v_bf16_of_f8(__m256i x, const bool whole)
 {
     const __m512i wide = _mm512_cvtepi8_epi16(x), y = v_usual_bf16_of_f8(_mm512_slli_epi16(wide, 4), whole);
     /* One more than any that is mended, but for its sign, is at most 8. */

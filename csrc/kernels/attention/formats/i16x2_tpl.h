@@ -75,8 +75,7 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
 }
 
 /* Rounds some vectors of weights to i16x2; returns their unit, or NaN if they have none. */
-static inline __attribute__((always_inline)) float narrow_weights_i16x2(const vf *x, const int count,
-                                                                        float *to)
+INLINE float narrow_weights_i16x2(const vf *x, const int count, float *to)
 {
     vf most = vf_set1(0);
     UNROLL(4)
@@ -92,9 +91,8 @@ static inline __attribute__((always_inline)) float narrow_weights_i16x2(const vf
 
 /* Turns P of some vectors of a row, times the scales of their values, into i16x2. The last lane of the row
  * gets its unit. To a row that has none values are added here, as numbers of float32. */
-static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flash_rows *block,
-                                                                   const am_flash_tile *tile, ptrdiff_t row,
-                                                                   ptrdiff_t begin, const int count)
+INLINE void narrow_row_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                             ptrdiff_t begin, const int count)
 {
     float *p = (float *)block->logits + row * AM_FLASH_TILE, *unit = p + AM_FLASH_TILE - 1;
     const float *scales = tile->v_scales;

@@ -1,8 +1,8 @@
 /* pack_keys_tpl.h – packs keys whose lanes in memory are S. LOAD and LOAD_PART load lanes of them. */
 
 /* Loads a square of lanes and transposes it; missing rows and columns are zero. */
-static inline __attribute__((always_inline)) void
-FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
+INLINE void FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t stride, ptrdiff_t rows,
+                                  ptrdiff_t columns)
 {
     UNROLL(16)
     for (ptrdiff_t r = 0; r < LANES; r++) {

@@ -3,10 +3,8 @@
 
 /* Packs up to a panel's columns of some rows into `lanes` rows of bf16x2. Adds 0 × what it reads to `nothing`
  * unless that is NULL, and prefetches as many lines as it reads. */
-static inline __attribute__((always_inline)) void FROM(pack_panel)(float *dst, ptrdiff_t lanes, const S *src,
-                                                                   ptrdiff_t stride, ptrdiff_t rows,
-                                                                   ptrdiff_t columns, vf nothing[2],
-                                                                   prefetch_lines *prefetch)
+INLINE void FROM(pack_panel)(float *dst, ptrdiff_t lanes, const S *src, ptrdiff_t stride, ptrdiff_t rows,
+                             ptrdiff_t columns, vf nothing[2], prefetch_lines *prefetch)
 {
     prefetch_lines current = *prefetch;
     const ptrdiff_t some = columns < PANEL_f32 ? columns : PANEL_f32;

@@ -20,9 +20,8 @@ static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile
 
 /* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
  * run, so that runs do not alter a bit. */
-static inline __attribute__((always_inline)) void FROM(add_panels)(const FROM(values) * values, ptrdiff_t row,
-                                                                   const int rows, ptrdiff_t column,
-                                                                   const int panels, prefetch_lines *prefetch)
+INLINE void FROM(add_panels)(const FROM(values) * values, ptrdiff_t row, const int rows, ptrdiff_t column,
+                             const int panels, prefetch_lines *prefetch)
 {
     const am_flash_rows *block = values->block;
     const am_flash_tile *tile = values->tile;

@@ -52,9 +52,8 @@ typedef struct {
 
 #if PARTS > 1
 /* Adds products of what was loaded of some keys and the queries at q, of which `count` lanes are left. */
-static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                 const V *x, const T *q, ptrdiff_t q_stride,
-                                                                 ptrdiff_t count, const int parts, V *sums)
+INLINE void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys, const V *x, const T *q,
+                           ptrdiff_t q_stride, ptrdiff_t count, const int parts, V *sums)
 {
     UNROLL(4)
     for (int part = 0; part < parts; part++, q += LANES) {
@@ -75,10 +74,8 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
 /* Sums of products of up to four rows with so many keys that they fit the registers and do not wait for each
  * other; keys behind the last are read as the last. Unless `prefetch` is NULL, it prefetches as many lines as
  * it reads of keys, which are `straight` if the caller knows that they are. */
-static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                 const FROM(factors) factors, ptrdiff_t last,
-                                                                 V *sums, prefetch_lines *prefetch,
-                                                                 const bool straight)
+INLINE void FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, const FROM(factors) factors,
+                           ptrdiff_t last, V *sums, prefetch_lines *prefetch, const bool straight)
 {
 #define KEY(j) (k + ((j) < last ? (j) : last) * stride)
     const ptrdiff_t head_dim = factors.head_dim, stride = factors.stride, q_stride = QUERY_STEP(head_dim);
@@ -143,8 +140,7 @@ static inline __attribute__((always_inline)) void FROM(multiply)(const ptrdiff_t
 }
 
 /* The first step of adding up their lanes. */
-static inline __attribute__((always_inline)) void FROM(add_pairs_of)(const ptrdiff_t count, const V *sums,
-                                                                     V *pairs)
+INLINE void FROM(add_pairs_of)(const ptrdiff_t count, const V *sums, V *pairs)
 {
     UNROLL(32)
     for (ptrdiff_t i = 0; i < (count + LANES - 1) / LANES * LANES / PAIR; i++)
@@ -152,8 +148,8 @@ static inline __attribute__((always_inline)) void FROM(add_pairs_of)(const ptrdi
 }
 
 /* The other steps. */
-static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                   ptrdiff_t last, const V *pairs, T *logits)
+INLINE void FROM(store_dots)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t last, const V *pairs,
+                             T *logits)
 {
     T dots[DOT_SUMS + LANES];
     UNROLL(32)
@@ -170,9 +166,8 @@ static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff
 }
 
 /* Logits of some rows and keys. */
-static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                const FROM(factors) factors, ptrdiff_t last,
-                                                                T *logits, prefetch_lines *prefetch)
+INLINE void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys, const FROM(factors) factors,
+                          ptrdiff_t last, T *logits, prefetch_lines *prefetch)
 {
     V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
     FROM(multiply)(rows, keys, factors, last, sums, prefetch, false);
@@ -185,9 +180,8 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
  * steps that add up lanes wait for one another: if the registers have room, all but the first are left until
  * the next keys are multiplied. Lines are counted one by one for one row, which waits for memory: counted at
  * once, float32 takes 1.04 to 1.08 of the time there. */
-static inline __attribute__((always_inline)) void
-FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_operands) x,
-                   prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
+INLINE void FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const FROM(dot_operands) x,
+                               prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
 {
     const ptrdiff_t head_dim = x.first.head_dim, stride = x.first.stride, run = x.runs->rows,
                     lines = (head_dim * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
@@ -305,8 +299,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 
 /* Multiplies products by the units of their rows, or P by UNIT, and both by the scales of keys or values. P
  * of a dead pair is 0, and stays so whatever is its scale. */
-static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_flash_rows *block,
-                                                                      const T *scales, const bool of_p)
+INLINE void FROM(scale_columns)(const am_flash_rows *block, const T *scales, const bool of_p)
 {
     T *row = block->logits;
     if (UNIT == 1 && NUMBERS == 1 && !scales) return;

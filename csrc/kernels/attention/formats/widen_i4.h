@@ -17,9 +17,8 @@ static inline __m512 table_i4(const float *group)
 #ifdef __AVX512BF16__
 /* As bfloat16. A lane of 32 bits gets both numbers of a byte as indices of a table of 32 numbers: above the
  * four bits of the first there is one of the second, so the table has each number twice. */
-static inline __attribute__((always_inline)) void widen_groups_bf16(uint16_t *dst, const uint8_t *src,
-                                                                    const float *groups,
-                                                                    const ptrdiff_t group, ptrdiff_t count)
+INLINE void widen_groups_bf16(uint16_t *dst, const uint8_t *src, const float *groups, const ptrdiff_t group,
+                              ptrdiff_t count)
 {
     const __m512i twice = _mm512_set1_epi32(0x1001);
     for (const uint16_t *end = dst + count; dst < end; groups += 2, src += group / 2, dst += group) {
