@@ -72,7 +72,6 @@ static void relative_bias_learn(const am_line *line, const double *d_numbers, am
 
 /* --- The table --- */
 
-#define ROW(kind, name, axes, finite, acts, first, bound, add, learn)                                        \
-    {name, axes, finite, acts, first, bound, add, learn},
+#define ROW(kind, ...) [AM_LOGIT_##kind] = {__VA_ARGS__},
 const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(ROW)};
 #undef ROW

@@ -11,19 +11,22 @@
  *     first   the keys to begin with, see am_first_keys
  *     bound   the most that it may add to a logit, see am_logit_row
  *     add     its numbers along a line; NULL unless it acts along lines
- *     learn   the gradient of its array along a line; NULL: there is none, or not along lines */
+ *     learn   the gradient of its array along a line; NULL: there is none, or not along lines
+ *
+ * What a row does not name is false, AM_ANY_FIRST or NULL. */
 #ifndef AM_CORE_ATTENTION_TERMS_KINDS_H
 #define AM_CORE_ATTENTION_TERMS_KINDS_H
 
 #define AM_LOGIT_KINDS(ROW)                                                                                  \
-    ROW(BIAS, "bias", "BHQK", false, AM_ADDS_PAIRS, AM_ANY_FIRST, no_bound, NULL, NULL)                      \
-    ROW(ALIBI, "alibi_slopes", "RH11", true, AM_ADDS_BY_DISTANCE, AM_NEAREST_FIRST, alibi_bound, alibi_add,  \
-        NULL)                                                                                                \
-    ROW(RELATIVE_BIAS, "relative_bias", "1H1N", false, AM_ADDS_BY_DISTANCE, AM_ANY_FIRST, no_bound,          \
-        relative_bias_add, relative_bias_learn)                                                              \
-    ROW(SOFT_CAP, "logits_soft_cap", "", true, AM_CAPS, AM_ANY_FIRST, no_bound, NULL, NULL)                  \
-    ROW(DROPOUT, "dropout_prob", "", true, AM_DROPS, AM_ANY_FIRST, adds_nothing, NULL, NULL)                 \
-    ROW(SINKS, "softmax_aux", "1H1N", false, AM_SINKS, AM_ANY_FIRST, adds_nothing, NULL, NULL)
+    ROW(BIAS, .name = "bias", .axes = "BHQK", .acts = AM_ADDS_PAIRS, .bound = no_bound)                      \
+    ROW(ALIBI, .name = "alibi_slopes", .axes = "RH11", .finite = true, .acts = AM_ADDS_BY_DISTANCE,          \
+        .first = AM_NEAREST_FIRST, .bound = alibi_bound, .add = alibi_add)                                   \
+    ROW(RELATIVE_BIAS, .name = "relative_bias", .axes = "1H1N", .acts = AM_ADDS_BY_DISTANCE,                 \
+        .bound = no_bound, .add = relative_bias_add, .learn = relative_bias_learn)                           \
+    ROW(SOFT_CAP, .name = "logits_soft_cap", .axes = "", .finite = true, .acts = AM_CAPS, .bound = no_bound) \
+    ROW(DROPOUT, .name = "dropout_prob", .axes = "", .finite = true, .acts = AM_DROPS,                       \
+        .bound = adds_nothing)                                                                               \
+    ROW(SINKS, .name = "softmax_aux", .axes = "1H1N", .acts = AM_SINKS, .bound = adds_nothing)
 
 #define AM_LOGIT_KIND(kind, ...) AM_LOGIT_##kind,
 typedef enum { AM_LOGIT_KINDS(AM_LOGIT_KIND) AM_LOGIT_KIND_COUNT } am_logit_kind;
