@@ -9,8 +9,7 @@
 #include "kernels/attention/flash_f32.h"
 
 #define S float
-#define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
+#define LOAD vf_load
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_bf16x2
@@ -20,12 +19,12 @@
  * they are loaded. */
 #define TWO_ROWS(bytes) (2 * (bytes) / (ptrdiff_t)sizeof(uint16_t))
 #define S uint16_t
-#define LOADS(b, b_row, vectors, left, right)                                                                \
+#define LOADS(b, b_row, vectors, to)                                                                         \
     if ((vectors) > 1)                                                                                       \
         vf_interleave_bf16x2(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)),       \
-                             &left, &right);                                                                 \
+                             (to)[0], (to)[1]);                                                              \
     else                                                                                                     \
-        left = vf_load_interleaved_bf16x2(b, (b) + (b_row) / 2)
+        *(to)[0] = vf_load_interleaved_bf16x2(b, (b) + (b_row) / 2)
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_interleaved

@@ -5,8 +5,7 @@
 #include "kernels/attention/flash_f32.h"
 
 #define S uint16_t
-#define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = vf_load_f16(b), right = vf_load_f16((b) + ((vectors) > 1) * LANES)
+#define LOAD vf_load_f16
 #define FMA vf_fma
 #define TIMES vf_mul
 #define FROM(name) name##_f16

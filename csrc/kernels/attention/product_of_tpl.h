@@ -1,7 +1,7 @@
-/* product_of_tpl.h – the innermost loop of the product, for a b of type S. LOADS loads one or two
- * vectors from the row at b, or two from the two rows there that lie half of b_row apart; LOADS_WIDE loads
- * four, if that is not twice LOADS. FMA multiplies and adds, and TIMES multiplies. If two loaded vectors hold
- * columns in another order, SPLIT puts sums in that order, and JOIN puts them back.
+/* product_of_tpl.h – the innermost loop of the product, for a b of type S. LOAD loads a vector of a row; or
+ * LOADS loads one or two from the row at b, or two from the two rows there that lie half of b_row apart, and
+ * LOADS_WIDE four, if that is not twice LOADS. FMA multiplies and adds, and TIMES multiplies. If two loaded
+ * vectors hold columns in another order, SPLIT puts sums in that order, and JOIN puts them back.
  *
  * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
  * while the strip before is stored. */
@@ -10,10 +10,13 @@
 #    define SPLIT(first, second) (void)0
 #    define JOIN(first, second) (void)0
 #endif
+#ifndef LOADS
+#    define LOADS(b, b_row, vectors, to) *(to)[0] = LOAD(b), *(to)[1] = LOAD((b) + ((vectors) > 1) * LANES)
+#endif
 #ifndef LOADS_WIDE
-#    define LOADS_WIDE(b, b_row, first, second, third, fourth)                                               \
-        LOADS(b, b_row, 2, first, second);                                                                   \
-        LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
+#    define LOADS_WIDE(b, b_row, to)                                                                         \
+        LOADS(b, b_row, 2, to);                                                                              \
+        LOADS((b) + FN(PANEL), b_row, 2, (to) + 2)
 #endif
 
 /* What is multiplied, and where sums go: c += a b or c = a b, of sums of `length` products. */
@@ -72,11 +75,11 @@ typedef struct {
 INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) x, const FROM(cursor) at,
                         const FROM(odd_rows) * odd, const bool add, V sums[STRIP][2])
 {
-    V left, right, third, fourth;
+    V left, right, third, fourth, *const row[] = {&left, &right, &third, &fourth};
     if (vectors > 2) {
-        LOADS_WIDE(at.b, x.b_row, left, right, third, fourth);
+        LOADS_WIDE(at.b, x.b_row, row);
     } else {
-        LOADS(at.b, x.b_row, vectors, left, right);
+        LOADS(at.b, x.b_row, vectors, row);
     }
     if (vectors == 2 && at.loaded) VOP(store)(at.loaded, left), VOP(store)(at.loaded + LANES, right);
     UNROLL(16)
@@ -302,6 +305,7 @@ APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, const
 #undef SPLIT
 #undef JOIN
 #undef S
+#undef LOAD
 #undef LOADS
 #undef LOADS_WIDE
 #undef FMA

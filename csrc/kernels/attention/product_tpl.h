@@ -30,8 +30,7 @@ static inline ptrdiff_t FN(whole_panels)(ptrdiff_t rows)
 #define IS_DOUBLE (sizeof(T) > sizeof(float)) /* of which some instances are spared */
 
 #define S T
-#define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = VOP(load)(b), right = VOP(load)((b) + ((vectors) > 1) * LANES)
+#define LOAD VOP(load)
 #define FMA VOP(fma)
 #define TIMES VOP(mul)
 #define FROM(name) FN(name)

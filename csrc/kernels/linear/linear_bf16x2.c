@@ -11,8 +11,7 @@
 #include "kernels/linear/linear_f32.h"
 
 #define S float
-#define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
+#define LOAD vf_load
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_bf16x2

@@ -17,9 +17,8 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_stride, ptrd
 }
 
 #define S uint8_t
-#define LOADS(b, b_row, vectors, left, right) vf_join_f8x2(b, (b) + (b_row) / 2, &left, &right)
-#define LOADS_WIDE(b, b_row, first, second, third, fourth)                                                   \
-    vf_join_wide_f8x2(b, (b) + (b_row) / 2, &first, &second, &third, &fourth)
+#define LOADS(b, b_row, vectors, to) vf_join_f8x2(b, (b) + (b_row) / 2, (to)[0], (to)[1])
+#define LOADS_WIDE(b, b_row, to) vf_join_wide_f8x2(b, (b) + (b_row) / 2, (to)[0], (to)[1], (to)[2], (to)[3])
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_f8x2

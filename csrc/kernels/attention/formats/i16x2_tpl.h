@@ -114,9 +114,8 @@ INLINE void narrow_row_i16x2(const am_flash_rows *block, const am_flash_tile *ti
 }
 
 #define S int8_t
-#define LOADS(b, b_row, vectors, left, right) vf_join_i16x2(b, (b) + (b_row) / 2, &left, &right)
-#define LOADS_WIDE(b, b_row, first, second, third, fourth)                                                   \
-    vf_join_wide_i16x2(b, (b) + (b_row) / 2, &first, &second, &third, &fourth)
+#define LOADS(b, b_row, vectors, to) vf_join_i16x2(b, (b) + (b_row) / 2, (to)[0], (to)[1])
+#define LOADS_WIDE(b, b_row, to) vf_join_wide_i16x2(b, (b) + (b_row) / 2, (to)[0], (to)[1], (to)[2], (to)[3])
 #define FMA vf_fma_i16x2
 #define TIMES(x, y) vf_fma_i16x2(x, y, vf_set1(0))
 #define FROM(name) name##_i16x2

@@ -6,12 +6,11 @@
 
 #define S uint16_t
 #ifdef V_LINES
-#    define LOADS(b, b_row, vectors, left, right) vf_load_columns_bf16(b, (vectors) > 1, &left, &right)
+#    define LOADS(b, b_row, vectors, to) vf_load_columns_bf16(b, (vectors) > 1, (to)[0], (to)[1])
 #    define SPLIT vf_split_32
 #    define JOIN vf_join_32
 #else
-#    define LOADS(b, b_row, vectors, left, right)                                                            \
-        left = vf_load_bf16(b), right = vf_load_bf16((b) + ((vectors) > 1) * LANES)
+#    define LOAD vf_load_bf16
 #endif
 #define FMA vf_fma
 #define TIMES vf_mul

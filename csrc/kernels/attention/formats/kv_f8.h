@@ -46,8 +46,7 @@ APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_stride, const uint8_t *from,
 #    define LOAD_PART_WIDE vf_load_part_f16
 #else
 #    define S uint8_t
-#    define LOADS(b, b_row, vectors, left, right)                                                            \
-        left = vf_load_f8(b), right = vf_load_f8((b) + ((vectors) > 1) * LANES)
+#    define LOAD vf_load_f8
 #    define FMA vf_fma
 #    define TIMES vf_mul
 #    define FROM(name) name##_f8
