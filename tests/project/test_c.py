@@ -9,6 +9,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 if not CSRC.exists():
     pytest.skip("the source is not there", allow_module_level=True)
 MOST, FEW, EVER = 7, 10, 9  # arguments; functions and types that have more; the arguments of these
+MOST_INPUTS = 4  # of a macro, by position
 COMMENT_OR_STRING = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\])*"|\\\n'
 NAME_OF_TEMPLATE = r"\b[A-Z][A-Z0-9_]*\((\w+)\)"  # as FROM(name)
 LIST = r"(\w+|\(\s*\*\s*\w*\s*\))\s*\(([^()]*)\)"  # and its name, or that of a pointer to functions
@@ -30,3 +31,9 @@ def test_few_functions_have_many_arguments():
                 found[path.name, name] = len(parts)
     assert len(found) <= FEW, found
     assert max(found.values()) <= EVER, found
+
+
+def test_macros_have_few_inputs():
+    for path in sorted(CSRC.rglob("*.[ch]")):
+        for name, inputs in re.findall(r"# *define (\w+)\(([^)]*)\)", path.read_text(encoding="utf-8")):
+            assert inputs.count(",") < MOST_INPUTS, (path.name, name)

@@ -104,26 +104,30 @@ KERNEL(f32_to_bf16, narrow_bf16)
 /* float64 meets the sixteen-bit types, and int64 the floating ones, by way of a type that both sides know. */
 enum { STEP = 256 };
 
-static bool two_steps(const am_kernels *kernels, void *dst, size_t dst_size, am_convert_row *second,
-                      const void *src, size_t src_size, am_convert_row *first, ptrdiff_t count)
+typedef struct {
+    am_convert_row *first, *second;
+    size_t src_size, dst_size;
+} steps;
+
+static bool two_steps(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count, steps s)
 {
     double middle[STEP];
     bool fits = true;
     for (ptrdiff_t i = 0; i < count; i += STEP) {
         ptrdiff_t n = count - i < STEP ? count - i : STEP;
-        fits &= first(kernels, middle, (const char *)src + (size_t)i * src_size, n);
-        fits &= second(kernels, (char *)dst + (size_t)i * dst_size, middle, n);
+        fits &= s.first(kernels, middle, (const char *)src + (size_t)i * s.src_size, n);
+        fits &= s.second(kernels, (char *)dst + (size_t)i * s.dst_size, middle, n);
     }
     return fits;
 }
 
-#define TWO_STEPS(name, dst_size, second, src_size, first)                                                   \
+#define TWO_STEPS(name, ...)                                                                                 \
     static bool name(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)                 \
     {                                                                                                        \
-        return two_steps(kernels, dst, dst_size, second, src, src_size, first, count);                       \
+        return two_steps(kernels, dst, src, count, (steps){__VA_ARGS__});                                    \
     }
-TWO_STEPS(f16_to_f64, 8, f32_to_f64, 2, f16_to_f32)
-TWO_STEPS(bf16_to_f64, 8, f32_to_f64, 2, bf16_to_f32)
+TWO_STEPS(f16_to_f64, .first = f16_to_f32, .second = f32_to_f64, .src_size = 2, .dst_size = 8)
+TWO_STEPS(bf16_to_f64, .first = bf16_to_f32, .second = f32_to_f64, .src_size = 2, .dst_size = 8)
 
 /* Rounding twice may differ from rounding once, unless the first time is to an odd last bit where inexact. */
 static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src,
@@ -141,8 +145,8 @@ static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const 
     return true;
 }
 
-TWO_STEPS(f64_to_f16, 2, f32_to_f16, 8, f64_to_odd_f32)
-TWO_STEPS(f64_to_bf16, 2, f32_to_bf16, 8, f64_to_odd_f32)
+TWO_STEPS(f64_to_f16, .first = f64_to_odd_f32, .second = f32_to_f16, .src_size = 8, .dst_size = 2)
+TWO_STEPS(f64_to_bf16, .first = f64_to_odd_f32, .second = f32_to_bf16, .src_size = 8, .dst_size = 2)
 
 static am_convert_row *const converters[AM_OTHER][AM_OTHER] = {
     [AM_INT8][AM_INT64] = load_i8,           [AM_UINT8][AM_INT64] = load_u8,
