@@ -3,6 +3,7 @@
 `test_attend.py` has more of the floating formats, and the bits of what is written; here options meet formats.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -89,7 +90,21 @@ HALVES = [
         + [((128, 128), (64, 64), 1)],
         1,
     )
-] + [Case((dtype, "int4"), (4, 1), (128, 128), 1, (2990,), groups=(64, 64)) for dtype in (F32, BF16, F16)]
+]
+HALVES += [
+    Case((dtype, "int4"), (4, 1), (128, 128), 1, (2990,), groups=(64, 64)) for dtype in (F32, BF16, F16)
+]
+# Groups of any size, in memory of any strides.
+HALVES += [
+    Case((dtype, kind), (H, HKV), depths, 3, (0, 70, 200), "as many", 16, layout, groups=(group, group))
+    for dtype, kind, depths, group, layout in itertools.product(
+        (F32, BF16, F16),
+        ("int4", "int4 of float16"),
+        ((128, 128), (256, 384), (640, 128)),
+        (32, 64, 128),
+        ("contiguous", "strided"),
+    )
+]
 
 
 @pytest.mark.parametrize(
