@@ -95,10 +95,20 @@ def test_quantize_kv_of_nothing(dtype):
     (([1.0], "int8", 1), ValueError, "axis: axis 1 is out of bounds"),
     (([1.0], "int8", 1), IndexError, "axis: axis 1 is out of bounds"),
     (([1.0], "int8", (0, -1)), ValueError, "repeated axis in `axis`"),
+    ((np.zeros((2, 96)), "int4"), ValueError, "the last axis of x must be a multiple of group=64, got 96"),
+    ((np.zeros((2, 0)), "int4"), ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+    ((np.zeros(()), "int4"), ValueError, "the last axis of x must be a multiple of group=64, got 0"),
+    ((np.zeros((64, 64)), "int4", 0), ValueError, "axis must be -1 or None for int4, got 0"),
+    ((np.zeros((64, 64)), "int4", (0, 1)), TypeError, "axis must be an integer"),
+    ((np.zeros(64), "int4", -1, 16), ValueError, "group must be 32, 64 or 128, got 16"),
+    ((np.zeros(64), "int8", -1, 64), ValueError, "group must be None for int8, got 64"),
+    ((np.zeros(64, int), "int4"), TypeError, "x must be of float16"),
+    ((np.array([0.0] * 63 + [np.nan]), "int4"), ValueError, r"x must be finite in float32, got nan at index \(63,\)"),
+    ((np.array([-3e38] * 63 + [3e38]), "int4"), ValueError, "differences within a group fit float32"),
 ], ids=repr)  # fmt: skip
 def test_numbers_that_cannot_be_quantized(arguments, error, message):
     with pytest.raises(error, match=message):
-        quantize_kv(*arguments)
+        quantize_kv(*arguments[:3], **dict(zip(["group"], arguments[3:], strict=False)))
 
 
 @pytest.mark.parametrize(
