@@ -62,12 +62,14 @@ def test_only_what_is_wanted(name, place):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_vmap_of_a_pullback(name):
     """As Jacobians take it: the calls share all but the gradient of the result."""
-    function, arrays = given(name, in_float32(name, 1)[0], **{STATES[name]: False})
-    out, vjp = jax.vjp(jax.jit(function), arrays)
-    douts = np.stack([np.cos(np.arange(out.size) + i).reshape(out.shape).astype(out.dtype) for i in range(3)])
-    (found,) = jax.jit(jax.vmap(vjp))(douts)
-    for i, dout in enumerate(douts):
-        assert_near(jax.tree.map(lambda x, i=i: x[i], found), vjp(dout)[0])
+    for seed in in_float32(name, 4):
+        function, arrays = given(name, seed, **{STATES[name]: False})
+        out, vjp = jax.vjp(jax.jit(function), arrays)
+        weights = np.cos(np.arange(3 * out.size)).reshape(3, *out.shape)
+        douts = np.stack([x.astype(out.dtype) for x in weights])
+        (found,) = jax.jit(jax.vmap(vjp))(douts)
+        for i, dout in enumerate(douts):
+            assert_near(jax.tree.map(lambda x, i=i: x[i], found), vjp(dout)[0])
 
 
 @pytest.mark.parametrize("name", [name for name in OF_JAX if name not in WITH_GRADIENTS])
