@@ -241,44 +241,47 @@ static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
     return am_fail(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
 }
 
-/* The axes of the shape that a and b broadcast to. NumPy's iterator allows 32, but arrays may have 64. */
-static int broadcast_both(PyArrayObject *a, PyArrayObject *b, npy_intp shape[NPY_MAXDIMS])
+/* The shape that a and b broadcast to, and the strides of both in it. NumPy's iterator allows 32 axes, but
+ * arrays may have 64. */
+typedef struct {
+    int axes;
+    npy_intp shape[NPY_MAXDIMS], a_strides[NPY_MAXDIMS], b_strides[NPY_MAXDIMS];
+} broadcast;
+
+static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
 {
-    const int a_axes = PyArray_NDIM(a), b_axes = PyArray_NDIM(b), axes = a_axes > b_axes ? a_axes : b_axes;
-    for (int axis = 0; axis < axes; axis++) {
-        const int in_a = axis - axes + a_axes, in_b = axis - axes + b_axes;
+    const int a_axes = PyArray_NDIM(a), b_axes = PyArray_NDIM(b);
+    both->axes = a_axes > b_axes ? a_axes : b_axes;
+    for (int axis = 0; axis < both->axes; axis++) {
+        const int in_a = axis - both->axes + a_axes, in_b = axis - both->axes + b_axes;
         const npy_intp a_length = in_a < 0 ? 1 : PyArray_DIM(a, in_a),
                        b_length = in_b < 0 ? 1 : PyArray_DIM(b, in_b);
         if (a_length != b_length && a_length != 1 && b_length != 1) return reject_broadcast(a, b);
-        shape[axis] = a_length == 1 ? b_length : a_length;
+        both->shape[axis] = a_length == 1 ? b_length : a_length;
+        both->a_strides[axis] = a_length == 1 ? 0 : PyArray_STRIDE(a, in_a);
+        both->b_strides[axis] = b_length == 1 ? 0 : PyArray_STRIDE(b, in_b);
     }
-    return axes;
-}
-
-/* Returns a copy of an array that is as wide as the shape. */
-static PyArrayObject *broadcast(PyArrayObject *array, int axes, const npy_intp *shape)
-{
-    PyArrayObject *copy = am_new_array_of(axes, shape, PyArray_TYPE(array));
-    if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
-    return copy;
+    return 0;
 }
 
 /* Returns the quotients as int64 or uint64. */
 static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
 {
-    npy_intp shape[NPY_MAXDIMS];
-    const int axes = broadcast_both(a, b, shape);
-    if (axes < 0) return NULL;
-    am_owned PyArrayObject *divisors = broadcast(b, axes, shape);
-    /* Other threads may have written to b since it was checked. */
-    if (!divisors || check_divisors(divisors) < 0) return NULL;
-    PyArrayObject *result = broadcast(a, axes, shape);
+    broadcast both;
+    if (broadcast_both(a, b, &both) < 0) return NULL;
+    PyArrayObject *result = am_new_array_of(both.axes, both.shape, PyArray_TYPE(a));
     if (!result) return NULL;
-    const npy_intp size = PyArray_SIZE(result);
-    am_call call;
-    am_enter(&call, module, size);
-    am_divide_wide(PyArray_DATA(result), PyArray_DATA(divisors), PyArray_ISSIGNED(a), size);
-    if (am_leave(&call, AM_OK) < 0) Py_CLEAR(result);
+    const am_broadcast arrays = {
+        .axes = both.axes,
+        .shape = both.shape,
+        .a_strides = both.a_strides,
+        .b_strides = both.b_strides,
+        .a = PyArray_BYTES(a),
+        .b = PyArray_BYTES(b),
+        .is_signed = PyArray_ISSIGNED(a),
+        .quotients = PyArray_DATA(result),
+    };
+    if (!am_computed(module, PyArray_SIZE(result), am_divide_broadcast, &arrays)) Py_CLEAR(result);
     return result;
 }
 
