@@ -270,6 +270,26 @@ def test_any_series_of_calls(dtype, calls):
     assert model.cache.free_pages == model.pages
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_block_that_raises_leaves_what_was_shared(turned):
+    """The shorter one of two sequences that share their last page would write over a token of the longer one."""
+    model, rng = Model("float32", 24), np.random.default_rng(0)
+    model.new()
+    tokens = [new_tokens(rng, model.dtype, 7) for _ in range(LAYERS)]
+    with model.cache.step([0], 7) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *tokens[layer])
+    model.commit([0], spans_of([7]), tokens)
+    model.fork(0)
+    model.truncate(1, 5)
+    model.check()
+    ids = [1, 0] if turned else [0, 1]
+    with stopped(model.cache.step(ids, 3)) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *new_tokens(rng, model.dtype, 2, 3))
+    model.check()
+
+
 # Layers that are left out
 
 
