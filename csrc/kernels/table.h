@@ -176,18 +176,27 @@ typedef struct {
     const char *at;
     ptrdiff_t stride, length, rows;
 } am_prefetch_rows;
+
+/* What the steps over a tile prefetch while they multiply: what comes after it, in the order of use. For
+ * step_unpacked: the next keys, and of formats that have scales of groups where the next of these lie. */
 enum {
-    AM_PREFETCH_RUNS = 4, /* of keys, and of values, that may lie in pages */
-    AM_PREFETCH_K = 0,
-    AM_PREFETCH_V = 4,
-    AM_PREFETCH_PACKED = 8,
-    AM_PREFETCH_Q,
-    AM_PREFETCH_OUT,
-    AM_PREFETCH_BIAS,
-    AM_PREFETCH_D_Q,
-    AM_PREFETCH_KINDS
+    AM_PREFETCH_RUNS = 4,     /* of keys, and of values, that may lie in pages */
+    AM_PREFETCH_BLOCKS = 16,  /* whose bias may come as well */
+    AM_PREFETCH_K_SCALES = 1, /* so many runs each, behind the first row */
+    AM_PREFETCH_V_SCALES = AM_PREFETCH_K_SCALES + AM_PREFETCH_RUNS,
+    AM_PREFETCH_MOST = 2 * AM_PREFETCH_RUNS + AM_PREFETCH_BLOCKS + 3,
 };
-_Static_assert(AM_PREFETCH_V == AM_PREFETCH_RUNS && AM_PREFETCH_PACKED == 2 * AM_PREFETCH_RUNS, "overlap");
+typedef struct {
+    am_prefetch_rows rows[AM_PREFETCH_MOST]; /* each step takes its share off these */
+    int count;
+    ptrdiff_t steps;         /* over the tile, that are still to come */
+    const void *const *runs; /* where all runs begin, if rows[0] is the first of several; else NULL */
+    ptrdiff_t run_count;
+} am_prefetch_plan;
+static inline void am_plan_rows(am_prefetch_plan *plan, am_prefetch_rows rows)
+{
+    if (rows.rows > 0) plan->rows[plan->count++] = rows;
+}
 
 /* Rows of keys or values in memory, `stride` bytes apart: one behind the other, or in runs of `run` rows
  * each, a power of two. Runs begin at these addresses, which all heads share: they are as far from each other
@@ -230,14 +239,7 @@ typedef struct {
     const uint64_t *kept;       /* the same for dropout; NULL: no dropout */
     const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_stride apart; NULL: none */
     ptrdiff_t bias_stride;
-    /* AM_PREFETCH_KINDS of them. For step_unpacked of formats that have scales of groups: where the next ones
-     * lie, instead of keys and values; or NULL. */
-    const am_prefetch_rows *prefetch;
-    /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
-     * all begin at these addresses; NULL: they do not. */
-    am_prefetch_rows next_keys;
-    const void *const *next_runs;
-    ptrdiff_t next_run_count;
+    am_prefetch_plan *prefetch; /* NULL: nothing. step_unpacked takes that of its first tile */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
@@ -354,7 +356,7 @@ typedef struct {
     ptrdiff_t bias_stride;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
-    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
+    am_prefetch_plan *prefetch; /* as above */
 } am_backward_tile;
 typedef void am_flash_backward_step(const am_backward_rows *block, const am_backward_tile *tile);
 

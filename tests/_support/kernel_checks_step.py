@@ -142,19 +142,17 @@ def draw(rng, arithmetic: Arithmetic, shape: tuple[int, int, int, int], factors,
     return Problem(q, k, v, terms, strange)
 
 
-def prefetch_of(rng, memory: Memory):
-    """No rows to prefetch, or some rows of memory."""
-    rows = TYPES["am_prefetch_rows"] * CONSTANTS["AM_PREFETCH_KINDS"]
+def prefetch_of(rng, memory: Memory) -> int:
+    """The address of a plan to prefetch nothing, or some rows of memory."""
+    plan = structure("am_prefetch_plan", steps=pick(rng, [1, 3]))
     if rng.random() < 0.5:
-        return rows()
-    lines = memory.read(np.zeros((64, 256), np.float32))
-    address = lines.ctypes.data
-    return rows(
-        *[
-            (address + int(rng.integers(64)), pick(rng, [1024, 1000, 24]), int(rng.integers(1, 600)), count)
-            for count in rng.choice([0, 1, 7, 64], CONSTANTS["AM_PREFETCH_KINDS"]).tolist()
-        ]
-    )
+        plan.count = int(rng.integers(CONSTANTS["AM_PREFETCH_MOST"])) + 1
+    address = memory.read(np.zeros((64, 256), np.float32)).ctypes.data
+    for rows in plan.rows[: plan.count]:
+        rows.at, rows.stride = address + int(rng.integers(64)), pick(rng, [1024, 1000, 24])
+        rows.length, rows.rows = int(rng.integers(1, 600)), pick(rng, [1, 7, 64])
+    memory.kept.append(plan)
+    return ctypes.addressof(plan)
 
 
 def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int, rounds: bool) -> State:
@@ -307,7 +305,6 @@ def run_step(
     depth = -(-p.q.shape[1] // width)
     scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
     block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
-    prefetch = prefetch_of(rng, memory)
     tile = structure(
         "am_flash_tile",
         layout=CONSTANTS[LAYOUTS[kind]],
@@ -317,7 +314,7 @@ def run_step(
         v_scales=scales[1],
         **bias_in(memory, rng, p.terms),
         finite=is_finite(p.v) and not unpacked,
-        prefetch=ctypes.addressof(prefetch),
+        prefetch=prefetch_of(rng, memory),
         **words_in(memory, p.terms),
     )
     kernel(block, tile)
@@ -380,13 +377,13 @@ def run_steps(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list[Proble
     scratch = CONSTANTS["AM_STEP_ROWS"] * CONSTANTS["AM_STEP_TILES"]
     q_stride = -(-first.q.shape[1] // width) + pick(rng, [0, 3])
     block, mine = block_of(memory, arithmetic, first, old, q_stride, None, scratch)
-    prefetch, tiles = prefetch_of(rng, memory), []
+    tiles = []
     for p in problems:
         k, v = structure("am_rows"), structure("am_rows")
         k.data = memory.read(packed_keys(p.k, panel, width)).ctypes.data
         v.data = memory.read(packed_values(p.v, panel, width)).ctypes.data
         words = words_in(memory, p.terms)
-        fields = {"k": k, "v": v, "finite": is_finite(p.v), "prefetch": ctypes.addressof(prefetch), **words}
+        fields = {"k": k, "v": v, "finite": is_finite(p.v), "prefetch": prefetch_of(rng, memory), **words}
         tiles.append(structure("am_flash_tile", layout=CONSTANTS["AM_PACKED"], **fields))
     kernel(block, (TYPES["am_flash_tile"] * len(tiles))(*tiles), len(tiles))
     memory.check(problems)
@@ -459,7 +456,7 @@ def run_unpacked(
     the keys and values of each head.
     """
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
-    kept, packer, scales_to_prefetch = [], query_packer(kernel), prefetch_of(rng, memory)
+    kept, packer = [], query_packer(kernel)
     for p, state, its_scales in zip(problems, states, scales, strict=True):
         q_packed, (rows, depth) = None, p.q.shape
         if packer.address:
@@ -482,8 +479,7 @@ def run_unpacked(
             v_scales=its_scales[1],
             **groups,
             **bias_in(memory, rng, p.terms),
-            next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
-            prefetch=ctypes.addressof(scales_to_prefetch),
+            prefetch=prefetch_of(rng, memory),
             value_bytes=p.v.shape[1] * p.v.itemsize,
             **words_in(memory, p.terms),
         )

@@ -21,6 +21,7 @@ SCALARS = {
     "am_tile_layout": ctypes.c_int,
     "bool": ctypes.c_bool,
     "double": ctypes.c_double,
+    "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "ptrdiff_t": ctypes.c_ssize_t,
@@ -44,8 +45,8 @@ def read_constants(text: str) -> dict[str, int]:
     }
     for body in re.findall(r"enum \{([^}]*)\}", text):
         value = -1
-        for name, given in re.findall(r"(\w+)(?: = (\d+))?", body):
-            constants[name] = value = int(given) if given else value + 1
+        for name, given in re.findall(r"(\w+)(?: = ([^,]+))?", body):
+            constants[name] = value = eval(given, {}, constants) if given else value + 1
     return constants
 
 
@@ -171,6 +172,7 @@ class Memory:
 
     def __init__(self):
         self.arrays = []
+        self.kept = []  # structures that others point to
 
     def place(self, values, step: int | None, shift: int, fill: int, written: bool) -> np.ndarray:
         values = np.asarray(values)

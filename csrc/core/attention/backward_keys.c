@@ -161,9 +161,9 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     s->tiles[i].packed = true, s->tiles[i].finite = finite;
 }
 
-/* Prefetches the rows of a block. */
-static void choose_prefetch(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
-                            am_backward_tile *tile)
+/* Plans to prefetch the rows of a block. */
+static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
+                          am_prefetch_plan *plan)
 {
     const am_attn *f = p->base.attn;
     const am_tokens *d_out = &p->problem->d_out;
@@ -174,13 +174,10 @@ static void choose_prefetch(const am_backward_plan *p, const am_attn_place *at, 
         return;
     const am_range keys = {am_range_at(&p->sections.tiles, tiles.begin).begin,
                            am_range_at(&p->sections.tiles, tiles.end - 1).end};
-    tile->prefetch[AM_PREFETCH_Q] =
-        am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->head_dim);
-    tile->prefetch[AM_PREFETCH_OUT] =
-        am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_dim);
-    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, at, keys);
-    tile->prefetch[AM_PREFETCH_D_Q] =
-        am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->head_dim);
+    am_plan_rows(plan, am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->head_dim));
+    am_plan_rows(plan, am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_dim));
+    am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
+    am_plan_rows(plan, am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->head_dim));
 }
 
 /* A block on its way over the tiles of a task. */
@@ -197,6 +194,8 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
 {
     const am_attn_place *at = walk->at;
     const ptrdiff_t task = walk->task - p->tasks;
+    am_prefetch_plan prefetch;
+    prefetch.count = 0, prefetch.steps = 1;
     bool any = false;
     for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
         const am_range keys = am_range_at(&p->sections.tiles, index);
@@ -213,7 +212,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         const am_key_sums sums = open_sums(p, walk->task, i, am_length(keys), s);
         tile.d_k = sums.d_k, tile.d_v = sums.d_v;
         if (!walk->loaded) {
-            if (walk->next) choose_prefetch(p, walk->next, walk->task, &tile);
+            if (walk->next) plan_prefetch(p, walk->next, walk->task, &prefetch), tile.prefetch = &prefetch;
             walk->rows = am_begin_backward_rows(p, at, s);
             walk->loaded = true;
         }

@@ -13,6 +13,7 @@
 #include "core/cache/formats.h"
 
 enum { TILE = AM_FLASH_TILE };
+_Static_assert(AM_MOST_ITEMS <= (int)AM_PREFETCH_BLOCKS, "each block may plan its bias");
 
 typedef struct {
     am_attn_base base;
@@ -251,46 +252,38 @@ static ptrdiff_t kv_heads_of(const position *here, ptrdiff_t count)
     return here->section->shape.head_blocks > 1 ? 1 : count;
 }
 
-/* A step of some of the blocks at a position over a tile. */
-typedef struct {
-    const position *here, *next;
-    ptrdiff_t count; /* the blocks of all its parts, which take the tile one after the other */
-    am_part part;
-    tile_place after; /* the tile after it */
-} step_place;
-
-/* What a step prefetches: its part of the tile after it and of what comes with that, and the bias of its
- * first block, `one`. */
-static void choose_prefetch(const forward *f, const step_place *step, const item *one,
-                            const am_kv_workspace *kv, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
+/* Plans what the steps of some blocks over a tile prefetch: the tile after it, and what comes with that. The
+ * bias of a block is added by its own step. */
+static void plan_prefetch(const forward *f, const position *here, const position *next, tile_place after,
+                          ptrdiff_t count, am_kv_workspace *kv, am_prefetch_plan *plan)
 {
-    const am_attn_base *base = &f->base;
-    const am_attn *attn = base->attn;
-    const am_attn_place *at = &step->here->at, *then = &step->next->at;
-    const am_shape *h = &step->here->section->shape;
-    const tile_place after = step->after;
-    const ptrdiff_t kv_heads = kv_heads_of(step->here, step->count),
-                    heads = am_min(step->count * h->block_heads, kv_heads * base->heads_per_kv);
-    const bool last = after.of == step->next;
-    am_range keys = {0, 0};
-    memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
-    if (after.index >= 0) {
-        keys = am_range_at(&f->sections.tiles, after.index);
-        am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, step->part, prefetch);
-    }
-    prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
-    if (!last || am_splits_are_tasks(&f->schedule, step->here->section) ||
+    const am_attn *attn = f->base.attn;
+    const am_attn_place *at = &here->at, *then = &next->at;
+    const ptrdiff_t kv_heads = kv_heads_of(here, count),
+                    heads = am_min(count * here->section->shape.block_heads, kv_heads * f->base.heads_per_kv);
+    plan->count = 0, plan->steps = 1, plan->runs = NULL;
+    if (after.index >= 0) am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, plan);
+    if (here->section->shape.strategy == AM_UNPACKED) return;
+    plan->steps = count;
+    if (after.of != next || am_splits_are_tasks(&f->schedule, here->section) ||
         (then->block == at->block && then->head == at->head))
         return;
-    const am_range q = am_part_of(step->part, (am_range){then->q, then->q + then->queries}),
-                   out = am_part_of(step->part, (am_range){at->q, at->q + at->queries});
-    prefetch[AM_PREFETCH_Q] =
-        am_prefetch_tokens(&attn->q, then->b, then->head, heads, q.begin, am_length(q), attn->head_dim);
-    prefetch[AM_PREFETCH_OUT] =
-        am_prefetch_tokens(&attn->out, at->b, at->head, heads, out.begin, am_length(out), attn->value_dim);
-    if (attn->wide_out.data) /* in the place of d_q, which there is none of */
-        prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, out.begin,
-                                                       am_length(out), attn->value_dim);
+    am_plan_rows(plan, am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q, then->queries,
+                                          attn->head_dim));
+    am_plan_rows(plan,
+                 am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q, at->queries, attn->value_dim));
+    if (attn->wide_out.data)
+        am_plan_rows(plan, am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q, at->queries,
+                                              attn->value_dim));
+}
+
+/* Plans the bias of a block, or of the first one that follows, for the tile after this one. */
+static void plan_bias(const forward *f, const item *it, const position *next, tile_place after,
+                      am_prefetch_plan *plan)
+{
+    if (!f->base.terms.bias || after.index < 0) return;
+    am_plan_rows(plan, am_prefetch_bias(&f->base, after.of == next ? &next->at : &it->at,
+                                        am_range_at(&f->sections.tiles, after.index)));
 }
 
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
@@ -307,15 +300,14 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
     const am_attn_base *base = &f->base;
     const bool unpacked = here->section->shape.strategy == AM_UNPACKED;
     const ptrdiff_t per_step = unpacked ? count : 1;
-    step_place step = {here, next, count, {0, count / per_step}, {NULL, -1}};
-    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     const tile_order order = tile_order_of(f, here);
     for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
         const ptrdiff_t index = tile_at(&order, i);
         const am_range keys = am_range_at(&f->sections.tiles, index);
-        step.after = tile_after(f, here, next, &order, i);
-        for (step.part.index = 0; step.part.index < step.part.count; step.part.index++) {
-            item *first = items + step.part.index * per_step;
+        const tile_place after = tile_after(f, here, next, &order, i);
+        am_prefetch_plan plan;
+        bool planned = false;
+        for (item *first = items; first < items + count; first += per_step) {
             const am_flash_rows *rows[AM_MOST_ITEMS];
             am_flash_tile some[AM_MOST_ITEMS];
             ptrdiff_t live = 0;
@@ -330,14 +322,12 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 am_kv_tile(kv, &it->at, !terms.live, tile);
                 tile->live = terms.live, tile->kept = terms.kept;
                 tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
-                tile->prefetch = unpacked ? NULL : prefetch;
+                tile->prefetch = &plan;
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
-                if (!unpacked)
-                    choose_prefetch(f, &step, it, kv, prefetch);
-                else if (step.after.index >= 0)
-                    am_kv_prefetch_next(kv, &step.after.of->at, step.after.index, kv_heads_of(here, count),
-                                        prefetch, tile);
+                if (!planned) plan_prefetch(f, here, next, after, count, kv, &plan);
+                planned = true;
+                if (!unpacked) plan_bias(f, it, next, after, &plan);
             }
             if (live == 0) continue;
             if (unpacked)
@@ -361,8 +351,7 @@ static am_status advance_in_steps(const forward *f, item *it, const position *he
     const ptrdiff_t most = f->schedule.step_tiles, first = here->section->section.tiles.begin;
     const am_flash_rows *rows = here->split > 0 ? &it->split : &it->rows;
     const tile_order order = tile_order_of(f, here);
-    step_place step = {here, next, 1, {0, 1}, {NULL, -1}};
-    am_prefetch_rows prefetch[AM_STEP_TILES][AM_PREFETCH_KINDS];
+    am_prefetch_plan plans[AM_STEP_TILES];
     am_flash_tile tiles[AM_STEP_TILES];
     am_status status = AM_OK;
     ptrdiff_t count = 0;
@@ -373,9 +362,11 @@ static am_status advance_in_steps(const forward *f, item *it, const position *he
         if (am_find_logit_terms(base, &it->at, am_range_at(&f->sections.tiles, index), &scratch, &terms)) {
             am_kv_begin_tile(kv, &it->at, index);
             am_kv_tile(kv, &it->at, !terms.live, &tiles[count]);
-            step.after = tile_after(f, here, next, &order, index - order.tiles.begin + most - 1);
-            choose_prefetch(f, &step, it, kv, prefetch[count]);
-            tiles[count].live = terms.live, tiles[count].prefetch = prefetch[count];
+            plan_prefetch(f, here, next,
+                          tile_after(f, here, next, &order, index - order.tiles.begin + most - 1), 1, kv,
+                          &plans[count]);
+            plans[count].steps = am_ceil_div(rows->rows, AM_STEP_ROWS);
+            tiles[count].live = terms.live, tiles[count].prefetch = &plans[count];
             count++;
         }
         if (count == 0 || ((index + 1 - first) % most > 0 && index + 1 < order.tiles.end)) continue;

@@ -91,12 +91,12 @@ static inline prefetch_lines lines_of_values(const am_flash_tile *tiles, ptrdiff
 
 static inline prefetch_lines lines_of_next_keys(const am_flash_tile *tile, prefetch_runs *runs)
 {
-    const am_prefetch_rows *next = &tile->next_keys;
-    if (next->rows <= 0) return prefetch_nothing(tile->k.data);
-    if (!tile->next_runs)
-        return prefetch_lines_of((uintptr_t)next->at, next->stride, next->length, 0, EARLY_KEYS);
-    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->stride,
-                            next->length, EARLY_KEYS);
+    const am_prefetch_plan *plan = tile->prefetch;
+    if (!plan || plan->count == 0 || plan->rows[0].rows <= 0) return prefetch_nothing(tile->k.data);
+    const am_prefetch_rows *next = &plan->rows[0];
+    if (!plan->runs) return prefetch_lines_of((uintptr_t)next->at, next->stride, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, plan->runs, plan->run_count, next->rows, next->stride, next->length,
+                            EARLY_KEYS);
 }
 
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */

@@ -205,25 +205,28 @@ static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_l
     if (lines->left <= 0) prefetch_next_row(lines, true);
 }
 
-/* What the products of one tile prefetch. */
+/* What the products of one step prefetch. */
 typedef struct {
-    prefetch_lines kinds[AM_PREFETCH_KINDS];
+    prefetch_lines kinds[AM_PREFETCH_MOST];
     int count;
     ptrdiff_t left, share; /* lines of all kinds; how many of them a product prefetches at least */
 } prefetch_queue;
 
-static inline prefetch_queue prefetch_queue_of(const am_prefetch_rows kinds[AM_PREFETCH_KINDS],
-                                               ptrdiff_t products)
+/* Takes the share of a step off its plan. */
+static inline prefetch_queue prefetch_queue_of(am_prefetch_plan *plan, ptrdiff_t products)
 {
     prefetch_queue queue;
     queue.count = 0, queue.left = 0;
-    for (int i = 0; i < AM_PREFETCH_KINDS; i++) {
-        const am_prefetch_rows *rows = &kinds[i];
-        if (rows->rows <= 0) continue;
+    for (int i = 0; plan && i < plan->count; i++) {
+        am_prefetch_rows *rows = &plan->rows[i];
+        const ptrdiff_t some = (rows->rows + plan->steps - 1) / plan->steps;
+        if (some <= 0) continue;
         prefetch_lines *lines = &queue.kinds[queue.count++];
-        *lines = prefetch_lines_of((uintptr_t)rows->at, rows->stride, rows->length, rows->rows, 0);
+        *lines = prefetch_lines_of((uintptr_t)rows->at, rows->stride, rows->length, some, 0);
         queue.left += lines->count;
+        rows->at += some * rows->stride, rows->rows -= some;
     }
+    if (plan && plan->steps > 1) plan->steps--;
     queue.share = queue.left / products + 1;
     return queue;
 }

@@ -448,10 +448,11 @@ void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, bool full, am_flash
 
 /* --- Prefetching --- */
 
-/* Some tokens to prefetch; of tokens in pages as many that lie one after the other. */
-static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
-                            am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
+/* Tokens of some heads; of tokens in pages as many that lie one after the other. */
+static void find_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
+                        am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
+    memset(to, 0, AM_PREFETCH_RUNS * sizeof *to);
     for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
         const am_key_run run = am_key_run_of(f, t, at, keys);
         am_tokens from = *t;
@@ -461,33 +462,14 @@ static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_
     }
 }
 
-void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, am_part part, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
-{
-    const am_kv *kv = w->kv;
-    const am_attn *f = kv->base->attn;
-    atomic_uchar *state;
-    char *to = shared_tile(kv, g, at, index, &state);
-    if (to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
-           : w->local[local_place(kv, g, index)].tile == index_among_all(kv, at, index))
-        return;
-    const am_range keys = am_part_of(part, am_range_at(&kv->sections->tiles, index));
-    const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
-    prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, &prefetch[AM_PREFETCH_K]);
-    prefetch_tokens(f, &f->v, at, heads, keys, f->value_dim, &prefetch[AM_PREFETCH_V]);
-    if (to)
-        prefetch[AM_PREFETCH_PACKED] =
-            (am_prefetch_rows){.at = to, .stride = bytes, .length = bytes, .rows = 1};
-}
-
-/* Scales of the groups of some tokens to prefetch. Those that lie side by side become one row. */
-static void prefetch_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
-                            side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
+/* Scales of the groups of some tokens. Those that lie side by side become one row. */
+static void find_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
+                        side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
     const am_kv_scales *s = w->kv->sides[which].scales;
     am_tokens t = am_kv_scale_tokens(s);
     if (s->element == 2 * s->offset) t.element = s->offset;
-    prefetch_tokens(w->kv->base->attn, &t, at, heads, keys, w->kv->sides[which].scale_columns, to);
+    find_tokens(w->kv->base->attn, &t, at, heads, keys, w->kv->sides[which].scale_columns, to);
     for (int i = 0; i < AM_PREFETCH_RUNS; i++) {
         am_prefetch_rows *rows = &to[i];
         if (rows->rows <= 0 || rows->stride != rows->length) continue;
@@ -496,28 +478,49 @@ static void prefetch_groups(const am_kv_workspace *w, const am_attn_place *at, p
     }
 }
 
-void am_kv_prefetch_next(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
-                         am_prefetch_rows scales[AM_PREFETCH_KINDS], am_flash_tile *tile)
+/* What step_unpacked prefetches. */
+static void plan_unpacked(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
+                          am_prefetch_plan *plan)
 {
     const am_attn *f = w->kv->base->attn;
-    if (are_widened(w)) return; /* prefetches them itself */
-    const am_range keys = am_range_at(&w->kv->sections->tiles, index);
-    if (f->k_scales.group) {
-        memset(scales, 0, AM_PREFETCH_KINDS * sizeof *scales);
-        prefetch_groups(w, at, heads, keys, OF_K, &scales[AM_PREFETCH_K]);
-        prefetch_groups(w, at, heads, keys, OF_V, &scales[AM_PREFETCH_V]);
-        tile->prefetch = scales;
-    }
+    const void **runs = w->runs[OF_NEXT_K];
+    am_prefetch_rows next[AM_PREFETCH_RUNS];
     ptrdiff_t run;
-    if (!f->pages.table || !am_find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {
-        am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};
-        prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
-        tile->next_keys = rows[0];
+    if (are_widened(w)) return; /* prefetches them itself */
+    if (f->pages.table && am_find_runs(f, &f->k, at, keys, runs, &run)) {
+        am_tokens first = f->k;
+        first.data = (char *)runs[0];
+        *next = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->head_dim);
+        plan->runs = runs, plan->run_count = TILE / run + (runs[TILE / run] != NULL);
+    } else {
+        find_tokens(f, &f->k, at, heads, keys, f->head_dim, next);
+    }
+    plan->rows[0] = *next, plan->count = 1;
+    if (!f->k_scales.group) return;
+    find_groups(w, at, heads, keys, OF_K, plan->rows + AM_PREFETCH_K_SCALES);
+    find_groups(w, at, heads, keys, OF_V, plan->rows + AM_PREFETCH_V_SCALES);
+    plan->count = AM_PREFETCH_V_SCALES + AM_PREFETCH_RUNS;
+}
+
+void am_kv_prefetch(am_kv_workspace *w, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
+                    ptrdiff_t heads, am_prefetch_plan *plan)
+{
+    const am_kv *kv = w->kv;
+    const am_attn *f = kv->base->attn;
+    const am_range keys = am_range_at(&kv->sections->tiles, index);
+    if (w->section->shape.strategy == AM_UNPACKED) {
+        plan_unpacked(w, at, heads, keys, plan);
         return;
     }
-    const void **runs = w->runs[OF_NEXT_K];
-    am_tokens first = f->k;
-    first.data = (char *)runs[0];
-    tile->next_keys = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->head_dim);
-    tile->next_runs = runs, tile->next_run_count = TILE / run + (runs[TILE / run] != NULL);
+    atomic_uchar *state;
+    char *to = shared_tile(kv, g, at, index, &state);
+    if (to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
+           : w->local[local_place(kv, g, index)].tile == index_among_all(kv, at, index))
+        return;
+    const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
+    am_prefetch_rows rows[2 * AM_PREFETCH_RUNS];
+    find_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
+    find_tokens(f, &f->v, at, heads, keys, f->value_dim, rows + AM_PREFETCH_RUNS);
+    for (int i = 0; i < 2 * AM_PREFETCH_RUNS; i++) am_plan_rows(plan, rows[i]);
+    if (to) am_plan_rows(plan, (am_prefetch_rows){.at = to, .stride = bytes, .length = bytes, .rows = 1});
 }

@@ -72,25 +72,9 @@ void am_kv_begin_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdi
 /* Makes that tile, with its keys and values, for the key head of an item. `full`: all its pairs are live. */
 void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, bool full, am_flash_tile *tile);
 
-/* One of the steps that prefetch equal parts, and the part of some tokens. */
-typedef struct {
-    ptrdiff_t index, count;
-} am_part;
-static inline am_range am_part_of(am_part part, am_range all)
-{
-    const ptrdiff_t length = am_length(all);
-    return (am_range){all.begin + length * part.index / part.count,
-                      all.begin + length * (part.index + 1) / part.count};
-}
-
-/* A part of the keys and values of a tile to prefetch, unless it is packed already, of `heads` key heads. */
-void am_kv_prefetch(const am_kv_workspace *workspace, const am_scheduled *section, const am_attn_place *at,
-                    ptrdiff_t index, ptrdiff_t heads, am_part part,
-                    am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
-
-/* Lets step_unpacked prefetch the keys of another tile, of `heads` key heads, and the scales of its groups,
- * if there are any, of which it finds where they lie. */
-void am_kv_prefetch_next(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index,
-                         ptrdiff_t heads, am_prefetch_rows scales[AM_PREFETCH_KINDS], am_flash_tile *tile);
+/* Plans to prefetch a tile, of `heads` key heads: for step_unpacked; else keys and values, unless it is
+ * packed already. */
+void am_kv_prefetch(am_kv_workspace *workspace, const am_scheduled *section, const am_attn_place *at,
+                    ptrdiff_t index, ptrdiff_t heads, am_prefetch_plan *plan);
 
 #endif

@@ -254,11 +254,11 @@ static inline ptrdiff_t begin_scales_i4(next_scales_i4 *scales, const am_prefetc
     return scales->lines.count;
 }
 
-/* Those in these runs; NULL: none. `rows` rows of queries prefetch them. */
-static inline next_scales_i4 next_scales_of_i4(const am_prefetch_rows *runs, int kind, ptrdiff_t rows)
+/* Those of a plan from `place` on, if it has some. `rows` rows of queries prefetch them. */
+static inline next_scales_i4 next_scales_of_i4(const am_prefetch_plan *plan, int place, ptrdiff_t rows)
 {
-    static const am_prefetch_rows none[AM_PREFETCH_KINDS];
-    const am_prefetch_rows *first = (runs ? runs : none) + kind;
+    static const am_prefetch_rows none[AM_PREFETCH_RUNS];
+    const am_prefetch_rows *first = plan && plan->count > place ? plan->rows + place : none;
     next_scales_i4 scales = {.next = first + 1, .end = first + AM_PREFETCH_RUNS};
     ptrdiff_t count = 0;
     for (int i = AM_PREFETCH_RUNS - 1; i >= 0; i--) count += begin_scales_i4(&scales, first + i);
@@ -642,8 +642,8 @@ static void step_i4(const am_flash_rows *const *blocks, const am_flash_tile *til
 {
     prefetch_runs runs;
     const ptrdiff_t rows = heads * blocks[0]->rows;
-    next_scales_i4 k_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_K, rows),
-                   v_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_V, rows);
+    next_scales_i4 k_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_K_SCALES, rows),
+                   v_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_V_SCALES, rows);
     prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         assert(tiles[h].layout == AM_ROWS);
