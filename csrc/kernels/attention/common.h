@@ -17,10 +17,6 @@ enum {
     /* Unpacked keys and values are prefetched this number of rows early, and a second time in order:
      * prefetching only once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
-    /* A step reads slices of so many bytes of unpacked keys, of all heads, one slice after the other. Where a
-     * tile's keys take 256 KB, as eight heads of float32 and D = 128, whole tiles take 1.01 to 1.07 of the
-     * time in memory; slices of 64 KB take 1.01 to 1.04 of it in the second-level cache. */
-    SLICE_BYTES = 128 << 10,
     /* Rows of a run that instructions of their own read: Zen 4 prefetches by itself where one of them has
      * loaded at equal distances, and so beyond the end of the run. Decoding from pages of 16 takes 0.72 to
      * 0.96 of the time; with AVX2 it gains nothing. 0: none have. */

@@ -250,10 +250,11 @@ static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
     return (const S *)((uintptr_t)row_at(&tile->v, i) - (uintptr_t)(i * tile->v.stride));
 }
 
-/* Logits of keys begin … end - 1 of a tile. */
-static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
-                              ptrdiff_t end, prefetch_lines *prefetch)
+/* Logits of the live keys of a tile. */
+static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
     prefetch_lines none = prefetch_nothing(tile->k.data);
     const T *q = QUERIES(block);
     const row_runs runs = runs_behind(&tile->k, begin, 1, 0);
@@ -329,32 +330,21 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
 #endif
 
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not prefetch them. So the
- * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory.
- * Keys of many bytes are read in slices of all heads, which is nearer to that order. */
+ * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory. */
 static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
                                 ptrdiff_t heads)
 {
     prefetch_runs runs;
     prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
-    const ptrdiff_t row = heads * blocks[0]->head_dim * (ptrdiff_t)sizeof(S);
-    ptrdiff_t slice = AM_FLASH_TILE;
-    while (slice > SOME_KEYS && slice * row > SLICE_BYTES) slice /= 2;
-    for (ptrdiff_t first = 0, next; first < AM_FLASH_TILE; first = next) {
-        next = first + slice;
-        for (ptrdiff_t h = 0; h < heads; h++) {
-            const am_flash_tile *tile = &tiles[h];
-            assert(tile->layout == AM_ROWS);
-            ptrdiff_t begin, end;
-            find_live(blocks[h], tile, &begin, &end);
-            FROM(find_logits)(blocks[h], tile, begin > first ? begin : first, end < next ? end : next,
-                              &prefetch);
-            if (next < AM_FLASH_TILE) continue;
-            FROM(scale_columns)(blocks[h], tile->k_scales, false);
-            FIND_P(blocks[h], tile);
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        const am_flash_tile *tile = &tiles[h];
+        assert(tile->layout == AM_ROWS);
+        FROM(find_logits)(blocks[h], tile, &prefetch);
+        FROM(scale_columns)(blocks[h], tile->k_scales, false);
+        FIND_P(blocks[h], tile);
 #if NUMBERS == 1
-            FROM(scale_columns)(blocks[h], tile->v_scales, true);
+        FROM(scale_columns)(blocks[h], tile->v_scales, true);
 #endif
-        }
     }
     prefetch = lines_of_next_keys(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
