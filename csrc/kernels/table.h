@@ -1,7 +1,7 @@
 /* table.h – what every instruction set offers: each kernel's signature, written once. A level has all
  * kernels, its own or those of the level below (core/runtime/isa.c).
  *
- * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is
+ * Kernels see tiles: plain pointers, strides in elements, no Python, no checks. Callers guarantee what is
  * stated here.
  */
 #ifndef AM_TABLE_H
@@ -13,7 +13,7 @@
 
 #include "kernels/dtype.h"
 
-/* A region of running sums; steps of memory in elements. Time is cut into segments of `period` steps from its
+/* A region of running sums; strides in elements. Time is cut into segments of `period` steps from its
  * start, each summed from zero; or with a period of 0 the region is a piece of one segment that goes on from
  * `carry`. With `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
 typedef struct {
@@ -329,8 +329,8 @@ typedef struct {
  *
  * where dropout clears entries of P in the second line, and of dP. Logits and base are in units as above. */
 typedef struct {
-    ptrdiff_t dim, stride; /* step: of rows, elements; whole panels, which are zero beyond dim */
-    const void *lanes;     /* [rows][step]; or where a lane holds two, [rows][lanes] */
+    ptrdiff_t dim, stride; /* stride: of rows, in whole panels, which are zero beyond dim */
+    const void *lanes;     /* [rows][stride]; or where a lane holds two, [rows][lanes] */
     const void *packed;    /* the same; or where a lane holds two, packed like values */
     bool finite;
 } am_backward_operand;
@@ -339,7 +339,7 @@ typedef struct {
     ptrdiff_t rows;
     am_backward_operand q, d_out;
     void *base, *rest, *add, *share; /* [rows]; share may be NULL */
-    void *d_q;                       /* [rows][q.step] */
+    void *d_q;                       /* [rows][q.stride] */
     void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch of the kernel */
     double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
@@ -350,7 +350,7 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    void *d_k, *d_v;             /* [AM_FLASH_TILE][q.step], [AM_FLASH_TILE][d_out.step] */
+    void *d_k, *d_v;             /* [AM_FLASH_TILE][q.stride], [AM_FLASH_TILE][d_out.stride] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
     ptrdiff_t bias_stride;
@@ -364,8 +364,8 @@ typedef void am_flash_backward_step(const am_backward_rows *block, const am_back
  * logits that are as great. */
 typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backward_tile *tile);
 
-/* Load, add or multiply rows whose steps may differ. Loaded rows are zero up to whole panels; returns whether
- * all numbers are finite. */
+/* Load, add or multiply rows whose strides may differ. Loaded rows are zero up to whole panels; returns
+ * whether all numbers are finite. */
 typedef bool am_load_rows(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
                           ptrdiff_t rows, ptrdiff_t head_dim);
 typedef void am_add_rows(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
@@ -405,7 +405,7 @@ typedef struct {
 
 /* Convolutions of each channel along time, of `width` steps:
  *     dst[t] = bias + Σ weight[j] src[t + j], j from 0 up
- * for `steps` results of `lanes` channels side by side. Steps of memory are in elements; no bias: NULL. With
+ * for `steps` results of `lanes` channels side by side. Strides are in elements; no bias: NULL. With
  * `silu` a result z becomes z / (1 + e^-z). */
 typedef struct {
     ptrdiff_t steps, lanes, width;

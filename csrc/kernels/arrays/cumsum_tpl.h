@@ -13,7 +13,7 @@ enum {
     FN(PREFETCH_DISTANCE) = 1024 / (int)sizeof(T), /* of scans */
 };
 
-/* What is summed; `carry` and both arrays begin with the same lane. Negative steps run backwards. */
+/* What is summed; `carry` and both arrays begin with the same lane. Negative strides go backwards. */
 typedef struct {
     T *dst;
     ptrdiff_t dst_stride;

@@ -1,9 +1,9 @@
 /* tokens_tpl.h – writes what the prepare_* functions return for every token, in the integer type T (U is its
  * unsigned type): the number of its sequence, its position there, or both.
  *
- * A run is the tokens of one sequence. Runs are short (documents of a hundred tokens), so their ends matter
- * most: a run is written in whole vectors, which may reach into the next run, since that is written
- * afterwards. They never reach beyond `end`, where the tokens of another thread begin.
+ * Sequences are short (documents of a hundred tokens), so their ends matter most: one is written in whole
+ * vectors, which may reach into the next one, since that is written afterwards. They never reach beyond
+ * `end`, where the tokens of another thread begin.
  */
 
 INLINE void FN(fill)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end,

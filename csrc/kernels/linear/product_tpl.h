@@ -37,8 +37,8 @@ static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t d
 }
 #endif
 
-/* c = factor start + a b; c and start are [m][n], a is [m][depth], b is [depth][n]. Steps may be negative: a
- * matrix that is read transposed or backwards needs no other kernel. n is a multiple of LANES. */
+/* c = factor start + a b; c and start are [m][n], a is [m][depth], b is [depth][n]. Strides may be negative:
+ * a matrix that is read transposed or backwards needs no other kernel. n is a multiple of LANES. */
 typedef struct {
     T *c;
     const T *start, *factor; /* NULL: zeros; a number per row, NULL: ones */
@@ -84,8 +84,8 @@ INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_strid
     }
 }
 
-/* Solves x_i = y_i + Σ_j<i a_ij x_j in place: x is [m][n], a is [m][m]. With negative steps from the last row
- * and the transposed a, the system that goes the other way. */
+/* Solves x_i = y_i + Σ_j<i a_ij x_j in place: x is [m][n], a is [m][m]. With negative strides from the last
+ * row and the transposed a, the system that goes the other way. */
 static void FN(solve)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column, ptrdiff_t m,
                       ptrdiff_t n)
 {

@@ -161,7 +161,7 @@ static void FN(scale_rows_back)(void *d, const void *x, const void *inverse, dou
     }
 }
 
-/* to = a b of a matrix [rows][step] and a vector. */
+/* to = a b of a matrix [rows][stride] and a vector. */
 static void FN(times_vector)(T *to, const T *a, const T *b, ptrdiff_t rows, ptrdiff_t stride)
 {
     for (ptrdiff_t r = 0; r < rows; r++) to[r] = FN(dot)(a + r * stride, b, stride);
