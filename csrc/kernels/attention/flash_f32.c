@@ -3,24 +3,15 @@
 #include "kernels/attention/merge_tpl.h"
 
 #define S T
-#define LOAD VOP(load)
-#define LOAD_PART VOP(load_part)
-#define STORE VOP(store)
-#define STORE_PART VOP(store_part)
+#define MEM(op) VOP(op)
 #define FROM(name) FN(name)
 #include "kernels/attention/numbers_tpl.h"
 #define S uint16_t
-#define LOAD vf_load_f16
-#define LOAD_PART vf_load_part_f16
-#define STORE vf_store_f16
-#define STORE_PART vf_store_part_f16
+#define MEM(op) vf_##op##_f16
 #define FROM(name) name##_f16
 #include "kernels/attention/numbers_tpl.h"
 #define S uint16_t
-#define LOAD vf_load_bf16
-#define LOAD_PART vf_load_part_bf16
-#define STORE vf_store_bf16
-#define STORE_PART vf_store_part_bf16
+#define MEM(op) vf_##op##_bf16
 #define FROM(name) name##_bf16
 #include "kernels/attention/numbers_tpl.h"
 

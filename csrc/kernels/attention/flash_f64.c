@@ -6,10 +6,7 @@
 #include "kernels/attention/merge_tpl.h"
 
 #define S T
-#define LOAD VOP(load)
-#define LOAD_PART VOP(load_part)
-#define STORE VOP(store)
-#define STORE_PART VOP(store_part)
+#define MEM(op) VOP(op)
 #define FROM(name) FN(name)
 #include "kernels/attention/numbers_tpl.h"
 #define S T

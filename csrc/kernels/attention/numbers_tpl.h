@@ -1,5 +1,5 @@
-/* numbers_tpl.h – the kernels for a bias and a result whose elements in memory are S. LOAD and
- * LOAD_PART load lanes of them, STORE and STORE_PART store lanes. */
+/* numbers_tpl.h – the kernels for a bias and a result whose elements in memory are S, which MEM loads and
+ * stores. */
 
 static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
 {
@@ -7,7 +7,9 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     const S *from = src;
     V zero = VOP(set1)(0), least = zero; /* negated */
     for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        V x = i + LANES <= columns ? LOAD(from + i) : i < columns ? LOAD_PART(from + i, columns - i) : zero;
+        V x = i + LANES <= columns ? MEM(load)(from + i)
+              : i < columns        ? MEM(load_part)(from + i, columns - i)
+                                   : zero;
         VOP(store)(to + i, x);
         least = VOP(max)(VOP(sub)(zero, x), least);
     }
@@ -24,13 +26,10 @@ static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t cou
     const T *from = src;
     const V scale = VOP(set1)((T)factor);
     ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES) STORE(to + i, VOP(mul)(scale, VOP(load)(from + i)));
-    if (i < count) STORE_PART(to + i, VOP(mul)(scale, VOP(load_part)(from + i, count - i)), count - i);
+    for (; i + LANES <= count; i += LANES) MEM(store)(to + i, VOP(mul)(scale, VOP(load)(from + i)));
+    if (i < count) MEM(store_part)(to + i, VOP(mul)(scale, VOP(load_part)(from + i, count - i)), count - i);
 }
 
-#undef STORE
-#undef STORE_PART
 #undef S
-#undef LOAD
-#undef LOAD_PART
+#undef MEM
 #undef FROM

@@ -10,27 +10,15 @@ static inline void add_to_doubles_f32(double *to, vf sum)
 #include "kernels/linear/conv_tpl.h"
 
 #define S float
-#define LOAD VOP(load)
-#define LOAD_PART VOP(load_part)
-#define STORE VOP(store)
-#define STORE_PART VOP(store_part)
-#define STREAM VOP(stream)
+#define MEM(op) VOP(op)
 #define FROM(name) name##_f32
 #include "kernels/linear/conv_forward_tpl.h"
 #define S uint16_t
-#define LOAD VOP(load_f16)
-#define LOAD_PART VOP(load_part_f16)
-#define STORE VOP(store_f16)
-#define STORE_PART VOP(store_part_f16)
-#define STREAM VOP(stream_f16)
+#define MEM(op) vf_##op##_f16
 #define FROM(name) name##_f16
 #include "kernels/linear/conv_forward_tpl.h"
 #define S uint16_t
-#define LOAD VOP(load_bf16)
-#define LOAD_PART VOP(load_part_bf16)
-#define STORE VOP(store_bf16)
-#define STORE_PART VOP(store_part_bf16)
-#define STREAM VOP(stream_bf16)
+#define MEM(op) vf_##op##_bf16
 #define FROM(name) name##_bf16
 #include "kernels/linear/conv_forward_tpl.h"
 

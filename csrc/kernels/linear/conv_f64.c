@@ -6,11 +6,7 @@ static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(
 #include "kernels/linear/conv_tpl.h"
 
 #define S double
-#define LOAD VOP(load)
-#define LOAD_PART VOP(load_part)
-#define STORE VOP(store)
-#define STORE_PART VOP(store_part)
-#define STREAM VOP(stream)
+#define MEM(op) VOP(op)
 #define FROM(name) name##_f64
 #include "kernels/linear/conv_forward_tpl.h"
 

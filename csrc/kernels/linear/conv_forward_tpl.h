@@ -1,5 +1,6 @@
-/* conv_forward_tpl.h – short convolutions by channel of elements S in memory; channels lie side by side in
- * vectors. A result is the same sum, in the same order, wherever it lies in a tile. */
+/* conv_forward_tpl.h – short convolutions by channel of elements S in memory, which MEM loads and stores;
+ * channels lie side by side in vectors. A result is the same sum, in the same order, wherever it lies in a
+ * tile. */
 
 /* `rows` results of some vectors of channels, from `lane` on; a width of 0 is any. */
 INLINE void FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t lane,
@@ -19,7 +20,7 @@ INLINE void FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, con
             const ptrdiff_t at = i % vectors * LANES;
             const S *from = src + (i / vectors + j) * tile->src_stride + lane + at;
             const V w = GET(weight + j * tile->weight_stride + at);
-            sum[i] = VOP(fma)(w, part ? LOAD_PART(from, part) : LOAD(from), sum[i]);
+            sum[i] = VOP(fma)(w, part ? MEM(load_part)(from, part) : MEM(load)(from), sum[i]);
         }
     }
     if (tile->silu) {
@@ -32,11 +33,11 @@ INLINE void FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, con
     for (int i = 0; i < count; i++) {
         S *to = dst + i / vectors * tile->dst_stride + lane + i % vectors * LANES;
         if (part)
-            STORE_PART(to, sum[i], part);
+            MEM(store_part)(to, sum[i], part);
         else if (tile->stream)
-            STREAM(to, sum[i]);
+            MEM(stream)(to, sum[i]);
         else
-            STORE(to, sum[i]);
+            MEM(store)(to, sum[i]);
     }
 }
 
@@ -72,9 +73,5 @@ static void FROM(conv)(void *dst, const void *src, const am_conv_tile *tile)
 }
 
 #undef S
-#undef LOAD
-#undef LOAD_PART
-#undef STORE
-#undef STORE_PART
-#undef STREAM
+#undef MEM
 #undef FROM
