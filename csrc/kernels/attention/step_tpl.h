@@ -149,11 +149,10 @@ typedef struct {
 } STEP(in_flight);
 
 /* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
- * The call for the first column of a strip first rescales the row if needed. */
-INLINE void STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) strip,
-                              ptrdiff_t row, ptrdiff_t column, const int count, STEP(in_flight) * next)
+ * The call for the first column first rescales the row if needed. */
+INLINE void STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) extras, ptrdiff_t row,
+                              ptrdiff_t column, STEP(in_flight) * next)
 {
-    const ptrdiff_t begin = strip.begin, end = strip.end;
     const uint64_t *live = extras.live;
     const T *bias = extras.bias ? extras.bias + row * extras.bias_stride : NULL;
     const V *unit = extras.unit;
@@ -161,16 +160,16 @@ INLINE void STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) ext
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     const T *running_max = (const T *)block->running_max + row;
     const V factor = VOP(set1)((T)block->factor);
-    const bool all = end - begin == count * LANES; /* of the row's vectors, which need no memory */
-    if (column == begin) {
+    const bool all = FN(IN_FLIGHT) * LANES == AM_FLASH_TILE; /* of the row's vectors, which need no memory */
+    if (column == 0) {
         V most = VOP(set1)(-(T)INFINITY);
         UNROLL(16)
-        for (ptrdiff_t i = begin; i < end; i += LANES) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
             V s = VOP(load)(logits + i);
             if (bias) {
                 s = VOP(add)(WIDTH > 1 ? VOP(mul)(factor, s) : s, VOP(load)(bias + i));
                 if (all)
-                    x[(i - begin) / LANES] = s;
+                    x[i / LANES] = s;
                 else
                     VOP(store)(logits + i, s);
             }
@@ -183,12 +182,12 @@ INLINE void STEP(begin_plain)(const am_flash_rows *block, const STEP(extras) ext
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
     UNROLL(16)
-    for (int j = 0; j < count; j++) {
+    for (int j = 0; j < FN(IN_FLIGHT); j++) {
         if (!bias || !all) x[j] = VOP(load)(logits + column + j * LANES);
         x[j] = WIDTH > 1 && !bias ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
         if (unit) x[j] = VOP(mul)(x[j], *unit);
     }
-    FN(exp2_begin)(x, next->whole, count);
+    FN(exp2_begin)(x, next->whole, FN(IN_FLIGHT));
 }
 
 /* P times the scales of values. That of a dead pair is 0, and stays so whatever is its scale. */
@@ -198,45 +197,44 @@ static inline V STEP(scale_p)(V p, V scales)
     return VOP(pick_equal)(p, zero, zero, VOP(mul)(p, scales));
 }
 
-/* `softmax_rows` for such tiles, `count` vectors at a time. The next vectors are begun before the powers of
- * these are taken, whose steps wait for one another. */
-INLINE void STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras, const FN(strip) s,
-                                const int count)
+/* Turns products of all rows into P for such tiles. The next vectors are begun before the powers of these are
+ * taken, whose steps wait for one another. */
+INLINE void STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) extras)
 {
+    enum { COUNT = FN(IN_FLIGHT), COLUMNS = COUNT * LANES };
     const uint64_t *live = extras.live, *kept = extras.kept;
     const T *scales = extras.scales;
-    const ptrdiff_t last = s.row + s.rows, some = count * LANES;
     T *const exact_sum = WIDTH > 1 ? block->exact_sum : NULL;
     STEP(in_flight) next;
-    STEP(begin_plain)(block, extras, s, s.row, s.begin, count, &next);
-    for (ptrdiff_t row = s.row; row < last;) {
-        const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
+    STEP(begin_plain)(block, extras, 0, 0, &next);
+    for (ptrdiff_t row = 0; row < block->rows;) {
+        const ptrdiff_t first = row, behind = block->rows - row < LANES ? block->rows : row + LANES;
         V lanes[LANES], exact_lanes[LANES];
         for (; row < behind; row++) {
             T *logits = (T *)block->logits + row * AM_FLASH_TILE;
             V total = VOP(set1)(0), exact_total = total;
             UNROLL(16)
-            for (ptrdiff_t i = s.begin; i < s.end; i += some) {
-                V p[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += COLUMNS) {
+                V p[COUNT], whole[COUNT];
                 UNROLL(16)
-                for (int j = 0; j < count; j++) p[j] = next.x[j], whole[j] = next.whole[j];
-                if (i + some < s.end)
-                    STEP(begin_plain)(block, extras, s, row, i + some, count, &next);
-                else if (row + 1 < last)
-                    STEP(begin_plain)(block, extras, s, row + 1, s.begin, count, &next);
-                FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+                for (int j = 0; j < COUNT; j++) p[j] = next.x[j], whole[j] = next.whole[j];
+                if (i + COLUMNS < AM_FLASH_TILE)
+                    STEP(begin_plain)(block, extras, row, i + COLUMNS, &next);
+                else if (row + 1 < block->rows)
+                    STEP(begin_plain)(block, extras, row + 1, 0, &next);
+                FN(exp2_end)(p, whole, COUNT, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
-                for (int j = 0; j < count; j++)
+                for (int j = 0; j < COUNT; j++)
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
-                total = WIDTH > 1 && !scales ? STEP(add_weights)(total, p, count)
-                                             : FN(add_weights)(total, p, count);
-                if (exact_sum) exact_total = FN(add_weights)(exact_total, p, count);
+                total = WIDTH > 1 && !scales ? STEP(add_weights)(total, p, COUNT)
+                                             : FN(add_weights)(total, p, COUNT);
+                if (exact_sum) exact_total = FN(add_weights)(exact_total, p, COUNT);
                 UNROLL(16)
-                for (int j = 0; j < count; j++) {
+                for (int j = 0; j < COUNT; j++) {
                     if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     if (scales) p[j] = STEP(scale_p)(p[j], VOP(load)(scales + i + j * LANES));
                 }
-                STEP(store_p)(logits + i / WIDTH, p, count);
+                STEP(store_p)(logits + i / WIDTH, p, COUNT);
             }
             lanes[row - first] = total;
             if (exact_sum) exact_lanes[row - first] = exact_total;
@@ -251,9 +249,8 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
 {
     const V unit = VOP(set1)((T)block->unit);
     const ptrdiff_t stride = tile->bias_stride;
-    const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
-    am_flash_rows with_terms = *block;
     const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
+    am_flash_rows with_terms = *block;
     if (block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
         for (ptrdiff_t r = 0; r < block->rows; r++)
@@ -261,56 +258,26 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
         with_terms.factor = 1, bias = NULL;
     }
     if (scales)
-        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, scales},
-                            all, FN(IN_FLIGHT));
-    else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
-        STEP(softmax_plain)(block, (STEP(extras)){.bias = bias, .bias_stride = stride}, all, FN(IN_FLIGHT));
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, scales});
     else if (bias)
-        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, NULL}, all,
-                            FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, NULL});
     else
-        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, NULL, 0, &unit, NULL}, all,
-                            FN(IN_FLIGHT));
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, NULL, 0, &unit, NULL});
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
  * whether it has. If a lane holds two numbers, leaving out dead vectors costs more than it saves. */
 static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    const FN(strip) all = {0, block->rows, 0, AM_FLASH_TILE};
     if (WIDTH == 1 && tile->live) return false;
     if (!STEP(is_plain)(block, tile))
         STEP(softmax_with_terms)(block, tile);
     else if (tile->live)
-        STEP(softmax_plain)(block, (STEP(extras)){.live = tile->live}, all, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.live = tile->live});
     else
-        STEP(softmax_plain)(block, (STEP(extras)){.live = NULL}, all, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, (STEP(extras)){.live = NULL});
     return true;
 }
-
-#if WIDTH == 1
-/* The same for a strip of a mixed tile, if it has few vectors; returns whether it has. Short documents and
- * narrow windows are 1.02 times as fast by it where a whole row is so few, and 0.98 times where it is more.
- */
-APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block, const uint64_t *live,
-                                                      const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
-{
-#    define VECTORS(n)                                                                                       \
-    case n:                                                                                                  \
-        STEP(softmax_plain)(block, (STEP(extras)){.live = live},                                             \
-                            (FN(strip)){s->row, s->rows, begin, begin + (n) * LANES}, n);                    \
-        break;
-    switch ((end - begin) / LANES) {
-        VECTORS(1)
-        VECTORS(2)
-        VECTORS(3)
-        VECTORS(4)
-    default: return false;
-    }
-#    undef VECTORS
-    return true;
-}
-#endif
 
 /* Turns products of unpacked keys into P. */
 static void STEP(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
@@ -332,11 +299,9 @@ static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *
     (void)strips, (void)count;
     if (STEP(softmax_whole)(block, tile)) return;
 #if WIDTH == 1
-    const bool plain = FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
-        if (begin == end || (plain && STEP(softmax_few)(block, tile->live, s, begin, end))) continue;
-        STEP(softmax_rows)(block, tile, s->row, s->rows, begin, end);
+        if (begin < end) STEP(softmax_rows)(block, tile, s->row, s->rows, begin, end);
     }
 #endif
 }
