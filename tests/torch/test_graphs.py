@@ -106,18 +106,6 @@ def test_compiled_calls_that_ask_for_little(torch, more, dtype):
     assert not any("flash_attention_plain" in code for code in (*graphs, exported.graph_module.code))
 
 
-def test_the_operator_of_few_arguments(torch):
-    given = [x.detach() for x in tensors(torch, (2, 5, 2, 8), (2, 6, 1, 8), (2, 6, 1, 4))]
-    operator = torch.ops.attnmask.flash_attention_plain.default
-    for more in (False, 0, None), (True, 1, 0.5):
-        torch.library.opcheck(operator, (*given, *more))
-        causal, offset, scale = more
-        right = attnmask.torch.flash_attention(
-            *given, causal=causal, causal_offset=offset, softmax_scale=scale
-        )
-        assert_same(torch, [operator(*given, *more)], [right])
-
-
 def test_out_must_fit(torch, query):
     inputs = operands(torch, query=query, key=query, value=query)
     out, lse = torch.ops.attnmask.flash_attention(*inputs)

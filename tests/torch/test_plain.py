@@ -130,6 +130,8 @@ def test_layouts(torch, operator, monkeypatch, layout):
 def test_what_a_result_is(torch, operator):
     """A tensor like any other, which lives as long as it is of use, and keeps nothing else alive."""
     query = torch.randn(1, 5, 2, 8)
+    for more in MORE[:3]:
+        torch.library.opcheck(operator, (query, query, query, *more))
     out = operator(query, query, query, True, 0, None)
     assert type(out) is torch.Tensor
     assert not out.requires_grad
