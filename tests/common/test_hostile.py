@@ -235,26 +235,30 @@ def test_what_fits_no_memory_is_refused_at_once(call):
     assert time.perf_counter() - begin < 1
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states(*STACKS)),
-        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states_vjp(*STACKS)),
-        (TypeError, "max_kv_len must be an integer, got int8 array",
-         lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=huge("i1", 2**32))),
-        (ValueError, r"attention_mask must broadcast to \[B, H, Tq, Tk\]",
-         lambda: attnmask.flash_attention(*[np.zeros((1, 2, 1, 4))] * 3, huge("f4", 2**40, 3))),
-        (ValueError, r"q_segment_ids must be \[B, Q\]", lambda: MaskInfo.from_segments(huge("i8", WIDE))),
-    ],
-)  # fmt: skip
-def test_a_wrong_shape_of_any_size_is_refused_at_once(error, match, call):
+STACKS, OP = (huge("f4", 2**31), huge("f4", 2**31)), OperationRegistry.create("flash")
+
+
+@pytest.mark.parametrize(("error", "match", "call"), [
+    (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states(*STACKS)),
+    (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states_vjp(*STACKS)),
+    (TypeError, "max_kv_len must be an integer, got int8 array",
+     lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=huge("i1", 2**32))),
+    (ValueError, r"attention_mask must broadcast to \[B, H, Tq, Tk\]",
+     lambda: attnmask.flash_attention(*[np.zeros((1, 2, 1, 4))] * 3, huge("f4", 2**40, 3))),
+    (ValueError, r"q_segment_ids must be \[B, Q\]", lambda: MaskInfo.from_segments(huge("i8", WIDE))),
+    (ValueError, "kv_mask must", lambda: OperationImpl.combine_query_kv_masks(np.ones((2, 5)), np.ones((1,) * 64))),
+    (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
+    (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0))),
+    (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
+    (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](10**1000)),
+    (TypeError, "sparsity", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
+    (TypeError, "preserved_indices", lambda: OP.create_stable_sharding(("dp",), np.array(None))),
+])  # fmt: skip
+def test_wrong_arguments_of_any_size_are_refused_at_once(error, match, call):
     begin = time.perf_counter()
     with pytest.raises(error, match=match):
         call()
     assert time.perf_counter() - begin < 1
-
-
-STACKS = huge("f4", 2**31), huge("f4", 2**31)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -280,26 +284,6 @@ def test_long_rows_of_integers_are_narrowed_in_pieces(threads, set_threads):
 # What calls with hostile arguments have found (tests/fuzz)
 
 
-LIVE, OP = np.ones((1, 1, 6, 6), bool), OperationRegistry.create("flash")
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (ValueError, "kv_mask must", lambda: OperationImpl.combine_query_kv_masks(np.ones((2, 5)), np.ones((1,) * 64))),
-        (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
-        (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0))),
-        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
-        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](10**1000)),
-        (TypeError, "sparsity", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
-        (TypeError, "preserved_indices", lambda: OP.create_stable_sharding(("dp",), np.array(None))),
-    ],
-)  # fmt: skip
-def test_an_error_names_its_argument(error, match, call):
-    with pytest.raises(error, match=match):
-        call()
-
-
 @pytest.mark.parametrize("copy", [np.array, np.asfortranarray])
 def test_tiles_that_were_copied_are_restored(copy):
     """As JAX does with the leaves of a tree."""
@@ -322,7 +306,7 @@ def test_a_largest_distance_beyond_all_numbers():
 
 
 def test_labels_of_no_heads():
-    info = MaskInfo(LIVE).replace(
+    info = MaskInfo(np.ones((1, 1, 6, 6), bool)).replace(
         q_segment_ids=np.zeros((1, 6), int), kv_segment_ids=np.zeros((1, 0, 6), int)
     )
     assert info.labels(0, 0) is None
