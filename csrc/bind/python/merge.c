@@ -99,34 +99,33 @@ static int read_each(arguments *a, PyObject *tuple, const char *name, reader *re
     return 0;
 }
 
-/* Returns a tuple of arrays; a stack of them has `axes` axes, or one less. */
-static PyObject *tuple_of(PyObject *list, const char *name, int axes, const char *layouts)
+/* Returns the number of arrays, or -1. A stack of them has `axes` axes, or one less. */
+static npy_intp count_of(PyObject *list, const char *name, int axes, const char *layouts)
 {
-    if (PyTuple_Check(list)) return Py_NewRef(list);
+    if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
     const int ndim = PyArray_Check(list) ? PyArray_NDIM((PyArrayObject *)list) : -1;
-    if (ndim == axes || ndim == axes - 1) return PySequence_Tuple(list);
-    if (ndim < 0)
-        am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
-    else
-        am_reject(PyExc_ValueError, name, layouts, list);
-    return NULL;
+    if (ndim == axes || ndim == axes - 1) return PyArray_DIM((PyArrayObject *)list, 0);
+    if (ndim < 0) return am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
+    return am_reject(PyExc_ValueError, name, layouts, list);
 }
 
 static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
 {
-    am_owned PyObject *all = tuple_of(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]"), *stats = NULL;
-    if (!all) return -1;
-    a->count = PyTuple_GET_SIZE(all);
+    am_owned PyObject *all = NULL, *stats = NULL;
+    a->count = count_of(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
+    if (a->count < 0) return -1;
     if (a->count == 0) return am_fail(PyExc_ValueError, "outs must be one array or more, got none");
-    stats = tuple_of(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
-    if (!stats) return -1;
-    if (PyTuple_GET_SIZE(stats) != a->count)
-        return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count,
-                       PyTuple_GET_SIZE(stats));
+    const npy_intp others = count_of(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
+    if (others < 0) return -1;
+    if (others != a->count)
+        return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
     a->arrays = PyList_New(0);
-    a->parts = am_new(am_merge_part, a->count + 1);
+    a->parts = am_new(am_merge_part, a->count + 1); /* before the views of a stack, which take memory, too */
     if (!a->arrays) return -1;
     if (!a->parts) return am_raise(AM_NO_MEMORY);
+    if (!(all = PySequence_Tuple(outs)) || !(stats = PySequence_Tuple(lses))) return -1;
+    if (PyTuple_GET_SIZE(all) != a->count || PyTuple_GET_SIZE(stats) != a->count)
+        return am_fail(PyExc_ValueError, "outs and lses must keep their shapes during the call");
     return read_each(a, all, "outs", read_out) < 0 ? -1 : read_each(a, stats, "lses", read_lse);
 }
 
