@@ -106,6 +106,19 @@ def test_compiled_calls_that_ask_for_little(torch, more, dtype):
     assert not any("flash_attention_plain" in code for code in (*graphs, exported.graph_module.code))
 
 
+def test_compiled_diagonals_of_packed_sequences(torch):
+    query, key, value = (x.detach() for x in tensors(torch, (5, 2, 3), (6, 1, 3), (6, 1, 4)))
+
+    def attend(query, *starts):
+        more = dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True))
+        return attnmask.torch.flash_attention(
+            query, key, value, causal=True, causal_offset="bottom-right", **more
+        )
+
+    given = query, torch.tensor([0, 2, 5]), torch.tensor([0, 4, 6])
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="eager")(*given), attend(*given))
+
+
 def test_out_must_fit(torch, query):
     inputs = operands(torch, query=query, key=query, value=query)
     out, lse = torch.ops.attnmask.flash_attention(*inputs)

@@ -53,6 +53,13 @@ def test_compiled(torch, name, backend):
         assert bits(arguments[key]) == bits(expected[key]), key
 
 
+def test_mask_tensors(torch):
+    given, same = (tensors(torch, made("MaskInfo")) for _ in range(2))
+    same["attention_mask"] = attnmask.torch.mask_tensors(same["attention_mask"])
+    right, got = (attnmask.torch.flash_attention_with_kvcache(**x) for x in (given, same))
+    assert torch.equal(got, right)
+
+
 def test_functionalized(torch):
     """What is read behind the call, or through another view, is what was written; before it, what was there."""
     arguments = tensors(torch, made("rows"))
