@@ -6,6 +6,9 @@
 #define FN(name) name##_bf16
 #include "kernels/arrays/convert_rows_tpl.h"
 
+#define V vf
+#define VOP(op) vf_##op
+#define LANES VF_LANES
 static inline vf vf_carry_load(const double *carry)
 {
     return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
@@ -16,49 +19,39 @@ static inline void vf_carry_add(double *carry, vf sum)
     vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
 }
 #define T uint16_t
-#define V vf
-#define VOP(op) vf_##op
 #define MEM(op) vf_##op##_f16
 #define FN(name) name##_f16
-#define LANES VF_LANES
 #include "kernels/arrays/cumsum_tpl.h"
 #define T uint16_t
-#define V vf
-#define VOP(op) vf_##op
 #define MEM(op) vf_##op##_bf16
 #define FN(name) name##_bf16
-#define LANES VF_LANES
 #include "kernels/arrays/cumsum_tpl.h"
 #define T float
-#define V vf
-#define VOP(op) vf_##op
 #define MEM(op) vf_##op
 #define FN(name) name##_f32
-#define LANES VF_LANES
 #include "kernels/arrays/cumsum_tpl.h"
+#define T float
+#define FN(name) name##_32
+#include "kernels/arrays/transpose_tpl.h"
+#undef V
+#undef VOP
+#undef LANES
 
+#define V vd
+#define VOP(op) vd_##op
+#define LANES VD_LANES
 static inline vd vd_carry_load(const double *carry) { return vd_load(carry); }
 static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
 #define T double
-#define V vd
-#define VOP(op) vd_##op
 #define MEM(op) vd_##op
 #define FN(name) name##_f64
-#define LANES VD_LANES
 #include "kernels/arrays/cumsum_tpl.h"
-
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_32
-#define LANES VF_LANES
-#include "kernels/arrays/transpose_tpl.h"
 #define T double
-#define V vd
-#define VOP(op) vd_##op
 #define FN(name) name##_64
-#define LANES VD_LANES
 #include "kernels/arrays/transpose_tpl.h"
+#undef V
+#undef VOP
+#undef LANES
 
 #define T uint16_t
 #define FN(name) name##_16

@@ -241,8 +241,5 @@ static void FN(cumsum_scan)(void *to, const void *from, const am_cumsum_tile *ti
 }
 
 #undef T
-#undef V
-#undef VOP
 #undef MEM
 #undef FN
-#undef LANES

@@ -25,7 +25,4 @@ static void FN(transpose)(void *dst, ptrdiff_t dst_stride, const void *src, ptrd
 }
 
 #undef T
-#undef V
-#undef VOP
 #undef FN
-#undef LANES
