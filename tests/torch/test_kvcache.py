@@ -58,6 +58,9 @@ def test_mask_tensors(torch):
     same["attention_mask"] = attnmask.torch.mask_tensors(same["attention_mask"])
     right, got = (attnmask.torch.flash_attention_with_kvcache(**x) for x in (given, same))
     assert torch.equal(got, right)
+    out = torch.empty_like(right)
+    attnmask.torch.flash_attention_with_kvcache(**tensors(torch, made("MaskInfo")), out=out)
+    assert torch.equal(out, right)
 
 
 def test_functionalized(torch):
