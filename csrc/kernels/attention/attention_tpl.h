@@ -64,7 +64,7 @@ INLINE void FN(store_p)(T *to, const V *p, const int count)
 /* O + P V of a strip, and of some columns of packed values, at most a panel. */
 static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, const FN(operands) * p)
 {
-    FN(add_product)(rows, columns, p, NULL, NULL);
+    FN(add_product)(rows, columns, *p, NULL, NULL);
 }
 
 /* O + P V of a strip, and of some columns of unpacked values, at most a panel. */
@@ -76,7 +76,7 @@ static void FN(add_unpacked)(const am_flash_rows *block, const am_flash_tile *ti
         FN(by_rows)(AM_FLASH_TILE, (const T *)block->logits + s->row * AM_FLASH_TILE,
                     (const T *)tile->v.data + column, tile->v.stride / (ptrdiff_t)sizeof(T),
                     (T *)block->out + s->row * block->out_dim + column, block->out_dim);
-    FN(add_product)(s->rows, columns_at(block, column, FN(PANEL)), &x, prefetch, tile->v.run ? &runs : NULL);
+    FN(add_product)(s->rows, columns_at(block, column, FN(PANEL)), x, prefetch, tile->v.run ? &runs : NULL);
 }
 
 #define STEP(name) FN(name)

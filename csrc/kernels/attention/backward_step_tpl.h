@@ -28,7 +28,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(queue, lanes);
             x.a = p->a + s->row * a_stride, x.c = p->c + s->row * AM_FLASH_TILE + column;
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &x, lines))
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, x, lines))
                 prefetch_rest(queue, lines, lanes);
         }
     }
@@ -57,7 +57,7 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = a + begin * AM_FLASH_TILE + s->row, x.b = b + begin * b_row;
             x.c = p->c + s->row * stride + column;
-            STEP(add_product_transposed)(s->rows, p->columns - column, &x, NULL, NULL);
+            STEP(add_product_transposed)(s->rows, p->columns - column, x, NULL, NULL);
         }
     }
 }
@@ -87,7 +87,7 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const 
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = p->a + s->row * AM_FLASH_TILE + begin, x.b = b + begin * FN(PANEL);
             x.c = p->c + s->row * stride + column;
-            STEP(add_product)(s->rows, p->columns - column, &x, NULL, NULL);
+            STEP(add_product)(s->rows, p->columns - column, x, NULL, NULL);
         }
     }
 }

@@ -14,7 +14,7 @@ void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_til
 }
 void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, const operands_bf16x2 *p)
 {
-    add_product_bf16x2(rows, columns, p, NULL, NULL);
+    add_product_bf16x2(rows, columns, *p, NULL, NULL);
 }
 
 const am_kernels TABLE(flash_bf16x2) = {

@@ -112,7 +112,7 @@ static void add_unpacked_bf16x2(const am_flash_rows *block, const am_flash_tile 
         by_rows_interleaved(AM_FLASH_TILE / 2, (const float *)block->logits + s->row * AM_FLASH_TILE,
                             (const uint16_t *)tile->v.data + column, TWO_ROWS(tile->v.stride),
                             (float *)block->out + s->row * block->out_dim + column, block->out_dim);
-    add_product_interleaved(s->rows, columns_at(block, column, PANEL_f32), &x, prefetch,
+    add_product_interleaved(s->rows, columns_at(block, column, PANEL_f32), x, prefetch,
                             tile->v.run ? &runs : NULL);
 }
 #endif

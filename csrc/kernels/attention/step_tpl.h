@@ -1,8 +1,9 @@
 /* step_tpl.h – the forward step of a block of rows over a tile of keys:
  *
- *     S = Q Kᵀ              rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = e^(S - running_max)   row by row; `running_max` grows, and the row is rescaled, only when a logit
- * exceeds it by more than FLASH_SLACK O = O + P V           one panel of columns after the other
+ *     S = Q Kᵀ        rows × 64, one panel of keys after the other, so that the panel stays in cache
+ *     P = e^(S - m)   row by row; the running max m grows, and the row is rescaled, only when a logit exceeds
+ *                     it by more than FLASH_SLACK
+ *     O = O + P V     one panel of columns after the other
  *
  * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
  * is only partly live, each strip takes the columns from its first live one to its last.
@@ -347,7 +348,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
             s_of.a = q + s->row * block->q_stride, s_of.c = logits + s->row * AM_FLASH_TILE + column;
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, &s_of, lines))
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, s_of, lines))
                 prefetch_rest(&queue, lines, block->head_dim);
         }
     }
@@ -370,7 +371,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             } else {
                 o_of.length = end - begin, o_of.a = logits + s->row * AM_FLASH_TILE + begin;
                 o_of.b = v + panel + begin * FN(PANEL), o_of.c = out + s->row * block->out_dim + column;
-                STEP(add_product)(s->rows, columns, &o_of, lines, NULL);
+                STEP(add_product)(s->rows, columns, o_of, lines, NULL);
             }
             prefetch_rest(&queue, lines, end - begin);
         }

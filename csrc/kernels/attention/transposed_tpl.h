@@ -1,8 +1,8 @@
 /* transposed_tpl.h – the transposed step of a block of rows over a full tile of unpacked keys:
  *
- *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once per block
- *     Pᵀ = e^(Sᵀ - running_max)   lane by lane, which are rows here
- *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
+ *     Sᵀ = K Qᵀ         64 × rows, a few keys at a time; queries are packed, once per block
+ *     Pᵀ = e^(Sᵀ - m)   lane by lane, which are rows here; m is the running max
+ *     O = O + (Pᵀ)ᵀ V   one panel of columns after the other
  */
 
 /* Stores P of neighbouring keys where `add_product_transposed` reads it, and adds it to `total`. */
@@ -73,19 +73,19 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
     if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
         const STEP(operands) x =
             STEP(by_rows)(count, p, packed ? v + column * count : interleaved, FN(PANEL), c, block->out_dim);
-        STEP(add_product_transposed)(s->rows, columns, &x, NULL, NULL);
+        STEP(add_product_transposed)(s->rows, columns, x, NULL, NULL);
         return;
     }
     const row_runs runs = runs_behind(&tile->v, 0, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
     const operands_interleaved x = by_rows_interleaved(count, p, (const uint16_t *)v + column,
                                                        TWO_ROWS(tile->v.stride), c, block->out_dim);
-    add_product_transposed_interleaved(s->rows, columns, &x, tile->v.run ? &runs : NULL,
+    add_product_transposed_interleaved(s->rows, columns, x, tile->v.run ? &runs : NULL,
                                        s->rows < block->rows ? interleaved : NULL);
 #else
     const FN(operands) x =
         FN(by_rows)(count, p, v + column, tile->v.stride / (ptrdiff_t)sizeof(T), c, block->out_dim);
-    FN(add_product_transposed)(s->rows, columns, &x, tile->v.run ? &runs : NULL, NULL);
+    FN(add_product_transposed)(s->rows, columns, x, tile->v.run ? &runs : NULL, NULL);
 #endif
 }
 
@@ -102,7 +102,7 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
             x.a = row_at(&tile->k, key), x.c = logits + key * AM_FLASH_TILE + row;
-            STEP(product_within)(AM_TRANSPOSED_KEYS, 0, block->rows - row, &x, lines);
+            STEP(product_within)(AM_TRANSPOSED_KEYS, 0, block->rows - row, x, lines);
             prefetch_rest(&queue, lines, block->head_dim);
         }
     }
