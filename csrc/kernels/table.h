@@ -335,11 +335,21 @@ typedef struct {
     bool finite;
 } am_backward_operand;
 
+/* To what a step adds its products: sum = (fresh ? 0 : sum) + products; or where `onto` is not NULL, all this
+ * is added there, and no longer needed in `sum`. That saves what sums of a few steps would cost most: to be
+ * cleared, and to be added by a loop of their own. */
+typedef struct {
+    void *sum;
+    bool fresh;
+    void *onto;
+    ptrdiff_t onto_stride; /* whole vectors of its rows are read and written */
+} am_backward_sum;
+
 typedef struct {
     ptrdiff_t rows;
     am_backward_operand q, d_out;
     void *base, *rest, *add, *share; /* [rows]; share may be NULL */
-    void *d_q;                       /* [rows][q.stride] */
+    am_backward_sum d_q;             /* of [rows][q.stride] */
     void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch of the kernel */
     double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
@@ -350,7 +360,7 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    void *d_k, *d_v;             /* [AM_FLASH_TILE][q.stride], [AM_FLASH_TILE][d_out.stride] */
+    am_backward_sum d_k, d_v;    /* of [columns][q.stride], [columns][d_out.stride] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
     ptrdiff_t bias_stride;

@@ -70,6 +70,25 @@ def operand(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, stride: 
     return structure("am_backward_operand", dim=dim, stride=stride, **members)
 
 
+def sum_in(rng, memory: Memory, own: np.ndarray, old: np.ndarray, rows: int):
+    """To what a step adds its products; and in memory, where that is added, if it is.
+
+    The sum is ``old`` in some rows, or fresh: then these become 0. If it is added elsewhere, ``old`` is in one of both.
+    """
+    fresh, stride = bool(rng.random() < 0.3), own.strides[0] // own.itemsize
+    onto = memory.written(own.copy(), stride) if rng.random() < 0.4 else None
+    if onto is None:
+        old[:rows] *= not fresh
+        members = {}
+    else:
+        if not fresh:
+            pick(rng, [own, onto])[:rows] = 0
+        members = {"onto": onto, "onto_stride": stride}
+    if fresh:
+        own[:rows] = np.nan
+    return structure("am_backward_sum", sum=own, fresh=fresh, **members), onto
+
+
 def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem, b: Backward, stats: list):
     """The structures of the block and the tile, and the accumulators in memory: d_q, d_k, d_v and d_bias."""
     panel, width = arithmetic.panel, arithmetic.width
@@ -84,6 +103,11 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         )
     ]
     d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
+    to = [
+        sum_in(rng, memory, own, old, count)
+        for own, old, count in zip(sums, b.old, (rows, p.columns, p.columns), strict=True)
+    ]
+    sums = [onto if onto is not None else own for (_, onto), own in zip(to, sums, strict=True)]
     block = structure(
         "am_backward_rows",
         rows=rows,
@@ -93,7 +117,7 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         rest=stats[1],
         add=stats[2],
         share=stats[3],
-        d_q=sums[0],
+        d_q=to[0][0],
         p=scratch[0],
         ds=scratch[1],
         scale=b.scale,
@@ -108,8 +132,8 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         v_columns=memory.read(packed_keys(p.v, panel, width)),
         k=memory.read(packed_values(p.k, panel, width)),
         k_finite=is_finite(p.k),
-        d_k=sums[1],
-        d_v=sums[2],
+        d_k=to[1][0],
+        d_v=to[2][0],
         **bias_in(memory, rng, p.terms),
         d_bias=d_bias,
         columns=p.columns,

@@ -44,15 +44,20 @@ static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t rows
     memset(to.d_v, 0, (size_t)(rows * p->lengths.value_stride * p->base.size));
 }
 
-/* Where this part of the i-th tile is summed up: as the total, if that is the task's own and has none yet. */
-static am_key_sums open_sums(const am_backward_plan *p, const am_key_task *task, ptrdiff_t i, ptrdiff_t rows,
-                             const am_backward_workspace *s)
+/* Tells a step where to sum up this part of the i-th tile: as the total, if that is the task's own and has
+ * none yet; else the last step of the part adds it there. */
+static void open_sums(const am_backward_plan *p, const am_key_task *task, ptrdiff_t i, bool last,
+                      const am_backward_workspace *s, am_backward_tile *tile)
 {
-    const bool first = task->turns == 0 && !s->tiles[i].summed;
-    const am_key_sums sums = tile_sums(p, first ? &s->total : &s->part, i);
-    if (!s->tiles[i].open) clear_sums(p, sums, rows);
-    s->tiles[i].open = true;
-    return sums;
+    am_local_tile *local = &s->tiles[i];
+    const bool own = task->turns == 0 && local->summed;
+    const am_key_sums total = tile_sums(p, &s->total, i), sums = own ? tile_sums(p, &s->part, i) : total;
+    tile->d_k = (am_backward_sum){.sum = sums.d_k, .fresh = !local->open};
+    tile->d_v = (am_backward_sum){.sum = sums.d_v, .fresh = !local->open};
+    local->open = !(own && last);
+    if (local->open) return;
+    tile->d_k.onto = total.d_k, tile->d_k.onto_stride = p->lengths.stride;
+    tile->d_v.onto = total.d_v, tile->d_v.onto_stride = p->lengths.value_stride;
 }
 
 /* Adds a part of the sums of a tile to the total. */
@@ -184,6 +189,8 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
 typedef struct {
     const am_key_task *task;
     const am_attn_place *at, *next; /* next: the block after it, or NULL */
+    ptrdiff_t visit;
+    char *d_q; /* the result, if a step adds to it; NULL: a sum of tiles does */
     am_backward_rows rows;
     bool loaded;
 } block_walk;
@@ -209,14 +216,14 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
         pack_tile(p, at, keys, i, s);
         tile.k_finite = s->tiles[i].finite;
-        const am_key_sums sums = open_sums(p, walk->task, i, am_length(keys), s);
-        tile.d_k = sums.d_k, tile.d_v = sums.d_v;
+        open_sums(p, walk->task, i, am_ends_part(p, at->section, index, walk->visit), s, &tile);
         if (!walk->loaded) {
             if (walk->next) plan_prefetch(p, walk->next, walk->task, &prefetch), tile.prefetch = &prefetch;
             walk->rows = am_begin_backward_rows(p, at, s);
             walk->loaded = true;
         }
-        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->lengths.stride * p->base.size));
+        walk->rows.d_q = (am_backward_sum){
+            .sum = s->d_q, .fresh = !any, .onto = walk->d_q, .onto_stride = p->d_q.token / p->base.size};
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
@@ -227,6 +234,18 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         if (*status != AM_OK) break;
     }
     return any;
+}
+
+/* Where a step adds to d_q itself: it makes a whole sum, which is not the first one, and its turn has come.
+ */
+static char *result_of_step(const am_backward_plan *p, const am_attn_place *at, const am_rows_state *state,
+                            ptrdiff_t sum)
+{
+    const bool whole = p->sum_tiles[at->section - p->sections.list] == 1 && sum > state->first,
+               fits = p->d_q.element == p->base.size &&
+                      p->base.attn->head_dim % (p->base.arithmetic->panel / 2) == 0;
+    if (!whole || !fits || atomic_load_explicit(&state->semaphore, memory_order_acquire) != sum) return NULL;
+    return (char *)am_token(&p->d_q, at->b, at->head, at->q);
 }
 
 /* Takes a block over the tiles of a task. */
@@ -243,12 +262,14 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
                         each = p->sum_tiles[section - p->sections.list];
         end = am_min(section->tiles.begin + (sum + 1) * each, tiles.end);
         if (sum < state->first || sum > state->last) continue;
+        walk->d_q = result_of_step(p, walk->at, state, sum);
         bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
         if (!any && sum == state->first) {
             memset(s->d_q, 0, (size_t)(walk->at->rows * p->lengths.stride * p->base.size));
             any = true;
         }
-        if (status == AM_OK) status = add_ordered(p, walk->at, state, sum, any ? s->d_q : NULL, team);
+        if (status == AM_OK)
+            status = add_ordered(p, walk->at, state, sum, any && !walk->d_q ? s->d_q : NULL, team);
     }
     const ptrdiff_t task = (walk->task - p->tasks) % am_max(p->row_tasks, 1);
     return status == AM_OK ? am_bias_end_block(&p->bias, walk->at, task, team) : status;
@@ -324,7 +345,7 @@ static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task
         const ptrdiff_t then = am_max(i - 1, 0);
         const am_attn_place rows = place_of_visit(p, section, kv_head, i),
                             next = place_of_visit(p, section, kv_head, then);
-        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL};
+        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL, .visit = i};
         status = block_step(p, &walk, s, team);
         if (task->turns == 0) end_parts(p, task, section, i, s);
     }

@@ -5,18 +5,19 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64,      /* of a call; more for many threads */
-    TASKS_EACH = 4,         /* for each thread */
-    ENOUGH_SUMS = 32,       /* the same for one section, which adds as many parts to d_q */
-    MANY_SUMS = 64,         /* of a section: with fewer, tasks for many threads take a part of the blocks */
-    ENOUGH_VISITS = 256,    /* of a section, in a part each, unless it would have less than these: */
-    PART_VISITS = 4,        /* each adds to d_k and d_v: one thread takes up to 1.02 times as long */
-    FEW_VISITS = 7,         /* of a sum on average: under narrow windows that would be 1.05 */
-    LATE_PARTS = 4,         /* a part that blocks see in part is divided by this: of tasks that begin last */
-    EACH = 2,               /* with fewer tasks for each thread, each part is one */
-    SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
-    WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
-    MOST_TILES = 16,        /* the same if they see few: these stay in the cache from block to block */
+    ENOUGH_TASKS = 64,   /* of a call; more for many threads */
+    TASKS_EACH = 4,      /* for each thread */
+    ENOUGH_SUMS = 32,    /* the same for one section, which adds as many parts to d_q */
+    MANY_SUMS = 64,      /* of a section: with fewer, tasks for many threads take a part of the blocks; enough
+                          * under causal masks, where sums of one tile can be had */
+    ENOUGH_VISITS = 256, /* of a section, in a part each, unless it would have less than these: */
+    PART_VISITS = 2,     /* twice as many under windows, where sums of d_k and d_v are of few visits */
+    FEW_VISITS = 7,      /* of a sum on average: under narrow windows that would be 1.05 */
+    LATE_PARTS = 4,      /* a part that blocks see in part is divided by this: of tasks that begin last */
+    EACH = 2,            /* with fewer tasks for each thread, each part is one */
+    SUM_TILES = 4,       /* the most tiles whose parts of d_q are summed up before they are added */
+    WIDE_TILES = 4,      /* the most tiles of a task whose blocks see many tiles */
+    MOST_TILES = 16,     /* the same if they see few: these stay in the cache from block to block */
     NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
 };
 
@@ -77,6 +78,32 @@ static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_
     return most;
 }
 
+/* How many tiles of a section its blocks see: all of them, more and more, or few. */
+typedef enum { SEE_ALL, SEE_MORE, SEE_FEW } sight;
+
+static sight sight_of(const am_backward_plan *p, const am_section *section)
+{
+    ptrdiff_t blocks = 0, all = 0, most = 0, first = PTRDIFF_MAX, last = 0;
+    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
+        const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
+        if (am_length(tiles) <= 0) continue;
+        blocks++, all += am_length(tiles), most = am_max(most, am_length(tiles));
+        first = am_min(first, tiles.begin), last = am_max(last, tiles.end);
+    }
+    if (most < last - first) return SEE_FEW;
+    return all < blocks * most / 4 * 3 ? SEE_MORE : SEE_ALL;
+}
+
+/* The sums of d_q that are enough for a section. Under a causal mask the last tasks are of few tiles: then
+ * each sum is of one tile, if these are few. One thread gains as much by adding them to d_q at once as it
+ * loses. */
+static ptrdiff_t enough_sums(const am_backward_plan *p, const am_section *section)
+{
+    const bool few = p->base.attn->kv_heads * am_length(section->tiles) <= MANY_SUMS;
+    return few && sight_of(p, section) == SEE_MORE ? MANY_SUMS : ENOUGH_SUMS;
+}
+
 /* The visits that see some tiles of a section. */
 static am_range visits_seen(const am_backward_plan *p, const am_section *section, am_range tiles)
 {
@@ -127,6 +154,10 @@ bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_
 static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section)
 {
     const am_attn *f = p->base.attn;
+    const sight seen = sight_of(p, section);
+    const bool of_one_tile = p->sum_tiles[section - p->sections.list] == 1 && seen == SEE_MORE;
+    const ptrdiff_t most = of_one_tile ? MANY_SUMS : MANY_SUMS - 1,
+                    least = seen == SEE_FEW ? 2 * PART_VISITS : PART_VISITS;
     ptrdiff_t visits = 0, first = PTRDIFF_MAX, last = 0;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
@@ -136,11 +167,11 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
                                am_sum_of_tile(p, section, tiles.end - 1) + 1};
         visits += f->heads * am_length(sums);
         first = am_min(first, sums.begin), last = am_max(last, sums.end);
-        if (f->kv_heads * (last - first) >= MANY_SUMS) return PTRDIFF_MAX;
+        if (f->kv_heads * (last - first) > most) return PTRDIFF_MAX;
     }
     if (visits == 0) return PTRDIFF_MAX; /* then there is no first sum, either */
     const ptrdiff_t all = f->kv_heads * (last - first);
-    return visits < all * FEW_VISITS ? PTRDIFF_MAX : am_max(PART_VISITS, visits / ENOUGH_VISITS);
+    return visits < all * FEW_VISITS ? PTRDIFF_MAX : am_max(least, visits / ENOUGH_VISITS);
 }
 
 /* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
@@ -163,7 +194,7 @@ static ptrdiff_t choose(am_backward_plan *p)
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {
         const am_section *section = &p->sections.list[i];
         const ptrdiff_t own = am_length(section->tiles);
-        p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
+        p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, enough_sums(p, section));
         p->part_visits[i] = choose_part(p, section);
         p->parts.divided |= am_visits_of(p, section) > p->part_visits[i];
         find_late_parts(p, section);

@@ -51,7 +51,7 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .rest = am_row_stats_of(p, at, AM_ROW_REST),
         .add = am_row_stats_of(p, at, AM_ROW_ADD),
         .share = f->normalize ? NULL : am_row_stats_of(p, at, AM_ROW_SHARE),
-        .d_q = s->d_q,
+        .d_q = {.sum = s->d_q},
         .p = s->p,
         .ds = s->ds,
         .scale = f->scale,

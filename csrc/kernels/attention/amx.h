@@ -396,15 +396,20 @@ static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, cons
     (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
     transpose_rows(transposed, p->a, p->rows);
-    const amx_product product = {transposed, p->b, AM_FLASH_ROWS / 2, p->c, p->stride, true};
+    const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
+    clear_fresh_f32(p, 0, columns);
+    const amx_product product = {transposed, p->b, AM_FLASH_ROWS / 2, p->sum.sum, p->stride, true};
     add_products(strips, count, p->live, &product, p->columns, queue);
+    add_onto_f32(p, 0, columns);
 }
 
 static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
                                 prefetch_queue *queue)
 {
-    const amx_product product = {p->a, p->b, AM_FLASH_TILE, p->c, p->stride, true};
+    clear_fresh_f32(p, 0, p->rows);
+    const amx_product product = {p->a, p->b, AM_FLASH_TILE, p->sum.sum, p->stride, true};
     add_products(strips, count, p->live, &product, p->columns, queue);
+    add_onto_f32(p, 0, p->rows);
 }
 
 /* The number of chunks in all its products. */

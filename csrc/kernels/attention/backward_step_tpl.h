@@ -36,8 +36,15 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(
 }
 
 #ifndef AMX_PRODUCTS
-/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns. `scratch`: as large as a, which
- * it may be. */
+/* A strip of a sum without live pairs: 0 is added, too, as that is the sum of -0 and 0. */
+static void STEP(pass_strip)(const FN(strip) * s, const FN(backward_product) * p)
+{
+    FN(clear_fresh)(p, s->row, s->rows);
+    FN(add_onto)(p, s->row, s->rows);
+}
+
+/* sum += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns. `scratch`: as large as a,
+ * which it may be. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
                                  T *scratch, prefetch_queue *queue)
 {
@@ -45,19 +52,24 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
     const T *a = STEP(join_rows)(scratch, p->a, p->rows), *b = p->b;
     const ptrdiff_t stride = p->stride, b_row = WIDTH == 1 ? stride : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
-    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->c, stride};
+    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->sum.sum, stride};
     if (p->live) {
         const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
+        FN(clear_fresh)(p, 0, columns);
         STEP(add_live_rows)(columns, p->columns, p->live, &x, b_panel);
+        FN(add_onto)(p, 0, columns);
         return;
     }
+    for (const FN(strip) *s = strips; s < strips + count; s++)
+        if (s->begin == s->end) STEP(pass_strip)(s, p);
     for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
+            const am_backward_sum at = FN(sum_at)(p, s->row, column);
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = a + begin * AM_FLASH_TILE + s->row, x.b = b + begin * b_row;
-            x.c = p->c + s->row * stride + column;
-            STEP(add_product_transposed)(s->rows, p->columns - column, x, NULL, NULL);
+            x.c = at.sum;
+            STEP(sum_transposed)(s->rows, p->columns - column, x, &at);
         }
     }
 }
@@ -69,25 +81,30 @@ static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdi
     return 2 * strips * AM_FLASH_TILE / FN(PANEL);
 }
 
-/* c += a b, as `add_transposed`. */
+/* sum += a b, as `add_transposed`. */
 static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
                                prefetch_queue *queue)
 {
     (void)queue;
     const T *b = p->b;
     const ptrdiff_t stride = p->stride, b_panel = FN(PANEL) * AM_FLASH_TILE / WIDTH;
-    STEP(operands) x = STEP(by_rows)(0, p->a, b, FN(PANEL), p->c, stride);
+    STEP(operands) x = STEP(by_rows)(0, p->a, b, FN(PANEL), p->sum.sum, stride);
     if (p->live) {
+        FN(clear_fresh)(p, 0, p->rows);
         STEP(add_live_rows)(p->rows, p->columns, p->live, &x, b_panel);
+        FN(add_onto)(p, 0, p->rows);
         return;
     }
+    for (const FN(strip) *s = strips; s < strips + count; s++)
+        if (s->begin == s->end) STEP(pass_strip)(s, p);
     for (ptrdiff_t column = 0; column < p->columns; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
+            const am_backward_sum at = FN(sum_at)(p, s->row, column);
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             x.length = end - begin, x.a = p->a + s->row * AM_FLASH_TILE + begin, x.b = b + begin * FN(PANEL);
-            x.c = p->c + s->row * stride + column;
-            STEP(add_product)(s->rows, p->columns - column, x, NULL, NULL);
+            x.c = at.sum;
+            STEP(sum_straight)(s->rows, p->columns - column, x, &at);
         }
     }
 }
@@ -102,8 +119,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
     const FN(backward_product)
-        s = {q->lanes, tile->k_columns, p, rows, q->stride, q->dim, NULL},
-        dp = {d_out->lanes, tile->v_columns, ds, rows, d_out->stride, d_out->dim, NULL};
+        s = {q->lanes, tile->k_columns, p, {0}, rows, q->stride, q->dim, NULL},
+        dp = {d_out->lanes, tile->v_columns, ds, {0}, rows, d_out->stride, d_out->dim, NULL};
     STEP(logits_of)(strips, count, &s, &queue);
     STEP(logits_of)(strips, count, &dp, &queue);
     for (const FN(strip) *i = strips; i < strips + count; i++) {
@@ -119,9 +136,10 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     FN(strip) transposed_strips[AM_FLASH_TILE];
     ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
     const FN(backward_product)
-        dv = {p, d_out->packed, tile->d_v, rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
-        dk = {ds, q->packed, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
-        dq = {ds, tile->k, block->d_q, rows, q->stride, q->dim, tile->k_finite ? NULL : tile->live};
+        dv = {p,    d_out->packed, NULL,       tile->d_v,
+              rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
+        dk = {ds, q->packed, NULL, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
+        dq = {ds, tile->k, NULL, block->d_q, rows, q->stride, q->dim, tile->k_finite ? NULL : tile->live};
     STEP(add_transposed)(transposed_strips, transposed_count, &dv, p, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
     for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
@@ -134,8 +152,8 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
-    const FN(backward_product)
-        product = {block->q.lanes, tile->k_columns, logits, block->rows, block->q.stride, block->q.dim, NULL};
+    const FN(backward_product) product = {block->q.lanes, tile->k_columns, logits,       {0},
+                                          block->rows,    block->q.stride, block->q.dim, NULL};
     STEP(logits_of)(strips, count, &product, &none);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {

@@ -1,14 +1,41 @@
 /* backward_tpl.h – attention backward of a block of rows over a tile of keys, for one type of numbers.
  */
 
-/* A product of the backward step, c = a bᵀ or c += a b or aᵀ b: rows of a, `stride` from row to row of what
- * has `columns`, which is a in the first case, else c; of only the live pairs if `live` is not NULL. */
+/* A product of the backward step, c = a bᵀ or sum += a b or aᵀ b: rows of a, `stride` from row to row of what
+ * has `columns`, which is a in the first case, else the sum; of only the live pairs if `live` is not NULL. */
 typedef struct {
     const T *a, *b;
     T *c;
+    am_backward_sum sum;
     ptrdiff_t rows, stride, columns;
     const uint64_t *live;
 } FN(backward_product);
+
+/* A sum from a row and a column on. */
+static inline am_backward_sum FN(sum_at)(const FN(backward_product) * p, ptrdiff_t row, ptrdiff_t column)
+{
+    am_backward_sum at = p->sum;
+    at.sum = (T *)at.sum + row * p->stride + column;
+    if (at.onto) at.onto = (T *)at.onto + row * at.onto_stride + column;
+    return at;
+}
+
+/* Clears some rows of a sum that is fresh, and adds them where they are wanted. */
+static void FN(clear_fresh)(const FN(backward_product) * p, ptrdiff_t row, ptrdiff_t rows)
+{
+    T *to = (T *)p->sum.sum + row * p->stride;
+    for (ptrdiff_t r = 0; p->sum.fresh && r < rows; r++, to += p->stride)
+        for (ptrdiff_t i = 0; i < p->columns; i += LANES) VOP(store)(to + i, VOP(set1)(0));
+}
+static void FN(add_onto)(const FN(backward_product) * p, ptrdiff_t row, ptrdiff_t rows)
+{
+    const am_backward_sum at = FN(sum_at)(p, row, 0);
+    const T *from = at.sum;
+    T *to = at.onto;
+    for (ptrdiff_t r = 0; to && r < rows; r++, from += p->stride, to += at.onto_stride)
+        for (ptrdiff_t i = 0; i < p->columns; i += LANES)
+            VOP(store)(to + i, VOP(add)(VOP(load)(to + i), VOP(load)(from + i)));
+}
 
 /* The terms of the logits of a row. */
 typedef struct {

@@ -47,6 +47,7 @@ typedef struct {
     const row_runs *in_runs;      /* in which rows of b lie; NULL: one behind the other */
     T *loaded;                    /* where panels of them are stored as they were loaded, or NULL */
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
+    const am_backward_sum *sum;   /* at c; NULL: sums add to c */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
@@ -150,12 +151,21 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *c = x.c, *row = c;
-    UNROLL(16)
-    for (int r = 0; add && r < rows; r++, row += x.c_row) {
-        UNROLL(4)
-        for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
-        if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
-        if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
+    const bool fresh = how.sum && how.sum->fresh;
+    if (fresh) {
+        UNROLL(16)
+        for (int r = 0; r < rows; r++) {
+            UNROLL(4)
+            for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(set1)(0);
+        }
+    } else {
+        UNROLL(16)
+        for (int r = 0; add && r < rows; r++, row += x.c_row) {
+            UNROLL(4)
+            for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
+            if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
+            if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
+        }
     }
     prefetch_lines *const prefetch = how.prefetch, current = how.lines ? *prefetch : (prefetch_lines){0};
     how.prefetch = &current;
@@ -170,6 +180,16 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     if (how.again) {
         HIDE(how.again);
         c = how.again->c, x.c_row = how.again->c_row;
+    }
+    if (how.sum && how.sum->onto) {
+        row = c = how.sum->onto, x.c_row = how.sum->onto_stride;
+        UNROLL(16)
+        for (int r = 0; r < rows; r++, row += x.c_row) {
+            UNROLL(4)
+            for (int j = 0; j < vectors; j++)
+                sums[j / 2 * rows + r][j % 2] =
+                    VOP(add)(VOP(load)(row + j * LANES), sums[j / 2 * rows + r][j % 2]);
+        }
     }
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
@@ -284,11 +304,10 @@ APART void FROM(accumulate_wide)(ptrdiff_t rows, const FROM(operands) * p, const
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
  * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
  */
-APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
-                                        const row_runs *in_runs, T *loaded)
+INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
+                                        const FROM(reading) how)
 {
     x.a_row = 1, x.a_column = AM_FLASH_TILE;
-    const FROM(reading) how = {.in_runs = in_runs, .loaded = loaded};
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \
@@ -300,6 +319,25 @@ APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
         EACH_ROWS(ROWS)
     }
 #undef ROWS
+}
+APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
+                                        const row_runs *in_runs, T *loaded)
+{
+    FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.in_runs = in_runs, .loaded = loaded});
+}
+
+/* The same of aᵀ b and of a b, to a sum of backward at c. */
+APART void FROM(sum_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
+                                const am_backward_sum *sum)
+{
+    FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.sum = sum});
+}
+APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x, const am_backward_sum *sum)
+{
+    if (columns > LANES)
+        FROM(accumulate)(rows, 2, x, (FROM(reading)){.sum = sum});
+    else
+        FROM(accumulate)(rows, 1, x, (FROM(reading)){.sum = sum});
 }
 
 #undef SPLIT
