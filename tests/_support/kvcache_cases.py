@@ -263,7 +263,8 @@ def scale_of(case: Case, side: int, rows: tuple[int, int]) -> np.ndarray | None:
         return np.full((*rows, heads, depth // case.groups[side], 2), np.nan, dtype)
     if kind == "int8 by channel" and case.seed % 3 in (0, side + 1):  # of both, or of one of them
         rng = np.random.default_rng((case.seed, SHARED, 5 + side))
-        return rng.uniform(0.02, 0.04, (1, 1, heads, depth)).astype(F32)
+        step = 2 if case.layout == "strided" else 1
+        return rng.uniform(0.02, 0.04, (1, 1, heads, step * depth)).astype(F32)[..., ::step]
     return np.full((*rows, heads, 1), np.nan, F32) if case.cache_dtype.itemsize == 1 else None
 
 
