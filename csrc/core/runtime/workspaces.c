@@ -1,9 +1,13 @@
 /* workspaces.c – memory of a call. */
 #include "core/runtime/workspaces.h"
 
+#include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/runtime/memory_blocks.h"
+
+enum { MOST_PARTS = 512 }; /* bytes of the addresses of a workspace's parts */
 
 void *(am_alloc_aligned)(ptrdiff_t bytes)
 {
@@ -23,26 +27,29 @@ void am_free_aligned(void *memory, ptrdiff_t bytes)
 am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_out *lay_out, const void *job,
                              ptrdiff_t parts_size)
 {
-    *workspaces = (am_workspaces){.parts_size = parts_size, .count = count};
-    workspaces->parts = calloc((size_t)count, (size_t)parts_size);
-    if (!workspaces->parts) return AM_NO_MEMORY;
-    am_take(NULL, &workspaces->bytes, lay_out(job, NULL, workspaces->parts));
+    _Alignas(AM_LINE) char unused[MOST_PARTS] = {0};
+    assert(parts_size <= MOST_PARTS);
+    *workspaces = (am_workspaces){.count = count};
+    am_take(NULL, &workspaces->bytes, parts_size);
+    const ptrdiff_t parts_bytes = workspaces->bytes;
+    am_take(NULL, &workspaces->bytes, lay_out(job, NULL, unused));
     workspaces->memory = am_alloc_aligned(am_product(count, workspaces->bytes, 1));
     if (!workspaces->memory) return AM_NO_MEMORY;
-    for (ptrdiff_t i = 0; i < count; i++)
-        lay_out(job, workspaces->memory + i * workspaces->bytes, am_workspace_at(workspaces, i));
+    for (ptrdiff_t i = 0; i < count; i++) {
+        char *parts = memset(am_workspace_at(workspaces, i), 0, (size_t)parts_size);
+        lay_out(job, parts + parts_bytes, parts);
+    }
     return AM_OK;
 }
 
 void am_workspaces_free(am_workspaces *workspaces)
 {
     am_free_aligned(workspaces->memory, am_product(workspaces->count, workspaces->bytes, 1));
-    free(workspaces->parts);
 }
 
 void *am_workspace_at(const am_workspaces *workspaces, ptrdiff_t i)
 {
-    return workspaces->parts + i * workspaces->parts_size;
+    return workspaces->memory + i * workspaces->bytes;
 }
 
 void *am_workspace(const am_workspaces *workspaces)

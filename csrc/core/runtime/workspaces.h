@@ -36,8 +36,8 @@ typedef ptrdiff_t am_lay_out(const void *job, char *memory, void *parts);
  * stays in its caches; and in every call of the same shape, so that it lies in the memory of the node that
  * touched it first. */
 typedef struct {
-    char *memory, *parts;
-    ptrdiff_t bytes, parts_size, count; /* the length of each, of its parts' addresses, and their number */
+    char *memory;           /* of each the addresses of its parts, and then these */
+    ptrdiff_t bytes, count; /* the length of each, and their number */
 } am_workspaces;
 am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_out *lay_out, const void *job,
                              ptrdiff_t parts_size);
