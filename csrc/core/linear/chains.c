@@ -189,6 +189,7 @@ static am_status run_rounds(const am_context *context, rounds_job *job)
         job->round = backward ? rounds - 1 - i : i;
         status = am_linear_parallel(context, job->heads * job->round_chunks, find_task, job);
         if (status == AM_OK) status = am_linear_parallel(context, links, round_task, job);
+        if (status == AM_OK && i % 8 == 7) status = am_checkpoint_between_loops(context);
     }
     am_linear_workspaces_free(&job->finders);
     am_linear_workspaces_free(&job->links);

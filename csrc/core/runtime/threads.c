@@ -158,6 +158,11 @@ am_status am_checkpoint(am_team *team)
     return (am_status)atomic_load_explicit(&team->status, memory_order_relaxed);
 }
 
+am_status am_checkpoint_between_loops(const am_context *context)
+{
+    return context->stop && context->stop(context->stop_arg) ? AM_INTERRUPTED : AM_OK;
+}
+
 static void pause_briefly(void)
 {
 #if defined(__x86_64__)

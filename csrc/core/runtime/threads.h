@@ -63,8 +63,10 @@ am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t 
 /* The number of the thread among those of the loop whose task it runs: 0 … threads - 1. */
 int am_thread_number(void);
 
-/* Returns AM_OK, or the reason to stop. */
+/* Returns AM_OK, or the reason to stop. The second is for calls of many loops, each too short for the first
+ * to ask: they call it every few milliseconds. */
 am_status am_checkpoint(am_team *team);
+am_status am_checkpoint_between_loops(const am_context *context);
 
 /* Waits until `number` has this value, which an earlier task of the same row sets. */
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
