@@ -180,8 +180,7 @@ def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
 
 
 def in_graph(backend: str) -> Callable[[Any], Any]:
-    import torch
-
+    torch = pytest.importorskip("torch")
     torch._dynamo.reset()
     return torch.compile(backend=backend, fullgraph=True)
 
