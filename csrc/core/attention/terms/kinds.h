@@ -10,7 +10,7 @@
  *     acts    on what, see am_acts
  *     first   the keys to begin with, see am_first_keys
  *     bound   the most that it may add to a logit, see am_logit_row
- *     add     its numbers along a line; NULL unless it acts along lines
+ *     add     adds its numbers along a line; NULL unless it acts along lines
  *     learn   the gradient of its array along a line; NULL: there is none, or not along lines
  *
  * What a row does not name is false, AM_ANY_FIRST or NULL. */

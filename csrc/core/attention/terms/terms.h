@@ -10,7 +10,8 @@ typedef enum {
     AM_ADDS_BY_DISTANCE, /* adds numbers that follow from k - q - offset: a row of a tile is the row before
                           * it, moved by one key */
     AM_ADDS_BY_KEY,      /* adds numbers that follow from the key: queries of a head and a batch row or
-                          * sequence have the same */
+                          * sequence have the same. Keys are counted through all sequences of the call, also
+                          * in a cache whose queries are packed */
     AM_CAPS,             /* caps logits */
     AM_DROPS,            /* drops weights */
     AM_SINKS,            /* adds to the denominator of each row */
@@ -20,7 +21,8 @@ typedef enum {
 typedef enum { AM_ANY_FIRST, AM_NEAREST_FIRST } am_first_keys;
 
 /* Some numbers along a line: those of the pairs of a head at distances from `first` on, or of its keys from
- * `first` on. */
+ * `first` on. Tiles are whole, so a line may go beyond the keys that there are; what is added there does not
+ * matter. */
 typedef struct {
     const am_logit_term *term;
     const double *numbers; /* of the term for this head, and batch row or sequence */
@@ -63,6 +65,7 @@ typedef struct {
     /* The most that it may add to a logit, in absolute value; INFINITY if that is not known, or logits are
      * not products and what is added to them. */
     double (*bound)(const am_attn *attn, const am_logit_term *term);
+    /* Adds the numbers of the line to what is there. */
     void (*add)(const am_line *line, double *numbers);
     /* The gradient from that of each number of the line. */
     void (*learn)(const am_line *line, const double *d_numbers, am_line_sums *sums);
