@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+DISASSEMBLE = ("objdump", "--no-show-raw-insn")
 LEVELS = {"avx2", "avx512", "avx512vnni", "avx512bf16", "amx"}  # folders of objects
 
 # Registers of AVX and AVX-512; mnemonics of AVX, which all begin with v as only verr and verw did before, and of BMI.
@@ -32,7 +33,7 @@ def run(*command: str) -> list[str]:
 def stray_instructions(path: Path) -> list[str]:
     """The lines of the disassembly that only newer processors could run."""
     found = []
-    for line in run("objdump", "--disassemble", "--no-show-raw-insn", str(path)):
+    for line in run(*DISASSEMBLE, "--disassemble", str(path)):
         address, tab, instruction = line.partition(":\t")
         if tab and (REGISTER.search(instruction) or MNEMONIC.match(instruction)):
             found.append(f"{address.strip()}: {instruction}")
@@ -44,7 +45,9 @@ PRODUCT = "add_no_prefetch_f32"
 
 def sums_in_memory(path: Path) -> str | None:
     """Tells if the product's function moves more than a little of what it multiplies and adds by the stack."""
-    lines = run("objdump", f"--disassemble={PRODUCT}", "--no-show-raw-insn", str(path))
+    names = [line.split()[-1] for line in run("nm", str(path))]  # compilers add suffixes
+    functions = [name for name in names if name.split(".")[0] == PRODUCT and not name.endswith(".cold")]
+    lines = [line for name in functions for line in run(*DISASSEMBLE, f"--disassemble={name}", str(path))]
     sums = sum("vfmadd" in line for line in lines)
     moves = sum("(%rsp" in line or "(%rbp" in line for line in lines)
     return (
