@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP
+from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP, LEARNED
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
@@ -18,19 +18,11 @@ class Vjp(Protocol):
     def __call__(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads: ...
 
 
-class _Extras(NamedTuple):
-    """The bias, sinks and relative bias as given, if their gradients are requested."""
-
-    bias: Array | None
-    softmax_aux: Array | None
-    relative_bias: Array | None
+Extras: TypeAlias = dict[str, Array | None]  # terms as given whose gradients are requested; None: are not
 
 
-_WANTED = {name: f"grad_{name}" for name in _Extras._fields}
-
-
-def _extras(given: Given) -> _Extras:
-    return _Extras(*[_wanted(given, name, key) for name, key in _WANTED.items()])
+def _extras(given: Given) -> Extras:
+    return {name: _wanted(given, name, f"grad_{name}") for name in LEARNED[3:]}
 
 
 def _wanted(given: Given, name: str, key: str) -> Array | None:
@@ -70,7 +62,7 @@ def _backward(
     out: Array,
     lse: ArrayLike,
     dlse: ArrayLike | None,
-    extras: _Extras,
+    extras: Extras,
 ) -> FlashAttentionGrads:
     """Return all gradients; `out` has a batch axis."""
     batch, queries, heads, _ = problem.query.shape
@@ -82,7 +74,7 @@ def _backward(
         out,
         _of_rows(lse, "lse", rows, wide, batched),
         None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
-        tuple(name for name, array in zip(_Extras._fields, extras, strict=True) if array is not None),
+        tuple(name for name, array in extras.items() if array is not None),
     )
     if not batched:
         dquery, dkey, dvalue = dquery[0], dkey[0], dvalue[0]
@@ -90,10 +82,10 @@ def _backward(
         dquery,
         dkey,
         dvalue,
-        *(
-            None if array is None else like_argument(of_terms.get(name), array)
-            for name, array in zip(_Extras._fields, extras, strict=True)
-        ),
+        **{
+            name: None if array is None else like_argument(of_terms.get(name), array)
+            for name, array in extras.items()
+        },
     )
 
 

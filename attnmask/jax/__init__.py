@@ -108,10 +108,10 @@ def _four_axes(learned: ByName) -> ByName:
         arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     if "softmax_aux" in learned:
         arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
-    if "relative_bias" in learned:
-        table = learned["relative_bias"]
-        arranged["relative_bias"] = table if table.dtype.itemsize >= 4 else table.astype(np.float32)
-    return arranged
+    tables = {name: x for name, x in learned.items() if name not in arranged}
+    return arranged | {
+        name: x if x.dtype.itemsize >= 4 else x.astype(np.float32) for name, x in tables.items()
+    }
 
 
 _Flag = TypeVar("_Flag", bound=bool)

@@ -286,15 +286,14 @@ def gradients(
     wanted: Sequence[bool],
 ) -> FlashAttentionGrads:
     check_no_tangents(("dout", "dlse"), (dout, dlse))
+    asked: Arguments = {f"grad_{name}": want for name, want in zip(LEARNED[3:], wanted[3:], strict=True)}
     return flash_attention_bwd(
         torch.zeros_like(out, dtype=given["query"].dtype) if dout is None else detached(dout),
         out=detached(out),
         lse=detached(lse),
         dlse=detached(dlse),
-        grad_bias=wanted[3],
-        grad_softmax_aux=wanted[4],
-        grad_relative_bias=wanted[5],
         **with_mask(given),
+        **asked,
     )
 
 

@@ -48,7 +48,9 @@ static am_line line_of(const am_attn_base *base, const line_form *form, const am
                        const row_span *span, ptrdiff_t k)
 {
     const am_tokens *array = &term->array;
-    const ptrdiff_t first = form->stride < 0 ? span->distance : base->attn->terms.places.first_key;
+    const ptrdiff_t *starts = base->attn->pages.starts;
+    const ptrdiff_t first_key = base->attn->terms.places.first_key - (starts ? starts[span->row] : 0);
+    const ptrdiff_t first = form->stride < 0 ? span->distance : first_key;
     return (am_line){
         .term = term,
         .numbers = (const double *)(array->data + span->row * array->batch + span->head * array->head),

@@ -10,8 +10,7 @@ typedef enum {
     AM_ADDS_BY_DISTANCE, /* adds numbers that follow from k - q - offset: a row of a tile is the row before
                           * it, moved by one key */
     AM_ADDS_BY_KEY,      /* adds numbers that follow from the key: queries of a head and a batch row or
-                          * sequence have the same. Keys are counted through all sequences of the call, also
-                          * in a cache whose queries are packed */
+                          * sequence have the same. A cache counts the keys of each sequence from 0 */
     AM_CAPS,             /* caps logits */
     AM_DROPS,            /* drops weights */
     AM_SINKS,            /* adds to the denominator of each row */
