@@ -72,18 +72,18 @@ static bool begin(problem *p)
 
 /* --- Buffers --- */
 
-/* The next argument, unless its flag says that there is none. */
+/* Looks at the next argument, if the flag says that there is one. */
 static bool next_if(problem *p, int64_t flag, bool by_row, am_view *v)
 {
     return !has(p, flag) || am_xla_next(p->c, AM_XLA_ARGUMENT, by_row, v);
 }
 
-/* Of sequences that `name`, with so many tokens, holds. */
+/* Reads cu_seqlens, if it is given. `name` is then packed: one batch row of `tokens` tokens. */
 static bool read_starts(problem *p, const char *name, ptrdiff_t tokens)
 {
     am_operand starts = {.kind = AM_ARRAY};
     if (!has(p, STARTS)) return true;
-    if (!next_if(p, STARTS, false, &starts.view)) return false;
+    if (!am_xla_next(p->c, AM_XLA_ARGUMENT, false, &starts.view)) return false;
     if (p->batch != 1)
         return am_xla_fail(p->c, "%s must have batch size 1 when cu_seqlens is given, got %td", name,
                            p->batch);
@@ -98,7 +98,7 @@ static bool read_slots(problem *p, ptrdiff_t slots)
     am_view indices;
     if (!has(p, INDICES))
         return slots == p->batch || am_xla_fail(p->c, "state must have %td slots, got %td", p->batch, slots);
-    if (!next_if(p, INDICES, true, &indices)) return false;
+    if (!am_xla_next(p->c, AM_XLA_ARGUMENT, true, &indices)) return false;
     p->slots = am_read_slots(&p->c->request, &indices, p->batch, slots);
     return p->slots;
 }
@@ -138,7 +138,7 @@ static bool read_attention(problem *p)
     return am_read_linear(&p->c->request, p->inputs, false, &p->linear);
 }
 
-/* What the result looks like. */
+/* The type and shape of the result. */
 static am_view like_out(const problem *p)
 {
     const am_linear *l = &p->linear;
@@ -147,7 +147,7 @@ static am_view like_out(const problem *p)
                      .shape = {p->batch, l->tokens, l->heads, l->channels, 1}};
 }
 
-/* What so many states look like. */
+/* The type and shape of `count` states. */
 static am_view like_states(const problem *p, ptrdiff_t count)
 {
     const am_linear *l = &p->linear;
@@ -225,7 +225,7 @@ bool am_xla_linear_step(am_xla_call *c)
 
 /* --- Short convolutions --- */
 
-/* What has the type and shape of x: [B, T, C, 1], without the last axis. */
+/* Looks at the next array, which must be like x. Buffers are [B, T, C, 1]; `v` has no last axis. */
 static bool next_like_x(problem *p, am_xla_side side, am_view *v)
 {
     am_view like = p->x;

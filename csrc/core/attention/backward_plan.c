@@ -12,14 +12,15 @@ enum {
                           * under causal masks, where sums of one tile can be had */
     ENOUGH_VISITS = 256, /* of a section, in a part each, unless it would have less than these: */
     PART_VISITS = 2,     /* twice as many under windows, where sums of d_k and d_v are of few visits */
-    FEW_VISITS = 7,      /* of a sum on average: under narrow windows that would be 1.05 */
-    LATE_PARTS = 4,      /* a part that blocks see in part is divided by this: of tasks that begin last */
+    FEW_VISITS = 7,      /* of a sum, on average; with fewer, parts would cost narrow windows 5 % */
+    LATE_PARTS = 4,      /* a part that only some blocks see is divided into so many, which begin last */
     EACH = 2,            /* with fewer tasks for each thread, each part is one */
     SUM_TILES = 4,       /* the most tiles whose parts of d_q are summed up before they are added */
     WIDE_TILES = 4,      /* the most tiles of a task whose blocks see many tiles */
     MOST_TILES = 16,     /* the same if they see few: these stay in the cache from block to block */
     NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
 };
+_Static_assert(SUM_TILES < 32 && WIDE_TILES < 32 && MOST_TILES < 32, "am_key_part has a bit for each tile");
 
 ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
 {

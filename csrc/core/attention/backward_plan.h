@@ -30,7 +30,8 @@ typedef struct {
 /* A part of the gradients of some keys, which is a task of its own. Parts are added to the first one of the
  * same tiles in turn, by whoever finds that the next one is computed. So nobody waits. */
 typedef struct {
-    atomic_uint state; /* 0 until it is computed, then 1 and a higher bit for each tile with a sum */
+    atomic_uint state; /* 0 until it is computed, then 1 and a higher bit for each tile of the task that has
+                        * a sum */
     atomic_ptrdiff_t
         added; /* of the first: twice the number of parts in its sums, 1 more while one is added */
 } am_key_part;
@@ -136,7 +137,7 @@ static inline ptrdiff_t am_visits_of(const am_backward_plan *p, const am_section
     return am_length(section->blocks) * p->base.heads_per_kv;
 }
 
-/* Whether a part of the sums of a tile ends with a visit, as these go from the last to the first. */
+/* True if a part of the sums of a tile ends with this visit. Visits go from the last to the first. */
 bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_t tile, ptrdiff_t visit);
 
 /* One statistic of the rows of a block. */
