@@ -7,7 +7,7 @@
 
 #include "core/runtime/memory_blocks.h"
 
-enum { MOST_PARTS = 512 }; /* bytes of the addresses of a workspace's parts */
+enum { MOST_ADDRESS_BYTES = 512 }; /* of a workspace's parts: `parts_size` is at most this */
 
 void *(am_alloc_aligned)(ptrdiff_t bytes)
 {
@@ -27,8 +27,8 @@ void am_free_aligned(void *memory, ptrdiff_t bytes)
 am_status am_workspaces_make(am_workspaces *workspaces, ptrdiff_t count, am_lay_out *lay_out, const void *job,
                              ptrdiff_t parts_size)
 {
-    _Alignas(AM_LINE) char unused[MOST_PARTS] = {0};
-    assert(parts_size <= MOST_PARTS);
+    _Alignas(AM_LINE) char unused[MOST_ADDRESS_BYTES] = {0};
+    assert(parts_size <= MOST_ADDRESS_BYTES);
     *workspaces = (am_workspaces){.count = count};
     am_take(NULL, &workspaces->bytes, parts_size);
     const ptrdiff_t parts_bytes = workspaces->bytes;

@@ -89,8 +89,8 @@ static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
         g->base->arithmetic->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
 }
 
-/* What all queries share is first summed up for the whole task: with a turn for each block, the tasks that
- * share it would run one after the other. */
+/* A bias that all queries share is first summed over the whole task: if each block had a turn, the tasks
+ * that share it would run one after the other. */
 ptrdiff_t am_bias_scratch_bytes(const bias_gradient *g)
 {
     return g->sums && g->shape[2] == 1 ? g->base->heads_per_kv * g->task_tiles * TILE * g->base->size : 0;

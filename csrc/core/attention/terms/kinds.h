@@ -11,9 +11,9 @@
  *     first   the keys to begin with, see am_first_keys
  *     bound   the most that it may add to a logit, see am_logit_row
  *     add     adds its numbers along a line; NULL unless it acts along lines
- *     learn   the gradient of its array along a line; NULL: there is none, or not along lines
+ *     learn   adds up the gradient of its array along a line; NULL if it has none, or not along lines
  *
- * What a row does not name is false, AM_ANY_FIRST or NULL. */
+ * Fields that a row does not name are false, AM_ANY_FIRST or NULL. */
 #ifndef AM_CORE_ATTENTION_TERMS_KINDS_H
 #define AM_CORE_ATTENTION_TERMS_KINDS_H
 

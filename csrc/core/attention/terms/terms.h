@@ -64,7 +64,7 @@ typedef struct {
     /* The most that it may add to a logit, in absolute value; INFINITY if that is not known, or logits are
      * not products and what is added to them. */
     double (*bound)(const am_attn *attn, const am_logit_term *term);
-    /* Adds the numbers of the line to what is there. */
+    /* Adds what the term adds along the line to `numbers`. */
     void (*add)(const am_line *line, double *numbers);
     /* The gradient from that of each number of the line. */
     void (*learn)(const am_line *line, const double *d_numbers, am_line_sums *sums);

@@ -478,7 +478,7 @@ static void find_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdi
     }
 }
 
-/* What step_unpacked prefetches. */
+/* Plans what step_unpacked prefetches. */
 static void plan_unpacked(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
                           am_prefetch_plan *plan)
 {
