@@ -1,5 +1,6 @@
 """What all functions of tensors have in common: made from the right arguments of each (tests/fuzz/targets.py)."""
 
+import contextlib
 import functools
 
 import pytest
@@ -63,8 +64,9 @@ def assert_same(torch, got, right):
 # Operators
 
 
-def calls_of(torch, name, seed):
-    """The operators that a call goes to where it is traced, and its gradient, with their operands."""
+@contextlib.contextmanager
+def watched(torch):
+    """A list of our operators that are called meanwhile, with their operands."""
     calls = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -73,9 +75,15 @@ def calls_of(torch, name, seed):
                 calls.append((operator, copies(torch, operands)))
             return operator(*operands, **named or {})
 
+    with Watch():
+        yield calls
+
+
+def calls_of(torch, name, seed):
+    """The operators that a call goes to where it is traced, and its gradient."""
     function, given = made(torch, name, seed)
     learned = learn(torch, name, given)
-    with Watch():
+    with watched(torch) as calls:
         results = function(**with_both_results(name, given))
         if learned:
             torch.autograd.grad(results, learned, [0.5 * x.detach() for x in results])
@@ -134,6 +142,19 @@ def test_an_operator_that_writes_to_out(torch):
         assert_same(torch, into, dict(zip(into, right, strict=True)))
 
 
+def test_vmap_folds(torch):
+    """Where rows do not know of each other, or share a weight, all are computed by one call."""
+    weight = torch.randn(5, 4)
+    for function, many in (
+        (lambda x: attnmask.torch.flash_attention(x, x, x, causal=True), torch.randn(5, 1, 4, 1, 8)),
+        (lambda x: attnmask.torch.short_convolution(x, weight), torch.randn(4, 3, 13, 5)),
+    ):
+        with watched(torch) as calls:
+            got = torch.func.vmap(function)(many)
+        assert len(calls) == 1
+        assert torch.equal(got, torch.stack([function(x) for x in many]))
+
+
 # Tensors of any kind
 
 
@@ -169,6 +190,26 @@ def test_only_what_is_wanted(torch, name):
                     other.requires_grad_(other is x)
                 (got,) = torch.autograd.grad(function(**few)[place], x, slopes[place], materialize_grads=True)
                 torch.testing.assert_close(got, right[number], equal_nan=True)
+
+
+def test_merging(torch):
+    """What is asked of its sequences; it has no transforms of torch.func."""
+    merge, (outs, lses) = (
+        attnmask.torch.merge_attention_states,
+        (torch.randn(5, 2, 4, 2, 8), torch.randn(5, 2, 2, 4)),
+    )
+    for arguments, error, message in (
+        (([], []), ValueError, "outs must have at least one part"),
+        ((outs[0, 0, 0, 0, 0], [lses[0]]), TypeError, "outs must be a sequence of tensors"),
+        ((outs[:2], lses[:1]), ValueError, "lses"),
+        (([outs[0], outs[0].double()], lses[:2]), TypeError, "outs"),
+    ):
+        with pytest.raises(error, match=message):
+            merge(*arguments)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.func.vmap(merge)(outs[None], lses[None])
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: merge(x, lses)[0].sum())(outs)
 
 
 # Automatic casts

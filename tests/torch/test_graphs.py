@@ -215,24 +215,6 @@ def test_wrong_shapes_are_told_when_tracing(torch, query):
 # torch.func
 
 
-def test_vmap_folds(torch, query):
-    """Where rows do not know of each other, all are computed by one call."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    calls = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            calls.append(function.name())
-            return function(*args, **kwargs or {})
-
-    many = torch.randn(5, *query.shape)
-    with Watch():
-        got = torch.func.vmap(attend)(many)
-    assert calls.count("attnmask::flash_attention") == 1
-    assert torch.equal(got, torch.stack([attend(x) for x in many]))
-
-
 def test_functionalize(torch, query):
     assert torch.equal(torch.func.functionalize(attend)(query), attend(query))
 

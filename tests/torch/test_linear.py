@@ -16,20 +16,6 @@ def made(torch, name, seed=0):
     return arguments, getattr(attnmask.torch, name)
 
 
-def test_vmap_folds(torch):
-    """Rows that have one weight go into one call."""
-    x, weight, calls = torch.randn(4, 3, 13, 5), torch.randn(5, 4), []
-
-    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
-            calls.append(operator)
-            return operator(*arguments, **named or {})
-
-    with Counted():
-        torch.func.vmap(lambda x: attnmask.torch.short_convolution(x, weight))(x)
-    assert calls.count(torch.ops.attnmask.short_convolution.default) == 1
-
-
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
