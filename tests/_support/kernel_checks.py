@@ -6,7 +6,7 @@ too. Sizes are those of vectors, blocks and words, and one more or less.
 
 import ml_dtypes
 import numpy as np
-from kernel_table import CONSTANTS, Kernel, Memory, structure
+from kernel_table import CONSTANTS, SLOTS, UNTOUCHED, Kernel, Memory, structure
 from reference_kernels import WIDE, Bounded
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,6 +45,21 @@ def same(got: np.ndarray, expected: np.ndarray, case) -> None:
     assert not differ.any(), (f"{differ.sum()} differ", np.argwhere(differ)[:3], got, expected, case)
 
 
+def compare(kernel: Kernel, expected: np.ndarray, *sources, shift: int = 1, step: int | None = None):
+    """Runs a kernel that writes an array, and reads arrays and numbers: `sources`. Compares the bits that it wrote,
+    unless its result is false; and returns that.
+    """
+    memory, before = Memory(), np.empty_like(expected)
+    before.view(np.uint8)[...] = UNTOUCHED
+    dst = memory.written(before, shift=shift)
+    given = [memory.read(x, step, shift) if isinstance(x, np.ndarray) else x for x in sources]
+    result = kernel(dst, *given)
+    memory.check(sources)
+    if result is not False:
+        same(dst, expected, sources)
+    return result
+
+
 # Running sums
 
 SUM_ROUNDINGS = 11  # table.h promises 10; the multiplication by scale adds one
@@ -71,19 +86,10 @@ def check_cumsum(kernel: Kernel, rng) -> None:
         steps, lanes = pick(rng, [n for n in COUNTS if 0 < n < 300]), 1 if scan else pick(rng, COUNTS[1:])
         period, scale = pick(rng, [0, 0, 1, 3, 8, 64, steps, steps + 5]), pick(rng, [1.0, 0.5, -0.3])
         reverse, stream, exact = (bool(rng.random() < 0.5) for _ in range(3))
-        case = {
-            "steps": steps,
-            "lanes": lanes,
-            "period": period,
-            "scale": scale,
-            "reverse": reverse,
-            "stream": stream,
-        }
-        values = (
-            rng.integers(-3, 4, (steps, lanes)).astype(dtype)
-            if exact
-            else numbers(rng, (steps, lanes), dtype)
-        )
+        fields = {"steps": steps, "lanes": lanes, "period": period, "reverse": reverse, "stream": stream}
+        case, values = fields | {"scale": scale}, numbers(rng, (steps, lanes), dtype)
+        if exact:
+            values = rng.integers(-3, 4, (steps, lanes)).astype(dtype)
         if rng.random() < 0.2:
             values[rng.integers(steps), rng.integers(lanes)] = pick(rng, [np.nan, np.inf, -np.inf])
         start = rng.integers(-9, 9, lanes).astype(np.float64)  # ignored if there is a period
@@ -93,16 +99,10 @@ def check_cumsum(kernel: Kernel, rng) -> None:
         src = memory.read(values, 1 if scan else lanes + pick(rng, [0, 5]), shift=pick(rng, [0, 1]))
         dst = memory.written(np.zeros_like(values), 1 if scan else step, shift=0 if stream else 1)
         carry = memory.written(np.concatenate([start, np.zeros(pad)]))
-        tile = structure(
-            "am_cumsum_tile",
-            steps=steps,
-            period=period,
-            lanes=lanes,
-            dst_stride=dst.strides[0] // dtype.itemsize,
-            src_stride=src.strides[0] // dtype.itemsize,
-            reverse=reverse,
-            stream=stream,
-        )
+        strides = {
+            f"{name}_stride": x.strides[0] // dtype.itemsize for name, x in (("dst", dst), ("src", src))
+        }
+        tile = structure("am_cumsum_tile", **fields, **strides)
         kernel(dst, src, tile, carry, scale)
         memory.check(case)
         assert (carry[lanes:] == 0).all(), case
@@ -150,11 +150,7 @@ def check_transpose(kernel: Kernel, rng) -> None:
 def check_widen(kernel: Kernel, rng) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(FLOATS[suffix(kernel)])
     for values in [every, *(rng.choice(every, count) for count in COUNTS)]:
-        memory = Memory()
-        src, dst = memory.read(values, shift=1), memory.written(np.zeros(values.size, np.float32), shift=1)
-        kernel(dst, src, values.size)
-        memory.check(values.size)
-        same(dst, values.astype(np.float32), values.size)
+        compare(kernel, values.astype(np.float32), values, values.size)
 
 
 def check_narrow(kernel: Kernel, rng) -> None:
@@ -166,11 +162,7 @@ def check_narrow(kernel: Kernel, rng) -> None:
         [every, numbers(rng, 1000, np.float32, 1e30), np.float32([1e38, -1e38, 1e-45, 65520, 65519])]
     )
     for values in [every, *(rng.choice(every, count) for count in COUNTS)]:
-        memory = Memory()
-        src, dst = memory.read(values, shift=1), memory.written(np.zeros(values.size, dtype), shift=1)
-        kernel(dst, src, values.size)
-        memory.check(values.size)
-        same(dst, values.astype(dtype), values.size)
+        compare(kernel, values.astype(dtype), values, values.size)
 
 
 # Packed sequences
@@ -188,7 +180,7 @@ def check_fill_tokens(kernel: Kernel, rng) -> None:
     for _ in range(60):
         starts = starts_of(rng, int(rng.integers(1, 30)), np.intp)
         begin, end = sorted(rng.integers(0, starts[-1] + 1, 2).tolist())
-        case, memory, tokens = (starts, begin, end), Memory(), np.arange(begin, end)
+        tokens = np.arange(begin, end)
         owner = np.searchsorted(starts, tokens, side="right") - 1
         position = tokens - starts[owner]
         expected = {
@@ -198,25 +190,18 @@ def check_fill_tokens(kernel: Kernel, rng) -> None:
         }
         expected = expected[kernel.slot.split("_")[1]].astype(dtype)
         sequence = int(np.searchsorted(starts, begin, side="right")) - 1
-        src, dst = memory.read(starts), memory.written(np.zeros_like(expected), shift=1)
-        kernel(dst, src, sequence, begin, end)
-        memory.check(case)
-        same(dst, expected, case)
+        compare(kernel, expected, starts, sequence, begin, end)
 
 
 def check_lens(kernel: Kernel, rng) -> None:
     dtype = integer(kernel)
     for count in COUNTS:
         for falls in (False, True):
-            memory, starts = Memory(), starts_of(rng, count, dtype)
+            starts = starts_of(rng, count, dtype)
             if falls and count:
                 starts[rng.integers(1, count + 1)] = pick(rng, [-1, np.iinfo(dtype).min])
-            src, dst = memory.read(starts, shift=1), memory.written(np.zeros(count, dtype), shift=1)
-            rise = kernel(dst, src, count)
-            memory.check((count, starts))
+            rise = compare(kernel, np.diff(starts), starts, count)
             assert rise == (not falls or count == 0), (count, starts)
-            if rise:
-                same(dst, np.diff(starts), (count, starts))
 
 
 def check_chunk_offsets(kernel: Kernel, rng) -> None:
@@ -224,18 +209,14 @@ def check_chunk_offsets(kernel: Kernel, rng) -> None:
     for count in COUNTS:
         for chunk in (1, 2, 3, 7, 64, 100, 2**31 - 1, 2**31, 2**40 + 1, 2**62):
             for falls in (False, False, True):
-                case, memory, starts = (count, chunk, falls), Memory(), starts_of(rng, count, dtype)
+                starts = starts_of(rng, count, dtype)
                 if falls and count:
                     starts[rng.integers(1, count + 1)] = -1
                 elif count:
                     starts[-1] = pick(rng, [starts[-1], np.iinfo(dtype).max])
-                src, dst = memory.read(starts, shift=1), memory.written(np.zeros(count + 1, dtype), shift=1)
-                rise = kernel(dst, src, count, chunk)
-                memory.check(case)
-                assert rise == (not falls or count == 0), (case, starts)
-                if rise:
-                    chunks = np.concatenate([[0], cdiv(np.diff(starts), chunk)]).cumsum().astype(dtype)
-                    same(dst, chunks, (case, starts))
+                chunks = np.concatenate([[0], cdiv(np.diff(starts), chunk)]).cumsum().astype(dtype)
+                rise = compare(kernel, chunks, starts, count, chunk)
+                assert rise == (not falls or count == 0), (count, chunk, falls, starts)
 
 
 def cdiv(a: np.ndarray, b: int) -> np.ndarray:
@@ -243,35 +224,21 @@ def cdiv(a: np.ndarray, b: int) -> np.ndarray:
     return np.array([-(-int(x) // b) for x in a], np.int64)
 
 
+DIVISORS = (
+    1, 2, 3, 5, 7, 64, 100, 641, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 3, 2**62 + 1, 2**63 - 1,
+)  # fmt: skip
+
+
 def check_divide(kernel: Kernel, rng) -> None:
     dtype = integer(kernel)
     least, top = np.iinfo(dtype).min, np.iinfo(dtype).max
     edges = [x for x in (-1, 0, 1, 2**31 - 1, 2**31, -(2**31), 2**32, least, top) if least <= x <= top]
-    for b in (
-        1,
-        2,
-        3,
-        5,
-        7,
-        64,
-        100,
-        641,
-        2**16 + 1,
-        2**31 - 1,
-        2**31,
-        2**32 - 1,
-        2**32 + 3,
-        2**62 + 1,
-        2**63 - 1,
-    ):
+    for b in DIVISORS:
         for count in COUNTS[::3]:
-            memory, values = Memory(), rng.integers(-top, top, count).astype(dtype)
+            values = rng.integers(-top, top, count).astype(dtype)
             values >>= pick(rng, [0, 16, 30, 31, 32] if dtype.itemsize == 8 else [0, 8, 16])
             values[rng.random(count) < 0.05] = pick(rng, edges)  # blocks of small numbers are faster
-            src, dst = memory.read(values, shift=1), memory.written(np.zeros(count, dtype), shift=1)
-            kernel(dst, src, count, b)
-            memory.check((b, count))
-            same(dst, cdiv(values, b).astype(dtype), (b, count))
+            compare(kernel, cdiv(values, b).astype(dtype), values, count, b)
 
 
 # Rows of masks
@@ -292,7 +259,7 @@ def draw_mask(rng, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def masks_of(kernel: Kernel, rng, counts):
-    """Masks of each count, where the kernel reads them, and whether it writes."""
+    """Masks of each count, and where they are not zero."""
     dtype = np.dtype(LANES[kernel.index])
     for count in counts:
         for _ in range(4):
@@ -300,37 +267,33 @@ def masks_of(kernel: Kernel, rng, counts):
             yield count, values, values != 0
 
 
-def check_nonzero(kernel: Kernel, rng) -> None:
-    for count, values, live in masks_of(kernel, rng, [*COUNTS, MANY]):
-        memory = Memory()
-        assert kernel(memory.read(values, shift=1), count) == live.sum(), count
-
-
-def check_nonzero_bits(kernel: Kernel, rng) -> None:
-    for count, values, live in masks_of(kernel, rng, range(WORD + 1)):
-        memory = Memory()
-        assert kernel(memory.read(values, shift=1), count) == word_of(live), count
-
-
 def word_of(live: np.ndarray) -> int:
     return sum(1 << int(i) for i in np.flatnonzero(live))
 
 
+TOLD = {  # of masks of these lengths
+    "am_count_nonzero": ([*COUNTS, MANY], lambda kernel, live: live.sum()),
+    "am_find_nonzero": (
+        [*COUNTS, 5000],
+        lambda kernel, live: (
+            np.flatnonzero(live)[0 if ".first[" in kernel.slot else -1] if live.any() else -1
+        ),
+    ),
+    "am_nonzero_bits": (range(WORD + 1), lambda kernel, live: word_of(live)),
+}
+
+
+def check_told(kernel: Kernel, rng) -> None:
+    counts, told = TOLD[SLOTS[kernel.slot]]
+    for count, values, live in masks_of(kernel, rng, counts):
+        assert kernel(Memory().read(values, shift=1), count) == told(kernel, live), count
+
+
 def check_pack_bits(kernel: Kernel, rng) -> None:
     for count, values, live in masks_of(kernel, rng, COUNTS):
-        memory, expected = Memory(), np.packbits(live, bitorder="little")
-        dst = memory.written(np.zeros(-(-count // WORD), np.uint64))
-        kernel(dst, memory.read(values, shift=1), count)
-        memory.check(count)
-        np.testing.assert_array_equal(dst.view(np.uint8)[: expected.size], expected, err_msg=repr(count))
-        assert not dst.view(np.uint8)[expected.size :].any(), count
-
-
-def check_find_nonzero(kernel: Kernel, rng) -> None:
-    at = 0 if ".first[" in kernel.slot else -1
-    for count, values, live in masks_of(kernel, rng, [*COUNTS, 5000]):
-        memory, places = Memory(), np.flatnonzero(live)
-        assert kernel(memory.read(values, shift=1), count) == (places[at] if places.size else -1), count
+        expected = np.zeros(-(-count // WORD), np.uint64)
+        expected.view(np.uint8)[: -(-count // 8)] = np.packbits(live, bitorder="little")
+        compare(kernel, expected, values, count, shift=0)
 
 
 def check_collect(kernel: Kernel, rng) -> None:
@@ -354,42 +317,28 @@ def check_expand_bits(kernel: Kernel, rng) -> None:
     size = np.dtype(LANES[kernel.index]).itemsize
     for count in range(WORD + 1):
         bits, live, dead = (int(x) for x in rng.integers(1 << 64, size=3, dtype=np.uint64))
-        memory = Memory()
-        dst = memory.written(np.zeros(count, f"u{size}"), shift=1)
-        kernel(dst, bits, count, live, dead)
-        memory.check(count)
         is_live = np.array([bits >> i & 1 for i in range(count)], bool)
-        same(dst, np.where(is_live, np.uint64(live), np.uint64(dead)).astype(dst.dtype), count)
+        expected = np.where(is_live, np.uint64(live), np.uint64(dead)).astype(f"u{size}")
+        compare(kernel, expected, bits, count, live, dead)
 
 
 def check_fill_bytes(kernel: Kernel, rng) -> None:
     for size in (1, 2, 4, 8):
         for count in COUNTS:
             for stream in (False, True):
-                memory, element = Memory(), rng.integers(1, 1 << 8 * size, dtype=np.uint64).astype(f"u{size}")
+                element = rng.integers(1, 1 << 8 * size, dtype=np.uint64).astype(f"u{size}")
                 pattern = int(np.full(8 // size, element).view(np.uint64)[0])
-                dst = memory.written(np.zeros(count, element.dtype), shift=pick(rng, [0, 1, 3]))
-                kernel(dst, pattern, count * size, stream)
-                memory.check((size, count))
-                same(dst, np.full(count, element), (size, count))
+                shift = pick(rng, [0, 1, 3])
+                compare(kernel, np.full(count, element), pattern, count * size, stream, shift=shift)
 
 
 def check_transpose_bits(kernel: Kernel, rng) -> None:
     tiles = CONSTANTS["AM_TRANSPOSE_TILES"]
     for step in (tiles, tiles + 1, 3 * tiles):
-        memory = Memory()
-        src = memory.read(rng.integers(1 << 64, size=(WORD, tiles), dtype=np.uint64), step, shift=1)
-        dst = memory.written(np.zeros((WORD, tiles), np.uint64), shift=1)
-        kernel(dst, src, step)
-        memory.check(step)
-        for t in range(tiles):
-            columns = bits_of(dst[:, t])
-            np.testing.assert_array_equal(columns, bits_of(src[:, t]).T, err_msg=repr((step, t)))
-
-
-def bits_of(words: np.ndarray) -> np.ndarray:
-    """[word][bit]"""
-    return np.unpackbits(words.copy().view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+        src = rng.integers(1 << 64, size=(WORD, tiles), dtype=np.uint64)
+        bits = np.unpackbits(src.view(np.uint8), axis=1, bitorder="little").reshape(WORD, tiles, WORD)
+        columns = np.ascontiguousarray(np.packbits(bits.transpose(2, 1, 0), axis=2, bitorder="little"))
+        compare(kernel, columns.view(np.uint64)[..., 0], src, step, step=step)
 
 
 def check_unlike_bits(kernel: Kernel, rng) -> None:
@@ -423,7 +372,7 @@ CHECKS = {
     "am_chunk_offsets_32": check_chunk_offsets,
     "am_chunk_offsets_64": check_chunk_offsets,
     "am_collect_nonzero": check_collect,
-    "am_count_nonzero": check_nonzero,
+    "am_count_nonzero": check_told,
     "am_cumsum_rows": check_cumsum,
     "am_cumsum_scan": check_cumsum,
     "am_divide_32": check_divide,
@@ -433,12 +382,12 @@ CHECKS = {
     "am_fill_bytes": check_fill_bytes,
     "am_fill_tokens_32": check_fill_tokens,
     "am_fill_tokens_64": check_fill_tokens,
-    "am_find_nonzero": check_find_nonzero,
+    "am_find_nonzero": check_told,
     "am_keep_bits": check_keep_bits,
     "am_lens_32": check_lens,
     "am_lens_64": check_lens,
     "am_narrow_16": check_narrow,
-    "am_nonzero_bits": check_nonzero_bits,
+    "am_nonzero_bits": check_told,
     "am_pack_bits": check_pack_bits,
     "am_transpose": check_transpose,
     "am_transpose_bits": check_transpose_bits,

@@ -30,40 +30,29 @@ def windows(src: np.ndarray, steps: int, width: int) -> np.ndarray:
     return np.array(rows, np.float64).reshape(width, steps, src.shape[1])
 
 
+def draw_tile(rng, memory: Memory, most: int, dtype: np.dtype) -> tuple[dict, np.ndarray]:
+    """The sizes of a tile of fewer steps than `most`, as its fields, and the rows that it reads."""
+    steps, lanes, width = pick(rng, range(most)), pick(rng, [n for n in COUNTS if n < 200]), pick(rng, WIDTHS)
+    rows = rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(dtype)
+    src = memory.read(rows, lanes + pick(rng, [0, 5]), 1)
+    fields = {"steps": steps, "lanes": lanes, "width": width}
+    return fields | {"src_stride": src.strides[0] // dtype.itemsize}, src
+
+
 def check_conv(kernel: Kernel, rng) -> None:
     dtype, stored = dtype_of(kernel), STORED[kernel.index]
     for _ in range(150):
-        steps, lanes, width = (
-            pick(rng, range(20)),
-            pick(rng, [n for n in COUNTS if n < 200]),
-            pick(rng, WIDTHS),
-        )
+        memory = Memory()
+        fields, src = draw_tile(rng, memory, 20, stored)
+        steps, lanes, width, _stride = fields.values()
         stream, activated, biased = (bool(rng.random() < 0.5) for _ in range(3))
-        case = (steps, lanes, width, stream, activated, biased)
-        line, memory = 64 // stored.itemsize, Memory()
+        line, case = 64 // stored.itemsize, fields | {"stream": stream, "silu": activated}
         dst_stride = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
-        src = memory.read(
-            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(stored),
-            lanes + pick(rng, [0, 5]),
-            1,
-        )
         weight = memory.read(rng.standard_normal((width, lanes)).astype(dtype), lanes + pick(rng, [0, 2]), 1)
         bias = memory.read(rng.standard_normal(lanes).astype(dtype), shift=1) if biased else None
         dst = memory.written(np.zeros((steps, lanes), stored), dst_stride, shift=0 if stream else 1)
-        tile = structure(
-            "am_conv_tile",
-            steps=steps,
-            lanes=lanes,
-            width=width,
-            dst_stride=dst_stride,
-            src_stride=src.strides[0] // stored.itemsize,
-            weight_stride=weight.strides[0] // dtype.itemsize,
-            weight=weight,
-            bias=bias,
-            silu=activated,
-            stream=stream,
-        )
-        kernel(dst, src, tile)
+        weights = {"weight": weight, "weight_stride": weight.strides[0] // dtype.itemsize, "bias": bias}
+        kernel(dst, src, structure("am_conv_tile", **case, **weights, dst_stride=dst_stride))
         memory.check(case)
         z = (windows(src, steps, width) * weight[:, None].astype(np.float64)).sum(0) + (bias if biased else 0)
         tolerance = np.finfo(dtype).eps * 8 * (width + 2)
@@ -93,37 +82,21 @@ def check_silu_gradient(kernel: Kernel, rng) -> None:
 def check_sums(kernel: Kernel, rng) -> None:
     dtype = dtype_of(kernel)
     for _ in range(60):
-        steps, lanes, width = (
-            pick(rng, range(40)),
-            pick(rng, [n for n in COUNTS if n < 200]),
-            pick(rng, WIDTHS),
-        )
-        case, memory, room = (steps, lanes, width), Memory(), -(-lanes // 16) * 16
-        src = memory.read(
-            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(dtype),
-            lanes + pick(rng, [0, 5]),
-            1,
-        )
+        memory = Memory()
+        fields, src = draw_tile(rng, memory, 40, dtype)
+        steps, lanes, width, _stride = fields.values()
         dz = memory.read(rng.standard_normal((steps, lanes)).astype(dtype), lanes + pick(rng, [0, 5]), 1)
-        before = np.zeros((width + 1, room))
+        before = np.zeros((width + 1, -(-lanes // 16) * 16))
         before[:, :lanes] = rng.standard_normal((width + 1, lanes))
         sums = memory.written(before)
-        tile = structure(
-            "am_conv_tile",
-            steps=steps,
-            lanes=lanes,
-            width=width,
-            dst_stride=dz.strides[0] // dtype.itemsize,
-            src_stride=src.strides[0] // dtype.itemsize,
-        )
-        kernel(sums, dz, src, tile)
-        memory.check(case)
+        kernel(sums, dz, src, structure("am_conv_tile", **fields, dst_stride=dz.strides[0] // dtype.itemsize))
+        memory.check(fields)
         wide = dz.astype(np.float64)
         expected = before.copy()
         expected[:width, :lanes] += (windows(src, steps, width) * wide).sum(1)
         expected[width, :lanes] += wide.sum(0)
         tolerance = np.finfo(dtype).eps * 8 * (steps + 2)
-        np.testing.assert_allclose(sums, expected, tolerance, tolerance, err_msg=repr(case))
+        np.testing.assert_allclose(sums, expected, tolerance, tolerance, err_msg=repr(fields))
 
 
 def check_split(kernel: Kernel, rng) -> None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from kernel_checks import pick, same
-from kernel_checks_rows import TILE, arithmetic_of, packed_query_lanes, some_special
+from kernel_checks import pick
+from kernel_checks_rows import MOST_I4, TILE, arithmetic_of
 from kernel_checks_step import (
     ROW_COUNTS,
     STEPS,
@@ -16,33 +16,8 @@ from kernel_checks_step import (
     whole_rows,
     wide,
 )
-from kernel_table import Kernel, Memory
-from reference_kernels import Bounded, check_maxima, forward, unwritten
-
-QUARTER = 32
-MOST_I4 = 127 * 256 + 127  # its bytes are both the greatest of int8
-
-
-def check_pack_queries(kernel: Kernel, rng) -> None:
-    """Rows become integers of two bytes, sums up to each 32 channels, and their unit, or NaN if they have none."""
-    for depth in (32, 64, 96, 128, 160, 256, 544):
-        rows, memory = pick(rng, [1, 2, 5, 64]), Memory()
-        values = some_special(rng, (rows, depth), np.dtype(np.float32))
-        values[rng.integers(rows)] *= pick(rng, [1, 0, 1e-20, 1e-40, 1e30])
-        dst = memory.written(unwritten((rows, packed_query_lanes(depth)), np.float32))
-        kernel(dst, memory.read(values, depth + 3), depth + 3, rows, depth)
-        memory.check(depth)
-        greatest = abs(values).max(1)
-        usual = np.isfinite(values).all(1) & ((greatest == 0) | (greatest > 2.0**-100))
-        units = np.where(usual, (greatest / np.float32(MOST_I4)).astype(np.float32), np.nan)
-        same(dst[:, -16], units, depth)
-        # Of eight channels: the high bytes of the even ones, their low ones, and those of the odd ones.
-        high, low = np.moveaxis(dst.view(np.int8)[usual, : 2 * depth].reshape(-1, depth // 8, 2, 2, 4), 3, 0)
-        packed = (256.0 * high + low).swapaxes(2, 3).reshape(len(high), depth)
-        assert (abs(packed * units[usual, None] - values[usual]) <= 0.51 * units[usual, None]).all(), depth
-        sums = np.zeros((len(packed), depth // QUARTER + 1))
-        sums[:, 1:] = packed.reshape(-1, depth // QUARTER, QUARTER).sum(-1).cumsum(-1)
-        same(dst[usual, depth // 2 :][:, : depth // QUARTER + 1], sums.astype(np.float32), depth)
+from kernel_table import Kernel
+from reference_kernels import Bounded, check_maxima, forward
 
 
 def in_memory(scales: np.ndarray) -> np.ndarray:

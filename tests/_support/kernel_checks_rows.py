@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from kernel_checks import BF16, numbers, pick, same
+from kernel_checks import BF16, compare, numbers, pick, same
 from kernel_table import CONSTANTS, Kernel, Memory, structure
 from reference_kernels import MOST_I16, Bounded, packed_keys, packed_values, unwritten
 
@@ -140,26 +140,18 @@ def check_write(kernel: Kernel, rng) -> None:
     dtype, to = arithmetic_of(kernel).dtype, format_of(kernel)
     for count in COUNTS:
         for factor in (1.0, 0.37, 1e6, 1e-6):
-            memory = Memory()
-            src = memory.read(some_special(rng, count, dtype), shift=count % 3)
-            dst = memory.written(np.zeros(count, to), shift=count % 2)
-            kernel(dst, src, factor, count)
-            memory.check((count, factor))
-            same(dst, (src * dtype.type(factor)).astype(to), (count, factor))
+            src = some_special(rng, count, dtype)
+            compare(kernel, (src * dtype.type(factor)).astype(to), src, factor, count, shift=count % 3)
 
 
 def check_read_bias(kernel: Kernel, rng) -> None:
     dtype = arithmetic_of(kernel).dtype
     for columns in [*COUNTS[:-2], 64]:
         for special in (0.0, -np.inf, np.nan, np.inf):
-            memory, values = Memory(), numbers(rng, columns, format_of(kernel))
+            values, expected = numbers(rng, columns, format_of(kernel)), np.zeros(TILE, dtype)
             values[rng.random(columns) < 0.2] = special
-            src = memory.read(values, shift=columns % 3)
-            dst = memory.written(np.ones(TILE, dtype))
-            bits = kernel(dst, src, columns)
-            memory.check((columns, special))
-            same(dst[:columns], values.astype(dtype), (columns, special))
-            same(dst[columns:], np.zeros(TILE - columns, dtype), (columns, special))
+            expected[:columns] = values
+            bits = compare(kernel, expected, values, columns, shift=0)
             assert bits == sum(1 << i for i in range(columns) if values[i] == -np.inf), (columns, special)
 
 
@@ -295,17 +287,14 @@ def check_widen_row(kernel: Kernel, rng) -> None:
     target = arithmetic_of(kernel).factors
     for group in (32, 64, 128):
         for groups in (1, 2, 3, 7):
-            memory, case = Memory(), (group, groups)
             halves = rng.integers(0, 256, groups * group // 2, np.uint8)
             scales = some_special(rng, (groups, 2), np.dtype(np.float32))
-            dst = memory.written(unwritten(groups * group, target))
-            kernel(dst, memory.read(halves), memory.read(scales), group, groups * group)
-            memory.check(case)
-            numbers_of = (
-                np.stack([halves & 15, halves >> 4], axis=-1).reshape(groups, group).astype(np.float32)
-            )
-            expected = numbers_of * scales[:, :1] + scales[:, 1:]
-            same(dst, expected.astype(target).ravel(), case)
+            wide = np.stack([halves & 15, halves >> 4], axis=-1).reshape(groups, group).astype(np.float32)
+            expected = (wide * scales[:, :1] + scales[:, 1:]).astype(target).ravel()
+            compare(kernel, expected, halves, scales, group, groups * group, shift=0)
+
+
+MOST_I4 = 127 * 256 + 127  # its bytes are both the greatest of int8
 
 
 def most_in_i16(depth: int) -> float:
@@ -319,8 +308,8 @@ def packed_query_lanes(depth: int) -> int:
 
 
 def check_pack_queries(kernel: Kernel, rng) -> None:
-    check = PACKED_QUERIES[kernel.index]
-    for depth in (*DEPTHS[1:], 600, 1100):
+    check, depths = PACKED_QUERIES[kernel.index]
+    for depth in depths:
         rows, memory = pick(rng, [1, 2, 5, 64]), Memory()
         values = some_special(rng, (rows, depth), np.dtype(np.float32))
         values[rng.integers(rows)] *= pick(rng, [1, 0, 1e-20, 1e-40, 1e30])
@@ -331,16 +320,35 @@ def check_pack_queries(kernel: Kernel, rng) -> None:
         check(dst, values, depth)
 
 
-def check_pack_i16x2(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
-    """Rows become integers and their unit, which is NaN if the greatest number is, or is not finite."""
-    lanes, units = -(-depth // 32) * 16, dst[:, -16]
-    greatest, most = abs(values).max(1), most_in_i16(depth)
+def check_units(dst: np.ndarray, values: np.ndarray, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that become integers have a unit, which is NaN if they have none; which have one, and these units."""
+    greatest = abs(values).max(1)
     usual = np.isfinite(values).all(1) & ((greatest == 0) | (greatest > 2.0**-100))
-    same(units, np.where(usual, (greatest / np.float32(most)).astype(np.float32), np.nan), depth)
+    units = np.where(usual, (greatest / np.float32(most)).astype(np.float32), np.float32(np.nan))
+    same(dst[:, -16], units, values.shape)
+    return usual, units[usual, None]
+
+
+def check_pack_i16x2(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
+    lanes = -(-depth // 32) * 16
+    usual, units = check_units(dst, values, most_in_i16(depth))
     packed = dst[usual].view(np.int16)[:, : 2 * lanes].astype(np.float64)
     assert not packed[:, depth:].any(), depth
-    difference = abs(packed[:, :depth] * units[usual, None] - values[usual])
-    assert (difference <= 0.51 * greatest[usual, None] / most).all(), depth
+    assert (abs(packed[:, :depth] * units - values[usual]) <= 0.51 * units).all(), depth
+
+
+def check_pack_for_halves(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
+    """For keys of four bits: integers of two bytes, and their sums up to each 32 channels.
+
+    Of eight channels: the high bytes of the even ones, their low ones, and those of the odd ones.
+    """
+    usual, units = check_units(dst, values, MOST_I4)
+    high, low = np.moveaxis(dst.view(np.int8)[usual, : 2 * depth].reshape(-1, depth // 8, 2, 2, 4), 3, 0)
+    packed = (256.0 * high + low).swapaxes(2, 3).reshape(len(high), depth)
+    assert (abs(packed * units - values[usual]) <= 0.51 * units).all(), depth
+    sums = np.zeros((len(packed), depth // 32 + 1))
+    sums[:, 1:] = packed.reshape(-1, depth // 32, 32).sum(-1).cumsum(-1)
+    same(dst[usual, depth // 2 :][:, : depth // 32 + 1], sums.astype(np.float32), depth)
 
 
 def check_pack_lines(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
@@ -359,10 +367,12 @@ def check_pack_bf16(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
     same(dst.view(BF16)[:, : padded.shape[1]], padded.astype(BF16), depth)
 
 
+ANY_DEPTH = (*DEPTHS[1:], 600, 1100)
 PACKED_QUERIES = {
-    CONSTANTS["AM_INT8"]: check_pack_i16x2,
-    CONSTANTS["AM_BFLOAT16"]: check_pack_lines,
-    CONSTANTS["AM_FLOAT8_E4M3"]: check_pack_bf16,
+    CONSTANTS["AM_INT8"]: (check_pack_i16x2, ANY_DEPTH),
+    CONSTANTS["AM_BFLOAT16"]: (check_pack_lines, ANY_DEPTH),
+    CONSTANTS["AM_FLOAT8_E4M3"]: (check_pack_bf16, ANY_DEPTH),
+    CONSTANTS["AM_INT4"]: (check_pack_for_halves, (32, 64, 96, 128, 160, 256, 544)),
 }
 CHECKS = {
     "am_add_rows": check_add_rows,

@@ -43,7 +43,7 @@ QUERY_PACKERS = {
 }
 FOUR_BITS = {f"{family}.kv[{CONSTANTS['AM_INT4']}]": levels for family, levels in FOUR_BITS_AT.items()}
 CHECKS_OF_FOUR_BITS = {
-    "am_flash_pack_queries": kernel_checks_i4.check_pack_queries,
+    "am_flash_pack_queries": ROW_CHECKS["am_flash_pack_queries"],
     "am_flash_step_unpacked": kernel_checks_i4.check_step_unpacked,
 }
 EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
@@ -74,39 +74,39 @@ OFFERED = tuple(f"{part}[{CONSTANTS[name]}]" for part, names in FORMATS.items() 
 NOWHERE = [slot for slot in SLOTS if slot.startswith(tuple(FORMATS)) and not slot.startswith(OFFERED)]
 
 
+def lacks(kernel: Kernel, isa: str) -> str | None:
+    """Why a level has no such kernel, or None."""
+    slot, arithmetic = kernel.slot, kernel.slot.partition(".")[0]
+    levels = LEVELS_BY_BF16.get(arithmetic)
+    if levels and isa not in levels and not getattr(kernel.table, arithmetic).panel:
+        return f"{isa} does not multiply bfloat16"
+    if slot.startswith(tuple(FOUR_BITS)):
+        read = isa in FOUR_BITS[slot.rpartition(".")[0]] and SLOTS[slot] in CHECKS_OF_FOUR_BITS
+        return None if read else "their rows are widened"
+    if slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
+        return "queries are read as they are"
+    if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
+        return f"{isa} has no quick products of bfloat16, or none at all"
+    if slot.startswith("flash_bf16x2.widen") and isa not in levels:
+        return f"{isa} only emulates products of bfloat16"
+    if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
+        return f"{isa} has no tiles, or this arithmetic does not use them"
+    return None
+
+
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot not in NOWHERE])
 def test_kernel(isa, slot):
     kernel = Kernel(slot, table_of(isa))
-    arithmetic = slot.partition(".")[0]
-    levels = LEVELS_BY_BF16.get(arithmetic)
-    if levels and not getattr(kernel.table, arithmetic).panel:
-        assert isa not in levels
-        assert not kernel.address
-        pytest.skip(f"{isa} does not multiply bfloat16")
-    checks = CHECKS
-    if slot.startswith(tuple(FOUR_BITS)):
-        checks = CHECKS_OF_FOUR_BITS if isa in FOUR_BITS[slot.rpartition(".")[0]] else {}
-        if SLOTS[slot] not in checks:
-            assert not kernel.address
-            pytest.skip("their rows are widened")
-    elif slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):
-        assert not kernel.address
-        pytest.skip("queries are read as they are")
-    if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
-        assert not kernel.address
-        pytest.skip(f"{isa} has no quick products of bfloat16, or none at all")
-    if slot.startswith("flash_bf16x2.widen") and isa not in levels:
-        assert not kernel.address
-        pytest.skip(f"{isa} only emulates products of bfloat16")
-    if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
-        assert not kernel.address
-        pytest.skip(f"{isa} has no tiles, or this arithmetic does not use them")
-    assert kernel.address, "the level has no such kernel"
-    below = (
-        Kernel(slot.replace("flash_amx", "flash_bf16x2"), table_of("avx512bf16")) if isa == "amx" else None
-    )
-    if below and kernel.address == below.address:
-        pytest.skip("amx takes this kernel from the level below")
+    why = lacks(kernel, isa)
+    assert bool(kernel.address) == (why is None), why
+    if (
+        isa == "amx"
+        and kernel.address == Kernel(slot.replace("amx", "bf16x2"), table_of("avx512bf16")).address
+    ):
+        why = "amx takes this kernel from the level below"
+    if why:
+        pytest.skip(why)
+    checks = CHECKS_OF_FOUR_BITS if slot.startswith(tuple(FOUR_BITS)) else CHECKS
     with np.errstate(all="ignore"):
         checks[SLOTS[slot]](kernel, rng_of(kernel))
 
