@@ -140,7 +140,7 @@ static bool compute(PyObject *module, call *c, result *r)
     if (c->causal) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
     attn->mask->nodes = &node, attn->mask->node_count = 1;
     attn->out = am_tokens_of(&out);
-    const bool done = am_computed(module, NPY_MAX_INTP, am_attn_forward, attn);
+    const bool done = am_computed(module, am_attn_work(attn), am_attn_forward, attn);
     am_request_free(&c->request);
     return done;
 }

@@ -38,6 +38,12 @@ static int to_seed(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
+npy_intp am_attn_work(const am_attn *attn)
+{
+    const npy_intp rows = am_product(attn->batch, attn->heads, am_max(attn->queries, 1));
+    return am_product(rows, am_max(attn->keys, 1), 1 + (attn->head_dim + attn->value_dim) / 2);
+}
+
 bool am_heads_seem_first(const am_attn *attn)
 {
     return attn->queries == attn->keys && attn->queries > 1 && attn->heads > 64 &&
@@ -101,7 +107,7 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (a->return_wide && !(wide = wide_result(out))) return NULL;
     attn->out = am_tokens_of_array(out);
     if (wide && wide != out) attn->wide_out = am_tokens_of_array(wide);
-    if (!am_computed(module, NPY_MAX_INTP, am_attn_forward, attn)) return NULL;
+    if (!am_computed(module, am_attn_work(attn), am_attn_forward, attn)) return NULL;
     return PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
                         lse ? (PyObject *)lse : Py_None, wide);
 }
@@ -281,7 +287,9 @@ static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
 static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool return_lse,
                               bool return_wide)
 {
+    am_node node = {.kind = AM_TERM_ALL};
     am_scoped(release) arguments a = {.part = Py_None, .return_wide = return_wide};
+    am_mask *mask = &a.mask.request.mask;
     PyObject *taken[USUAL] = {NULL};
     if (nargs != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]))
         return PyErr_Format(PyExc_TypeError, "expected names, a tuple of arguments and a dict of others");
@@ -290,9 +298,9 @@ static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_
     ptrdiff_t high = 0;
     a.return_lse = return_lse || taken[RETURN_LSE] == Py_True;
     if (!read_usual(taken, &a, &high)) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    am_node node = {.kind = AM_TERM_ALL};
     if (taken[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
-    return am_read_nodes_and(&a.mask, NULL, &node, 1) < 0 ? NULL : compute(module, &a);
+    mask->nodes = &node, mask->node_count = 1;
+    return compute(module, &a);
 }
 
 AM_VARIANT(flash_usual, attend_usual, false, false)
@@ -401,7 +409,7 @@ static PyObject *compute_backward(PyObject *module, arguments *a, am_attn_gradie
     if (!d_v) return NULL;
     PyArrayObject *const made[] = {d_q, d_k, d_v};
     for (int i = 0; i < 3; i++) *places[i] = am_tokens_of_array(made[i]);
-    const bool done = am_computed(module, NPY_MAX_INTP, am_attn_backward, problem);
+    const bool done = am_computed(module, am_attn_work(&problem->forward), am_attn_backward, problem);
     return done ? PyTuple_Pack(4, d_q, d_k, d_v, of_terms) : NULL;
 }
 

@@ -5,6 +5,9 @@
 #include "bind/python/numpy.h"
 #include "bind/request.h"
 
+/* About how many elements a call reads and multiplies, as am_enter asks. */
+npy_intp am_attn_work(const am_attn *attn);
+
 /* Whether heads seem to lie before tokens, which calls for a warning. */
 bool am_heads_seem_first(const am_attn *attn);
 

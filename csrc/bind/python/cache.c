@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "bind/python/arguments.h"
+#include "bind/python/attention.h"
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
 #include "bind/request_cache.h"
@@ -269,7 +270,8 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     am_request *r = &a->mask.request;
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
     r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
-    if (!am_computed(module, NPY_MAX_INTP, am_cached_attend, r, &a->cached, is_one_by_one(a))) return NULL;
+    const npy_intp work = is_one_by_one(a) ? NPY_MAX_INTP : am_attn_work(&r->attn);
+    if (!am_computed(module, work, am_cached_attend, r, &a->cached, is_one_by_one(a))) return NULL;
     PyObject *result = a->out.given ? a->out.given : (PyObject *)out;
     return lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
 }

@@ -6,6 +6,7 @@
 
 enum {
     MOST = AM_MOST_RANGE,
+    FIRST = 8,      /* elements of a list at first: a size that the system allocates at once */
     MANY = 1 << 24, /* tokens, whose boundaries would take seconds to find */
 };
 
@@ -29,7 +30,7 @@ static ptrdiff_t next_boundary(const row_side *s, ptrdiff_t begin, ptrdiff_t lim
 static bool grow(void **list, ptrdiff_t count, ptrdiff_t *capacity, size_t size)
 {
     if (count < *capacity) return true;
-    const ptrdiff_t wanted = am_max(2 * *capacity, MOST);
+    const ptrdiff_t wanted = am_max(2 * *capacity, FIRST);
     void *longer = realloc(*list, (size_t)wanted * size);
     if (!longer) return false;
     *list = longer, *capacity = wanted;
