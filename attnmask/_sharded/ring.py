@@ -46,7 +46,7 @@ from attnmask._attention.terms import BY_DISTANCE, TERMS, Sizes, numbers_of, ter
 from attnmask._common.arguments import describe
 from attnmask._common.keywords import Keywords, types_of
 from attnmask._common.loading import _core
-from attnmask._common.types import Arguments, Given
+from attnmask._common.types import AnyFunction, Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan, joined_ranges, layout_plan
 
@@ -396,9 +396,23 @@ class RingArguments(RingOptions, total=False):
 
 
 _WHOLE = {"layout": "zigzag", "cu_seqlens": None, "attention_mask": None}
+_SEGMENT_IDS = ("q_segment_ids", "kv_segment_ids")
 KEYWORDS = Keywords(_WHOLE | RING_DEFAULTS, types_of(RingArguments, ""))
 OPTIONS = tuple(name for name in NUMBERS if name in RING_DEFAULTS and name != "causal")  # of each call
 BY_HEAD = tuple(name for name in TERMS if name in RING_DEFAULTS and name in ARRAYS and name not in LEARNED)
+LEARNED_TERMS = ("softmax_aux", "relative_bias")  # that PyTorch and JAX compute in rings
+_COMPUTED = {*_WHOLE, *OPTIONS, *BY_HEAD, *LEARNED_TERMS, "causal", "sliding_window", *_SEGMENT_IDS}
+
+
+def arguments_of(function: AnyFunction, own: Given, more: Given) -> tuple[Arguments, Arguments]:
+    """Return the learned terms of a call, and its other arguments. Refuse what rings would leave out."""
+    given = KEYWORDS.complete(function, own, more)
+    for name, default in RING_DEFAULTS.items():
+        if name not in _COMPUTED and given[name] is not default:
+            raise NotImplementedError(
+                f"{name} must be {default!r} in ring_attention, which does not compute it, got {describe(given[name])}"
+            )
+    return {name: given.pop(name) for name in LEARNED_TERMS}, given
 
 
 def check_whole(given: Given, batch: int) -> None:
@@ -409,7 +423,7 @@ def check_whole(given: Given, batch: int) -> None:
         raise TypeError(f"attention_mask must be a MaskInfo or None, got {describe(mask)}{hint}")
     if given["cu_seqlens"] is not None and batch != 1:
         raise ValueError(f"query must have batch size 1 with cu_seqlens, got {batch}")
-    for name in ("q_segment_ids", "kv_segment_ids"):
+    for name in _SEGMENT_IDS:
         if given[name] is not None and mask is not None:
             raise ValueError(
                 f"{name} must be None with an attention_mask; write MaskInfo.from_segments(ids) & mask"
@@ -418,7 +432,7 @@ def check_whole(given: Given, batch: int) -> None:
 
 def _whole_mask(given: Given, batch: int, heads: int, length: int) -> MaskInfo | None:
     mask: MaskInfo | None = given["attention_mask"]
-    ids = [given[name] for name in ("q_segment_ids", "kv_segment_ids") if given[name] is not None]
+    ids = [given[name] for name in _SEGMENT_IDS if given[name] is not None]
     if ids:
         mask = MaskInfo.from_segments(*ids)
     if mask is None:

@@ -55,7 +55,7 @@ from attnmask._common.arguments import as_array, describe, flag
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
-from attnmask._sharded.ring import KEYWORDS, RingArguments
+from attnmask._sharded.ring import KEYWORDS, RingArguments, arguments_of
 from attnmask.jax import _cache as kvcache
 from attnmask.jax import _call as call
 from attnmask.jax import _callback as in_python
@@ -477,10 +477,9 @@ def ring_attention(
     [0.0, 0.5, 1.0, 1.5]
     """
     with_lse = flag(return_lse, "return_lse")
-    own = {"query": query, "key": key, "value": value, "axis_name": axis_name}
-    given = KEYWORDS.complete(ring_attention, own, more)
-    learned = {name: given.pop(name) for name in LEARNED if name in given}
-    learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
+    terms, given = arguments_of(ring_attention, {"axis_name": axis_name}, more)
+    arrays = {"query": query, "key": key, "value": value} | terms
+    learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if x is not None}
     register()
     return ring.attend(learned, given, with_lse)
 

@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 from attnmask._attention.arguments import DEFAULTS
 from attnmask._common.arguments import describe, wide_dtype
 from attnmask._common.types import AnyFunction, Given
-from attnmask._sharded.ring import BY_HEAD, OPTIONS, Call, Described, Ring, check_whole, described
+from attnmask._sharded.ring import (
+    BY_HEAD,
+    LEARNED_TERMS,
+    OPTIONS,
+    Call,
+    Described,
+    Ring,
+    check_whole,
+    described,
+)
 from attnmask.jax import _call as engine
 from attnmask.jax._arguments import Spec, check, check_known, is_traced, sinks_of, specify
 from attnmask.jax._types import AnyArray, ByName
@@ -237,7 +246,7 @@ def _merge(one: _Pair, other: _Pair) -> _Pair:
 
 def _forward(task: _Task, learned: ByName, seed: list[jax.Array]) -> _Pair:
     """Return [B, T, H, Dv] in the query's type, and [B, H, T]."""
-    sinks, table = learned.get("softmax_aux"), learned.get("relative_bias")
+    sinks, table = map(learned.get, LEARNED_TERMS)
     query, value = task.in_row(learned["query"]), learned["value"]
     rows, tokens, heads, _ = query.shape
     wide = wide_dtype(query.dtype)

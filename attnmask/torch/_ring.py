@@ -30,10 +30,12 @@ from attnmask._sharded.plan import ShardPlan
 from attnmask._sharded.ring import (
     BY_HEAD,
     KEYWORDS,
+    LEARNED_TERMS,
     OPTIONS,
     Call,
     Described,
     RingArguments,
+    arguments_of,
     check_whole,
     described,
 )
@@ -130,7 +132,7 @@ def _check(tensors: Arguments, given: Given) -> None:
             raise ValueError(f"{name} must be [B, T, H, D], got {describe(tensors[name])}")
         if torch.is_autocast_enabled("cpu"):
             tensors[name] = operators.autocast(tensors[name])
-    for name in ("softmax_aux", "relative_bias"):
+    for name in LEARNED_TERMS:
         if tensors[name] is not None and not isinstance(tensors[name], torch.Tensor):
             tensors[name] = to_tensor(as_array(tensors[name], name).copy())
     query, key = tensors["query"], tensors["key"]
@@ -650,9 +652,8 @@ def ring_attention(
     [0.0, 0.5, 1.0]
     >>> torch.distributed.destroy_process_group()
     """
-    tensors = {"query": query, "key": key, "value": value}
-    given = KEYWORDS.complete(ring_attention, {}, more)
-    tensors |= {name: given.pop(name) for name in ("softmax_aux", "relative_bias")}
+    terms, given = arguments_of(ring_attention, {}, more)
+    tensors = {"query": query, "key": key, "value": value} | terms
     if torch.compiler.is_dynamo_compiling():  # messages do not go into a graph
         results = torch.compiler.disable(_attend)(tensors, given, group)
     else:
