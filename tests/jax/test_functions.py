@@ -115,9 +115,6 @@ def test_sinks_that_heads_share(arrays):
 
 def test_bad_attention(arrays):
     query, key, value, *_ = arrays
-    for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):
-        with pytest.raises(ValueError, match="key must have batch size 2 as query"):
-            attend(query, key[:1], value)
     with pytest.raises(TypeError, match="return_lse must be True or False"):
         attnmask.jax.flash_attention(query, key, value, return_lse=1)
     for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):
@@ -125,8 +122,7 @@ def test_bad_attention(arrays):
             attend(query[0, 0], key, value)
         with pytest.raises(TypeError, match="key must be an array, got None"):
             attend(query, None, value)
-    for name in ("out", "sliding_windows"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            attnmask.jax.flash_attention(query, key, value, **{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sliding_windows'"):
+        attnmask.jax.flash_attention(query, key, value, sliding_windows=1)
     with pytest.raises(TypeError, match="sliding_window must be known at compile time"):
         jax.jit(lambda width: attnmask.jax.flash_attention(query, key, value, sliding_window=width))(3)

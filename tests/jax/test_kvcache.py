@@ -245,22 +245,6 @@ def test_a_cache_that_is_keys_and_values():
 # Mapped, differentiated, sharded
 
 
-def test_mapped():
-    """Each call has a cache of its own, whatever is mapped."""
-    step, caches, inputs = decoding()
-    token = [np.stack([x[0], x[1], x[2]]) for x in inputs]
-    lengths = np.array([3, 0, 7], np.int32)
-    many = jax.tree.map(lambda x: np.random.default_rng(1).random((3, *x.shape)).astype(F32), caches)
-    for axis, given in ((0, many), (None, jax.tree.map(lambda x: x[0], many))):
-        after, out = jax.jit(jax.vmap(step, in_axes=(axis, 0)))(given, (lengths, token))
-        for i in range(3):
-            one = given if axis is None else jax.tree.map(lambda x, i=i: x[i], given)
-            wanted = jax.jit(step)(one, (lengths[i], [x[i] for x in token]))
-            jax.tree.map(
-                np.testing.assert_array_equal, (jax.tree.map(lambda x, i=i: x[i], after), out[i]), wanted
-            )
-
-
 def test_heads_on_two_devices():
     """In place, too."""
     out = run(
@@ -323,21 +307,6 @@ def test_scales_that_are_missing(missing):
     function = jax.jit(lambda scales: attnmask.jax.flash_attention_with_kvcache(x, cache, cache, **scales))
     with pytest.raises(ValueError, match=rf"write {missing}=np.ones\(\(1, 1, 2, 8\), np.float32\) for"):
         function(scales)
-
-
-def test_what_must_be_known():
-    x = np.ones((1, 1, 2, 8), F32)
-    for name, value in (
-        ("softmax_scale", 0.1),
-        ("causal", True),
-        ("sliding_window", 3),
-        ("return_lse", True),
-    ):
-        function = jax.jit(
-            lambda value, name=name: attnmask.jax.flash_attention_with_kvcache(x, x, x, **{name: value})
-        )
-        with pytest.raises(TypeError, match=f"{name} must be known at compile time"):
-            function(value)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "bias"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from flash_cases import F32, F64
-from slot_cases import FORMATS, PAGES, SIZE, D, cache_of, copied, good, tokens_of
+from slot_cases import FORMATS, D, cache_of, copied, good, tokens_of
 
 import attnmask
 
@@ -51,27 +51,6 @@ def test_the_bytes_of_numpy(kind, by_channel, rotate):
             assert arguments[name].tobytes() == x.tobytes()
 
 
-@pytest.mark.parametrize("kind", [F32, np.dtype(np.int8), "int4"], ids=str)
-def test_a_loop_over_tokens(kind):
-    """It writes to donated caches in place."""
-    arguments = made(kind)
-    caches = {name: jax.numpy.asarray(arguments.pop(name)) for name in NAMES if name in arguments}
-
-    def step(caches, new):
-        found = attnmask.jax.write_kvcache(**caches, **new)
-        return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}, ()
-
-    wanted = made(kind)
-    attnmask.write_kvcache(**wanted)
-    loop = jax.jit(lambda caches, new: jax.lax.scan(step, caches, new)[0], donate_argnums=0)
-    given = jax.tree.map(jax.numpy.array, caches)
-    places = {name: x.unsafe_buffer_pointer() for name, x in given.items()}
-    after = loop(given, {name: x[:, None] for name, x in arguments.items()})
-    assert {name: x.unsafe_buffer_pointer() for name, x in after.items()} == places
-    assert all(x.is_deleted() for x in given.values())
-    same([after.get(name) for name in NAMES], {name: wanted[name] for name in after})
-
-
 @pytest.mark.parametrize(("kind", "traced"), [(F32, False), (F32, True), ("int4", True)], ids=str)
 def test_keys_without_values(kind, traced):
     """Of a latent cache, whose values are a view of the keys' channels: in JAX they are an array of their own."""
@@ -89,28 +68,6 @@ def test_keys_without_values(kind, traced):
     with_views = given | {"v_cache": given["k_cache"][..., :4], "value": given["key"][..., :4]}
     if kind == F32:
         assert attnmask.jax.write_kvcache(**with_views)[1].shape == with_views["v_cache"].shape
-
-
-def test_written_and_attended_to():
-    """The bits of a call that appends."""
-    arguments = made(F32)
-    caches, new = ([arguments[name] for name in names] for names in (NAMES[:2], ("key", "value")))
-    query, table = np.ones((1, 2, 4, D), F32), np.array([[3, 1]], np.int32)
-
-    @jax.jit
-    def step(caches, tokens, slots):
-        k_cache, v_cache, *_ = attnmask.jax.write_kvcache(*caches, *tokens, slots)
-        return attnmask.jax.flash_attention_with_kvcache(
-            query, k_cache, v_cache, cache_seqlens=5, block_table=table
-        )
-
-    tokens = [x[:2] for x in new]
-    wanted = attnmask.jax.flash_attention_with_kvcache(
-        query, *caches, *(x[None] for x in tokens), cache_seqlens=3, block_table=table
-    )
-    got = step(caches, tokens, np.array([3 * SIZE + 3, SIZE]))
-    for one, other in zip(got, wanted, strict=True):
-        assert one is other is None or np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_keys_alone():
@@ -136,9 +93,3 @@ def test_slots_that_are_wrong_when_it_runs(slots):
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot_mapping must"):
         jax.block_until_ready(write(arguments))
     assert all((x == 7).all() for x in caches.values())
-
-
-def test_what_must_be_known():
-    x, cache = np.ones((1, 2, 8), F32), np.zeros((PAGES, SIZE, 2, 8), F32)
-    with pytest.raises(TypeError, match="rotate must be known at compile time"):
-        jax.jit(lambda rotate: attnmask.jax.write_kvcache(cache, cache, x, x, [3], rotate=rotate))(True)
