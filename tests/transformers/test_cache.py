@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import runpy
 
 import numpy as np
@@ -213,60 +212,48 @@ def test_a_step_that_fails_changes_nothing():
     cache = paged(model, pages=4)
     a = cache.kv.new_sequence()
 
-    def divide():
-        with torch.no_grad(), cache.step([a], 5) as inputs:
-            model(prompt[None], **inputs)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        divide()
-    assert (cache.kv.lengths([a])[0], cache.kv.free_pages) == (0, 4)
-    with pytest.raises(MemoryError, match="this step needs 5 pages and 4 of 4 are free"), cache.step([a], 17):
-        pass
-    for call, words in (
-        (lambda inputs: None, r"the model must be called in a step, .*: 0 of 2 layers have appended"),
-        (lambda inputs: [model(prompt[None], **inputs) for _ in range(2)], "the model must be called once"),
-        (lambda inputs: cache.reset(), "the sequences of a batch cannot be changed inside a step"),
-        (lambda inputs: cache.step([a], 1).__enter__(), "the sequences of a batch cannot be changed inside"),
-    ):
-        with pytest.raises(RuntimeError, match=words), torch.no_grad(), cache.step([a], 5) as inputs:
+    def refused(error, words, call, count=5):
+        with pytest.raises(error, match=words), torch.no_grad(), cache.step([a], count) as inputs:
             call(inputs)
-        assert cache.kv.free_pages == 4
-    for tokens, words in (
-        (prompt[None].expand(2, -1), r"tokens must be \[1, total\] in a step, got 2 rows"),
-        (prompt[None, :4], r"key must be \[5, heads, head_dim\] or"),
-    ):
-        with pytest.raises(ValueError, match=words), torch.no_grad(), cache.step([a], 5) as inputs:
-            model(tokens, **inputs | {"position_ids": None})
-    mask = torch.tensor([[0, 1, 1, 1, 1]])
-    with (
-        pytest.raises(NotImplementedError, match="attention_mask must be causal, a window or chunks"),
-        torch.no_grad(),
-        cache.step([a], 5) as inputs,
-    ):
-        model(prompt[None], **inputs, attention_mask=mask)
-    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
-    with (
-        pytest.raises(NotImplementedError, match="attention_mask must be the model's own"),
-        torch.no_grad(),
-        cache.step([a], 5) as inputs,
-    ):
-        model(prompt[None], **inputs, attention_mask=mask)
+        assert (cache.kv.lengths([a])[0], cache.kv.free_pages) == (0, 4)
+
+    def call(inputs, **more):
+        model(**{"input_ids": prompt[None]} | inputs | more)
+
+    def divide(inputs):
+        call(inputs)
+        raise ZeroDivisionError
+
+    refused(ZeroDivisionError, None, divide)
+    refused(MemoryError, "this step needs 5 pages and 4 of 4 are free", call, 17)
+    refused(
+        RuntimeError,
+        r"the model must be called in a step, .*: 0 of 2 layers have appended",
+        lambda inputs: None,
+    )
+    refused(RuntimeError, "the model must be called once", lambda inputs: [call(inputs), call(inputs)])
+    words = "the sequences of a batch cannot be changed inside a step"
+    refused(RuntimeError, words, lambda inputs: cache.reset())
+    refused(RuntimeError, words, lambda inputs: cache.step([a], 1).__enter__())
+    for error, words, more in (
+        (ValueError, r"tokens must be \[1, total\] in a step, got 2 rows", {"input_ids": prompt[None].expand(2, -1)}),
+        (ValueError, r"key must be \[5, heads, head_dim\] or", {"input_ids": prompt[None, :4]}),
+        (NotImplementedError, "attention_mask must be causal, a window or chunks",
+         {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
+        (NotImplementedError, "attention_mask must be the model's own",
+         {"attention_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}),
+    ):  # fmt: skip
+        more |= {"position_ids": None} if "input_ids" in more else {}
+        refused(error, words, lambda inputs, more=more: call(inputs, **more))
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.train()
-    with (
-        pytest.raises(NotImplementedError, match="attention must have no dropout in a step"),
-        torch.no_grad(),
-        cache.step([a], 5) as inputs,
-    ):
-        model(prompt[None], **inputs)
+    refused(NotImplementedError, "attention must have no dropout in a step", call)
     model.eval().set_attn_implementation("sdpa")
-    words = re.escape('the model must have attn_implementation="attnmask" in a step of a PagedCache')
-    with pytest.raises(RuntimeError, match=words), torch.no_grad(), cache.step([a], 5) as inputs:
-        model(prompt[None], **inputs)
-    assert (cache.kv.lengths([a])[0], cache.kv.free_pages) == (0, 4)
+    refused(
+        RuntimeError, 'the model must have attn_implementation="attnmask" in a step of a PagedCache', call
+    )
 
 
 # What transformers does with caches
@@ -287,16 +274,16 @@ def test_compiled():
 
 
 def test_a_chat_goes_on():
-    """Several new tokens behind those in the cache, and tokens that are taken back."""
+    """Several new tokens behind those in a cache, and tokens that are taken back."""
     model, ids = ready("Mistral"), random_ids(2, TOKENS)
-    cache = paged(model)
-    with torch.no_grad():
-        right = model(ids).logits
-        model(ids[:, :5], past_key_values=cache)
-        cache.crop(-2)
-        assert cache.get_seq_length() == 3
-        got = model(ids[:, 3:], past_key_values=cache).logits
-    assert_close({"logits": got}, {"logits": right[:, 3:]})
+    for cache in (transformers.DynamicCache(), paged(model)):
+        with torch.no_grad():
+            right = model(ids).logits
+            model(ids[:, :5], past_key_values=cache)
+            cache.crop(-2)
+            assert cache.get_seq_length() == 3
+            got = model(ids[:, 3:], past_key_values=cache).logits
+        assert_close({"logits": got}, {"logits": right[:, 3:]})
     cache.crop(4)
     assert cache.get_seq_length() == 4
     cache.crop(-9)
@@ -603,13 +590,17 @@ def test_documents_in_one_row():
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_masks_of_users(kind):
-    model, ids = ready("Llama"), random_ids(2, TOKENS)
+    """Of four axes, they take the place of the model's."""
+    model, ids = model_of("Llama"), random_ids(2, TOKENS)
     live = (torch.rand(2, 1, TOKENS, TOKENS) < 0.5) | torch.eye(TOKENS, dtype=torch.bool)
-    mask = live if kind == torch.bool else torch.where(live, 0.0, torch.finfo(torch.float32).min)
+    added = torch.where(live, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        right = model(ids, attention_mask=mask).logits
-        got = model(ids, attention_mask=mask, past_key_values=paged(model)).logits
-    assert_close({"logits": got}, {"logits": right})
+        right = model(ids, attention_mask=added).logits
+        model.set_attn_implementation("attnmask")
+        for cache in (transformers.DynamicCache(), paged(model)):
+            mask = live if kind == torch.bool else added
+            got = model(ids, attention_mask=mask, past_key_values=cache).logits
+            assert_close({"logits": got}, {"logits": right})
 
 
 # Tensors that stand for pages
@@ -700,24 +691,20 @@ def test_keys_of_another_shape():
 
 
 def test_configs():
-    config = model_of("Llama").config
-    with pytest.raises(TypeError, match="config must be a model's config, got None"):
-        PagedCache(None, pages=3)
-    with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int5'"):
-        PagedCache(config, pages=3, dtype="int5")
-    with pytest.raises(ValueError, match="depth must be a multiple of group=64, got 8"):
-        PagedCache(config, pages=3, dtype="int4")
-    with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int32'"):
-        PagedCache(config, pages=3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="pages must be at least 1, got 0"):
-        PagedCache(config, pages=0)
-    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
-        PagedCache(config, pages=1, page_size=0)
-    with pytest.raises(ValueError, match="config must have keys per head, got latent attention"):
-        PagedCache(transformers.DeepseekV3Config(), pages=3)
-    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    with pytest.raises(ValueError, match="config must have only attention layers, got 'linear_attention'"):
-        PagedCache(config, pages=3)
+    llama = model_of("Llama").config
+    for config, more, error, words in (
+        (None, {}, TypeError, "config must be a model's config, got None"),
+        (llama, {"dtype": "int5"}, TypeError, r"dtype must be float16, .*, got 'int5'"),
+        (llama, {"dtype": "int4"}, ValueError, "depth must be a multiple of group=64, got 8"),
+        (llama, {"dtype": torch.int32}, TypeError, r"dtype must be float16, .*, got 'int32'"),
+        (llama, {"pages": 0}, ValueError, "pages must be at least 1, got 0"),
+        (llama, {"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+        (transformers.DeepseekV3Config(), {}, ValueError, "config must have keys per head, got latent attention"),
+        (transformers.Qwen3NextConfig(num_hidden_layers=4), {}, ValueError,
+         "config must have only attention layers, got 'linear_attention'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            PagedCache(config, **{"pages": 3} | more)
 
 
 EXAMPLE = ROOT / "examples" / "serve_tiny.py"

@@ -85,19 +85,6 @@ def test_greedy_generation(name, cache):
     assert name in BOTH_SIDES or len(set(actual[0, TOKENS:].tolist())) > 1
 
 
-def test_a_chat_goes_on():
-    """Several new tokens behind those in the cache."""
-    model, ids = model_of("Mistral"), random_ids(1, TOKENS)
-
-    def compute():
-        with torch.no_grad():
-            first = model(ids[:, :5], use_cache=True)
-            return model(ids[:, 5:], past_key_values=first.past_key_values).logits
-
-    expected, actual = by_both(model, compute)
-    assert_close({"logits": actual}, {"logits": expected})
-
-
 LENGTHS = (5, 1, 9, 6)
 
 
@@ -182,20 +169,6 @@ def test_compiled(name):
         model.set_attn_implementation("attnmask")
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         actual = compiled(**inputs).logits * rows[..., None]
-    assert_close({"logits": actual}, {"logits": expected})
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_of_users(dtype):
-    """Of four axes, they take the place of the model's."""
-    model, ids = model_of("Llama"), random_ids(2, TOKENS)
-    live = (torch.rand(2, 1, TOKENS, TOKENS) < 0.5) | torch.eye(TOKENS, dtype=torch.bool)
-    added = torch.where(live, 0.0, torch.finfo(torch.float32).min)
-    model_mask = {"eager": added, "attnmask": live if dtype == torch.bool else added}
-    expected, actual = by_both(
-        model,
-        lambda: model(ids, attention_mask=model_mask[model.config._attn_implementation]).logits.detach(),
-    )
     assert_close({"logits": actual}, {"logits": expected})
 
 
