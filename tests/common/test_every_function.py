@@ -126,21 +126,9 @@ def right_again(arguments: Arguments) -> Arguments:
 NO_INTEGERS = [bool, np.float64, np.float16, ml_dtypes.bfloat16]
 NO_FLOATS = [bool, np.int32, np.int64]
 OF_FLOATS = {
-    *(
-        "query",
-        "key",
-        "value",
-        "bias",
-        "weight",
-        "decay",
-        "beta",
-        "initial_state",
-        "state",
-        "relative_bias",
-        "table",
-    ),
-    *("dout", "dlse", "lse", "outs", "lses", "k_cache", "v_cache", "k_scale", "v_scale"),
-}
+    "query", "key", "value", "bias", "weight", "decay", "beta", "initial_state", "state", "relative_bias", "table",
+    "dout", "dlse", "lse", "outs", "lses", "k_cache", "v_cache", "k_scale", "v_scale",
+}  # fmt: skip
 MAY_BE_BOOL = {
     "mask", "attention_mask", "q_mask", "kv_mask", "padding_mask", "attn_mask", "blocks", "lengths",
 }  # fmt: skip

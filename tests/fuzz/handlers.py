@@ -10,34 +10,9 @@ import numpy as np
 from attnmask import _core
 
 LARGEST = 1 << 24  # bytes of an array, which is copied where it is not dense
-NUMBERS = {
-    np.dtype(dtype): number
-    for number, dtype in enumerate(
-        (
-            np.bool_,
-            np.int8,
-            np.int16,
-            np.int32,
-            np.int64,
-            np.uint8,
-            np.uint16,
-            np.uint32,
-            np.uint64,
-            np.float16,
-            np.float32,
-            np.float64,
-        ),
-        1,
-    )
-} | {
-    np.dtype(dtype): number
-    for dtype, number in (
-        (np.complex64, 15),
-        (ml_dtypes.bfloat16, 16),
-        (ml_dtypes.float8_e5m2, 19),
-        (ml_dtypes.float8_e4m3fn, 20),
-    )
-}
+OTHERS = {np.complex64: 15, ml_dtypes.bfloat16: 16, ml_dtypes.float8_e5m2: 19, ml_dtypes.float8_e4m3fn: 20}
+NUMBERS = {np.dtype(letter): number for number, letter in enumerate("?bhilBHILefd", 1)}
+NUMBERS |= {np.dtype(dtype): number for dtype, number in OTHERS.items()}
 EXECUTE = 3  # a stage
 HEAD = [("struct_size", c_size_t), ("extensions", c_void_p)]
 

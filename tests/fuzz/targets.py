@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -92,11 +93,7 @@ def sizes(rng: Rng, count: int, largest: int = 9) -> list[int]:
 for _name in ("prepare_lens", "prepare_position_ids", "prepare_sequence_ids", "prepare_token_indices"):
     function(_name, lambda rng: {"cu_seqlens": starts(rng, 20)})
 for _name in ("prepare_chunk_indices", "prepare_chunk_offsets"):
-    target(
-        _name,
-        lambda rng: {"cu_seqlens": starts(rng, 20), "chunk_size": pick(rng, [1, 2, 3, 64])},
-        getattr(attnmask, _name),
-    )
+    function(_name, lambda rng: {"cu_seqlens": starts(rng, 20), "chunk_size": pick(rng, [1, 2, 3, 64])})
 function("cu_seqlens_to_pairs", lambda rng: {"cu_seqlens": starts(rng, 20)})
 function("pairs_to_cu_seqlens", lambda rng: {"pairs": starts(rng, 20).repeat(2)[1:-1]})
 function("prepare_lens_from_mask", lambda rng: {"mask": mask(rng, *sizes(rng, 2))})
@@ -156,12 +153,7 @@ def pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
 for _kind in ("", "_scalar", "_vector"):
     for _first, _local in (("g", True), ("s", False)):
         _name = f"chunk_{'local' if _local else 'global'}_cumsum{_kind}"
-        target(
-            _name,
-            lambda rng, a=(_first, _kind, _local): cumsum_arguments(rng, *a),
-            getattr(attnmask, _name),
-            same_bits=False,
-        )
+        function(_name, lambda rng, a=(_first, _kind, _local): cumsum_arguments(rng, *a), same_bits=False)
 for _name, _first, _local in (("chunk_local_cumsum_vjp", "g", True), ("chunk_global_cumsum_vjp", "s", False)):
 
     def _with_dout(rng: Rng, a: Any = (_first, "", _local)) -> Arguments:
@@ -303,14 +295,20 @@ FLAGS = {"decay": 1, "beta": 2, "initial_state": 4, "cu_seqlens": 8, "kept": 32,
 FLAGS |= {"state_indices": 512}
 
 
-def handler(name: str, given: str, made: str) -> Callable[..., Any]:
-    """A function of the handler's words and arrays: those that are given, and those that it makes."""
+def handling(text: str) -> Callable[..., Any]:
+    """A function of the handler's words and arrays, as in "name: what is given -> what it makes"."""
+    name, given, made = re.split(": | -> ", text)
 
     def call(words: Any, **arrays: Any) -> Any:
         chosen = [{name: arrays[name] for name in names.split() if name in arrays} for names in (given, made)]
         return call_handler(name, words, *chosen)
 
     return call
+
+
+def handler(name: str, arguments: Callable[[Rng], Arguments], text: str, call: Any = None) -> None:
+    made = frozenset(text.partition(" -> ")[2].split())
+    target(f"XLA {name}", arguments, call or handling(text), written=made, subclasses=False)
 
 
 def for_handler(rng: Rng, arguments: Arguments, results: Arguments, flags: int = 0) -> Arguments:
@@ -332,7 +330,7 @@ def wide_of(dtype: Any) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def linear_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
+def linear_handler_arguments(rng: Rng, gradients: bool = False) -> Arguments:
     given = linear_arguments(rng)
     given.pop("out", None)
     normalize = 16 if given.pop("normalize_qk", False) else 0
@@ -366,7 +364,7 @@ def linear_step_handler_arguments(rng: Rng) -> Arguments:
     return for_handler(rng, given, {"out": (given["value"].shape, given["query"].dtype)}, normalize)
 
 
-def convolution_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
+def convolution_handler_arguments(rng: Rng, gradients: bool = False) -> Arguments:
     given = convolution_arguments(rng)
     given.pop("out", None)
     silu = 256 if given.pop("activation") else 0
@@ -390,46 +388,32 @@ def convolution_step_handler_arguments(rng: Rng) -> Arguments:
 
 
 LEARNED = ("query", "key", "value", "decay", "beta", "x", "weight", "bias", "initial_state")
-LINEAR, CONVOLUTION = (
-    "query key value decay beta cu_seqlens initial_state",
-    "x weight bias cu_seqlens initial_state",
+LINEAR = "query key value decay beta cu_seqlens initial_state"
+CONVOLUTION = "x weight bias cu_seqlens initial_state"
+handler("linear_attention", linear_handler_arguments, f"linear_forward: {LINEAR} -> out state kept")
+handler(
+    "linear_attention, gradients",
+    lambda rng: linear_handler_arguments(rng, True),
+    f"linear_backward: {LINEAR} kept dout dstate -> dquery dkey dvalue ddecay dbeta dinitial_state",
 )
-for _name, _arguments, _call in (
-    (
-        "linear_attention",
-        lambda rng: linear_handler_arguments(rng, False),
-        handler("linear_forward", LINEAR, "out state kept"),
-    ),
-    (
-        "linear_attention, gradients",
-        lambda rng: linear_handler_arguments(rng, True),
-        handler(
-            "linear_backward", f"{LINEAR} kept dout dstate", "dquery dkey dvalue ddecay dbeta dinitial_state"
-        ),
-    ),
-    (
-        "linear_attention_step",
-        linear_step_handler_arguments,
-        handler("linear_step", "query key value decay beta state state_indices", "out state"),
-    ),
-    (
-        "short_convolution",
-        lambda rng: convolution_handler_arguments(rng, False),
-        handler("convolution_forward", CONVOLUTION, "out state"),
-    ),
-    (
-        "short_convolution, gradients",
-        lambda rng: convolution_handler_arguments(rng, True),
-        handler("convolution_backward", f"{CONVOLUTION} dout dstate", "dx dweight dbias dinitial_state"),
-    ),
-    (
-        "short_convolution_step",
-        convolution_step_handler_arguments,
-        handler("convolution_step", "x weight bias state state_indices", "out state"),
-    ),
-):
-    _made = "out state kept dquery dkey dvalue ddecay dbeta dx dweight dbias dinitial_state"
-    target(f"XLA {_name}", _arguments, _call, written=frozenset(_made.split()), subclasses=False)
+handler(
+    "linear_attention_step",
+    linear_step_handler_arguments,
+    "linear_step: query key value decay beta state state_indices -> out state",
+)
+handler(
+    "short_convolution", convolution_handler_arguments, f"convolution_forward: {CONVOLUTION} -> out state"
+)
+handler(
+    "short_convolution, gradients",
+    lambda rng: convolution_handler_arguments(rng, True),
+    f"convolution_backward: {CONVOLUTION} dout dstate -> dx dweight dbias dinitial_state",
+)
+handler(
+    "short_convolution_step",
+    convolution_step_handler_arguments,
+    "convolution_step: x weight bias state state_indices -> out state",
+)
 
 # Masks
 
@@ -510,7 +494,7 @@ function(
     ),
 )
 for _name in ("qkv_cu_seqlens_to_qkv_masks", "qkv_cu_seqlens_to_attention_mask"):
-    target(
+    function(
         _name,
         lambda rng: {
             "cu_seqlens_q": np.array([0, 4, 5, 8]),
@@ -519,7 +503,6 @@ for _name in ("qkv_cu_seqlens_to_qkv_masks", "qkv_cu_seqlens_to_attention_mask")
             "max_kv_len": 9,
             "dtype": pick(rng, [np.bool_, np.float32]),
         },
-        getattr(attnmask, _name),
     )
 function(
     "qkv_cu_seqlens_to_attention_mask, out",
@@ -692,7 +675,7 @@ target(
     merge_vjp,
 )
 for _name in ("FwdParams", "BwdParams"):
-    target(_name, lambda rng: {"q_blocksize": 16, "kv_blocksize": 64}, getattr(attnmask, _name))
+    function(_name, lambda rng: {"q_blocksize": 16, "kv_blocksize": 64})
 
 
 def t5_arguments(rng: Rng) -> Arguments:
@@ -825,16 +808,10 @@ def slots_handler_arguments(rng: Rng) -> Arguments:
     return {"words": np.array(words)} | given
 
 
-target(
-    "XLA write_kvcache",
+handler(
+    "write_kvcache",
     slots_handler_arguments,
-    handler(
-        "write_kvcache",
-        "k_cache v_cache key value k_scale v_scale slot_mapping",
-        "k_cache v_cache k_scale v_scale",
-    ),
-    written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}),
-    subclasses=False,
+    "write_kvcache: k_cache v_cache key value k_scale v_scale slot_mapping -> k_cache v_cache k_scale v_scale",
 )
 
 
@@ -888,17 +865,17 @@ def cache_handler_arguments(rng: Rng) -> Arguments:
     return {"words": np.array(words)} | given | arrays | results
 
 
-target(
-    "XLA flash_attention_with_kvcache",
+ATTENDING = (
+    "flash_kvcache: query k_cache v_cache key value k_scale v_scale cache_seqlens block_table cu_seqlens_q "
+    "cu_seqlens_k_new alibi_slopes -> out lse k_cache v_cache k_scale v_scale"
+)
+handler(
+    "flash_attention_with_kvcache",
     cache_handler_arguments,
-    lambda words, **arrays: handler(
-        "flash_kvcache",
-        "query k_cache v_cache key value k_scale v_scale cache_seqlens block_table cu_seqlens_q "
-        "cu_seqlens_k_new alibi_slopes",
-        "out lse k_cache v_cache k_scale v_scale" if "key" in arrays else "out lse",
+    ATTENDING,
+    lambda words, **arrays: handling(
+        ATTENDING if "key" in arrays else ATTENDING.partition(" lse ")[0] + " lse"
     )(words, **arrays),
-    written=frozenset({"out", "lse", "k_cache", "v_cache", "k_scale", "v_scale"}),
-    subclasses=False,
 )
 
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from environment import ROOT
+from handlers import HEAD
 from headers import check_declarations
 
 from attnmask import _core
@@ -61,21 +62,11 @@ class Extension(ctypes.Structure):
 
 
 class Version(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
+    _fields_ = [*HEAD, ("major", ctypes.c_int), ("minor", ctypes.c_int)]
 
 
 class Metadata(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("version", Version),
-        ("traits", ctypes.c_uint32),
-        ("state_type_id", ctypes.c_int64),
-    ]
+    _fields_ = [HEAD[0], ("version", Version), ("traits", ctypes.c_uint32), ("state_type_id", ctypes.c_int64)]
 
 
 class MetadataExtension(ctypes.Structure):
@@ -83,11 +74,7 @@ class MetadataExtension(ctypes.Structure):
 
 
 class CallFrame(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
-        ("rest", ctypes.c_char * 256),
-    ]
+    _fields_ = [*HEAD, ("rest", ctypes.c_char * 256)]
 
 
 @pytest.mark.parametrize("name", _core.xla_handlers())
