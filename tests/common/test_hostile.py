@@ -1,6 +1,7 @@
 """Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
 
 import contextlib
+import sys
 import time
 import warnings
 
@@ -177,8 +178,8 @@ def test_ids_that_change_while_a_later_term_is_read(head):
 WIDE = 2**33
 
 
-def huge(dtype, *shape) -> np.ndarray:
-    return as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+def huge(dtype, *shape, value=0) -> np.ndarray:
+    return as_strided(np.full(1, value, dtype), shape, (0,) * len(shape))
 
 
 def attend(depth, value_depth=1, keys=3, dtype="f2", queries=1) -> np.ndarray:
@@ -257,6 +258,14 @@ STACKS, OP = (huge("f4", 2**31), huge("f4", 2**31)), OperationRegistry.create("f
     (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0))),
     (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
     (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](10**1000)),
+    (ValueError, "segment_ids must be below max_segments = 128, got 200 at index",  # the last one looked at
+     lambda: attnmask.segment_ids_to_cu_seqlens(huge("i4", 2**40, 1, value=200))),
+    (OverflowError, r"pairs must be below 2\*\*63, got uint64 array",
+     lambda: attnmask.pairs_to_cu_seqlens(np.array([0, 2**64 - 1], np.uint64))),
+    (OverflowError, r"pairs must be below 2\*\*63, got uint64 array",
+     lambda: attnmask.pairs_to_cu_seqlens(np.array([2**63, 2**63 + 5], np.uint64))),
+    (ValueError, "cu_seqlens must be array_like", lambda: attnmask.prepare_lens([[0], [1, 2]])),
+    (ValueError, "pairs must be a 1-D array", lambda: attnmask.pairs_to_cu_seqlens([[]])),
     (TypeError, "sparsity", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
     (TypeError, "preserved_indices", lambda: OP.create_stable_sharding(("dp",), np.array(None))),
 ])  # fmt: skip
@@ -265,6 +274,57 @@ def test_wrong_arguments_of_any_size_are_refused_at_once(error, match, call):
     with pytest.raises(error, match=match):
         call()
     assert time.perf_counter() - begin < 1
+
+
+def test_what_is_empty_takes_no_time():
+    """The inputs have more rows than any loop could visit."""
+    ids = np.zeros((2**40, 0), np.int32)
+    assert attnmask.positions_from_segment_ids(ids).shape == ids.shape
+    assert attnmask.segment_ids_to_cu_seqlens(ids).max() == 0
+    many = (2**20, 2**20, 2**20, 0)
+    assert attnmask.dropout_keep_mask(0, 0.5, many).shape == many
+    x = huge("f2", 1, 2**50, 1, 8)
+    assert attnmask.flash_attention(x, x, x[..., :0]).shape == (1, 2**50, 1, 0)
+    few, lse, long = huge("f2", 1, 3, 1, 0), huge("f4", 1, 1, 3), huge("f2", 1, 2**50, 1, 0)
+    assert attnmask.flash_attention_bwd(few, few, long, long, few, lse).key.shape == long.shape
+
+
+LONG_AMONG_MANY = """
+import attnmask, numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmPeak"))
+
+count, keys = 20_000, 2**23
+tokens = as_strided(np.ones(1, np.float16), (1, 2 * count + keys, 1, 1), (0,) * 4)
+starts = np.arange(count + 2)
+ends = np.append(2 * starts[:-1], 2 * count + keys)
+before = peak()
+out = attnmask.flash_attention(tokens[:, : count + 1], tokens, tokens, cum_seqlens_q=starts, cum_seqlens_k=ends)
+print((out == 1).all(), (peak() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or SANITIZED, reason="asks Linux for the memory of a plain process"
+)
+def test_a_long_sequence_among_many():
+    """Its keys are split, and only this sequence needs accumulators of splits."""
+    result = python(LONG_AMONG_MANY)
+    assert result.stdout.split() == ["True", "0"], result.stderr  # GB
+
+
+def test_many_short_segments():
+    """The search for the keys of one segment must not visit all segments."""
+    ids = np.repeat(np.arange(20_000, dtype=np.int32), 5)[None]
+    x = huge("f2", 1, ids.size, 1, 1, value=1)
+    assert (attnmask.flash_attention(x, x, x, q_segment_ids=ids, kv_segment_ids=ids) == 1).all()
+
+
+def test_the_largest_pairs():
+    most = np.array([0, 2**63 - 1], np.uint64)
+    np.testing.assert_array_equal(attnmask.pairs_to_cu_seqlens(most), most)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
