@@ -8,7 +8,7 @@ from flash_cases import F16, F32, F64, laid_out
 from attnmask import MaskInfo
 
 B, TQ, H, HKV, D, DV = 2, 3, 4, 2, 8, 5
-KINDS = ("rows", "paged", "packed", "packed, paged")  # of calls
+KINDS = ("rows", "paged", "packed", "packed, paged")  # of calls; or "int8", "int4": over pages of these
 
 
 def zeros(*shape, dtype=F32) -> np.ndarray:
@@ -17,6 +17,8 @@ def zeros(*shape, dtype=F32) -> np.ndarray:
 
 def good(kind: str, new: bool = True) -> dict:
     """Arguments that are right, in which everything that could be written is 7 or 77."""
+    if kind in ("int8", "int4"):
+        return good_of_integers(kind, new)
     packed, paged = "packed" in kind, "paged" in kind
     tokens = (B * TQ,) if packed else (B, TQ)
     arguments = {"query": zeros(*tokens, H, D), "out": np.full((*tokens, H, DV), 77, F32)}
@@ -32,6 +34,17 @@ def good(kind: str, new: bool = True) -> dict:
     return arguments
 
 
+def good_of_integers(kind: str, new: bool) -> dict:
+    depth, dtype, scales = (8, np.int8, (1,)) if kind == "int8" else (64, np.uint8, (2, 2))
+    arguments = {"query": zeros(1, 1, H, depth), "out": np.full((1, 1, H, depth), 77, F32)}
+    for side in "kv":
+        arguments[f"{side}_cache"] = zeros(3, 4, HKV, 8 if kind == "int8" else 32, dtype=dtype)
+        arguments[f"{side}_scale"] = np.ones((3, 4, HKV, *scales), F32)
+    x = np.arange(HKV * depth, dtype=F32).reshape(1, 1, HKV, depth)
+    arguments |= {"key": x, "value": x} if new else {}
+    return arguments | {"cache_seqlens": [3], "block_table": [[1]]}
+
+
 def table(*rows, dtype=np.int32) -> np.ndarray:
     return np.array(rows, dtype)
 
@@ -39,6 +52,14 @@ def table(*rows, dtype=np.int32) -> np.ndarray:
 def read_only(*shape, dtype=F32) -> np.ndarray:
     array = zeros(*shape, dtype=dtype)
     array.flags.writeable = False
+    return array
+
+
+def ones(*shape, last=1.0) -> np.ndarray:
+    """But for one number, that is neither the first nor the last."""
+    array = np.ones(shape, F32)
+    if last != 1:
+        array[..., -1, -4] = last
     return array
 
 
@@ -175,6 +196,43 @@ BAD = [
     ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=">f4")}, ValueError, "v_cache must be .* native byte order"),
     ("rows", {"k_cache": laid_out(zeros(B, 12, HKV, D), "misaligned")}, ValueError, "k_cache must be an aligned"),
     ("paged", {"v_cache": laid_out(zeros(6, 4, HKV, DV), "misaligned")}, ValueError, "v_cache must be an aligned"),
+    # Scales
+    ("int8", {"k_scale": None}, ValueError, "k_scale must be given for a cache of int8, got None; write k_scale="),
+    ("int8", {"v_scale": None}, ValueError, r"write v_scale=np.ones\(\(1, 1, 2, 8\), np.float32\) for scales of 1"),
+    ("int8", {"k_scale": np.ones((3, 4, 2, 1))}, TypeError, "k_scale must be float32"),
+    ("int8", {"k_scale": ones(3, 4, 1, 8)}, ValueError, "k_scale must be of shape"),
+    ("int8", {"v_scale": ones(4, 2, 1)}, ValueError, "v_scale must be of shape"),
+    ("int8", {"v_scale": zeros(1, 1, 2, 8)}, ValueError, "finite and positive for each channel, got 0"),
+    ("int8", {"k_scale": np.full((1, 1, 2, 8), math.inf, F32)}, ValueError, "finite and positive"),
+    ("int8", {"k_scale": ones(1, 1, 2, 8, last=-3)}, ValueError, "for each channel, got -3"),
+    ("int8", {"v_scale": ones(1, 1, 2, 16, last=math.nan)[..., ::2]}, ValueError, "for each channel, got nan"),
+    ("int8", {"k_scale": ones(3, 1, 2, 1)}, ValueError, "to take new tokens"),
+    ("int8", {"query": zeros(1, 1, H, 8, dtype=F64)}, TypeError, "query must be"),
+    ("int4", {"k_scale": None}, ValueError, r"k_scale must be given for a cache of uint8, got None; attnmask.qua"),
+    ("int4", {"v_scale": None}, ValueError, "v_scale must be given for a cache of uint8"),
+    ("int4", {"k_scale": np.ones((3, 4, 2, 2, 2))}, TypeError, "k_scale must be float32 or float16 for a cache of u"),
+    ("int4", {"k_scale": ones(3, 4, 2, 1)}, ValueError, r"of shape \(3, 4, 2, 64 / group, 2\)"),
+    ("int4", {"k_scale": ones(1, 1, 2, 2, 2)}, ValueError, "k_scale must be of shape"),
+    ("int4", {"v_scale": ones(3, 4, 2, 2, 1)}, ValueError, "v_scale must be of shape"),
+    ("int4", {"v_scale": ones(3, 4, 2, 4, 2)}, ValueError, "with a group of 32, 64 or 128"),
+    ("int4", {"v_scale": ones(3, 4, 2, 0, 2)}, ValueError, "v_scale must be of shape"),
+    ("int4", {"k_scale": read_only(3, 4, 2, 2, 2)}, ValueError, "k_scale must be writeable"),
+    ("int4", {"k_cache": zeros(3, 4, 2, 64, dtype=np.uint8)}, ValueError, "must have 2 channels per byte and D = 64"),
+    ("int4", {"v_cache": zeros(3, 4, 2, 32, dtype=np.int8)}, TypeError, "v_cache must be uint8 as k_cache"),
+    ("int4", {"value": ones(1, 1, 2, 32)}, ValueError, "value must have 2 heads of 64 channels"),
+    ("int4", {"query": zeros(1, 1, H, 64, dtype=F64)}, TypeError, "query must be .* with a k_cache of uint8"),
+    ("int4", {"query": zeros(1, 1, H, 64, dtype=np.uint8)}, TypeError, "query must be of float16"),
+    ("int4", {"key": zeros(1, 1, 2, 64, dtype=np.uint8)}, TypeError, "key must be of float16"),
+    ("int4", {"cache_seqlens": [4]}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
+    ("int4", {"block_table": [[3]]}, IndexError, "block_table must be from 0 to 2"),
+    # Rotation
+    ("int4", {"rotate": True, "k_cache": zeros(3, 4, 2, 48, dtype=np.uint8), "query": zeros(1, 1, H, 96)}, ValueError,
+     "the channels of query must be a power of two to be rotated, got 96"),
+    ("int4", {"rotate": True, "v_cache": zeros(3, 4, 2, 48, dtype=np.uint8)}, ValueError,
+     "the channels of v_cache must be a power of two"),
+    ("int4", {"rotate": True, "key": zeros(1, 1, 2, 63)}, ValueError, "key must have 2 heads of 64 channels"),
+    ("int4", {"rotate": True, "query": zeros()}, ValueError, r"query must be \[B, T, H, D\]"),
+    ("int4", {"rotate": True, "value": zeros(1, 1, 2, 64, dtype=int)}, TypeError, "value must be of float16"),
 ]  # fmt: skip
 
 # The same for calls without new tokens, of sequences of 4 and of 8 tokens.

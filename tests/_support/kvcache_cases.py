@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import pytest
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, Told, all_pairs, bits_of, laid_out
 from flash_expected import Expected, expected_by
@@ -392,6 +393,15 @@ def bits_of_memory(arguments: dict) -> dict[str, bytes]:
 
 def attend(arguments: dict, **more):
     return attnmask.flash_attention_with_kvcache(**(arguments | more))
+
+
+def refused(arguments: dict, error, message: str, call=attend) -> None:
+    """The call fails, and nothing is written."""
+    before = bits_of_memory(arguments)
+    with pytest.raises(error, match=message):
+        call(arguments)
+    after = bits_of_memory(arguments)
+    assert [name for name in before if before[name] != after[name]] == []
 
 
 class Right(NamedTuple):

@@ -14,29 +14,47 @@ from environment import SANITIZED
 
 from attnmask import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache
-from attnmask._cache.quantize import quantize_kv
+from attnmask._cache.quantize import quantize_kv, rotated
 
-BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
-EIGHT_BITS = (np.dtype("int8"), FP8, np.dtype(ml_dtypes.float8_e5m2))
-# Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has eight bits.
-ERROR = {FLOATS[0]: 4e-3, BF16: 3e-2, FLOATS[2]: 1e-5, FLOATS[3]: 1e-13, **dict.fromkeys(EIGHT_BITS, 3e-2)}
+FLOATS = tuple(map(np.dtype, ("float16", ml_dtypes.bfloat16, "float32", "float64")))
+EIGHT_BITS = tuple(map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
+# Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has scales.
+ERROR = dict(zip(FLOATS, (4e-3, 3e-2, 1e-5, 1e-13), strict=True))
 HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
+HALVES = {"dtype": "int4", "depth": 64, "value_depth": 32}
+KINDS = {str(dtype): {"dtype": dtype} for dtype in (*FLOATS, *EIGHT_BITS)} | {
+    "int4": HALVES | {"value_depth": 128},
+    "int4, rotated": HALVES | {"group": 32, "rotate": True},
+    **{f"latent, {dtype}": {"dtype": dtype, "latent": True} for dtype in ("float32", "int8")},
+    "latent, int4": HALVES | {"group": 32, "latent": True},
+}
 
 
-def cache_of(dtype="float32", pages=24, **more) -> KVCache:
-    sizes = {"layers": LAYERS, "page_size": PAGE_SIZE, "value_depth": VALUE_DEPTH} | more
-    return KVCache(KV_HEADS, DEPTH, pages=pages, dtype=dtype, **sizes)
+def cache_of(kind="float32", pages=24) -> KVCache:
+    sizes = {"depth": DEPTH, "value_depth": VALUE_DEPTH} | KINDS[kind]
+    return KVCache(KV_HEADS, pages=pages, layers=LAYERS, page_size=PAGE_SIZE, **sizes)
+
+
+def depths_of(cache: KVCache) -> list[int]:
+    return [
+        pages.shape[-1] * (2 if pages.dtype == np.uint8 else 1) for pages in (cache.k_pages, cache.v_pages)
+    ]
+
+
+def new_tokens(rng, cache: KVCache, *counts: int) -> list[np.ndarray]:
+    """A query, a key and, unless the cache is latent, a value for each."""
+    (depth, value_depth), dtype = depths_of(cache), cache.k_pages.dtype
+    sizes = [(HEADS, depth), (KV_HEADS, depth), (KV_HEADS, value_depth)][: 2 if cache.latent else 3]
+    dtype = dtype if dtype in FLOATS else np.float32
+    return [rng.standard_normal((*counts, *size)).astype(dtype) for size in sizes]
 
 
 def fill(step) -> None:
     """Let every layer attend, with tokens of zeros."""
-    cache, total = step._cache, sum(step._counts)
-    dtype = np.dtype("float32") if cache.k_pages.dtype in EIGHT_BITS else cache.k_pages.dtype
-    query, key = np.zeros((total, HEADS, DEPTH), dtype), np.zeros((total, KV_HEADS, DEPTH), dtype)
-    value = np.zeros((total, KV_HEADS, cache.v_pages.shape[-1]), dtype)
+    cache = step._cache
+    tokens = [np.zeros_like(x) for x in new_tokens(np.random.default_rng(0), cache, sum(step._counts))]
     for layer in range(len(cache.k_pages)):
-        step.attend(layer, query, key, value)
+        step.attend(layer, *tokens)
 
 
 def grown(cache: KVCache, *lengths: int) -> list[int]:
@@ -47,18 +65,19 @@ def grown(cache: KVCache, *lengths: int) -> list[int]:
     return ids
 
 
-def new_tokens(rng, dtype, *counts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dtype = np.dtype("float32") if dtype in EIGHT_BITS else dtype
-    shapes = (*counts, HEADS, DEPTH), (*counts, KV_HEADS, DEPTH), (*counts, KV_HEADS, VALUE_DEPTH)
-    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
-
-
-def as_held(x, dtype) -> np.ndarray:
-    """The numbers, in float64, that a cache of that type stands for once it holds x."""
-    if dtype in FLOATS:
-        return x.astype(dtype).astype(np.float64)
-    values, scale = quantize_kv(x, dtype, axis=-1)
-    return values.astype(np.float64) * scale
+def as_held(cache: KVCache, key, value=None) -> list[np.ndarray]:
+    """The numbers, in float64, that a cache stands for once it holds keys and values."""
+    held = []
+    for x in (key,) if cache.latent else (key, value):
+        x = rotated(x) if cache.rotate else x
+        if cache.k_scales is None:
+            held.append(x.astype(np.float64))
+        elif cache.group:
+            held.append(twin.of_halves(*quantize_kv(x, "int4", group=cache.group)))
+        else:
+            numbers, scale = quantize_kv(x, cache.k_pages.dtype, axis=-1)
+            held.append(numbers.astype(np.float64) * scale)
+    return [held[0], held[0][..., : depths_of(cache)[1]]] if cache.latent else held
 
 
 # The model
@@ -67,18 +86,17 @@ def as_held(x, dtype) -> np.ndarray:
 class Model:
     """A KVCache, and what it has to hold: by id, keys and values of each layer, in float64."""
 
-    def __init__(self, dtype, pages: int) -> None:
-        self.cache = cache_of(dtype, pages)
-        self.dtype, self.pages = np.dtype(dtype), pages
+    def __init__(self, kind: str, pages: int) -> None:
+        self.cache, self.pages = cache_of(kind, pages), pages
+        self.error = ERROR.get(self.cache.k_pages.dtype, 3e-2)
+        # A quotient that is rounded may lie on another side of the middle of two quantized numbers.
+        self.slack = 0.08 * (self.cache.k_scales is not None)
         self.held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.made: list[int] = []
 
     def new(self) -> None:
         number = self.cache.new_sequence()
-        self.held[number] = (
-            np.zeros((LAYERS, 0, KV_HEADS, DEPTH)),
-            np.zeros((LAYERS, 0, KV_HEADS, VALUE_DEPTH)),
-        )
+        self.held[number] = tuple(np.zeros((LAYERS, 0, KV_HEADS, depth)) for depth in depths_of(self.cache))
         self.made.append(number)
 
     def fork(self, number: int) -> None:
@@ -107,10 +125,14 @@ class Model:
         """The first tokens in the pages of a sequence, as they are held."""
         cache = self.cache
         where = slice(None), *twin.places(cache.k_pages[0], cache.block_table([number]), 0, 0, length)
-        keys, values = (pages[where].astype(np.float64) for pages in (cache.k_pages, cache.v_pages))
+        keys, values = cache.k_pages[where], cache.v_pages[where]
         if cache.k_scales is None:
-            return keys, values
-        return keys * cache.k_scales[where], values * cache.v_scales[where]
+            return keys.astype(np.float64), values.astype(np.float64)
+        k_scales, v_scales = cache.k_scales[where], cache.v_scales[where]
+        if cache.group:
+            groups = depths_of(cache)[1] // cache.group
+            return twin.of_halves(keys, k_scales), twin.of_halves(values, v_scales[..., :groups, :])
+        return keys.astype(np.float64) * k_scales, values.astype(np.float64) * v_scales
 
     def pages_needed(self, ids, counts) -> int:
         """Pages that a step takes: those behind the last ones, and copies for all owners of a page but one."""
@@ -144,22 +166,25 @@ class Model:
     def spoil(self, pages: list[int]) -> None:
         cache = self.cache
         for held in (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales):
-            if held is not None and held.dtype != np.int8:
+            if held is not None and held.dtype not in (np.int8, np.uint8):
                 held[:, pages] = np.nan
 
     def attend(self, step, layer, ids, spans, tokens) -> None:
         """One layer of a step, compared with attention over what is held and the new tokens."""
-        got = step.attend(layer, *tokens).astype(np.float64)
-        assert got.shape == (*tokens[0].shape[:-1], VALUE_DEPTH)
+        got, turn = step.attend(layer, *tokens).astype(np.float64), self.cache.rotate
+        assert got.shape == (*tokens[0].shape[:-1], depths_of(self.cache)[1])
         got, query, *new = (array.reshape(-1, *array.shape[-2:]) for array in (got, *tokens))
         for number, span in zip(ids, spans, strict=True):
             key, value = (
-                np.concatenate([held[layer], as_held(those[span], self.dtype)])[None]
-                for held, those in zip(self.held[number], new, strict=True)
+                np.concatenate([held[layer], those])[None]
+                for held, those in zip(
+                    self.held[number], as_held(self.cache, *(x[span] for x in new)), strict=True
+                )
             )
-            rows = {"query": query[None, span], "key": key, "value": value}
-            expected = ref.flash_attention(**rows, causal=True, causal_offset="bottom-right")
-            np.testing.assert_allclose(got[span], expected.out[0], rtol=0, atol=4 * ERROR[self.dtype])
+            rows = {"query": (rotated(query) if turn else query)[None, span], "key": key, "value": value}
+            right = ref.flash_attention(**rows, causal=True, causal_offset="bottom-right").out[0]
+            right = rotated(right) if turn else right
+            np.testing.assert_allclose(got[span], right, rtol=0, atol=4 * self.error)
 
     def commit(self, ids, spans, written) -> None:
         """What the pages hold of the new tokens of all layers has to stay there."""
@@ -169,12 +194,8 @@ class Model:
             before = self.length(number)
             after = before + span.stop - span.start
             added = [held[:, before:] for held in self.tokens(number, after)]
-            for got, those in zip(added, new, strict=True):
-                # A quotient that is rounded may lie on another side of the middle of two quantized numbers.
-                error = 0 if self.dtype in FLOATS else 0.08
-                np.testing.assert_allclose(
-                    got, as_held(those[:, span], self.dtype), rtol=error, atol=error / 2
-                )
+            for got, those in zip(added, as_held(self.cache, *(x[:, span] for x in new)), strict=True):
+                np.testing.assert_allclose(got, those, rtol=self.slack, atol=self.slack / 2)
             self.held[number] = tuple(
                 np.concatenate(both, axis=1) for both in zip(self.held[number], added, strict=True)
             )
@@ -203,7 +224,8 @@ def random_step(model: Model, rng) -> str:
     batched = bool(rng.integers(2))
     counts = [int(rng.integers(7))] * len(ids) if batched else rng.integers(0, 7, len(ids)).tolist()
     shape, spans = (len(ids), counts[0]) if batched else (sum(counts),), spans_of(counts)
-    written = [new_tokens(rng, model.dtype, *shape) for _ in range(LAYERS)]
+    own = np.random.default_rng(rng.integers(2**32))  # so that caches of all kinds take the same steps
+    written = [new_tokens(own, model.cache, *shape) for _ in range(LAYERS)]
     missing = model.pages_needed(ids, counts) - model.cache.free_pages
     layers = rng.permutation(LAYERS)[: None if rng.integers(4) else rng.integers(LAYERS + 1)].tolist()
     stops = not rng.integers(4)
@@ -240,13 +262,10 @@ def random_step(model: Model, rng) -> str:
 CALLS = ("new", "fork", "truncate", "free", *["step"] * 6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "calls"),
-    [(dtype, 2000 if dtype == np.float32 and not SANITIZED else 150) for dtype in (*FLOATS, *EIGHT_BITS)],
-    ids=str,
-)
-def test_any_series_of_calls(dtype, calls):
-    rng, model, seen = np.random.default_rng(5), Model(dtype, pages=24), []
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_series_of_calls(kind):
+    rng, model, seen = np.random.default_rng(5), Model(kind, pages=24), []
+    calls = 2000 if kind == "float32" and not SANITIZED else 150
     model.new()
     for _ in range(calls):
         call, number = rng.choice(CALLS), int(rng.choice(list(model.held)))
@@ -275,7 +294,7 @@ def test_a_block_that_raises_leaves_what_was_shared(turned):
     """The shorter one of two sequences that share their last page would write over a token of the longer one."""
     model, rng = Model("float32", 24), np.random.default_rng(0)
     model.new()
-    tokens = [new_tokens(rng, model.dtype, 7) for _ in range(LAYERS)]
+    tokens = [new_tokens(rng, model.cache, 7) for _ in range(LAYERS)]
     with model.cache.step([0], 7) as step:
         for layer in range(LAYERS):
             step.attend(layer, *tokens[layer])
@@ -286,7 +305,7 @@ def test_a_block_that_raises_leaves_what_was_shared(turned):
     ids = [1, 0] if turned else [0, 1]
     with stopped(model.cache.step(ids, 3)) as step:
         for layer in range(LAYERS):
-            step.attend(layer, *new_tokens(rng, model.dtype, 2, 3))
+            step.attend(layer, *new_tokens(rng, model.cache, 2, 3))
     model.check()
 
 
@@ -296,7 +315,7 @@ def test_a_block_that_raises_leaves_what_was_shared(turned):
 def test_an_error_of_a_layer_counts_as_left_out():
     cache, rng = cache_of(), np.random.default_rng(0)
     (a,) = grown(cache, 3)
-    tokens = new_tokens(rng, np.dtype("float32"), 1)
+    tokens = new_tokens(rng, cache, 1)
 
     def incomplete():
         with cache.step([a], 1) as step:
@@ -319,18 +338,21 @@ def test_shallow_copies_are_refused():
         copy.copy(cache)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4, rotated", "latent, float32", "latent, int4"])
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_a_copy_is_independent(make, dtype):
-    cache, rng = cache_of(dtype), np.random.default_rng(0)
+def test_a_copy_is_independent(make, kind):
+    cache, rng = cache_of(kind), np.random.default_rng(0)
     a, b = grown(cache, 6, 3)
     cache.free(grown(cache, 9)[0])
     with cache.step([a, b], 3) as step:
         for layer in range(LAYERS):
-            step.attend(layer, *new_tokens(rng, np.dtype(dtype), 6))
+            step.attend(layer, *new_tokens(rng, cache, 6))
     c = cache.fork(a)
     other = make(cache)
     assert repr(other) == repr(cache)
+    for each in (cache, other):
+        assert np.shares_memory(each.v_pages, each.k_pages) == cache.latent
+        assert (each.v_scales is each.k_scales) == (cache.latent or cache.k_scales is None)
     for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
         one, two = getattr(cache, name), getattr(other, name)
         assert (one is None) == (two is None)
@@ -340,7 +362,7 @@ def test_a_copy_is_independent(make, dtype):
             assert not np.shares_memory(one, two)
     tables = cache.block_table([a, b, c])
     np.testing.assert_array_equal(other.block_table([a, b, c]), tables)
-    tokens = [new_tokens(rng, np.dtype(dtype), 6) for _ in range(LAYERS)]
+    tokens = [new_tokens(rng, cache, 6) for _ in range(LAYERS)]
     results = []
     for each in (cache, other):
         with each.step([c, each.new_sequence()], [2, 4]) as step:
@@ -378,10 +400,17 @@ def test_repr():
         "KVCache(kv_heads=1, depth=2, layers=1, pages=3, page_size=64, dtype=float64, sequences=0, "
         "free_pages=3, nbytes=6144)"
     )
+    given = HALVES | {"group": 32, "rotate": True, "layers": 2, "pages": 12, "page_size": 4}
+    assert repr(KVCache(2, **given)) == (
+        "KVCache(kv_heads=2, depth=64, value_depth=32, layers=2, pages=12, page_size=4, dtype=int4, group=32, "
+        "rotate=True, sequences=0, free_pages=12, nbytes=13824)"
+    )
+    assert "latent=True" in repr(cache_of("latent, float32"))
+    assert f"nbytes={cache_of('latent, float32').k_pages.nbytes}" in repr(cache_of("latent, float32"))
     step = cache.step([b, a], [2, 3])
     assert repr(step) == "KVCacheStep(sequences=2, tokens=5, not begun, 0 of 2 layers attended)"
     with step:
-        step.attend(1, *new_tokens(np.random.default_rng(0), np.dtype("float32"), 5))
+        step.attend(1, *new_tokens(np.random.default_rng(0), cache, 5))
         assert repr(step) == "KVCacheStep(sequences=2, tokens=5, open, 1 of 2 layers attended)"
         fill(step)
     assert repr(step) == "KVCacheStep(sequences=2, tokens=5, ended, 2 of 2 layers attended)"
@@ -396,7 +425,7 @@ def test_options(dtype, batched):
     """Those of the function, which gives the same over the pages."""
     cache, rng = cache_of(dtype), np.random.default_rng(0)
     ids, options = grown(cache, 3, 6), {"sliding_window": 2, "softmax_scale": 0.3, "return_lse": True}
-    tokens = new_tokens(rng, np.dtype(dtype), *([2, 3] if batched else [6]))
+    tokens = new_tokens(rng, cache, *([2, 3] if batched else [6]))
     with cache.step(ids, [3, 3]) as step:
         results = [step.attend(layer, *tokens, **options) for layer in range(LAYERS)]
     options |= {"cache_seqlens": cache.lengths(ids), "block_table": cache.block_table(ids)}
@@ -422,7 +451,7 @@ def test_a_step_of_no_tokens_or_of_no_sequences():
         ([], [], (0,)),
     ):
         with cache.step(some, counts) as step:
-            out = step.attend(0, *new_tokens(rng, np.dtype("float32"), *shape))
+            out = step.attend(0, *new_tokens(rng, cache, *shape))
         assert out.shape == (*shape, HEADS, VALUE_DEPTH)
     assert cache.lengths(ids).tolist() == [5, 0]
     assert cache.block_table([]).shape == (0, 0)
@@ -448,9 +477,6 @@ def test_arrays(dtype):
 # Errors
 
 
-HALVES = {"dtype": "int4", "depth": 64}
-
-
 @pytest.mark.parametrize(("more", "error", "message"), [
     ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
     ({"pages": -1}, ValueError, "pages must be at least 1, got -1"),
@@ -469,9 +495,9 @@ HALVES = {"dtype": "int4", "depth": 64}
     (HALVES | {"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
     (HALVES | {"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
     (HALVES | {"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
-    (HALVES | {"rotate": 1}, TypeError, "rotate must be"),
+    (HALVES | {"rotate": 1, "group": 32}, TypeError, "rotate must be"),
     (HALVES | {"rotate": True, "value_depth": 192}, ValueError, "value_depth must be a power of two to be rotated"),
-    (HALVES | {"rotate": True, "latent": True}, ValueError, "rotate must be False if latent"),
+    (HALVES | {"rotate": True, "latent": True, "group": 32}, ValueError, "rotate must be False if latent"),
     ({"latent": True, "value_depth": 9}, ValueError, "value_depth must be at most depth, 8, if latent, got 9"),
     ({"latent": "yes"}, TypeError, "latent must be"),
 ], ids=repr)  # fmt: skip
@@ -560,7 +586,7 @@ def test_nested_steps():
 def test_steps_outside_their_blocks():
     cache = cache_of()
     (a,) = grown(cache, 1)
-    tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    tokens = new_tokens(np.random.default_rng(0), cache, 1)
     step, words = cache.step([a], 1), "step.attend must be called inside the with block of its step"
     with pytest.raises(RuntimeError, match=words):
         step.attend(0, *tokens)
@@ -603,7 +629,7 @@ def test_lengths_and_layers_that_are_not_there(length, message):
     with pytest.raises(ValueError, match=message):
         cache.truncate(a, length)
     assert cache.lengths([a]).tolist() == [5]
-    layer, tokens = min(length, LAYERS), new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
+    layer, tokens = min(length, LAYERS), new_tokens(np.random.default_rng(0), cache, 1)
     words = f"layer must be from 0 to 1, got {layer}"
     with pytest.raises(IndexError, match=words), cache.step([a], 1) as step:
         step.attend(layer, *tokens)
@@ -620,8 +646,8 @@ def test_lengths_and_layers_that_are_not_there(length, message):
 def test_tokens_that_do_not_fit(place, counts, shape, wrong, expected):
     cache, rng = cache_of(), np.random.default_rng(0)
     ids = grown(cache, 5, 1)
-    tokens = list(new_tokens(rng, np.dtype("float32"), *shape))
-    tokens[place] = new_tokens(rng, np.dtype("float32"), *wrong)[place]
+    tokens = new_tokens(rng, cache, *shape)
+    tokens[place] = new_tokens(rng, cache, *wrong)[place]
     name, before = ("query", "key", "value")[place], cache.k_pages.copy()
     with (
         pytest.raises(ValueError, match=f"{name} must be {expected}, got float32 array of shape"),

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 from flash_cases import F16, F32, F64, laid_out
-from kvcache_cases import bits_of_memory, memory
+from kvcache_cases import memory
+from kvcache_cases import refused as refused_by
 from slot_cases import BAD, FORMATS, PAGES, SIZE, SLOTS, D, cache_of, copied, good, tokens_of, write_by_twin
 
 import attnmask
@@ -101,10 +102,7 @@ def test_tensors(torch):
 
 
 def refused(arguments, error, message) -> None:
-    before = bits_of_memory(arguments)
-    with pytest.raises(error, match=message):
-        attnmask.write_kvcache(**arguments)
-    assert bits_of_memory(arguments) == before
+    refused_by(arguments, error, message, lambda given: attnmask.write_kvcache(**given))
 
 
 def test_the_good_arguments_are_good():
