@@ -1,10 +1,13 @@
 """Where the tests run: the processor, sanitizers, other processes, signals."""
 
 import contextlib
+import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,16 @@ def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> s
             os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"still running after {timeout} s:\n{code}")
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def compiled(folder: Path, source: str, *flags: str) -> ctypes.CDLL:
+    """A library of C."""
+    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    (folder / "library.c").write_text(source)
+    command = [compiler or "cc", "-shared", "-fPIC", *flags, "library.c", "-o", "library.so", "-lm"]
+    if not compiler or subprocess.run(command, cwd=folder, capture_output=True).returncode:
+        pytest.skip(f"needs a C compiler that takes {flags}")
+    return ctypes.CDLL(str(folder / "library.so"))
 
 
 def import_paths() -> dict[str, str]:

@@ -1,9 +1,5 @@
 """The level `plain` gives what the float64 twins give, and the other levels give what it gives."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from environment import SANITIZED
@@ -44,17 +40,6 @@ def test_gradients(plain, case):
 @pytest.mark.parametrize("case", CACHE_CASES[:: 4 * STEP], ids=lambda case: str(case.seed))
 def test_caches(plain, case):
     check(case, right_of(case), arguments_of(case))
-
-
-def test_from_the_environment():
-    code = "import attnmask; print(attnmask.show_config(mode='dict')['isa'])"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"ATTNMASK_ISA": "plain"},
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout.strip() == "plain", found.stderr
 
 
 # The largest error, of the largest number of an array: of results, and of gradients.

@@ -3,17 +3,14 @@
 import itertools
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference_masks as ref
-from environment import SANITIZED
+from environment import SANITIZED, python
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import LAYOUTS, arrange, assert_same, outcome
@@ -611,7 +608,7 @@ ids, _ = attnmask.mask_to_segment_ids(mask)
 assert ids.max() == 2
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (2 * size))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = python(code)
     assert float(result.stdout) < 600, result.stderr  # bytes per row and column
 
 
@@ -702,7 +699,8 @@ def test_debug_mode_of_members(debug_mode):
 
 
 @pytest.mark.parametrize("value", ["1", "0", "", None, "yes"])
-def test_debug_mode_from_the_environment(value):
+def test_debug_mode_from_the_environment(value, monkeypatch):
+    monkeypatch.delenv("ATTNMASK_DEBUG", raising=False)
     code = """
 import logging, sys
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(name)s %(message)s")
@@ -710,11 +708,7 @@ import attnmask
 attnmask.cu_seqlens_to_pairs([0, 2])
 print(attnmask.get_debug_mode(), "logging" in sys.modules)
 """
-    environment = {name: setting for name, setting in os.environ.items() if name != "ATTNMASK_DEBUG"}
-    environment |= {} if value is None else {"ATTNMASK_DEBUG": value}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
-    )
+    result = python(code, **({} if value is None else {"ATTNMASK_DEBUG": value}))
     logged = "attnmask call cu_seqlens_to_pairs([0, 2])\n" if value in ("1", "yes") else ""
     assert result.stdout == f"{logged}{bool(logged)} True\n", result.stderr
 

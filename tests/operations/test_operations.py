@@ -2,13 +2,12 @@
 
 import math
 import pickle
-import subprocess
 import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
-from environment import SANITIZED
+from environment import SANITIZED, python
 from flash_bad_input import BAD, GOOD
 from flash_cases import BF16, F16, F32, F64, FLOATS, NO_PAIR, limits, live_of, tensors
 from flash_expected import CASES, expected, expected_of
@@ -256,15 +255,10 @@ def test_a_scale_that_is_not_finite(name):
         attend(name, GOOD, OperationMetadata(softmax_scale=math.inf))
 
 
-def printed(code: str) -> str:
-    """The output of `code` in a new interpreter."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
 def test_bfloat16_by_its_name():
     """NumPy knows the name once any module has imported ml_dtypes."""
     make = "from attnmask.operations import *; print(OperationMetadata('bfloat16').runtime_dtype)"
-    assert printed(make) == "bfloat16\n"
+    assert python(make).stdout == "bfloat16\n"
     without = f"""
 import sys
 sys.modules['ml_dtypes'] = None
@@ -274,11 +268,12 @@ except ImportError as error:
     print(error)
 """
     expected = "runtime_dtype is of bfloat16, for which NumPy needs ml_dtypes: pip install ml_dtypes\n"
-    assert printed(without) == expected
+    assert python(without).stdout == expected
 
 
 def test_import_attnmask_does_without():
-    assert printed("import sys, attnmask; print('attnmask.operations' in sys.modules)") == "False\n"
+    code = "import sys, attnmask; print('attnmask.operations' in sys.modules)"
+    assert python(code).stdout == "False\n"
 
 
 # Registry and dispatch

@@ -108,16 +108,8 @@ def test_make_without_a_sanitizer(target, said, venv, no_compiler):
 def build(folder: Path, **environment: str) -> str:
     """What a build in a folder says."""
     pytest.importorskip("setuptools")
-    command = [
-        sys.executable,
-        "setup.py",
-        "--quiet",
-        "build_ext",
-        "--build-temp",
-        str(folder),
-        "--build-lib",
-        str(folder),
-    ]
+    places = ["--build-temp", str(folder), "--build-lib", str(folder)]
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", *places]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     return result.stderr

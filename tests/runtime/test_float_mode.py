@@ -1,18 +1,12 @@
 """All threads compute in the caller's floating-point mode, and get their own mode back afterwards."""
 
 import ctypes
-import ctypes.util
-import os
 import platform
-import shutil
-import subprocess
-import sys
-import sysconfig
 
 import numpy as np
 import pytest
 from calls import some_calls
-from environment import SANITIZED, alarm, import_paths
+from environment import SANITIZED, alarm, compiled, import_paths, python
 
 import attnmask
 
@@ -47,23 +41,7 @@ def native(tmp_path_factory):
     """A library that reads and writes the mode of the calling thread."""
     if platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         pytest.skip("knows the modes of x86-64 and arm64")
-    folder = tmp_path_factory.mktemp("mode")
-    (folder / "mode.c").write_text(SOURCE)
-    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
-    command = [
-        compiler or "cc",
-        "-O1",
-        "-frounding-math",
-        "-shared",
-        "-fPIC",
-        "mode.c",
-        "-o",
-        "mode.so",
-        "-lm",
-    ]
-    if not compiler or subprocess.run(command, cwd=folder, capture_output=True).returncode:
-        pytest.skip("needs a C compiler")
-    library = ctypes.CDLL(str(folder / "mode.so"))
+    library = compiled(tmp_path_factory.mktemp("mode"), SOURCE, "-O1", "-frounding-math")
     library.get.restype = ctypes.c_uint
     library.set.argtypes = [ctypes.c_uint]
     return library
@@ -250,10 +228,10 @@ def test_a_signal_handler_may_set_the_mode(native, set_threads):
 
 
 TRAPS = """
-import ctypes, sys
+import ctypes
 import numpy as np
 import attnmask
-native = ctypes.CDLL(sys.argv[1])
+native = ctypes.CDLL(LIBRARY)
 native.set.argtypes, native.get.restype = [ctypes.c_uint], ctypes.c_uint
 attnmask.set_num_threads(3)
 x = np.random.default_rng(0).standard_normal((1, 512, 4, 64)).astype(np.float32)
@@ -269,11 +247,5 @@ print(kept, np.isfinite(out).all())
 
 @pytest.mark.skipif(not INTEL or SANITIZED, reason="arm64 need not trap")
 def test_a_caller_whose_exceptions_trap(native):
-    result = subprocess.run(
-        [sys.executable, "-c", TRAPS, native._name],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | import_paths(),
-    )
+    result = python(TRAPS.replace("LIBRARY", repr(native._name)), **import_paths())
     assert result.stdout.split() == ["True", "True"], (result.returncode, result.stderr)

@@ -173,11 +173,11 @@ def test_use_isa(isa):
 ISA_IN_USE = "import attnmask; print(attnmask.show_config(mode='dict')['isa'])"
 
 
-@pytest.mark.parametrize("name", [*ISA_LEVELS, "nonsense"])
+@pytest.mark.parametrize("name", [*ISA_LEVELS, "plain", "nonsense"])
 def test_isa_from_the_environment(name):
     available = CONFIG["isa_available"]
     result = python(ISA_IN_USE, ATTNMASK_ISA=name)
-    if name in available:
+    if name in (*available, "plain"):
         assert result.stdout.strip() == name, result.stderr
     else:
         assert result.returncode != 0

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from environment import CONFIG, SANITIZED, alarm, import_paths, python, with_threads
+from environment import CONFIG, SANITIZED, alarm, compiled, import_paths, python, with_threads
 
 import attnmask
 
@@ -157,14 +156,10 @@ void call_in_region(int threads, void (*function)(int))
 @pytest.mark.skipif(SANITIZED, reason="the other library is not sanitized")
 def test_calls_inside_a_region_of_another_library(tmp_path):
     """As in a callback from C: each thread computes alone, with the same bits."""
-    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
-    (tmp_path / "region.c").write_text(REGION)
-    command = [compiler or "cc", "-shared", "-fPIC", "-fopenmp", "region.c", "-o", "region.so"]
-    if not compiler or subprocess.run(command, cwd=tmp_path, capture_output=True).returncode:
-        pytest.skip("needs a compiler with OpenMP")
+    library = compiled(tmp_path, REGION, "-fopenmp")
     code = f"""
 import ctypes
-region = ctypes.CDLL({str(tmp_path / "region.so")!r})
+region = ctypes.CDLL({library._name!r})
 values = np.random.default_rng(0).standard_normal((4, 50_000, 16)).astype(np.float32)
 expected = attnmask.chunk_global_cumsum(values).tobytes()
 seen = []

@@ -2,21 +2,19 @@
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference as ref
+from flash_cases import BF16, FLOATS, Told
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import CONSTANT, LAYOUTS, arrange, outcome
 
 import attnmask
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
 INTEGERS = tuple(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 SCOPES = ("local", "global")
 OUT_LAYOUTS = (None, "contiguous", "fortran", "reversed", "strided")
@@ -25,8 +23,8 @@ STEPS = st.integers(0, 40) | st.integers(0, 700)
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
-    """One call. Its repr, which a failure shows, is enough to repeat it."""
+class Case(Told):
+    """One call."""
 
     scope: str  # "local" or "global"
     shape: tuple[int, ...]  # as passed: [B, H, T] if head_first
@@ -41,10 +39,6 @@ class Case:
     out_layout: str | None = None
     special: bool = False
     seed: int = 0
-
-    def __repr__(self) -> str:
-        said = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
 
     @property
     def result_dtype(self) -> np.dtype:
@@ -169,33 +163,6 @@ def test_nan_and_inf_stay_in_their_lane(isa, case, special_out):
     case = replace(case, special=True, output_dtype=special_out)
     values = case.data()
     assert_close(run(case, values), values, case)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("head_first", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("special", SPECIAL)
-def test_one_special_value_anywhere(isa, dtype, head_first, reverse, special):
-    """At each of several steps, in one lane of several: exactly the later steps of its segment are special."""
-    steps, lanes, hit, chunk_size = 70, 5, 3, 16
-    ends = (0, 33, 33, 64, steps)
-    base = Case("global", (1, steps, lanes), dtype, reverse=reverse, head_first=head_first, cu_seqlens=ends)
-    by_lane = np.ones((1, steps, lanes), dtype)
-    for at in (0, 1, 14, 15, 16, 31, 32, 33, 34, 48, 49, 63, 64, 68, 69):
-        by_lane[0, at, hit] = special
-        values = np.ascontiguousarray(by_lane.swapaxes(1, 2)) if head_first else by_lane
-        for case in (base, replace(base, scope="local", chunk_size=chunk_size)):
-            got = replace(case, shape=values.shape).call(attnmask, values).astype(np.float64)
-            got = got.swapaxes(1, 2) if head_first else got
-            begin, end = next(pair for pair in pairwise(ends) if at < pair[1])
-            if case.scope == "local":
-                begin += (at - begin) // chunk_size * chunk_size
-                end = min(begin + chunk_size, end)
-            touched = np.zeros(got.shape, bool)
-            touched[0, slice(begin, at + 1) if reverse else slice(at, end), hit] = True
-            np.testing.assert_array_equal(~np.isfinite(got), touched, err_msg=f"{at} {case}")
-            np.testing.assert_array_equal(got[touched], special, err_msg=f"{at} {case}")
-        by_lane[0, at, hit] = 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
