@@ -219,33 +219,31 @@ bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape
     return most < (uint64_t)AM_MIXED + (uint64_t)count;
 }
 
-/* The bits of one query. */
-static uint64_t tiles_row(const am_node *node, const am_region *p, ptrdiff_t q)
-{
-    const ptrdiff_t k = p->k + node->tiles.map.k_shift[p->b], k_size = node->tiles.map.k_size;
-    const int32_t *places = tiles_of(&node->tiles.map, p, q);
-    uint64_t row = 0;
-    for (ptrdiff_t done = 0, count; done < p->columns; done += count) {
-        const ptrdiff_t inside = (k + done) % k_size;
-        const int32_t place = am_read_once(&places[(k + done) / k_size]);
-        uint64_t bits = place == AM_DEAD ? 0 : UINT64_MAX;
-        if (place >= AM_MIXED && place - AM_MIXED < node->tiles.patterns) { /* then inside < 64 */
-            memcpy(&bits, node->tiles.bits[place - AM_MIXED][q % AM_TILE_ROWS], sizeof bits);
-            bits >>= inside;
-        }
-        count = am_min(k_size - inside, p->columns - done);
-        row |= (bits & am_low_bits(count)) << done;
-    }
-    return row;
-}
-
+/* Goes from tile to tile. Those that have bits are of AM_TILE_ROWS × AM_TILE_COLUMNS pairs. */
 static void tiles_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     (void)mask;
-    const ptrdiff_t q = p->q + node->tiles.map.q_shift[p->b];
-    for (ptrdiff_t r = 0; r < p->rows; r++) {
-        const bool repeated = r > 0 && !node->tiles.bits && (q + r) % node->tiles.map.q_size != 0;
-        bits[r] = repeated ? bits[r - 1] : tiles_row(node, p, q + r);
+    const am_tile_map *map = &node->tiles.map;
+    const ptrdiff_t first = p->q + map->q_shift[p->b], k = p->k + map->k_shift[p->b];
+    memset(bits, 0, (size_t)p->rows * sizeof *bits);
+    for (ptrdiff_t rows, r = 0; r < p->rows; r += rows) {
+        const ptrdiff_t q = (first + r) % map->q_size;
+        const int32_t *places = tiles_of(map, p, first + r);
+        rows = am_min(map->q_size - q, p->rows - r);
+        for (ptrdiff_t columns, c = 0; c < p->columns; c += columns) {
+            const ptrdiff_t inside = (k + c) % map->k_size;
+            const int32_t place = am_read_once(&places[(k + c) / map->k_size]);
+            const bool has_bits = place >= AM_MIXED && place - AM_MIXED < node->tiles.patterns;
+            columns = am_min(map->k_size - inside, p->columns - c);
+            uint64_t row = place == AM_DEAD ? 0 : UINT64_MAX;
+            for (ptrdiff_t i = 0; i < rows; i++) {
+                if (has_bits) {
+                    memcpy(&row, node->tiles.bits[place - AM_MIXED][q + i], sizeof row);
+                    row >>= inside;
+                }
+                bits[r + i] |= (row & am_low_bits(columns)) << c;
+            }
+        }
     }
 }
 
