@@ -1,16 +1,17 @@
 """attnmask.torch, and tensors as arguments of attnmask."""
 
 import gc
-import subprocess
-import sys
+import itertools
 import weakref
 
 import numpy as np
 import pytest
+from environment import import_paths, python
 
 import attnmask
 from attnmask import MaskInfo
 from attnmask._common import warnings as _warnings
+from attnmask._common.arguments import as_array
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit:DeprecationWarning"
@@ -123,30 +124,20 @@ def test_tensors_without_memory(torch, query):
 CALLS = ({}, {"causal": True}, {"sliding_window": 2}, {"return_lse": True})
 
 
-def results(function, *tensors, **more):
-    found = function(*tensors, **more)
-    return found if more.get("return_lse") else (found,)
-
-
 @pytest.mark.parametrize("more", CALLS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_tensors_that_say_more_than_their_memory(torch, query, dtype, more):
     """A bit that negates all numbers, and zeros that have no memory."""
-    from attnmask.torch._states import to_tensor
-
     query = query.expand(1, 4, 64, 8).to(getattr(torch, dtype))
     negated, zeros = torch._neg_view(-query), torch._efficientzerotensor(query.shape, dtype=query.dtype)
-    assert negated.is_neg()
-    assert zeros._is_zerotensor()
-    for unusual, usual in ((negated, query), (zeros, torch.zeros_like(query))):
-        for place in range(3):
-            (unusual_ones := [query] * 3)[place] = unusual
-            (usual_ones := [query] * 3)[place] = usual
-            right = results(attnmask.torch.flash_attention, *usual_ones, **more)
-            for module in (attnmask.torch, attnmask):
-                got = results(module.flash_attention, *unusual_ones, **more)
-                for one, other in zip(got, right, strict=True):
-                    assert torch.equal(one if module is attnmask.torch else to_tensor(one), other)
+    for place, (unusual, usual) in itertools.product(
+        range(3), ((negated, query), (zeros, torch.zeros_like(query)))
+    ):
+        given = [[x if i == place else query for i in range(3)] for x in (unusual, usual)]
+        for module in (attnmask.torch, attnmask):
+            got, right = (module.flash_attention(*tensors, **more) for tensors in given)
+            for one, other in zip(got, right, strict=True):
+                np.testing.assert_array_equal(*(as_array(x, "x") for x in (one, other)))
 
 
 def test_gradients_of_tensors_that_say_more_than_their_memory(torch, query):
@@ -374,4 +365,5 @@ def test_the_compiler_is_not_imported():
         "attnmask.torch.flash_attention(x, x, x).sum().backward()\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = python(code, **import_paths())
+    assert result.returncode == 0, result.stderr

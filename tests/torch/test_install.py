@@ -1,10 +1,9 @@
 """attnmask under PyTorch's own attention."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
+from environment import import_paths, python
 
 import attnmask
 from attnmask._common import warnings as _warnings
@@ -125,49 +124,46 @@ def test_what_is_there_once_it_is_uninstalled(torch, calls):
     assert len(calls) == 2
 
 
-def test_while_other_threads_attend():
-    pytest.importorskip("torch")
-    code = """if True:
-        import threading, time
-        import torch, attnmask.torch
-        query, stop = torch.randn(1, 4, 64, 16), []
-        right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-        def attend():
-            while not stop:
-                out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-                torch.testing.assert_close(out, right)
-            good.append(True)
-        good, threads = [], [threading.Thread(target=attend) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
-            attnmask.torch.install()
-            attnmask.torch.uninstall()
-            with attnmask.torch.installed():
-                pass
-        stop.append(True)
-        for thread in threads:
-            thread.join()
-        assert len(good) == 4
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
+WHILE_OTHER_THREADS_ATTEND = """
+import threading, time
+import torch, attnmask.torch
+
+query, stop, good = torch.randn(1, 4, 64, 16), [], []
+right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+
+def attend():
+    while not stop:
+        out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        torch.testing.assert_close(out, right)
+    good.append(True)
+
+threads = [threading.Thread(target=attend) for _ in range(4)]
+[thread.start() for thread in threads]
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    attnmask.torch.install()
+    attnmask.torch.uninstall()
+    with attnmask.torch.installed():
+        pass
+stop.append(True)
+[thread.join() for thread in threads]
+assert len(good) == 4
+"""
+NOTHING_IS_INSTALLED_BY_IMPORT = """
+import pytest, torch, attnmask.torch
+
+assert torch.nn.attention.current_flash_attention_impl() is None
+x = torch.zeros(1, 1, 1, 8)
+with pytest.raises(NotImplementedError):
+    torch.ops.aten._flash_attention_forward(x, x, x, None, None, 1, 1, 0.0, False, False)
+"""
 
 
-def test_nothing_is_installed_by_import():
+@pytest.mark.parametrize("code", [WHILE_OTHER_THREADS_ATTEND, NOTHING_IS_INSTALLED_BY_IMPORT])
+def test_in_a_new_process(code):
     pytest.importorskip("torch")
-    code = (
-        "import torch, attnmask.torch\n"
-        "assert torch.nn.attention.current_flash_attention_impl() is None\n"
-        "x = torch.zeros(1, 1, 1, 8)\n"
-        "try:\n"
-        "    torch.ops.aten._flash_attention_forward(x, x, x, None, None, 1, 1, 0.0, False, False)\n"
-        "except NotImplementedError:\n"
-        "    pass\n"
-        "else:\n"
-        "    raise AssertionError\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = python(code, timeout=200, **import_paths())
+    assert result.returncode == 0, result.stderr
 
 
 # scaled_dot_product_attention
@@ -344,17 +340,6 @@ def test_varlen_attn(torch, window, lengths):
     got, expected = (torch.autograd.grad(x, tensors, dout) for x in (out, right))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.usefixtures("installed")
-def test_varlen_attn_out(torch):
-    from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
-
-    tensors, starts = packed(torch, (3, 5), (3, 5), kv_heads=4)
-    tensors = [x.detach() for x in tensors]
-    out = torch.full_like(tensors[0], 7)
-    varlen_attn_out(out, *tensors, *starts, 5, 5, window_size=(-1, 0))
-    assert torch.equal(out, varlen_attn(*tensors, *starts, 5, 5, window_size=(-1, 0)))
 
 
 USED = (3, 70, 0, 5, 129)

@@ -294,21 +294,6 @@ def test_compiled(torch, operator, monkeypatch, mode, dynamic):
 
 
 @pytest.mark.usefixtures("no_python")
-def test_exported(torch, operator, monkeypatch):
-    class Attention(torch.nn.Module):
-        def forward(self, query, key, value):
-            return operator(query, key, value, True, 1, 0.5)
-
-    tensors = [torch.randn(2, 5, 2, 8) for _ in range(3)]
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(Attention(), tuple(tensors), dynamic_shapes=[{1: length}] * 3)
-    tensors = [torch.randn(2, 9, 2, 8) for _ in range(3)]
-    got = program.module()(*tensors)
-    monkeypatch.undo()
-    assert_right(torch, tensors, (True, 1, 0.5), got)
-
-
-@pytest.mark.usefixtures("no_python")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_eager(torch, monkeypatch, dtype):
     """Calls that ask for little go to the same function, past the dispatcher."""
