@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -293,37 +294,25 @@ def another(name: str, x: np.ndarray) -> np.ndarray:
     return x if x.dtype.kind in "iu" else (x * x.dtype.type(0.75)).astype(x.dtype)
 
 
-def mapped_in_torch(name: str, learned: list[str], fixed: Arguments) -> tuple[Any, Any]:
-    torch = pytest.importorskip("torch")
-    import attnmask.torch
+def mapped_in(door: str, name: str, learned: list[str], fixed: Arguments) -> tuple[Any, Any]:
+    """A function of arrays that gives arrays, and the same of many calls with given axes."""
+    library = pytest.importorskip(door)
+    if door == "torch":
+        import attnmask.torch
 
-    run = with_gradients(attnmask.torch, torch.func.vjp, name, learned, fixed)
+        vjp, vmap, flatten = library.func.vjp, library.func.vmap, library.utils._pytree.tree_leaves
+        convert, revert = lambda x: tensor(library, x.copy()), lambda x: as_array(x.contiguous(), "x")
+    else:
+        import attnmask.jax
 
-    def leaves(tree: Any) -> Any:
-        return [as_array(x.contiguous(), "x") for x in torch.utils._pytree.tree_flatten(tree)[0]]
+        vjp, vmap, flatten = library.vjp, lambda *a: library.jit(library.vmap(*a)), library.tree.leaves
+        convert, revert = library.numpy.asarray, np.asarray
+    run = with_gradients(getattr(attnmask, door), vjp, name, learned, fixed)
 
-    def convert(arrays: Arguments) -> Arguments:
-        return changed(arrays, lambda x: tensor(torch, x.copy()))
+    def call(function: Any, arrays: Arguments) -> Any:
+        return [revert(x) for x in flatten(function(changed(arrays, convert)))]
 
-    return (
-        lambda arrays: leaves(run(convert(arrays))),
-        lambda arrays, axes: leaves(torch.func.vmap(run, (axes,))(convert(arrays))),
-    )
-
-
-def mapped_in_jax(name: str, learned: list[str], fixed: Arguments) -> tuple[Any, Any]:
-    jax = pytest.importorskip("jax")
-    import attnmask.jax
-
-    run = with_gradients(attnmask.jax, jax.vjp, name, learned, fixed)
-
-    def leaves(tree: Any) -> Any:
-        return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-    return (
-        lambda arrays: leaves(run(changed(arrays, jax.numpy.asarray))),
-        lambda arrays, axes: leaves(jax.jit(jax.vmap(run, (axes,)))(arrays)),
-    )
+    return partial(call, run), lambda arrays, axes: call(vmap(run, (axes,)), arrays)
 
 
 MAPPED = [("torch", name) for name in WITH_GRADIENTS if STATES[name]]
@@ -340,8 +329,7 @@ def test_vmap(door, name):
         fixed = {key: x for key, x in arguments.items() if key not in arrays}
         calls = [arrays, {key: another(key, x) for key, x in arrays.items()}]
         with contextlib.nullcontext() if door == "torch" else in_jax(arguments):
-            make = mapped_in_torch if door == "torch" else mapped_in_jax
-            run, run_mapped = make(name, learned_of(name, arguments), fixed)
+            run, run_mapped = mapped_in(door, name, learned_of(name, arguments), fixed)
             for mapped in [{*arrays}, *({key} for key in arrays)]:
                 many = {
                     key: np.stack([call[key] for call in calls]) if key in mapped else x

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import pickle
 import re
 import struct
@@ -1153,21 +1154,20 @@ class Function:
         return (q >= k) if self.result is None else self.result
 
 
-constructor(
-    "from_function", lambda rng: {"f": None, "q_len": 5, "kv_len": 7, "batch": 2, "heads": pick(rng, [1, 2])}
-)
-TARGETS["MaskInfo.from_function"] = TARGETS["MaskInfo.from_function"]._replace(
-    call=lambda f=None, **a: look_at(MaskInfo.from_function(f if callable(f) else Function(f), **a))
+target(
+    "MaskInfo.from_function",
+    lambda rng: {"f": None, "q_len": 5, "kv_len": 7, "batch": 2, "heads": pick(rng, [1, 2])},
+    lambda f=None, **a: look_at(MaskInfo.from_function(f if callable(f) else Function(f), **a)),
 )
 
 
 def method(
-    name: str, arguments: Callable[[Rng], Arguments] = lambda rng: {}, label: str = "", **more: Any
+    name: str, arguments: Callable[[Rng], Arguments] = lambda rng: {}, label: str = "", called: Any = None
 ) -> None:
     """Of a mask of two rows, five queries and seven keys."""
 
     def call(info: MaskInfo, **a: Any) -> Any:
-        result = getattr(info, name)(**a)
+        result = called(info, **a) if called else getattr(info, name)(**a)
         return look_at(result) if isinstance(result, MaskInfo) else result
 
     def right(rng: Rng) -> Arguments:
@@ -1177,7 +1177,7 @@ def method(
             made.pop("within_segments", None)
         return {"info": info} | made
 
-    target(f"MaskInfo.{name}{label}", right, call, kept=frozenset({"info"}), **more)
+    target(f"MaskInfo.{name}{label}", right, call, kept=frozenset({"info"}))
 
 
 method(
@@ -1225,10 +1225,7 @@ method(
         "update_segment_ids": coin(rng, 0.8),
     },
 )
-method("__getitem__", lambda rng: {"index": pick(rng, INDICES)})
-TARGETS["MaskInfo.__getitem__"] = TARGETS["MaskInfo.__getitem__"]._replace(
-    call=lambda info, index: look_at(info[index])
-)
+method("__getitem__", lambda rng: {"index": pick(rng, INDICES)}, called=lambda info, index: info[index])
 INDICES = [
     Ellipsis,
     (0, Ellipsis),
@@ -1236,10 +1233,11 @@ INDICES = [
     (0, 0, slice(1, 4), slice(2, None)),
     (Ellipsis, slice(-3, None)),
 ]
-for _name in ("__and__", "__or__"):
-    method(_name, lambda rng: {"other": any_mask(rng, 2, 5, 7)})
-    TARGETS[f"MaskInfo.{_name}"] = TARGETS[f"MaskInfo.{_name}"]._replace(
-        call=lambda info, other, name=_name: look_at(info & other if name == "__and__" else info | other)
+for _name, _operator in (("__and__", operator.and_), ("__or__", operator.or_)):
+    method(
+        _name,
+        lambda rng: {"other": any_mask(rng, 2, 5, 7)},
+        called=lambda info, other, operator=_operator: operator(info, other),
     )
 method("__eq__", lambda rng: {"other": any_mask(rng, 2, 5, 7)})
 method("__invert__")
