@@ -78,69 +78,53 @@ attnmask.linear_attention_vjp(x, x, x)[1](x).q
 back(h, state)
 attnmask.cdiv(3, 2).tolist()
 """
+FACE = """
+a: {array} = face.flash_attention(x, x, x, causal=True, softmax_aux=x[0, 0], causal_offset={integers})
+b: tuple[{array}, {array}] = face.flash_attention(x, x, x, return_lse=True)
+c: {array} = face.ring_attention(x, x, x, {ring}layout="contiguous", dropout_prob=0.5, dropout_seed=3)
+e: {array} = face.linear_attention(x, x, x, decay=x[..., 0])
+f: tuple[{array}, {array}] = face.short_convolution(x[0], x[0, 0], return_state=True)
+flag = bool(x.sum())
+g: {array} | tuple[{array}, {array}] = face.flash_attention(x, x, x, return_lse=flag)
+g = face.ring_attention(x, x, x, {ring}return_lse=flag)
+g = face.linear_attention(x, x, x, return_state=flag)
+g = face.short_convolution(x[0], x[0, 0], return_state=flag)
+# wrong:
+face.flash_attention(x, x, x, causal_offset="bottom-rigt")
+face.flash_attention(x, x, x, is_causal=True)
+face.flash_attention(x, x, x, return_lse=True).sum()
+face.flash_attention_with_kvcache(x, x, x, scale=1.0)
+face.linear_attention(x, x, x, return_state=True).sum()
+face.short_convolution(x[0], x[0, 0], activation="relu")
+face.ring_attention(x, x, x, {ring}layout="zigzig")
+face.flash_attention(x, x, x, return_lse=flag).sum()
+face.ring_attention(x, x, x, {ring}return_lse=flag).sum()
+face.linear_attention(x, x, x, return_state=flag).sum()
+face.short_convolution(x[0], x[0, 0], return_state=flag).sum()
+"""
 TORCH = """
 import torch
-import attnmask.torch
-from attnmask.torch import MaskTensors
+import attnmask.torch as face
 
 x = torch.zeros(1, 4, 2, 8)
-a: torch.Tensor = attnmask.torch.flash_attention(x, x, x, torch.ones(4, 4), x, causal=True, softmax_aux=x[0, 0])
-b: tuple[torch.Tensor, torch.Tensor] = attnmask.torch.flash_attention(x, x, x, return_lse=True, causal_offset=x.int())
-c: torch.Tensor = attnmask.torch.ring_attention(x, x, x, layout="contiguous", dropout_prob=0.5)
-e: torch.Tensor = attnmask.torch.linear_attention(x, x, x, decay=x[..., 0])
-f: tuple[torch.Tensor, torch.Tensor] = attnmask.torch.short_convolution(x[0], x[0, 0], return_state=True)
-d: torch.Tensor = attnmask.torch.flash_attention_with_kvcache(x, x, x, cache_seqlens=torch.tensor([1]))
 flag = bool(x.sum())
-g: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = attnmask.torch.flash_attention(x, x, x, return_lse=flag)
-g = attnmask.torch.flash_attention_with_kvcache(x, x, x, return_lse=flag)
-g = attnmask.torch.ring_attention(x, x, x, return_lse=flag)
-g = attnmask.torch.linear_attention(x, x, x, return_state=flag)
-g = attnmask.torch.short_convolution(x[0], x[0, 0], return_state=flag)
-# wrong:
-attnmask.torch.flash_attention(x, x, x, causal_offset="bottom-rigt")
-attnmask.torch.flash_attention(x, x, x, is_causal=True)
-attnmask.torch.flash_attention(x, x, x, return_lse=True).sum()
-attnmask.torch.flash_attention_with_kvcache(x, x, x, scale=1.0)
-attnmask.torch.linear_attention(x, x, x, return_state=True).sum()
-attnmask.torch.short_convolution(x[0], x[0, 0], activation="relu")
-attnmask.torch.ring_attention(x, x, x, layout="zigzig")
-attnmask.torch.ring_attention(x, x, x, cum_seqlens_q=[0, 4])
-attnmask.torch.flash_attention(x, x, x, return_lse=flag).sum()
-attnmask.torch.flash_attention_with_kvcache(x, x, x, return_lse=flag).sum()
-attnmask.torch.ring_attention(x, x, x, return_lse=flag).sum()
-attnmask.torch.linear_attention(x, x, x, return_state=flag).sum()
-attnmask.torch.short_convolution(x[0], x[0, 0], return_state=flag).sum()
+d: torch.Tensor = face.flash_attention(x, x, x, torch.ones(4, 4), x, causal_offset=x.int())
+d = face.flash_attention_with_kvcache(x, x, x, cache_seqlens=torch.tensor([1]))
+h: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = face.flash_attention_with_kvcache(x, x, x, return_lse=flag)
+"""
+TORCH += FACE.format(array="torch.Tensor", integers="torch.tensor([1])", ring="")
+TORCH += """face.ring_attention(x, x, x, cum_seqlens_q=[0, 4])
+face.flash_attention_with_kvcache(x, x, x, return_lse=flag).sum()
 """
 JAX = """
 import jax
 import jax.numpy as jnp
-import attnmask.jax
+import attnmask.jax as face
 
 x = jnp.zeros((1, 4, 2, 8))
-a: jax.Array = attnmask.jax.flash_attention(x, x, x, causal=True, softmax_aux=x[0, 0], causal_offset=jnp.array([1]))
-b: tuple[jax.Array, jax.Array] = attnmask.jax.flash_attention(x, x, x, return_lse=True)
-c: jax.Array = attnmask.jax.ring_attention(x, x, x, axis_name="ring", dropout_seed=3)
-e: jax.Array = attnmask.jax.linear_attention(x, x, x, decay=x[..., 0])
-f: tuple[jax.Array, jax.Array] = attnmask.jax.short_convolution(x[0], x[0, 0], return_state=True)
-d = attnmask.jax.flash_attention_with_kvcache(x, x, x, cache_seqlens=jnp.array([1])).out
-flag = bool(x.sum())
-g: jax.Array | tuple[jax.Array, jax.Array] = attnmask.jax.flash_attention(x, x, x, return_lse=flag)
-g = attnmask.jax.ring_attention(x, x, x, axis_name="ring", return_lse=flag)
-g = attnmask.jax.linear_attention(x, x, x, return_state=flag)
-g = attnmask.jax.short_convolution(x[0], x[0, 0], return_state=flag)
-# wrong:
-attnmask.jax.flash_attention(x, x, x, causal_offset="bottom-rigt")
-attnmask.jax.flash_attention(x, x, x, is_causal=True)
-attnmask.jax.flash_attention(x, x, x, return_lse=True).sum()
-attnmask.jax.flash_attention_with_kvcache(x, x, x, scale=1.0)
-attnmask.jax.linear_attention(x, x, x, return_state=True).sum()
-attnmask.jax.short_convolution(x[0], x[0, 0], activation="relu")
-attnmask.jax.ring_attention(x, x, x, axis_name="ring", layout="zigzig")
-attnmask.jax.flash_attention(x, x, x, return_lse=flag).sum()
-attnmask.jax.ring_attention(x, x, x, axis_name="ring", return_lse=flag).sum()
-attnmask.jax.linear_attention(x, x, x, return_state=flag).sum()
-attnmask.jax.short_convolution(x[0], x[0, 0], return_state=flag).sum()
+d: jax.Array = face.flash_attention_with_kvcache(x, x, x, cache_seqlens=jnp.array([1])).out
 """
+JAX += FACE.format(array="jax.Array", integers="jnp.array([1])", ring='axis_name="ring", ')
 
 
 @pytest.mark.parametrize(
