@@ -313,14 +313,6 @@ def test_what_to_write_instead_of_a_keyword(name, advice):
     assert advice or str(raised.value).endswith(f"'{name}'")
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_keywords_of_an_operator(name):
-    op = OperationRegistry.create(name)
-    for wrong, advice in (("attention_mask", "mask="), ("is_causal", "causal="), ("scale", "softmax_scale=")):
-        with pytest.raises(TypeError, match=f"got '{wrong}'; write {advice}$"):
-            op(query, key, value, **{wrong: None})
-
-
 def test_signatures_do_not_show_what_is_refused():
     for function in FUNCTIONS:
         kinds = {

@@ -210,9 +210,12 @@ def test_bad_input(name, argument):
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("unknown", ["out", "return_lse", "attention_mask", "nonsense"])
-def test_unknown_arguments(name, unknown):
-    with pytest.raises(TypeError, match=rf"more must be of .*sliding_window.*, got '{unknown}'"):
+@pytest.mark.parametrize(("unknown", "advice"), [
+    ("out", ""), ("return_lse", ""), ("nonsense", ""),
+    ("attention_mask", "; write mask=$"), ("is_causal", "; write causal=$"), ("scale", "; write softmax_scale=$"),
+])  # fmt: skip
+def test_unknown_arguments(name, unknown, advice):
+    with pytest.raises(TypeError, match=rf"more must be of .*sliding_window.*, got '{unknown}'{advice}"):
         OperationRegistry.create(name)(**GOOD, **{unknown: None})
 
 

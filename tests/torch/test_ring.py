@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from environment import ROOT, SANITIZED, import_paths
+from environment import ROOT, SANITIZED, import_paths, python
 
 WORKER = ROOT / "tests/_support/ring_worker.py"
 
@@ -98,10 +98,7 @@ assert "torch._dynamo" in sys.modules
 torch.distributed.destroy_process_group()
 assert group() is None
 """
-    environment = os.environ | import_paths()
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600
-    )
+    done = python(program, timeout=600, **import_paths())
     assert done.returncode == 0, done.stderr
 
 

@@ -341,30 +341,22 @@ def test_what_is_not_for_this_library_goes_to_theirs():
     """Tensors of other devices, states of other types, several tokens at once."""
     from transformers.models.mamba2 import modeling_mamba2 as module
 
+    model_of("Mamba2")  # the functions of its module are replaced then
+
+    def same(function, *arguments, **more):
+        ours, theirs = ([x.clone() for x in arguments] for _ in range(2))
+        actual, expected = function(*ours, **more), function.attnmask_replaces(*theirs, **more)
+        torch.testing.assert_close([actual, *ours], [expected, *theirs])  # states are among them
+
     x = torch.zeros(1, 4, 3, device="meta")
     assert module.causal_conv1d_fn(x, torch.zeros(4, 2, device="meta")).device.type == "meta"
     x, state, weight = torch.randn(2, 4, 3), torch.randn(2, 4, 2), torch.randn(4, 2)
-    theirs = module.causal_conv1d_update.attnmask_replaces
-    states = state.clone(), state.clone()
-    expected = theirs(x, states[0], weight, activation="gelu")
-    actual = module.causal_conv1d_update(x, states[1], weight, activation="gelu")
-    torch.testing.assert_close(actual, expected)
-    expected = theirs(x[..., :1], states[0], weight, activation="gelu")
-    actual = module.causal_conv1d_update(x[..., :1], states[1], weight, activation="gelu")
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(states[1], states[0])
-    torch.testing.assert_close(
-        module.causal_conv1d_fn(x, weight, activation="gelu"),
-        module.causal_conv1d_fn.attnmask_replaces(x, weight, activation="gelu"),
-    )
+    same(module.causal_conv1d_update, x, state, weight, activation="gelu")
+    same(module.causal_conv1d_update, x[..., :1], state, weight, activation="gelu")
+    same(module.causal_conv1d_fn, x, weight, activation="gelu")
     state, x, dt = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8), torch.rand(2, 4, 8)
     A, B = -torch.rand(4, 8, 16), torch.randn(2, 2, 16)  # decays of channels
-    update = module.mamba2_selective_state_update
-    states = state.clone(), state.clone()
-    torch.testing.assert_close(
-        update(states[0], x, dt, A, B, B), update.attnmask_replaces(states[1], x, dt, A, B, B)
-    )
-    torch.testing.assert_close(*states)
+    same(module.mamba2_selective_state_update, state, x, dt, A, B, B)
 
 
 def test_documents_of_another_length():
