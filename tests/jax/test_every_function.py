@@ -117,3 +117,17 @@ def test_what_is_no_array(name):
                 )
     with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
         function(out=1)
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
+def test_shard_map(name):
+    """Rows on a mesh of one device, with gradients; those of what all devices have are added up."""
+    seed = next(seed for seed in in_float32(name, 20) if "cu_seqlens" not in drawn(name, seed))
+    function, arrays = given(name, seed, **{STATES[name]: False})
+    mesh, rows = jax.sharding.Mesh(jax.devices()[:1], "rows"), jax.sharding.PartitionSpec("rows")
+    alike = {key for key, x in arrays.items() if key in ("weight", "bias") or x.ndim == 1}
+    specs = {key: jax.sharding.PartitionSpec() if key in alike else rows for key in arrays}
+    mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=rows))
+    (out, vjp), (right, expected) = jax.vjp(mapped, arrays), jax.vjp(function, arrays)
+    np.testing.assert_array_equal(out, right)
+    jax.tree.map(np.testing.assert_array_equal, vjp(right), expected(right))

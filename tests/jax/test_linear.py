@@ -13,41 +13,16 @@ jnp = jax.numpy
 
 import attnmask.jax as ours  # noqa: E402
 
-B, T, HK, H, K, V = 2, 70, 2, 4, 5, 6
-rng = np.random.default_rng(0)
-
-
-def draw(*shape, low=-1.0, high=1.0):
-    return rng.uniform(low, high, shape).astype(np.float32)
-
-
-def attention_arrays(batch=B):
-    return {
-        "query": draw(batch, T, HK, K),
-        "key": draw(batch, T, HK, K),
-        "value": draw(batch, T, H, V),
-        "decay": draw(batch, T, H, low=-1, high=0),
-        "beta": draw(batch, T, H, low=0),
-        "initial_state": draw(batch, H, K, V),
-    }
-
-
-def convolution_arrays():
-    return {"x": draw(B, T, 7), "weight": draw(7, 4), "bias": draw(7), "initial_state": draw(B, 7, 3)}
-
-
-def split(x, count):
-    """Weights of results, for sums with gradients that all differ."""
-    return np.cos(np.arange(x.size, dtype=np.float32) + count).reshape(x.shape).astype(x.dtype)
+HK, H, K, V = 2, 4, 5, 6
 
 
 # vmap: calls become rows of one, or there is one after the other
 
 
 def test_vmap_of_vmap_and_of_starts():
-    arrays = attention_arrays(1)
-    del arrays["initial_state"]  # of other sequences
-    starts = jnp.array([[0, 3, T], [0, 30, T]])
+    rng, starts = np.random.default_rng(0), jnp.array([[0, 3, 70], [0, 30, 70]])
+    shapes = {"query": (HK, K), "key": (HK, K), "value": (H, V), "decay": (H,), "beta": (H,)}
+    arrays = {name: -rng.random((1, 70, *shape), np.float32) for name, shape in shapes.items()}
     attend = jax.vmap(jax.vmap(lambda x, s: ours.linear_attention(**x, cu_seqlens=s), (None, 0)), (0, None))
     twice = {name: np.stack([x, x / 2]) for name, x in arrays.items()}
     out = jax.jit(attend)(twice, starts)
@@ -98,20 +73,3 @@ def test_no_tokens_and_no_channels():
     out, state = jax.jit(partial(ours.short_convolution, return_state=True))(x, jnp.ones((3, 4)))
     assert out.shape == x.shape
     assert not state.any()
-
-
-@pytest.mark.parametrize(("name", "alike"), [
-    ("linear_attention", ()),
-    ("short_convolution", ("weight", "bias")),  # which all devices have, and whose gradients are added up
-])  # fmt: skip
-def test_shard_map(name, alike):
-    """Rows on a mesh of one device, with gradients."""
-    mesh, rows = jax.sharding.Mesh(jax.devices()[:1], "rows"), jax.sharding.PartitionSpec("rows")
-    arrays = attention_arrays() if name == "linear_attention" else convolution_arrays()
-    specs = {key: jax.sharding.PartitionSpec() if key in alike else rows for key in arrays}
-    call = jax.shard_map(lambda x: getattr(ours, name)(**x), mesh=mesh, in_specs=(specs,), out_specs=rows)
-    out, vjp = getattr(attnmask, f"{name}_vjp")(**arrays)
-    np.testing.assert_array_equal(jax.jit(call)(arrays), out)
-    grads, expected = jax.jit(jax.grad(lambda x: (call(x) * split(out, 0)).sum()))(arrays), vjp(split(out, 0))
-    for key in arrays:
-        np.testing.assert_array_equal(grads[key], getattr(expected, key), err_msg=key)
