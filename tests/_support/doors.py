@@ -11,7 +11,7 @@ import attnmask
 WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
 NAMES = (
     *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
-    "linear_attention_step", "short_convolution_step", "write_kvcache",
+    "linear_attention_step", "short_convolution_step", "write_kvcache", "write_kvcache of four bits",
 )  # fmt: skip
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
 STATES = dict(zip(WITH_GRADIENTS, ("return_lse", "return_state", None, "return_state"), strict=True))

@@ -776,19 +776,26 @@ function(
 )
 
 
-def slots_arguments(rng: Rng) -> Arguments:
-    low, dtype = pick(rng, LOW), pick(rng, FLOATS)
+def slots_arguments(rng: Rng, four_bits: bool = False) -> Arguments:
+    low, dtype, depths = pick(rng, LOW), pick(rng, FLOATS), (64, 32) if four_bits else (8, 4)
     arguments: Arguments = {}
-    for name, depth in (("k", 8), ("v", 4)):
+    for name, depth in zip("kv", depths, strict=True):
+        if four_bits:
+            arguments[f"{name}_cache"] = rng.integers(0, 256, (6, 4, HKV, depth // 2), np.uint8)
+            arguments[f"{name}_scale"] = rng.random((6, 4, HKV, depth // 32, 2), np.float32)
+            continue
         arguments[f"{name}_cache"] = (3 * floats(rng, 6, 4, HKV, depth)).astype(low or dtype)
         if low is not None:
-            arguments[f"{name}_scale"] = rng.random((6, 4, HKV, 1), np.float32) + np.float32(0.5)
-    arguments |= {"key": floats(rng, 5, HKV, 8), "value": floats(rng, 5, HKV, 4)}
+            scale = (6, 4, HKV, 1) if low != np.int8 or coin(rng, 0.7) else (1, 1, HKV, depth)
+            arguments[f"{name}_scale"] = rng.random(scale, np.float32) + np.float32(0.5)
+    arguments |= {x: floats(rng, 5, HKV, depth) for x, depth in zip(("key", "value"), depths, strict=True)}
     arguments["slot_mapping"] = rng.permutation(np.arange(-1, 24))[:5].astype(pick(rng, [np.int32, np.int64]))
     return arguments | some(rng, {"rotate": lambda: True})
 
 
-function("write_kvcache", slots_arguments, written=frozenset({"k_cache", "v_cache", "k_scale", "v_scale"}))
+SLOTS = frozenset({"k_cache", "v_cache", "k_scale", "v_scale"})
+function("write_kvcache", slots_arguments, written=SLOTS)
+function("write_kvcache of four bits", lambda rng: slots_arguments(rng, True), written=SLOTS)
 
 
 def slots_handler_arguments(rng: Rng) -> Arguments:
