@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import reference_flash as ref
+from reference_terms import dense_terms, distances
 
 LARGEST = {
     "int8": 127,
@@ -51,8 +52,7 @@ def attention(
             ),
             bias=added(
                 mask_of(bias, row, None if cu_seqlens_q is None else span, length),
-                alibi(alibi_slopes, row, span.stop - span.start, length),
-                relative(relative_bias, relative_low, span.stop - span.start, length),
+                by_distance(alibi_slopes, relative_bias, relative_low, row, span.stop - span.start, length),
             ),
             softmax_scale=softmax_scale,
             causal=causal,
@@ -201,27 +201,15 @@ def both(mask, other):
     return (mask != 0) & other
 
 
-def alibi(slopes, row, queries, keys):
-    """What ALiBi adds to the logits of one sequence, [1, H, Tq, K]."""
-    if slopes is None:
+def by_distance(slopes, table, low, row, queries, keys):
+    """What ALiBi and a relative bias add to the logits of one sequence, [1, H, Tq, K]."""
+    if slopes is None and table is None:
         return None
-    slopes = np.asarray(slopes, np.float64)
-    if slopes.ndim == 2:
+    if slopes is not None:
+        slopes = np.atleast_2d(np.asarray(slopes, np.float64))
         slopes = slopes[row if len(slopes) > 1 else 0]
-    return -slopes[None, :, None, None] * abs(distances(queries, keys))
-
-
-def relative(table, low, queries, keys):
-    """What a relative bias adds to the logits of one sequence, [1, H, Tq, K]."""
-    if table is None:
-        return None
-    wide = np.asarray(table).astype(np.float64)
-    return wide[None, :, np.clip(distances(queries, keys) - low, 0, wide.shape[1] - 1)]
-
-
-def distances(queries, keys):
-    """Of the keys of a sequence from its last queries, [Tq, K]."""
-    return np.arange(keys)[None, :] - np.arange(queries)[:, None] - (keys - queries)
+    table = None if table is None else np.asarray(table).astype(np.float64)
+    return dense_terms(distances(queries, keys, [keys - queries]), slopes, table, low)
 
 
 def added(*terms):

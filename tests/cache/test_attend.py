@@ -702,26 +702,13 @@ def test_too_many_queries():
 # Memory that two arguments share
 
 
-def sharing(arguments: dict, name: str, other: str, behind: bool) -> dict:
-    """The arguments, with one beginning where the last number of the other is, or the other way round."""
-    first, second = (name, other) if behind else (other, name)
-    sizes = [arguments[each].size for each in (first, second)]
-    assert {arguments[each].itemsize for each in (first, second)} == {4}
-    buffer = np.zeros(sum(sizes) - 1, F32)
-    parts = {first: buffer[: sizes[0]], second: buffer[sizes[0] - 1 :]}
-    for each in (name, other):  # so the number that they share is the other's
-        view = parts[each].view(arguments[each].dtype).reshape(arguments[each].shape)
-        view[...] = arguments[each]
-        arguments = arguments | {each: view}
-    return arguments
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_that_overlaps_the_array_of_a_mask(kind):
-    arguments = good(kind)
-    mask = np.ones((1, 1, 6, 12) if "packed" in kind else (1, 1, TQ, 11), F32)  # as many keys as there are
-    arguments = sharing(arguments | {"attention_mask": mask}, "out", "attention_mask", False)
-    arguments["attention_mask"] = MaskInfo(arguments["attention_mask"])
+    arguments, shape = good(kind), (1, 1, 6, 12) if "packed" in kind else (1, 1, TQ, 11)  # keys as there are
+    out, count = arguments["out"], math.prod(shape)
+    memory = np.ones(count - 1 + out.size, F32)
+    arguments["out"] = memory[count - 1 :].reshape(out.shape)
+    arguments["attention_mask"] = MaskInfo(memory[:count].reshape(shape))
     refused(arguments, ValueError, "out must share no memory with attention_mask")
 
 

@@ -11,7 +11,6 @@ import pytest
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, all_pairs
 from kvcache_cases import (
-    CACHES,
     E4M3,
     E5M2,
     INT8,
@@ -192,23 +191,6 @@ def test_bad_input_writes_nothing(kind, rotate):
     for wrong, error, words in WRONG:
         refused(good(kind, rotate) | wrong, error, words)
     attnmask.flash_attention_with_kvcache(**good(kind, rotate))
-
-
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("written", ["out", *CACHES])
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_tokens_that_share_memory_with_what_is_written(name, written, rotate):
-    arguments = good(INT8, rotate)
-    place, token = arguments[written], arguments[name]
-    memory = np.zeros(place.nbytes + token.nbytes + 64, np.uint8)
-    arguments[written] = memory[: place.nbytes].view(place.dtype).reshape(place.shape)
-    arguments[name] = memory[place.nbytes - 32 :][: token.nbytes].view(token.dtype).reshape(token.shape)
-    words = f"{written} must share no memory with {name}"
-    refused(arguments, ValueError, words)
-    if written != "out" and name != "query":
-        tokens = {each: arguments[each] for each in (*CACHES, "key", "value")}
-        tokens |= {"slot_mapping": [1, 2, 3, 4, 5], "rotate": rotate}
-        refused(tokens, ValueError, words, lambda given: attnmask.write_kvcache(**given))
 
 
 def test_latent_caches_are_not_rotated():

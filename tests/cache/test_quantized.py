@@ -37,38 +37,6 @@ def test_long_keys(isa, dtype, depth):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
 
 
-def overlapping(shape, other):
-    """Two arrays, of which the second begins in the last number of the first."""
-    first = math.prod(shape)
-    memory = np.ones(first + math.prod(other), np.float32)
-    return memory[:first].reshape(shape), memory[first - 1 : -1].reshape(other)
-
-
-@pytest.mark.parametrize("by_token", [True, False])
-@pytest.mark.parametrize(
-    "what", ["one array", "overlapping", "k_scale in v_cache", "v_scale in v_cache", "in k_cache"]
-)
-def test_scales_that_share_memory_take_no_tokens(by_token, what):
-    shape = (1, 16, 2, 1) if by_token else (1, 1, 2, 16)
-    caches = {name: np.ones((1, 16, 2, 16), np.int8) for name in ("k_cache", "v_cache")}
-    scales = {name: np.ones(shape, np.float32) for name in ("k_scale", "v_scale")}
-    if what == "one array":
-        scales["v_scale"] = scales["k_scale"]
-    elif what == "overlapping":
-        scales["k_scale"], scales["v_scale"] = overlapping(shape, shape)
-    else:
-        name, cache = what.split(" in ") if " in " in what else ("k_scale", "k_cache")
-        scales[name] = caches[cache].reshape(-1)[:128].view(np.float32).reshape(shape)
-        scales[name][...] = 1
-    x = np.ones((1, 1, 2, 16), np.float32)
-    given = caches | scales
-    before = {name: array.tobytes() for name, array in given.items()}
-    with pytest.raises(ValueError, match=r"^[kv]_(scale|cache) must share no memory with [kv]_scale"):
-        attnmask.flash_attention_with_kvcache(x, **given, key=100 * x, value=x, cache_seqlens=0)
-    assert {name: array.tobytes() for name, array in given.items()} == before
-    attnmask.flash_attention_with_kvcache(x, **given)  # only reads
-
-
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_one_scale_for_all_tokens_takes_no_tokens(name):
     given = {each: np.zeros((1, 8, 1, 16), np.int8) for each in ("k_cache", "v_cache")}
