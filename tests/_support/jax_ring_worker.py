@@ -19,18 +19,13 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from ring_cases import LEARNED, SINKS, ring_cases, sizes  # noqa: E402
 
 import attnmask  # noqa: E402
 import attnmask.jax  # noqa: E402
 from attnmask import MaskInfo, ShardPlan  # noqa: E402
 
-LEARNED = ("softmax_aux", "relative_bias")
 TOKENS, STATS = P("batch", "ring"), P("batch", None, "ring")
-
-
-def sizes(dtype):
-    """How far results and gradients may be apart: as far as rounding of parts goes."""
-    return {"float64": (1e-11, 1e-10), "float32": (2e-6, 2e-5)}.get(dtype, (2e-2, 6e-2))
 
 
 def mesh_of(rows=1):
@@ -124,49 +119,17 @@ def random_plan(length, world):
 
 
 def same():
-    length, packed = 144, np.array([0, 40, 40, 48, 104, 144])
-    masks = {
-        "segments": MaskInfo.from_segments(np.repeat([0, 1, -1, 2], [60, 30, 10, 44])[None]),
-        "dense": MaskInfo.from_random(1, length, sparsity=0.7, seed=3),
-        "chunks": MaskInfo.from_segments(np.zeros((1, length), int)).apply_chunked(32),
-        "heads": MaskInfo.from_segments(np.zeros((1, length), int)).apply_sliding_window(
-            np.array([5, 9, 70, 1])
-        ),
-    }
-    sinks = np.array([[0.5], [-1.0], [2.0], [0.0]], np.float32)
-    table = np.linspace(-1, 1, 4 * 21, dtype=np.float32).reshape(4, 21)
-    slopes = np.arange(20.0).reshape(5, 4) / 9
-    plan = random_plan(length, WORLD)
-    check(length)
-    check(length, causal=True)
-    check(length, "contiguous", causal=True, dtype="bfloat16", batch=2)
-    check(length, causal=True, dtype="float16", batch=2)
-    check(length, plan, causal=True, batch=2, softmax_scale=0.3)
-    check(length, causal=True, cu_seqlens=packed)
-    check(length, "contiguous", cu_seqlens=packed, sliding_window=(7, 20), softmax_aux=sinks)
-    check(length, sliding_window=(30, 0), batch=2)
-    check(length, "contiguous", sliding_window=(None, 3), heads=(4, 1))
-    check(length, causal=True, softmax_aux=sinks, heads=(4, 4))
-    check(length, plan, causal=True, softmax_aux=np.array([[0.1, -np.inf]], np.float32), logits_soft_cap=3.0)
-    check(length, causal=True, alibi_slopes=slopes[0])
-    check(length, causal=True, batch=2, alibi_slopes=slopes[:2])
-    check(length, causal=True, cu_seqlens=packed, alibi_slopes=slopes, relative_bias=table, relative_low=-20)
-    check(length, causal=True, q_segment_ids=np.repeat([0, 1, -1], [50, 50, 44])[None])
-    check(length, attention_mask=masks["segments"], sliding_window=9)
-    check(length, attention_mask=masks["dense"], causal=True, batch=2, alibi_slopes=slopes[:2])
-    check(length, "contiguous", attention_mask=masks["chunks"])
-    check(length, plan, attention_mask=masks["heads"])
-    check(length, causal=True, batch=2, dropout_prob=0.3, dropout_seed=5)
-    check(length, attention_mask=masks["dense"], dropout_prob=0.3, dtype="bfloat16")
+    length, layouts = 144, ("zigzag", "contiguous", random_plan(144, WORLD))
+    for index, case in enumerate(ring_cases(length, np.array([0, 40, 40, 48, 104, length]))):
+        with jax.enable_x64(case.get("dtype") == "float64"):
+            check(length, layouts[index % 3], **case)
 
 
 def edges():
-    length, sinks = 144, np.array([[0.5], [-1.0], [2.0], [0.0]], np.float32)
+    length = 144
     dead = MaskInfo.from_segments(np.repeat([-1, 0], [72, 72])[None])  # the first device has no live pair
-    check(length, "contiguous", attention_mask=dead, softmax_aux=sinks)
-    check(length, mesh=mesh_of(2), batch=2, causal=True, softmax_aux=sinks)
-    with jax.enable_x64(True):
-        check(length, causal=True, dtype="float64", softmax_scale=0.3)
+    check(length, "contiguous", attention_mask=dead, softmax_aux=SINKS)
+    check(length, mesh=mesh_of(2), batch=2, causal=True, softmax_aux=SINKS)
     garbage()
     padded()
     seeds()
@@ -174,8 +137,7 @@ def edges():
 
 def shared():
     """What is left to try where devices are those of two processes."""
-    sinks = np.array([[0.5], [-1.0], [2.0], [0.0]], np.float32)
-    check(144, causal=True, batch=2, softmax_aux=sinks)
+    check(144, causal=True, batch=2, softmax_aux=SINKS)
     check(144, "contiguous", sliding_window=(20, 0), cu_seqlens=np.array([0, 40, 144]))
     check(144, attention_mask=MaskInfo.from_random(1, 144, sparsity=0.7, seed=3))
 

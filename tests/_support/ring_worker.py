@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from ring_cases import LEARNED, SINKS, ring_cases, sizes
 
 import attnmask
 import attnmask.torch
@@ -18,12 +19,6 @@ from attnmask.torch import _ring as torch_ring
 
 RANK, WORLD, FILE, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 TIMEOUT = 5 if SCENARIO in ("killed", "late") else 120
-LEARNED = ("softmax_aux", "relative_bias")
-
-
-def sizes(dtype):
-    """How far results and gradients may be apart: as far as rounding of parts goes."""
-    return {torch.float64: (1e-11, 1e-10), torch.float32: (2e-6, 2e-5)}.get(dtype, (2e-2, 6e-2))
 
 
 def check(
@@ -32,12 +27,13 @@ def check(
     cu_seqlens=None,
     batch=1,
     heads=(4, 2),
-    dtype=torch.float32,
+    dtype="float32",
     group=None,
     place=(RANK, WORLD),
     **options,
 ):
     """The ring's results and gradients are those of one process."""
+    (near, grads_near), dtype = sizes(dtype), getattr(torch, dtype)
     generator = torch.Generator().manual_seed(length)
     shapes = (heads[0], 16), (heads[1], 16), (heads[1], 8), (heads[0], 8)
     query, key, value, dout = (
@@ -46,7 +42,7 @@ def check(
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     dlse = torch.randn(batch, heads[0], length, generator=generator, dtype=torch.float64).to(wide)
-    learned = {name: options[name].clone().requires_grad_() for name in LEARNED if name in options}
+    learned = {name: torch.tensor(x).requires_grad_() for name, x in options.items() if name in LEARNED}
     tensors = [x.clone().requires_grad_() for x in (query, key, value)]
     starts = {} if cu_seqlens is None else {"cum_seqlens_q": cu_seqlens}
     out, lse = attnmask.torch.flash_attention(*tensors, **options | learned | starts, return_lse=True)
@@ -69,7 +65,6 @@ def check(
     my_finite = torch.where(my_lse.isfinite(), my_lse, 0.0)
     ((my_out * shard(dout)).sum() + (my_finite * my_dlse).sum()).backward()
 
-    near, grads_near = sizes(dtype)
     torch.testing.assert_close(my_out, shard(out.detach()), atol=near, rtol=near)
     right_lse = shard_stats(lse.detach())
     torch.testing.assert_close(my_lse, right_lse, atol=near, rtol=near)
@@ -91,54 +86,7 @@ def plans(length, world):
 
 def same():
     length = 150 + WORLD  # divides by no number of chunks
-    packed = np.array([0, 40, 40, 43, 110, length])
-    masks = {
-        "segments": MaskInfo.from_segments(np.repeat([0, 1, -1, 2], [60, 30, 10, length - 100])[None]),
-        "dense": MaskInfo.from_random(1, length, sparsity=0.7, seed=3),
-        "chunks": MaskInfo.from_segments(np.zeros((1, length), int)).apply_chunked(32),
-        "heads": MaskInfo.from_segments(np.zeros((1, length), int)).apply_sliding_window(
-            np.array([5, 9, 70, 1])
-        ),
-    }
-    sinks = torch.tensor([[0.5], [-1.0], [2.0], [0.0]])
-    table = torch.linspace(-1, 1, 4 * 21).reshape(4, 21)
-    cases = [
-        {},
-        {"causal": True},
-        {"causal": True, "dtype": torch.float64, "softmax_scale": 0.3},
-        {"causal": True, "dtype": torch.bfloat16},
-        {"causal": True, "dtype": torch.float16, "batch": 2},
-        {"causal": True, "batch": 3},
-        {"causal": True, "cu_seqlens": packed},
-        {"cu_seqlens": packed, "sliding_window": (7, 20)},
-        {"sliding_window": (30, 0), "batch": 2},
-        {"sliding_window": (None, 3), "heads": (4, 1)},
-        {"causal": True, "softmax_aux": sinks, "heads": (4, 4)},
-        {"cu_seqlens": packed, "causal": True, "softmax_aux": torch.tensor([[0.1, 0.2]])},
-        {"causal": True, "logits_soft_cap": 3.0},
-        {"causal": True, "alibi_slopes": [0.5, 0.25, 0.1, 0.0]},
-        {"causal": True, "batch": 2, "alibi_slopes": np.arange(8.0).reshape(2, 4) / 9},
-        {"causal": True, "cu_seqlens": packed, "alibi_slopes": np.arange(20.0).reshape(5, 4) / 9},
-        {"causal": True, "relative_bias": table, "relative_low": -20},
-        {"causal": True, "cu_seqlens": packed, "relative_bias": table, "relative_low": -20},
-        {"causal": True, "q_segment_ids": np.repeat([0, 1, -1], [50, 50, length - 100])[None]},
-        *({"attention_mask": mask} for mask in masks.values()),
-        {
-            "attention_mask": masks["dense"],
-            "causal": True,
-            "batch": 2,
-            "alibi_slopes": np.arange(8.0).reshape(2, 4) / 9,
-        },
-        {"attention_mask": masks["segments"], "cu_seqlens": packed, "sliding_window": 9},
-        {
-            "attention_mask": masks["dense"],
-            "cu_seqlens": packed,
-            "alibi_slopes": np.arange(20.0).reshape(5, 4) / 9,
-        },
-        {"dropout_prob": 0.3, "dropout_seed": 5, "causal": True, "batch": 2},
-        {"dropout_prob": 0.3, "cu_seqlens": packed, "sliding_window": 20},
-        {"dropout_prob": 0.3, "attention_mask": masks["dense"], "dtype": torch.bfloat16},
-    ]
+    cases = ring_cases(length, np.array([0, 40, 40, 43, 110, length]))
     for index, case in enumerate(cases):
         # Calls of few queries and steps of few keys; or all at once.
         torch_ring._QUERIES, torch_ring._KEYS = (20, 5) if index % 3 else (2048, 256)
@@ -158,7 +106,7 @@ def same():
         )
     dead = MaskInfo.from_segments(np.repeat([-1, 0], [60, 90])[None])  # the first process has no live pair
     check(150, "contiguous", attention_mask=dead)
-    check(150, "contiguous", attention_mask=dead, softmax_aux=torch.tensor([[0.3]]))
+    check(150, "contiguous", attention_mask=dead, softmax_aux=SINKS)
     check(
         150, "contiguous", cu_seqlens=np.array([0, 75, 150]), causal=True
     )  # with two processes nothing is sent
