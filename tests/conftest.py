@@ -15,9 +15,7 @@ import attnmask
 from attnmask import _core
 
 # Failures of asserts in these modules are shown in full, as in the tests themselves.
-pytest.register_assert_rewrite(
-    "flash_expected", "flash_backward_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels"
-)
+pytest.register_assert_rewrite("flash_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels")
 
 # Under AddressSanitizer a test takes three times as long, so some are left out or thinned. Left out: programs in Python
 # and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 from environment import SANITIZED
-from flash_backward_expected import CASES as GRADIENT_CASES
-from flash_backward_expected import expected_of as gradients_of
-from flash_backward_expected import run as run_gradients
 from flash_cases import BF16, F16, F32, F64
-from flash_expected import CASES, expected_of, run
+from flash_expected import CASES, GRADIENT_CASES, name_of
+from flash_expected import check as check_case
 from fuzzer import arrays_in
 from kvcache_cases import CASES as CACHE_CASES
 from kvcache_cases import arguments_of, check, right_of
@@ -27,14 +25,9 @@ def plain():
     _core.use_isa(previous)
 
 
-@pytest.mark.parametrize("case", CASES[:: 2 * STEP], ids=lambda case: str(case.seed))
-def test_results(plain, case):
-    expected_of(case).check(*run(case, case.arguments()))
-
-
-@pytest.mark.parametrize("case", GRADIENT_CASES[:: 2 * STEP], ids=lambda case: str(case.seed))
-def test_gradients(plain, case):
-    gradients_of(case).check(run_gradients(case, case.arguments()))
+@pytest.mark.parametrize("case", [*CASES[:: 2 * STEP], *GRADIENT_CASES[:: 2 * STEP]], ids=name_of)
+def test_results_and_gradients(plain, case):
+    check_case(case)
 
 
 @pytest.mark.parametrize("case", CACHE_CASES[:: 4 * STEP], ids=lambda case: str(case.seed))

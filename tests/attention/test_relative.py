@@ -1,87 +1,15 @@
-"""ALiBi and relative biases: terms of the logits that follow from the distance of a pair."""
+"""ALiBi and relative biases: terms of the logits that follow from the distance of a pair. test_terms.py has more."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from flash_backward_expected import expected as expected_gradients
-from flash_cases import FLOATS, laid_out, worst
 from flash_expected import expected as expected_results
-from reference_terms import dense_terms, distances, table_gradient
+from flash_expected import expected_gradients
+from reference_terms import dense_terms, distances
 
 import attnmask
 from attnmask import MaskInfo
 
 pytestmark = pytest.mark.not_at_amx
-
-SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length and least distance
-    (1, 1, 100, 4, 4, 64, 50, -60),
-    (2, 1, 700, 8, 2, 64, 3000, -2999),
-    (1, 7, 300, 4, 1, 33, 10, -3),
-    (3, 64, 64, 2, 2, 16, 127, -63),
-    (1, 100, 257, 2, 1, 64, 1500, -400),
-    (2, 130, 130, 2, 1, 65, 9, -4),
-    (1, 40, 300, 4, 4, 128, 1, 0),
-    (1, 70, 70, 6, 2, 40, 5, -600),
-    (1, 0, 5, 2, 1, 8, 3, -1),
-    (1, 5, 0, 2, 1, 8, 3, -1),
-)
-TERMS = ("alibi", "alibi of rows", "table", "both", "both and a bias")
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_terms_by_distance(isa, dtype, terms, shape):
-    """Beside the same terms as a dense bias in float64, forward and backward."""
-    batch, queries, keys, heads, kv_heads, depth, length, low = shape
-    rng = np.random.default_rng(abs(hash(shape)) % 1000)
-    q, k, v, dout = (
-        laid_out(rng.standard_normal(size).astype(dtype), layout)
-        for size, layout in (
-            ((batch, queries, heads, depth), "heads first"),
-            ((batch, keys, kv_heads, depth), "sliced"),
-            ((batch, keys, kv_heads, depth), "contiguous"),
-            ((batch, queries, heads, depth), "contiguous"),
-        )
-    )
-    offsets = rng.integers(-5, 6, batch)
-    slopes = table = bias = None
-    if "alibi" in terms or "both" in terms:
-        slopes = rng.random((batch if "rows" in terms else 1, heads)).astype(np.float32)
-    if "table" in terms or "both" in terms:
-        table = rng.standard_normal((heads, length)).astype(dtype)
-    if "bias" in terms:
-        bias = rng.standard_normal(keys).astype(dtype)
-    distance = distances(queries, keys, offsets)
-    wide_table = None if table is None else table.astype(np.float64)
-    dense = dense_terms(distance, slopes, wide_table, low if table is not None else 0)
-    if bias is not None:
-        dense = dense + bias.astype(np.float64)
-    given = {
-        "causal": "both" in terms,
-        "causal_offset": offsets,
-        "sliding_window": (90, 40),
-        "logits_soft_cap": 7.0 if "rows" in terms else None,
-    }
-    (out, lse), vjp = attnmask.flash_attention_vjp(
-        q, k, v, None, bias,
-        alibi_slopes=slopes, relative_bias=table, relative_low=low if table is not None else 0,
-        return_lse=True, grad_relative_bias=table is not None, **given,
-    )  # fmt: skip
-    arguments = {"query": q, "key": k, "value": v, "bias": dense, **given}
-    expected_results(arguments).check(out, lse)
-    grads, right = vjp(dout), expected_gradients(arguments, dout)
-    right.check(grads._replace(relative_bias=None))
-    if table is None:
-        assert grads.relative_bias is None
-        return
-    exact, sizes = (
-        table_gradient(each.bias, distance, table.shape, low) for each in (right.exact, right.sizes)
-    )
-    assert grads.relative_bias.dtype == dtype
-    assert grads.relative_bias.shape == table.shape
-    assert worst(grads.relative_bias, exact, sizes, dtype) <= right.errors.bias + ml_dtypes.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("offset", [0, 150, 1000, -500])

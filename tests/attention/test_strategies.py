@@ -1,12 +1,17 @@
-"""Results are right for every division of the work, with the same bits for any number of threads."""
+"""Results and gradients are right for every division of the work, with the same bits for any number of threads."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
 from environment import SANITIZED
-from flash_cases import FLOATS, SEQUENCES, STEADY, Case, bits_of, laid_out, of_lengths
-from flash_expected import expected, expected_of, run
+from flash_cases import BF16, F32, F64, FLOATS, SEQUENCES, STEADY, Case, bits_of, laid_out, of_lengths
+from flash_expected import NAMES, GradientCase, check, check_by_threads, expected, run
 from hypothesis import given
 from hypothesis import strategies as st
+
+import attnmask
 
 # Few queries
 
@@ -40,7 +45,7 @@ def test_few_queries(each_isa, set_threads, dtype, queries, keys, heads, depth, 
     )
     set_threads(case.threads)
     for _ in each_isa():
-        expected_of(case).check(*run(case, case.arguments()))
+        check(case)
 
 
 # Numbers of queries, and of heads that share keys: their rows fill vectors, or are just too few for that.
@@ -62,22 +67,13 @@ def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
         expected(arguments, case=case).check(*run(case, arguments))
 
 
-def check_by_two_threads_and_one(case, set_threads):
-    """Checks the result, and that both have the same bits."""
-    set_threads(2)
-    got = run(case, case.arguments())
-    expected_of(case).check(*got)
-    set_threads(1)
-    assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("keys", [769, 768, 1500][: 1 if SANITIZED else 3])
 @pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
 def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
     """The heads are enough tasks, so keys are split into longer parts; heads may see different keys."""
     case = Case(dtype, 2, keys, 8, 8, 1, (40, 20), causal=True, offset="bottom-right", mask=mask)
-    check_by_two_threads_and_one(case, set_threads)
+    check_by_threads(case, set_threads, 2, 1)
 
 
 @pytest.mark.repeats
@@ -97,7 +93,7 @@ def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packin
         if packing and more.keys() & {"mask", "bias"}:
             more = {"dropout": 0.3, "causal": True, "offset": "bottom-right"}
         case = Case(dtype, queries, 150, 24, 40, 8, heads, packing=packing, **more)
-        check_by_two_threads_and_one(case, set_threads)
+        check_by_threads(case, set_threads, 2, 1)
 
 
 MANY = 330 if SANITIZED else 700
@@ -142,7 +138,7 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments)
     set_threads(2)
     for more in some[: 1 if SANITIZED else 3]:
         case = of_lengths(name, dtype, heads, segments, **more)
-        expected_of(case).check(*run(case, case.arguments()))
+        check(case)
 
 
 @pytest.mark.repeats
@@ -170,18 +166,91 @@ def test_what_comes_next_sees_nothing(isa, dtype):
     expected(arguments, case=case).check(*run(case, arguments))
 
 
-# Blocks and threads
+# --- Gradients ---
+
+
+# Sequences
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("case", STEADY, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", list(SEQUENCES)[:: 2 if SANITIZED else 1])
+@pytest.mark.parametrize("segments", [False, True])
+def test_gradients_of_sequences_of_any_length(isa, set_threads, dtype, name, segments):
+    more = {"causal": True} if segments else {"dropout": 0.3, "sinks": "[H, S]", "bias": "[H, 1, Tk]"}
+    set_threads(2)
+    check(GradientCase(**vars(of_lengths(name, dtype, (2, 1), segments, **more))))
+
+
+# Blocks and threads
+
+SHARED = (
+    "[1, H, Tq, Tk]", "[1, 1, Tq, Tk]", "[B, 1, Tq, 1]", "[1, H, Tq, 1]", "[H, 1, Tk]", "[1, 1, 1, Tk]", "[]",
+)  # fmt: skip
+SHARED_BIAS = [
+    Case(dtype, 300, 350, 16, 16, 2, (4, 2), causal=True, offset=40, bias=shape, seed=1)
+    for dtype, shape in zip(itertools.cycle([F32, BF16, F64]), SHARED, strict=False)
+] + [  # several tiles of keys per task
+    Case(dtype, 70, 2100, 7, 9, 2, (8, 4), causal=True, offset="bottom-right", bias=shape, seed=1)
+    for dtype, shape in ((F32, "[H, 1, Tk]"), (BF16, "[H, 1, Tk]"), (BF16, "[1, 1, Tq, Tk]"))
+]
+
+
+PARTS = [  # parts of the blocks that see a key are summed up apart: by one task, or for many threads by one each
+    GradientCase(dtype, *sizes, 2, heads, **more, with_dlse=True, seed=1)
+    for dtype in FLOATS
+    for sizes, heads, more in (
+        ((500, 330, 16, 24), (2, 1), {}),
+        ((700, 700, 33, 16), (2, 2), {"causal": True}),
+        ((900, 900, 16, 16), (1, 1), {"window": (100, 30)}),
+        ((260, 70, 16, 16), (4, 1), {"causal": True, "offset": "bottom-right"}),
+    )
+]
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize(
+    "case",
+    [*STEADY, *(GradientCase(**vars(case), with_dlse=True) for case in (*STEADY, *SHARED_BIAS)), *PARTS],
+    ids=str,
+)
 def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
-    arguments = case.arguments()
+    check_by_threads(case, set_threads, *((1, 3) if SANITIZED else (1, 2, 3, 8, 16)))
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("poison", [0, math.nan], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
+    """Tasks take 16 tiles if a narrow mask has many heads, but one for a single head; rows may see all keys or none.
+
+    Most blocks see two tiles, so tasks of results keep two; blocks that see more, and other heads, replace them.
+    """
+    rng = np.random.default_rng(0)
+    tokens, heads = 1280, 64
+    query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    mask = (distance >= 0) & (distance < 60)
+    mask[[7 * 64 + 5, 9 * 64 + 1, 18 * 64]] = True
+    mask[130:400] = False
+    mask[:, 700:900] = False
+    key[0, 77:80] = poison
+
+    def results(heads):
+        out, vjp = attnmask.flash_attention_vjp(*(x[:, :, heads] for x in (query, key, value)), mask)
+        return {"out": out} | dict(zip(NAMES[:3], vjp(dout[:, :, heads]), strict=False))
+
     set_threads(1)
-    out, lse = run(case, arguments)
-    expected_of(case).check(out, lse)
-    for threads in (3,) if SANITIZED else (1, 2, 3, 8, 8):
+    whole = results(slice(None))
+    for threads in (2, 5):
         set_threads(threads)
-        again = run(case, arguments)
-        assert again[0].tobytes() == out.tobytes(), (isa, threads, case)
-        assert again[1].tobytes() == lse.tobytes(), (isa, threads, case)
+        assert bits_of(results(slice(None))) == bits_of(whole), (isa, threads)
+    near = {F32: 1e-5, BF16: 2**-7}[dtype]
+    for head in (0, 37, 63):
+        for name, alone in results(slice(head, head + 1)).items():
+            one, other = whole[name][:, :, head].astype(F32), alone[:, :, 0].astype(F32)
+            size = np.nanmax(np.abs(other))  # relative to the largest, since terms of some sums cancel
+            np.testing.assert_allclose(one, other, rtol=near, atol=near * size, err_msg=f"{name} of {head}")
+    seen = mask[:, 77:80].any(axis=1) & np.isnan(poison)
+    for name, nan in (("out", seen), ("query", seen), ("value", mask[seen].any(axis=0))):
+        np.testing.assert_array_equal(np.isnan(whole[name].astype(F32)).any(axis=(0, 2, 3)), nan)

@@ -1,83 +1,97 @@
-"""Each term of the logits beside each other one: forward, backward and in caches."""
+"""Each term of the logits alone and beside each other one: forward and backward, on shapes of every kind."""
 
 from itertools import combinations
 
 import ml_dtypes
 import numpy as np
 import pytest
-from flash_backward_expected import expected as expected_gradients
-from flash_cases import worst
-from flash_expected import expected as expected_results
+from flash_cases import FLOATS, laid_out, worst
+from flash_expected import expected, expected_gradients
 from reference_terms import dense_terms, distances, table_gradient
 
 import attnmask
 from attnmask import _core
 
-HEADS, KV_HEADS, DEPTH, LOW = 4, 2, 16, -20
+SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length and least distance
+    (1, 1, 100, 4, 4, 64, 50, -60),
+    (2, 1, 700, 8, 2, 64, 3000, -2999),
+    (1, 7, 300, 4, 1, 33, 10, -3),
+    (3, 64, 64, 2, 2, 16, 127, -63),
+    (1, 100, 257, 2, 1, 64, 1500, -400),
+    (2, 130, 130, 2, 1, 65, 9, -4),
+    (1, 40, 300, 4, 4, 128, 1, 0),
+    (1, 70, 70, 6, 2, 40, 5, -600),
+    (1, 0, 5, 2, 1, 8, 3, -1),
+    (1, 5, 0, 2, 1, 8, 3, -1),
+)
+TERMS = (*combinations(_core.term_names(), 1), *combinations(_core.term_names(), 2), _core.term_names())
 
 
-def arguments_of(names, batch, queries, keys, dtype, rng) -> dict:
+def arguments_of(names, shape, dtype, rng) -> dict:
     """Arguments for these terms; the bias has a number for each pair."""
+    batch, queries, keys, heads, _, _, length, low = shape
     terms = {
-        "bias": rng.standard_normal((batch, HEADS, queries, keys)).astype(dtype),
-        "alibi_slopes": rng.random((batch, HEADS)) / 4,
-        "relative_bias": rng.standard_normal((HEADS, 30)).astype(dtype),
+        "bias": rng.standard_normal((batch, heads, queries, keys)).astype(dtype),
+        "alibi_slopes": rng.random((batch, heads)) / 4,
+        "relative_bias": rng.standard_normal((heads, length)).astype(dtype),
         "logits_soft_cap": 3.0,
         "dropout_prob": 0.25,
-        "softmax_aux": rng.standard_normal((HEADS, 2)).astype(dtype),
+        "softmax_aux": rng.standard_normal((heads, 2)).astype(dtype),
     }
     assert terms.keys() == set(_core.term_names()), "a kind of term has no case here"
-    more = {"relative_low": LOW} if "relative_bias" in names else {}
+    more = {"relative_low": low} if "relative_bias" in names else {}
     return {name: terms[name] for name in names} | more
 
 
-PAIRS = (*combinations(_core.term_names(), 2), _core.term_names())
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("sizes", [(1, 200), (70, 140), (9, 90)], ids=str)
-@pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_two_terms(each_isa, names, sizes, dtype):
+@pytest.mark.repeats
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("names", TERMS, ids="+".join)
+def test_terms(each_isa, names, shape):
     """Beside the float64 twin, to which what is added by distance is a dense bias."""
-    (queries, keys), batch, dtype = sizes, 2, np.dtype(dtype)
-    rng = np.random.default_rng(PAIRS.index(names))
+    batch, queries, keys, heads, kv_heads, depth, _, low = shape
+    place = TERMS.index(names) + SHAPES.index(shape)
+    rng, dtype = np.random.default_rng(place), FLOATS[place % 4]
     q, k, v, dout = (
-        rng.standard_normal((batch, *shape)).astype(dtype)
-        for shape in (
-            (queries, HEADS, DEPTH),
-            (keys, KV_HEADS, DEPTH),
-            (keys, KV_HEADS, DEPTH),
-            (queries, HEADS, DEPTH),
+        laid_out(rng.standard_normal((batch, *size, depth)).astype(dtype), layout)
+        for size, layout in (
+            ((queries, heads), "heads first"),
+            ((keys, kv_heads), "sliced"),
+            ((keys, kv_heads), "contiguous"),
+            ((queries, heads), "contiguous"),
         )
     )
-    given = arguments_of(names, batch, queries, keys, dtype, rng)
-    seen = {"causal": True, "causal_offset": keys - queries, "dropout_seed": 3}
+    given = arguments_of(names, shape, dtype, rng)
+    offsets = keys - queries + rng.integers(-5, 6, batch)
+    seen = {"causal": len(names) > 1, "causal_offset": offsets}
+    seen |= {} if len(names) > 1 else {"sliding_window": (90, 40)}
     wanted = {f"grad_{name}": True for name in names if name in ("bias", "softmax_aux", "relative_bias")}
 
-    distance = distances(queries, keys, [keys - queries] * batch)
+    distance = distances(queries, keys, offsets)
     slopes, table = given.get("alibi_slopes"), given.get("relative_bias")
-    dense = np.zeros((batch, HEADS, queries, keys))
+    dense = np.zeros((batch, heads, queries, keys))
     if slopes is not None or table is not None:
-        dense = dense_terms(distance, slopes, None if table is None else table.astype(float), LOW)
+        dense = dense_terms(distance, slopes, None if table is None else table.astype(float), low)
     dense = dense + given.get("bias", np.zeros((), dtype)).astype(float)
-    twin = {"query": q, "key": k, "value": v, "bias": dense, "causal": True, "causal_offset": keys - queries}
-    twin |= {
-        name: given[name] for name in ("logits_soft_cap", "softmax_aux", "dropout_prob") if name in given
-    }
-    keep = None
-    if "dropout_prob" in given:
-        keep = attnmask.dropout_keep_mask(3, 0.25, dense.shape)
-    right = expected_results(twin, keep), expected_gradients(twin, dout, keep=keep)
+    own = ("logits_soft_cap", "softmax_aux", "dropout_prob")
+    twin = {"query": q, "key": k, "value": v, "bias": dense, **seen}
+    twin |= {name: given[name] for name in own if name in given}
+    keep = attnmask.dropout_keep_mask(3, 0.25, dense.shape) if "dropout_prob" in given else None
+    right, right_gradients = expected(twin, keep), expected_gradients(twin, dout, keep=keep)
     for _ in each_isa():
-        (out, lse), vjp = attnmask.flash_attention_vjp(q, k, v, return_lse=True, **given, **seen, **wanted)
-        right[0].check(out, lse)
+        (out, lse), vjp = attnmask.flash_attention_vjp(
+            q, k, v, return_lse=True, dropout_seed=3, **given, **seen, **wanted
+        )
+        right.check(out, lse)
         grads = vjp(dout)
-        right[1].check(grads._replace(bias=None, relative_bias=None))
+        right_gradients.check(grads._replace(bias=None, relative_bias=None))
         for name, sums in (
             ("bias", lambda x: x.bias),
-            ("relative_bias", lambda x: table_gradient(x.bias, distance, table.shape, LOW)),
+            ("relative_bias", lambda x: table_gradient(x.bias, distance, table.shape, low)),
         ):
-            if name in names:
-                exact, size = sums(right[1].exact), sums(right[1].sizes)
-                allowed = right[1].errors.bias + 2 * float(ml_dtypes.finfo(dtype).eps)
-                assert worst(getattr(grads, name), exact, size, dtype) <= allowed, name
+            if name not in names:
+                assert getattr(grads, name) is None
+                continue
+            exact, size = sums(right_gradients.exact), sums(right_gradients.sizes)
+            allowed = right_gradients.errors.bias + 2 * float(ml_dtypes.finfo(dtype).eps)
+            assert (getattr(grads, name).dtype, getattr(grads, name).shape) == (dtype, exact.shape)
+            assert worst(getattr(grads, name), exact, size, dtype) <= allowed, name
