@@ -22,6 +22,7 @@ from doors import (
     right,
     with_both_results,
 )
+from every_mask import every_mask
 from fuzzer import arrays_in, digest
 from targets import Arguments
 from tensors import tensor
@@ -282,6 +283,51 @@ def test_gradients(door, name):
     for seed in range(seeds):
         arguments = drawn(name, seed)
         assert gradients(name, changed(arguments, np.copy)) == gradients_by_numpy(name, arguments), seed
+
+
+def attention_rows() -> Iterator[Arguments]:
+    """What is seldom or never drawn: masks of every kind, biases and sinks of any shape, starts, axes of length 0."""
+    rng = np.random.default_rng(1)
+
+    def row(batch: int = 2, queries: int = 7, keys: int = 9, heads: int = 4, **more: Any) -> Arguments:
+        shapes = (queries, heads, 8), (keys, heads // 2, 8), (keys, heads // 2, 5)
+        names = ("query", "key", "value")
+        return {
+            x: rng.standard_normal((batch, *s), np.float32) for x, s in zip(names, shapes, strict=True)
+        } | more
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    for mask in every_mask(7, 9).values():
+        yield row(attention_mask=mask, sliding_window=(None, 5))
+    for bias in (normal(2, 4, 7, 9), normal(1, 4, 7, 9), normal(7, 9), normal(2, 1, 1, 9), normal(9)):
+        for sinks in (normal(3), normal(1, 3), normal(4, 2), normal(4, 0)):
+            yield row(bias=bias, softmax_aux=sinks, causal=True)
+    starts = {"cum_seqlens_q": np.array([0, 2, 2, 7]), "cum_seqlens_k": np.array([0, 4, 5, 9], np.uint8)}
+    offsets = (0, "bottom-right", np.array([1, 0, -2]), np.array(1))
+    for offset, more in itertools.product(offsets, ({}, {"causal": True}, {"sliding_window": (2, None)})):
+        packed = row(1, **starts, causal_offset=offset, **more)
+        yield packed
+        yield packed | {name: packed[name][0] for name in ("query", "key", "value")}
+    ids = np.sort(rng.integers(-1, 3, (1, 9)), axis=-1).astype(np.int32)
+    for one in ({"cum_seqlens_q": np.array([0, 4, 5, 9])}, {"q_segment_ids": ids}, {"kv_segment_ids": ids}):
+        yield row(1, 9, causal=True, **one)  # for both sides
+    for empty in ({"batch": 0}, {"queries": 0}, {"keys": 0}, {"heads": 0}):
+        sizes = {"batch": 2, "queries": 7, "keys": 9, "heads": 4} | empty
+        yield row(**sizes, bias=normal(1, 1, 1, sizes["keys"]), softmax_aux=normal(3), causal=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("door", ["torch", "jax.jit"])
+def test_rows_of_attention(door):
+    gradients, _ = GRADIENTS[door]
+    for number, arguments in enumerate(attention_rows()):
+        expected = gradients_by_numpy("flash_attention", arguments)
+        assert gradients("flash_attention", changed(arguments, np.copy)) == expected, (
+            number,
+            arguments.keys(),
+        )
 
 
 # vmap

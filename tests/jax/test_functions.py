@@ -104,15 +104,6 @@ def arrays():
     return [jax.numpy.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
 
 
-def test_sinks_that_heads_share(arrays):
-    """[S] and [1, S] are the same."""
-    attend = jax.jit(lambda sinks: attnmask.jax.flash_attention(*arrays[:3], softmax_aux=sinks))
-    grad = jax.jit(jax.grad(lambda sinks: attend(sinks).sum()))
-    sinks = np.array([0.5, -1, 2], np.float32)
-    np.testing.assert_array_equal(attend(sinks), attend(sinks[None]))
-    np.testing.assert_array_equal(grad(sinks), grad(sinks[None])[0])
-
-
 def test_bad_attention(arrays):
     query, key, value, *_ = arrays
     with pytest.raises(TypeError, match="return_lse must be True or False"):
