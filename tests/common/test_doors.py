@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from doors import (
 )
 from every_mask import every_mask
 from fuzzer import arrays_in, digest
+from kvcache_cases import CASES, Case, arguments_of
 from targets import Arguments
 from tensors import tensor
 
@@ -74,13 +76,15 @@ def traced(arguments: Arguments) -> tuple[Arguments, Arguments]:
     return some, {name: x for name, x in arguments.items() if name not in some}
 
 
-def by_jax(name: str, compiled: bool = False) -> Callable[[Arguments], Any]:
+def by_jax(name: str, compiled: bool = False, known: bool = False) -> Callable[[Arguments], Any]:
+    """Of all arrays, or of the first alone, where the others are known when the function is compiled."""
     jax = pytest.importorskip("jax")
     import attnmask.jax
 
     def call(arguments: Arguments) -> Any:
         with in_jax(arguments):
             arrays, fixed = traced(changed(arguments, np.asarray if compiled else jax.numpy.asarray))
+            fixed |= {key: arrays.pop(key) for key in [*arrays][1:]} if known else {}
             run = lambda some: function_of(attnmask.jax, name)(**some, **fixed)  # noqa: E731
             result = jax.block_until_ready((jax.jit(run) if compiled else run)(arrays))
         made = result if isinstance(result, tuple) else (result,)
@@ -105,6 +109,60 @@ def test_the_bits_of_numpy(door, name):
     for seed in range(6 if door == "torch.compile" else 16):
         arguments = drawn(name, seed)
         assert call(changed(arguments, np.copy)) == by_numpy(name)(changed(arguments, np.copy)), seed
+
+
+def cache_rows() -> Iterator[Arguments]:
+    """All pairs of arguments, masks of every kind, no length, and sequences that are empty."""
+    for case in CASES[::2]:
+        yield arguments_of(case) | {"return_lse": case.return_lse}
+    rng = np.random.default_rng(0)
+    masks: list[Any] = []
+    for keys in (70, 96):  # more than tokens, and more than the cache has room for
+        dense = rng.random((2, 4, 3, keys)) < 0.7
+        masks += [dense, dense[:1, :1, :1].astype(np.float32), dense[..., :1]]
+        masks.append(MaskInfo.from_attention_mask(dense[:, :1]).apply_sliding_window((50, 20)))
+    ids = np.sort(rng.integers(-1, 3, (2, 3))), np.sort(rng.integers(-1, 3, (2, 70)))
+    masks += [MaskInfo.from_segments(*ids), MaskInfo.from_segments(*(x[:1] for x in ids)).apply_causal(40)]
+    of_packed = [*every_mask(40, 100, batch=1).values()]  # whose sequences count from their own starts
+    of_packed += [rng.random((1, heads, 40, keys)) < 0.7 for heads in (1, 4) for keys in (1, 100)]
+    for page_size in (None, 16):
+        case = Case(queries=3, lengths=(65, 20), new="as many", page_size=page_size)
+        yield from (arguments_of(case) | {"attention_mask": mask} for mask in masks)
+        several = {"queries": (17, 1, 0, 20, 2), "lengths": (65, 0, 20, 3, 71)}
+        packed = replace(case, **several, window=(60, 0), sinks="[S]")
+        more = {"return_lse": True, "causal": False}
+        yield from (arguments_of(packed) | more | {"attention_mask": mask} for mask in of_packed)
+    x, cache = np.ones((2, 1, 4, 8), np.float32), rng.random((2, 9, 2, 8), np.float32)
+    for length in (None, 9, np.int8(9), np.array(9), np.array([9, 9])):
+        yield {"query": x, "k_cache": cache, "v_cache": cache.copy(), "cache_seqlens": length}
+    for lengths, count in (((), 1), ((0, 0), 0), ((5, 0), 0)):
+        x, cache = (
+            np.ones((len(lengths), count, 4, 8), np.float32),
+            np.ones((len(lengths), 9, 2, 8), np.float32),
+        )
+        given = {
+            "query": x,
+            "k_cache": cache,
+            "v_cache": cache.copy(),
+            "key": x[:, :, :2],
+            "value": x[:, :, :2],
+        }
+        yield given | {"cache_seqlens": np.array(lengths, np.int32), "return_lse": True}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("door", ["torch", "jax", "jax.jit", "jax.jit, known"])
+def test_rows_of_caches(door):
+    name = "flash_attention_with_kvcache"
+    call = DOORS[door](name) if door in DOORS else by_jax(name, True, known=True)
+    for number, row in enumerate(cache_rows()):
+        arguments = {key: x for key, x in row.items() if x is not None}
+        mask, table = row.get("attention_mask"), row.get("block_table")
+        room = row["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+        if door == "jax.jit" and isinstance(mask, MaskInfo) and mask.kv_len > room:  # must be known
+            continue
+        expected = by_numpy(name)(changed(arguments, np.copy))
+        assert call(changed(arguments, np.copy)) == expected, (number, arguments.keys())
 
 
 def other_forms(argument: str, x: np.ndarray) -> Iterator[np.ndarray]:

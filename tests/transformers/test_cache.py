@@ -231,6 +231,7 @@ def test_a_step_that_fails_changes_nothing():
         r"the model must be called in a step, .*: 0 of 2 layers have appended",
         lambda inputs: None,
     )
+    refused(RuntimeError, ": 1 of 2 layers", lambda inputs: cache.update(*torch.randn(2, 1, 2, 5, 8), 0))
     refused(RuntimeError, "the model must be called once", lambda inputs: [call(inputs), call(inputs)])
     words = "the sequences of a batch cannot be changed inside a step"
     refused(RuntimeError, words, lambda inputs: cache.reset())
