@@ -266,6 +266,7 @@ def test_cdiv_of_as_many_axes_as_there_may_be(axes):
 def test_cdiv_tells_the_first_quotient_that_does_not_fit():
     with pytest.raises(OverflowError, match=r"a and b must have quotients that fit int64, got .* at index 2"):
         attnmask.cdiv(2**80, [[2**62, 2**40], [1, 1]])
+    assert_same(attnmask.cdiv(2**80, [[2**62, 2**40]]), np.array([[2**18, 2**40]]), "those that fit")
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int16"])
