@@ -20,7 +20,7 @@ static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
     return memcmp(a, b, axes * sizeof *a) == 0;
 }
 
-ptrdiff_t am_cached_channels(const am_view *cache) { return am_kv_numbers(cache->type, cache->shape[3]); }
+ptrdiff_t am_cached_channels(const am_view *cache) { return cache->shape[3] * am_numbers_of(cache->type); }
 
 /* How tokens lie: packed in one row, or as batch rows. */
 typedef struct {
@@ -83,7 +83,7 @@ static bool check_query(am_request *r, const am_cached *c)
                                am_dtype_name(k_cache->type));
     if (am_cached_channels(k_cache) != q[2])
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
-                         am_kv_numbers(k_cache->type, 1) == 2 ? "2 channels per byte and D" : "D", q[2]);
+                         am_numbers_of(k_cache->type) == 2 ? "2 channels per byte and D" : "D", q[2]);
     if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
         return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
     return true;
@@ -224,7 +224,7 @@ static bool share_scales(am_request *r, am_cached *c)
 {
     const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1];
     const ptrdiff_t elements = (v_cache->data - k_cache->data) / k_cache->stride[3],
-                    before = am_kv_numbers(k_cache->type, elements), group = c->scales[0].group;
+                    before = elements * am_numbers_of(k_cache->type), group = c->scales[0].group;
     if (group && (before % group || am_cached_channels(v_cache) % group))
         return am_refuse(
             r, AM_WRONG_VALUE, NULL,

@@ -158,7 +158,7 @@ def own_scale(new, dtype) -> np.ndarray:
 def quantized(numbers, dtype) -> np.ndarray:
     """To the nearest number of the type, ties to even; too large ones become the largest."""
     clipped = np.clip(numbers, -LARGEST[dtype.name], LARGEST[dtype.name])
-    return (np.rint(clipped) if dtype == np.int8 else clipped).astype(dtype)
+    return (np.rint(clipped) if dtype.kind == "i" else clipped).astype(dtype)
 
 
 # What goes into logits

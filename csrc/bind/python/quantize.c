@@ -20,7 +20,7 @@ static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values
     q->group = grouped && groups > 0 ? of_row / groups : 0;
     q->axes = axes;
     for (int i = 0; i < axes; i++) {
-        if (PyArray_DIM(values, i) * (i == last ? q->format->numbers : 1) != PyArray_DIM(x, i) ||
+        if (PyArray_DIM(values, i) * (i == last ? am_numbers_of(q->format->type) : 1) != PyArray_DIM(x, i) ||
             (i < last && PyArray_DIM(scales, i) != PyArray_DIM(x, i)))
             return false;
         q->axis[i] = (am_quantized_axis){PyArray_DIM(x, i), PyArray_STRIDE(x, i), PyArray_STRIDE(values, i),

@@ -8,17 +8,6 @@
 #include "core/runtime/sizes.h"
 #include "kernels/vec/half.h"
 
-const unsigned char am_sizes[] = {
-    [AM_BOOL] = 1,     [AM_INT8] = 1,    [AM_UINT8] = 1,   [AM_INT16] = 2,  [AM_UINT16] = 2,
-    [AM_INT32] = 4,    [AM_UINT32] = 4,  [AM_INT64] = 8,   [AM_UINT64] = 8, [AM_FLOAT16] = 2,
-    [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
-};
-
-ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers)
-{
-    return type == AM_INT4 ? numbers / 2 : numbers * (ptrdiff_t)am_size_of(type);
-}
-
 am_lane am_lane_of_size(ptrdiff_t size)
 {
     return size == 1 ? AM_LANE_8 : size == 2 ? AM_LANE_16 : size == 4 ? AM_LANE_32 : AM_LANE_64;

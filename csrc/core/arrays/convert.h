@@ -8,11 +8,12 @@
 
 #include "kernels/table.h"
 
-extern const unsigned char am_sizes[];
-static inline size_t am_size_of(am_dtype type) { return am_is_of_cache(type) ? 1 : am_sizes[type]; }
 /* The type of sums over floating-point numbers of a type. */
 static inline am_dtype am_wide_type(am_dtype type) { return type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32; }
-ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers);
+static inline ptrdiff_t am_row_bytes(am_dtype type, ptrdiff_t numbers)
+{
+    return numbers * (ptrdiff_t)am_bits_of(type) / 8;
+}
 am_lane am_lane_of(am_dtype type);
 am_lane am_lane_of_size(ptrdiff_t size);
 

@@ -88,14 +88,14 @@ static void narrow_i4(void *restrict to, const float *restrict from, ptrdiff_t c
 }
 
 static const am_kv_format formats[] = {
-    {"float16", AM_FLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"bfloat16", AM_BFLOAT16, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"float32", AM_FLOAT32, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"float64", AM_FLOAT64, 1, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"int8", AM_INT8, 1, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8, 0},
-    {"float8_e4m3fn", AM_FLOAT8_E4M3, 1, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3, 20},
-    {"float8_e5m2", AM_FLOAT8_E5M2, 1, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2, 19},
-    {"uint8", AM_INT4, 2, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4, 0},
+    {"float16", AM_FLOAT16, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"bfloat16", AM_BFLOAT16, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"float32", AM_FLOAT32, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"float64", AM_FLOAT64, AM_SCALES_NONE, 0, NULL, NULL, 0},
+    {"int8", AM_INT8, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8, 0},
+    {"float8_e4m3fn", AM_FLOAT8_E4M3, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3, 20},
+    {"float8_e5m2", AM_FLOAT8_E5M2, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2, 19},
+    {"uint8", AM_INT4, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4, 0},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
@@ -142,7 +142,7 @@ void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const 
         w->widen(to, from, (const float *)groups, s->group, count);
         return;
     }
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), numbers = am_kv_numbers(t->type, 1);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), numbers = am_numbers_of(t->type);
     for (ptrdiff_t i = 0, some; i < count; i += some, to += some * w->size) {
         char piece[PIECE];
         float scales[2 * MOST_GROUPS];

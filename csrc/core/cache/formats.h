@@ -30,7 +30,6 @@ typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
 typedef struct {
     const char *name; /* of its dtype in NumPy, or in ml_dtypes */
     am_dtype type;
-    ptrdiff_t numbers; /* in an element of the array */
     am_kv_scale_layout scales;
     float largest;       /* magnitude, to which new tokens are scaled */
     am_widen_row *widen; /* to float32 */
@@ -102,12 +101,6 @@ static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *num
 
 /* The format whose arrays have elements of this type: int4 lies in uint8. */
 static inline am_dtype am_kv_type_of(am_dtype element) { return element == AM_UINT8 ? AM_INT4 : element; }
-
-/* The numbers in so many elements of an array. */
-static inline ptrdiff_t am_kv_numbers(am_dtype type, ptrdiff_t elements)
-{
-    return am_kv_format_of(type)->numbers * elements;
-}
 
 static inline bool am_kv_is_scaled(am_dtype type)
 {

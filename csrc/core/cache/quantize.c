@@ -33,11 +33,15 @@ static const float *read_floats(const am_quantized_row *r, float *to, ptrdiff_t 
 /* Writes the values of numbers that were divided by their scales. */
 static void write_values(const am_quantized_row *r, ptrdiff_t i, const float *quotients, ptrdiff_t count)
 {
-    uint8_t bytes[PIECE];
-    char *to = r->to + i / r->format->numbers * r->stride;
-    r->format->narrow(r->stride == 1 ? (void *)to : bytes, quotients, count);
-    for (ptrdiff_t j = 0; r->stride != 1 && j < count / r->format->numbers; j++)
-        to[j * r->stride] = (char)bytes[j];
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(r->format->type), numbers = am_numbers_of(r->format->type);
+    float values[PIECE]; /* of any format */
+    char *to = r->to + i / numbers * r->stride;
+    if (r->stride == size) {
+        r->format->narrow(to, quotients, count);
+        return;
+    }
+    r->format->narrow(values, quotients, count);
+    am_copy_2d(to, 0, r->stride, (const char *)values, 0, size, 1, count / numbers, (size_t)size);
 }
 
 /* The bits of magnitudes are in their order, and those of NaN beyond. */

@@ -11,7 +11,7 @@ typedef struct {
     const am_kernels *kernels;
     const am_kv_format *format;
     am_strided from;
-    char *to; /* its values, each a byte */
+    char *to; /* its values */
     ptrdiff_t stride;
     am_team *team; /* NULL: it is finished without a checkpoint */
 } am_quantized_row;
