@@ -127,6 +127,10 @@ class Case(Told):
         return kind if isinstance(kind, np.dtype) else np.dtype(np.uint8) if self.halves else INT8
 
     @property
+    def scaled(self) -> bool:
+        return self.halves or self.cache_dtype in twin.QUANTIZED
+
+    @property
     def channels_of_values(self) -> slice:
         """Among those of the keys, in a latent cache."""
         depth, value_depth = self.depths
@@ -181,7 +185,7 @@ class Tokens(NamedTuple):
 def tokens_of(case: Case, s: int) -> Tokens:
     rng = np.random.default_rng((case.seed, s))
     (heads, kv_heads), dtype = case.heads, case.types[0]
-    cache_dtype = F32 if case.cache_dtype.itemsize == 1 else case.cache_dtype
+    cache_dtype = F32 if case.scaled else case.cache_dtype
     new_dtype = dtype if case.seed % 2 else F64 if dtype == F64 else F32
 
     def draw(count, heads, depth, dtype):
@@ -266,7 +270,7 @@ def scale_of(case: Case, side: int, rows: tuple[int, int]) -> np.ndarray | None:
         rng = np.random.default_rng((case.seed, SHARED, 5 + side))
         step = 2 if case.layout == "strided" else 1
         return rng.uniform(0.02, 0.04, (1, 1, heads, step * depth)).astype(F32)[..., ::step]
-    return np.full((*rows, heads, 1), np.nan, F32) if case.cache_dtype.itemsize == 1 else None
+    return np.full((*rows, heads, 1), np.nan, F32) if case.scaled else None
 
 
 def caches_of(case: Case, some: Sequence[int], table: np.ndarray | None, tokens: list[Tokens]) -> dict:
@@ -276,7 +280,7 @@ def caches_of(case: Case, some: Sequence[int], table: np.ndarray | None, tokens:
     else:
         rows = sum(-(-case.after[s] // case.page_size) for s in some) + 3, case.page_size
     caches, scales, dtype = [], [], case.cache_dtype
-    worst = {"uint8": 255, "int8": 127}.get(dtype.name, case.fill)
+    worst = np.iinfo(dtype).max if dtype.kind in "iu" else case.fill
     for i, depth in enumerate(case.depths):
         cache = np.full((*rows, case.heads[1], depth // (1 + case.halves)), worst).astype(dtype)
         scale = scale_of(case, i, rows)
@@ -438,7 +442,7 @@ def right(arguments, case: Case) -> Right:
         made.append(arguments())
         return twin.attention(**for_twin(case, made[-1]), dtype=dtype)
 
-    if case.cache_dtype.itemsize > 1 and not case.rotate:
+    if not case.scaled and not case.rotate:
         results = expected_by(attention, case.types[0], case)
     else:
         out, lse, *_ = attention(F64.type)

@@ -6,6 +6,7 @@ the numbers that the cache stands for. Nothing is checked.
 
 from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
 import reference_flash as ref
 from reference_terms import dense_terms, distances
@@ -15,6 +16,7 @@ LARGEST = {
     "float8_e4m3fn": 448,
     "float8_e5m2": 57344,
 }  # magnitudes of quantized numbers, by the names of their types
+QUANTIZED = tuple(np.dtype(getattr(ml_dtypes, name, name)) for name in LARGEST)
 FAR = 2**60
 
 

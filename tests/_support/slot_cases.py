@@ -1,20 +1,12 @@
 """Arguments of write_kvcache: caches of every format, what the twin writes to them, and bad input."""
 
-import ml_dtypes
 import numpy as np
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64
 from kvcache_cases import cache_layout
 
 PAGES, SIZE, HKV, D, DV = 5, 4, 2, 64, 32
-FORMATS = (
-    F32,
-    F16,
-    BF16,
-    F64,
-    *map(np.dtype, ("int8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)),
-    "int4",
-)
+FORMATS = (F32, F16, BF16, F64, *twin.QUANTIZED, "int4")
 NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 

@@ -19,11 +19,8 @@ from hypothesis import strategies as st
 from kvcache_bad_input import BAD, BAD_TO_READ, HKV, KINDS, TQ, B, D, good
 from kvcache_cases import (
     CASES,
-    E4M3,
-    E5M2,
     FACTORS,
     GARBAGE,
-    INT8,
     Case,
     arguments_of,
     attend,
@@ -151,7 +148,7 @@ STEADY = (
     # Of one byte, and of halves of one
     *(
         Case(types, (8, 2), (64, 128), queries, (0, 70, 200, 64, 1))
-        for types in itertools.product((F32, BF16), (INT8, E4M3, E5M2, "int4"))
+        for types in itertools.product((F32, BF16), (*twin.QUANTIZED, "int4"))
         for queries in (1, 5, 20, 70)
     ),
     # Chunks

@@ -11,8 +11,6 @@ import pytest
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, all_pairs
 from kvcache_cases import (
-    E4M3,
-    E5M2,
     INT8,
     Case,
     arguments_of,
@@ -27,7 +25,7 @@ from attnmask._cache.quantize import rotated
 
 pytestmark = pytest.mark.of_integers
 
-KINDS = (F32, "int4", INT8, E4M3, BF16, E5M2, "int8 by channel", "int4 of float16", F16, F64)
+KINDS = (F32, "int4", *twin.QUANTIZED, BF16, "int8 by channel", "int4 of float16", F16, F64)
 H, HKV = 8, 2
 FACTORS = {
     "kind": KINDS,
@@ -114,7 +112,7 @@ def test_by_the_twin(isa, set_threads, case):
     check(case, right_of(case), arguments_of(case))
 
 
-@pytest.mark.parametrize("kind", [F32, F16, BF16, INT8, E4M3, E5M2, "int4"], ids=str)
+@pytest.mark.parametrize("kind", [F32, F16, BF16, *twin.QUANTIZED, "int4"], ids=str)
 @pytest.mark.parametrize("query_type", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("depth", [64, 128])
 @pytest.mark.parametrize("rows", [12, 13, 16, 17, 24, 25, 33, 64])
@@ -131,7 +129,7 @@ def test_numbers_of_rows_on_both_sides_of_each_bound(isa, kind, query_type, dept
 @pytest.mark.parametrize("side", ["k_scale", "v_scale"])
 # Of four bits, the scale or the offset of a group.
 @pytest.mark.parametrize(
-    ("kind", "which"), [(INT8, 0), (E4M3, 0), (E5M2, 0), ("int4", 0), ("int4", 1)], ids=str
+    ("kind", "which"), [*((kind, 0) for kind in twin.QUANTIZED), ("int4", 0), ("int4", 1)], ids=str
 )
 def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, kind, which, side, queries, token, dtype):
     case = Case((dtype, kind), (H, HKV), (64, 64), queries, (0, 70, 200), page_size=16, window=(30, 0))

@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 from flash_cases import BF16
-from kvcache_cases import E4M3, E5M2, INT8
+from kvcache_cases import E4M3, E5M2
 from numpy.lib.stride_tricks import as_strided
+from reference_kvcache import QUANTIZED
 
 import attnmask
 
 pytestmark = pytest.mark.of_integers
 
 FLOATS8 = [E4M3, E5M2]
-FORMATS = [INT8, *FLOATS8]
 H, HKV = 8, 2
 
 
@@ -25,7 +25,7 @@ def ones(caches):
     }
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("depth", [1024, 1025, 2100])  # rows of float8 are read unpacked up to some depth
 def test_long_keys(isa, dtype, depth):
     rng = np.random.default_rng(0)
