@@ -113,12 +113,9 @@ static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to,
 {
     const am_linear_shape *s = c->shape;
     const FN(product) product = {.c = to,
-                                 .a = rows,
-                                 .b = state,
+                                 .a = {rows, s->row_stride, 1},
+                                 .b = {state, s->channel_stride, 1},
                                  .c_stride = s->channel_stride,
-                                 .a_stride = s->row_stride,
-                                 .a_depth = 1,
-                                 .b_stride = s->channel_stride,
                                  .m = count,
                                  .n = s->channel_stride,
                                  .depth = s->rows,
@@ -134,12 +131,9 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
     const FN(product) product = {.c = to,
                                  .start = from,
                                  .factor = w->whole,
-                                 .a = a,
-                                 .b = b,
+                                 .a = {a, 1, s->row_stride},
+                                 .b = {b, s->channel_stride, 1},
                                  .c_stride = s->channel_stride,
-                                 .a_stride = 1,
-                                 .a_depth = s->row_stride,
-                                 .b_stride = s->channel_stride,
                                  .m = s->rows,
                                  .n = s->channel_stride,
                                  .depth = count,
@@ -187,7 +181,7 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
             VOP(store)(row + j, VOP(fma)(since, VOP(load)(row + j), VOP(load)(v + j)));
     }
     FN(couple)(c, w, false);
-    FN(solve)(x, stride, w->coupled, s->token_stride, 1, c->tokens, stride);
+    FN(solve)(x, stride, (FN(matrix)){w->coupled, s->token_stride, 1}, c->tokens, stride);
     for (ptrdiff_t i = 0; i < c->tokens; i++)
         FN(scale_row)(w->u + i * stride, x + i * stride, ((const T *)c->beta)[i], stride);
 }
@@ -205,12 +199,9 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const FN(product) product = {.c = c->out,
                                  .start = w.x,
                                  .factor = by_channel ? NULL : w.since,
-                                 .a = w.p,
-                                 .b = u,
+                                 .a = {w.p, s->token_stride, 1},
+                                 .b = {u, stride, 1},
                                  .c_stride = stride,
-                                 .a_stride = s->token_stride,
-                                 .a_depth = 1,
-                                 .b_stride = stride,
                                  .m = n,
                                  .n = stride,
                                  .depth = n,
@@ -235,12 +226,9 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
     FN(apply_state)(c, w, g->d_u, w->tail, g->d_next, c->tokens);
     const FN(product) product = {.c = g->d_u,
                                  .start = g->d_u,
-                                 .a = w->p,
-                                 .b = g->d_out,
+                                 .a = {w->p, 1, s->token_stride},
+                                 .b = {g->d_out, s->channel_stride, 1},
                                  .c_stride = s->channel_stride,
-                                 .a_stride = 1,
-                                 .a_depth = s->token_stride,
-                                 .b_stride = s->channel_stride,
                                  .m = c->tokens,
                                  .n = s->channel_stride,
                                  .depth = c->tokens,
@@ -254,8 +242,8 @@ static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradient
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->channel_stride, last = n - 1;
     FN(couple)(c, w, true);
-    FN(solve)((T *)g->d_u + last * stride, -stride, w->coupled + last * (s->token_stride + 1), -1,
-              -s->token_stride, n, stride);
+    const FN(matrix) backwards = {w->coupled + last * (s->token_stride + 1), -1, -s->token_stride};
+    FN(solve)((T *)g->d_u + last * stride, -stride, backwards, n, stride);
 }
 
 /* Of the output, and of W, negated, behind it. */
@@ -303,28 +291,26 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
     const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, stride = s->channel_stride;
     FN(turn)(w->turned, s->token_stride, u, stride, n, s->channels);
     FN(product)
-    product = {.b = w->turned,
+    product = {.a = {NULL, stride, 1},
+               .b = {w->turned, s->token_stride, 1},
                .c_stride = s->token_stride,
-               .a_stride = stride,
-               .a_depth = 1,
-               .b_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,
                .depth = s->channels,
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
         product.c = w->back.d_pairs + side * n * s->token_stride,
-        product.a = w->back.d_rows + side * n * stride;
+        product.a.at = w->back.d_rows + side * n * stride;
         FN(multiply_large)(w, &product);
     }
     FN(turn)(w->turned, s->row_stride, c->state, stride, s->rows, s->channels);
-    product.c = w->back.d_heads, product.a = w->back.d_rows;
-    product.c_stride = product.b_stride = product.n = s->row_stride;
+    product.c = w->back.d_heads, product.a.at = w->back.d_rows;
+    product.c_stride = product.b.row = product.n = s->row_stride;
     product.m = sides * n, product.triangle = ALL;
     FN(multiply_large)(w, &product);
     FN(turn)(w->turned, s->row_stride, g->d_next, stride, s->rows, s->channels);
     product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->back.left : w->back.d_tail;
-    product.a = u, product.m = n;
+    product.a.at = u, product.m = n;
     FN(multiply_large)(w, &product);
 }
 

@@ -133,12 +133,9 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
     const float *k = c->k;
     turn_f32(w->turned, s->token_stride, k, stride, n, stride);
     product_f32 product = {.c = w->products,
-                           .a = c->q,
-                           .b = w->turned,
+                           .a = {c->q, stride, 1},
+                           .b = {w->turned, s->token_stride, 1},
                            .c_stride = s->token_stride,
-                           .a_stride = stride,
-                           .a_depth = 1,
-                           .b_stride = s->token_stride,
                            .m = n,
                            .n = s->token_stride,
                            .depth = (s->rows + 1) / 2,
@@ -146,7 +143,7 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
                            .soon = c->soon};
     spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     multiply_bf16x2(&product);
-    product.c = w->coupled, product.a = k;
+    product.c = w->coupled, product.a.at = k;
     if (s->delta) multiply_bf16x2(&product);
 }
 
@@ -207,17 +204,14 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
     decay_tails(c, w, begin, middle, false);
     turn_f32(w->turned, s->token_stride, w->keys + begin * stride, stride, half, stride);
     product_f32 product = {.c = w->products + middle * s->token_stride + begin,
-                           .a = w->heads[0] + middle * stride,
-                           .b = w->turned,
+                           .a = {w->heads[0] + middle * stride, stride, 1},
+                           .b = {w->turned, s->token_stride, 1},
                            .c_stride = s->token_stride,
-                           .a_stride = stride,
-                           .a_depth = 1,
-                           .b_stride = s->token_stride,
                            .m = end - middle,
                            .n = half < VF_LANES ? VF_LANES : half,
                            .depth = (s->rows + 1) / 2};
     multiply_bf16x2(&product);
-    product.c = w->coupled + middle * s->token_stride + begin, product.a = w->heads[1] + middle * stride;
+    product.c = w->coupled + middle * s->token_stride + begin, product.a.at = w->heads[1] + middle * stride;
     if (s->delta) multiply_bf16x2(&product);
 }
 
@@ -330,7 +324,8 @@ static void find_w(const am_linear_chunk *c, const work *w)
             vf_store(x + j, vf_fma(since, vf_load(x + j),
                                    vf_load_bf16((const uint16_t *)c->v + i * c->v_stride + j)));
     }
-    solve_f32(w->x, s->channel_stride, w->coupled, s->token_stride, 1, c->tokens, s->channel_stride);
+    const matrix_f32 coupled = {w->coupled, s->token_stride, 1};
+    solve_f32(w->x, s->channel_stride, coupled, c->tokens, s->channel_stride);
 }
 
 static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff_t channel)
@@ -373,12 +368,9 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
         join_rows(w.state + r / 2 * stride, state + r * stride,
                   r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
     product_f32 product = {.c = w.x,
-                           .a = by_channel ? w.heads[1] : c->k,
-                           .b = w.state,
+                           .a = {by_channel ? w.heads[1] : c->k, s->row_stride / 2, 1},
+                           .b = {w.state, stride, 1},
                            .c_stride = stride,
-                           .a_stride = s->row_stride / 2,
-                           .a_depth = 1,
-                           .b_stride = stride,
                            .m = n,
                            .n = stride,
                            .depth = (s->rows + 1) / 2,
@@ -388,22 +380,22 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
         multiply_bf16x2(&product);
         find_w(c, &w);
     }
-    product.c = c->out, product.a = by_channel ? w.heads[0] : c->q;
+    product.c = c->out, product.a.at = by_channel ? w.heads[0] : c->q;
     multiply_bf16x2(&product);
     find_u(c, &w);
     product.start = product.c, product.factor = w.q_since;
-    product.a = w.p, product.triangle = LOWER_LEFT;
+    product.a.at = w.p, product.triangle = LOWER_LEFT;
     if (by_channel) {
-        product.a_stride = s->token_stride, product.b = w.x, product.depth = n;
+        product.a.row = s->token_stride, product.b.at = w.x, product.depth = n;
         multiply_f32(&product);
     } else {
-        product.a_stride = s->token_stride / 2, product.b = w.u, product.depth = (n + 1) / 2;
+        product.a.row = s->token_stride / 2, product.b.at = w.u, product.depth = (n + 1) / 2;
         multiply_bf16x2(&product);
         join_keys(c, &w);
     }
     product.depth = (n + 1) / 2, product.c = c->next, product.start = state, product.factor = w.whole;
-    product.a = w.keys, product.a_stride = 1, product.a_depth = s->row_stride;
-    product.b = w.tail_u, product.m = s->rows, product.triangle = ALL;
+    product.a = (matrix_f32){w.keys, 1, s->row_stride};
+    product.b.at = w.tail_u, product.m = s->rows, product.triangle = ALL;
     multiply_bf16x2(&product);
     return all_finite_f32(c->out, n * stride) && all_finite_f32(c->next, s->rows * stride);
 }
@@ -430,29 +422,29 @@ static void multiply_rounded(const product_f32 *p, float *memory)
     const ptrdiff_t depth = (p->depth + 1) / 2;
     product_f32 rounded = *p;
     float *a = memory, *b;
-    rounded.depth = depth, rounded.b_stride = p->n;
-    if (p->a_depth == 1) { /* rows; what lies behind them in memory is 0 */
-        rounded.a_stride = (depth + VF_LANES - 1) / VF_LANES * VF_LANES;
+    rounded.depth = depth, rounded.b.row = p->n;
+    if (p->a.column == 1) { /* rows; what lies behind them in memory is 0 */
+        rounded.a.row = (depth + VF_LANES - 1) / VF_LANES * VF_LANES;
         for (ptrdiff_t i = 0; i < p->m; i++) {
-            const float *row = p->a + i * p->a_stride;
+            const float *row = p->a.at + i * p->a.row;
             for (ptrdiff_t j = 0; j < p->depth; j += 2 * VF_LANES) {
                 const vf right = j + VF_LANES < p->depth ? vf_load(row + j + VF_LANES) : vf_set1(0);
-                vf_store(a + i * rounded.a_stride + j / 2, vf_narrow_bf16x2(vf_load(row + j), right));
+                vf_store(a + i * rounded.a.row + j / 2, vf_narrow_bf16x2(vf_load(row + j), right));
             }
         }
-        b = a + p->m * rounded.a_stride;
+        b = a + p->m * rounded.a.row;
     } else { /* columns */
         for (ptrdiff_t j = 0; j < depth; j++) {
-            const float *column = p->a + 2 * j * p->a_depth;
-            join_rows(a + j * p->a_depth, column, 2 * j + 1 < p->depth ? column + p->a_depth : NULL, p->m);
+            const float *column = p->a.at + 2 * j * p->a.column;
+            join_rows(a + j * p->a.column, column, 2 * j + 1 < p->depth ? column + p->a.column : NULL, p->m);
         }
-        b = a + depth * p->a_depth;
+        b = a + depth * p->a.column;
     }
     for (ptrdiff_t j = 0; j < depth; j++) {
-        const float *row = p->b + 2 * j * p->b_stride;
-        join_rows(b + j * p->n, row, 2 * j + 1 < p->depth ? row + p->b_stride : NULL, p->n);
+        const float *row = p->b.at + 2 * j * p->b.row;
+        join_rows(b + j * p->n, row, 2 * j + 1 < p->depth ? row + p->b.row : NULL, p->n);
     }
-    rounded.a = a, rounded.b = b;
+    rounded.a.at = a, rounded.b.at = b;
     multiply_bf16x2(&rounded);
 }
 

@@ -19,11 +19,11 @@ INLINE void FROM(tile)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column, p
     for (ptrdiff_t at = begin; at < end; at += piece) {
         if (p->soon) prefetch_soon(p->soon);
         const FROM(operands) x = {.length = at + piece < end ? piece : end - at,
-                                  .a = p->a + row * p->a_stride + at * p->a_depth,
-                                  .a_row = p->a_stride,
-                                  .a_column = p->a_depth,
-                                  .b = p->b + at * p->b_stride + column,
-                                  .b_row = p->b_stride};
+                                  .a = p->a.at + row * p->a.row + at * p->a.column,
+                                  .a_row = p->a.row,
+                                  .a_column = p->a.column,
+                                  .b = p->b.at + at * p->b.row + column,
+                                  .b_row = p->b.row};
         FROM(add_to_sums)(rows, vectors, x, (FROM(reading)){.lines = 0}, sums);
     }
     UNROLL(16)

@@ -108,12 +108,9 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
     FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
     FN(product)
     product = {.c = w->p,
-               .a = q,
-               .b = w->turned,
+               .a = {q, stride, 1},
+               .b = {w->turned, s->token_stride, 1},
                .c_stride = s->token_stride,
-               .a_stride = stride,
-               .a_depth = 1,
-               .b_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,
                .depth = s->rows,
@@ -129,7 +126,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
     FN(decays_by_token)(c, w, of_k);
     FN(decay_pairs)(c, w, w->p, of_q, false);
     if (s->delta) {
-        product.c = w->m, product.a = k;
+        product.c = w->m, product.a.at = k;
         FN(multiply)(&product);
         FN(decay_pairs)(c, w, w->m, of_k, true);
     }
@@ -219,20 +216,17 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
         FN(product)
         product = {.c = heads,
                    .start = heads,
-                   .a = d_pairs[side],
-                   .b = c->k,
+                   .a = {d_pairs[side], s->token_stride, 1},
+                   .b = {c->k, stride, 1},
                    .c_stride = stride,
-                   .a_stride = s->token_stride,
-                   .a_depth = 1,
-                   .b_stride = stride,
                    .m = n,
                    .n = stride,
                    .depth = n,
                    .triangle = LOWER_LEFT};
         FN(multiply)(&product);
         product.c = w->back.d_tail, product.start = w->back.d_tail;
-        product.a_stride = 1, product.a_depth = s->token_stride;
-        product.b = side ? c->k : c->q;
+        product.a = (FN(matrix)){d_pairs[side], 1, s->token_stride};
+        product.b.at = side ? c->k : c->q;
         product.triangle = UPPER_LEFT;
         FN(multiply)(&product);
     }
@@ -287,17 +281,14 @@ static void FN(pairs_of_groups)(const am_linear_chunk *c, const FN(work) * w, pt
     FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->rows);
     FN(product)
     product = {.c = w->p + from * s->token_stride,
-               .a = w->group_q + from * stride,
-               .b = w->turned,
+               .a = {w->group_q + from * stride, stride, 1},
+               .b = {w->turned, s->token_stride, 1},
                .c_stride = s->token_stride,
-               .a_stride = stride,
-               .a_depth = 1,
-               .b_stride = s->token_stride,
                .m = count,
                .n = from,
                .depth = s->rows};
     FN(multiply)(&product);
-    product.c = w->m + from * s->token_stride, product.a = w->group_k + from * stride;
+    product.c = w->m + from * s->token_stride, product.a.at = w->group_k + from * stride;
     if (s->delta) FN(multiply)(&product);
 }
 
@@ -352,12 +343,9 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
         const ptrdiff_t end = FN(group_end)(c, from);
         T *d_group = w->turned;
         const FN(product) product = {.c = d_group,
-                                     .a = d_pairs + from * s->token_stride,
-                                     .b = keys,
+                                     .a = {d_pairs + from * s->token_stride, s->token_stride, 1},
+                                     .b = {keys, stride, 1},
                                      .c_stride = stride,
-                                     .a_stride = s->token_stride,
-                                     .a_depth = 1,
-                                     .b_stride = stride,
                                      .m = end - from,
                                      .n = stride,
                                      .depth = from};
@@ -413,17 +401,15 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
             FN(multiply_row)(to, to, w->group_since + (end - 1) * stride, stride);
         }
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
-            const FN(product) product = {.c = w->back.d_tail,
-                                         .start = w->back.d_tail,
-                                         .a = (side ? d_m : d_p) + from * s->token_stride,
-                                         .b = (side ? w->group_k : w->group_q) + from * stride,
-                                         .c_stride = stride,
-                                         .a_stride = 1,
-                                         .a_depth = s->token_stride,
-                                         .b_stride = stride,
-                                         .m = from,
-                                         .n = stride,
-                                         .depth = end - from};
+            const FN(product)
+                product = {.c = w->back.d_tail,
+                           .start = w->back.d_tail,
+                           .a = {(side ? d_m : d_p) + from * s->token_stride, 1, s->token_stride},
+                           .b = {(side ? w->group_k : w->group_q) + from * stride, stride, 1},
+                           .c_stride = stride,
+                           .m = from,
+                           .n = stride,
+                           .depth = end - from};
             FN(multiply)(&product);
         }
     }

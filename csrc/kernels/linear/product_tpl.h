@@ -37,13 +37,20 @@ static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t d
 }
 #endif
 
-/* c = factor start + a b; c and start are [m][n], a is [m][depth], b is [depth][n]. Strides may be negative:
- * a matrix that is read transposed or backwards needs no other kernel. n is a multiple of LANES. */
+/* Distances from row to row and from number to number of a row may be negative: a matrix that is read
+ * transposed or backwards needs no other kernel. */
+typedef struct {
+    const T *at;
+    ptrdiff_t row, column;
+} FN(matrix);
+
+/* c = factor start + a b; c and start are [m][n], a is [m][depth], b is [depth][n]. Numbers of a
+ * row of b and c lie side by side; n is a multiple of LANES. */
 typedef struct {
     T *c;
     const T *start, *factor; /* NULL: zeros; a number per row, NULL: ones */
-    const T *a, *b;
-    ptrdiff_t c_stride, a_stride, a_depth, b_stride; /* from row to row, of a also from column to column */
+    FN(matrix) a, b;
+    ptrdiff_t c_stride; /* of rows of c and of start */
     ptrdiff_t m, n, depth;
     triangle triangle;
     am_linear_soon *soon; /* NULL: none */
@@ -57,8 +64,8 @@ typedef struct {
 enum { FN(BLOCK) = 8, FN(ABREAST) = VECTORS / 2 };
 
 /* The first `count` rows of a block. */
-INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column,
-                           const ptrdiff_t count, const int abreast)
+INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const FN(matrix) a, const ptrdiff_t count,
+                           const int abreast)
 {
     V rows[FN(BLOCK)][VECTORS];
     UNROLL(16)
@@ -71,7 +78,7 @@ INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_strid
     for (int j = 0; j < FN(BLOCK); j++) {
         UNROLL(16)
         for (int i = j + 1; i < FN(BLOCK); i++) {
-            const V left = VOP(set1)(i < count ? a[i * a_stride + j * a_column] : 0);
+            const V left = VOP(set1)(i < count ? a.at[i * a.row + j * a.column] : 0);
             UNROLL(16)
             for (int v = 0; v < abreast; v++) rows[i][v] = VOP(fma)(left, rows[j][v], rows[i][v]);
         }
@@ -86,29 +93,26 @@ INLINE void FN(solve_rows)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_strid
 
 /* Solves x_i = y_i + Σ_j<i a_ij x_j in place: x is [m][n], a is [m][m]. With negative strides from the last
  * row and the transposed a, the system that goes the other way. */
-static void FN(solve)(T *x, ptrdiff_t stride, const T *a, ptrdiff_t a_stride, ptrdiff_t a_column, ptrdiff_t m,
-                      ptrdiff_t n)
+static void FN(solve)(T *x, ptrdiff_t stride, const FN(matrix) a, ptrdiff_t m, ptrdiff_t n)
 {
     for (ptrdiff_t row = 0; row < m; row += FN(BLOCK)) {
         const ptrdiff_t rows = m - row < FN(BLOCK) ? m - row : FN(BLOCK);
         T *to = x + row * stride;
-        const T *left = a + row * a_stride, *square = left + row * a_column;
+        const FN(matrix) left = {a.at + row * a.row, a.row, a.column};
+        const FN(matrix) square = {left.at + row * a.column, a.row, a.column};
         const FN(product) before = {.c = to,
                                     .start = to,
                                     .a = left,
-                                    .b = x,
+                                    .b = {x, stride, 1},
                                     .c_stride = stride,
-                                    .a_stride = a_stride,
-                                    .a_depth = a_column,
-                                    .b_stride = stride,
                                     .m = rows,
                                     .n = n,
                                     .depth = row};
         if (row > 0) FN(multiply)(&before);
         ptrdiff_t c = 0;
         for (; rows == FN(BLOCK) && c + FN(ABREAST) * LANES <= n; c += FN(ABREAST) * LANES)
-            FN(solve_rows)(to + c, stride, square, a_stride, a_column, FN(BLOCK), FN(ABREAST));
-        for (; c < n; c += LANES) FN(solve_rows)(to + c, stride, square, a_stride, a_column, rows, 1);
+            FN(solve_rows)(to + c, stride, square, FN(BLOCK), FN(ABREAST));
+        for (; c < n; c += LANES) FN(solve_rows)(to + c, stride, square, rows, 1);
     }
 }
 
