@@ -29,7 +29,7 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
 {
     const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->row_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const FN(part) parts[] = {
+    const FN(buffer) buffers[] = {
         {&w->heads, by_channel ? 2 * keys : 0},
         {&w->since, by_channel ? keys : 2 * s->token_stride},
         {&w->tail, by_channel ? keys : 0},
@@ -37,29 +37,29 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
         {&w->whole, s->row_stride},
         {&w->p, pairs},
         {&w->m, pairs},
-        {&w->group_q, by_channel ? keys : 0},
-        {&w->group_k, by_channel ? keys : 0},
-        {&w->group_since, by_channel ? keys : 0},
+        {&w->subchunk_q, by_channel ? keys : 0},
+        {&w->subchunk_k, by_channel ? keys : 0},
+        {&w->subchunk_since, by_channel ? keys : 0},
     };
-    return FN(lay_out)(parts, COUNT_OF(parts), memory);
+    return FN(lay_out)(buffers, COUNT_OF(buffers), memory);
 }
 
 /* For finding pairs. */
 static ptrdiff_t FN(lay_out_find)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const FN(part) parts[] = {{&w->decays, s->token_stride * s->token_stride},
-                              {&w->turned, s->token_stride * s->row_stride}};
-    return FN(lay_out)(parts, COUNT_OF(parts), memory);
+    const FN(buffer) buffers[] = {{&w->decays, s->token_stride * s->token_stride},
+                                  {&w->turned, s->token_stride * s->row_stride}};
+    return FN(lay_out)(buffers, COUNT_OF(buffers), memory);
 }
 
 static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
     const ptrdiff_t values = s->token_stride * s->channel_stride;
-    const FN(part) parts[] = {{&w->x, 2 * values},
-                              {&w->u, values},
-                              {&w->coupled, s->token_stride * s->token_stride},
-                              {&w->rounded, FN(numbers_of_factors)(s)}};
-    return FN(lay_out)(parts, COUNT_OF(parts), memory);
+    const FN(buffer) buffers[] = {{&w->x, 2 * values},
+                                  {&w->u, values},
+                                  {&w->coupled, s->token_stride * s->token_stride},
+                                  {&w->rounded, FN(numbers_of_factors)(s)}};
+    return FN(lay_out)(buffers, COUNT_OF(buffers), memory);
 }
 
 static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, char *memory)
@@ -68,7 +68,7 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
     const ptrdiff_t values = s->token_stride * s->channel_stride, state = s->row_stride * s->channel_stride;
     const ptrdiff_t rows = keys > values ? keys : values;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const FN(part) parts[] = {
+    const FN(buffer) buffers[] = {
         {&w->turned, state > rows ? state : rows},
         {&w->back.d_rows, 2 * values},
         {&w->back.d_pairs, 2 * pairs},
@@ -83,7 +83,7 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
         {&w->heads, 2 * keys},
         {&w->tail, keys},
     };
-    return FN(lay_out)(parts, COUNT_OF(parts) - (by_channel ? 3 : 0), memory);
+    return FN(lay_out)(buffers, COUNT_OF(buffers) - (by_channel ? 3 : 0), memory);
 }
 
 static am_linear_scratch FN(scratch)(const am_linear_shape *s)

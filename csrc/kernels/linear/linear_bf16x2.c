@@ -42,7 +42,7 @@ static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
     const ptrdiff_t pairs = s->token_stride * s->token_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const ptrdiff_t keys = by_channel ? s->token_stride * s->row_stride / 2 : 0;
-    const part_f32 parts[] = {
+    const buffer_f32 buffers[] = {
         {&w->heads[0], keys},
         {&w->heads[1], keys},
         {&w->keys, keys},
@@ -53,28 +53,28 @@ static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
         {&w->tail, s->token_stride},
         {&w->whole, s->row_stride},
     };
-    return lay_out_f32(parts, COUNT_OF(parts), memory);
+    return lay_out_f32(buffers, COUNT_OF(buffers), memory);
 }
 
 /* For finding pairs. */
 static ptrdiff_t lay_out_find(work *w, const am_linear_shape *s, void *memory)
 {
-    const part_f32 parts[] = {{&w->turned, s->token_stride * s->row_stride / 2},
-                              {&w->products, s->token_stride * s->token_stride}};
-    return lay_out_f32(parts, COUNT_OF(parts), memory);
+    const buffer_f32 buffers[] = {{&w->turned, s->token_stride * s->row_stride / 2},
+                                  {&w->products, s->token_stride * s->token_stride}};
+    return lay_out_f32(buffers, COUNT_OF(buffers), memory);
 }
 
 static ptrdiff_t lay_out_values(work *w, const am_linear_shape *s, void *memory)
 {
     const ptrdiff_t values = s->token_stride * s->channel_stride;
-    const part_f32 parts[] = {
+    const buffer_f32 buffers[] = {
         {&w->state, s->row_stride * s->channel_stride / 2},
         {&w->x, values},
         {&w->u, values / 2},
         {&w->tail_u, values / 2},
         {&w->keys, s->token_stride * s->row_stride / 2}, /* not by channel */
     };
-    return lay_out_f32(parts, COUNT_OF(parts) - (s->decay == AM_DECAY_BY_CHANNEL), memory);
+    return lay_out_f32(buffers, COUNT_OF(buffers) - (s->decay == AM_DECAY_BY_CHANNEL), memory);
 }
 
 static am_linear_scratch scratch_bf16x2(const am_linear_shape *s)

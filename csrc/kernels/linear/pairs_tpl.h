@@ -6,16 +6,16 @@
  * channel. No factor is divided by another, and no sum of decays subtracted from another: D is multiplied up
  * token by token as the state is, and so has its range and its precision.
  *
- * By channel, a chunk is cut into groups of GROUP tokens. Pairs of a group are taken one by one. For a query
- * and an earlier group D is a product of two: of the factors up to the start of the query's group, which is
- * multiplied into the keys, and of those from there on, multiplied into the query. */
+ * By channel, a chunk is cut into subchunks of SUBCHUNK tokens. Pairs of a subchunk are taken one by one. For
+ * a query and an earlier subchunk D is a product of two: of the factors up to the start of the query's
+ * subchunk, which is multiplied into the keys, and of those from there on, multiplied into the query. */
 
-#ifndef AM_LINEAR_GROUP
-#    define AM_LINEAR_GROUP
-enum { GROUP = 16 };
+#ifndef AM_LINEAR_SUBCHUNK
+#    define AM_LINEAR_SUBCHUNK
+enum { SUBCHUNK = 16 };
 #endif
 
-/* What a chunk is made of. Matrices have the strides of the shape, and room for whole groups of rows. */
+/* What a chunk is made of. Matrices have the strides of the shape, and room for whole subchunks of rows. */
 typedef struct {
     T *decays;  /* D [tokens][token_stride], or not by channel */
     T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
@@ -30,7 +30,8 @@ typedef struct {
     T *x, *u;   /* [2 tokens][channel_stride]; [tokens][channel_stride] */
     T *coupled; /* -M times beta, a triangular system */
     T *rounded; /* of the factors of a product */
-    T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
+    T *subchunk_q, *subchunk_k,
+        *subchunk_since; /* by channel: times the factors since the subchunk's start, and those */
     struct {
         T *d_rows;  /* gradients of out and, negated, of v */
         T *d_pairs; /* of P, and of M behind it */
@@ -234,8 +235,8 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
 
 /* --- Factors by channel --- */
 
-/* Keys of a group's earlier tokens, `from` … i - 1, take the factors of token i. Sums of their products with
- * q and k go to rows of P and M. */
+/* Keys of a subchunk's earlier tokens, `from` … i - 1, take the factors of token i. Sums of their products
+ * with q and k go to rows of P and M. */
 static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t i)
 {
     enum { ABREAST = 4 };
@@ -243,8 +244,8 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
     const ptrdiff_t stride = s->row_stride;
     const T *q = (const T *)c->q + i * stride, *k = (const T *)c->k + i * stride;
     const T *factor = (const T *)c->factor + i * stride;
-    V p[GROUP], m[GROUP];
-    for (int j = 0; j < GROUP; j++) p[j] = m[j] = VOP(set1)(0);
+    V p[SUBCHUNK], m[SUBCHUNK];
+    for (int j = 0; j < SUBCHUNK; j++) p[j] = m[j] = VOP(set1)(0);
     for (ptrdiff_t j = 0; from + j < i; j += ABREAST) {
         V p_sums[ABREAST], m_sums[ABREAST];
         T *keys = w->tail + (from + j) * stride;
@@ -264,7 +265,7 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
     }
     memcpy(w->tail + i * stride, k, (size_t)stride * sizeof *k);
     T *p_row = w->p + i * s->token_stride, *m_row = w->m + i * s->token_stride;
-    for (int j = 0; j < GROUP; j += LANES) {
+    for (int j = 0; j < SUBCHUNK; j += LANES) {
         VOP(store)(p_row + from + j, VOP(totals)(p + j));
         VOP(store)(m_row + from + j, VOP(totals)(m + j));
     }
@@ -273,28 +274,29 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
     p_row[i] = FN(dot)(q, k, stride);
 }
 
-/* Products of the queries (and keys) of a group with the keys of earlier ones. */
-static void FN(pairs_of_groups)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t count)
+/* Products of the queries (and keys) of a subchunk with the keys of earlier ones. */
+static void FN(pairs_across_subchunks)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from,
+                                       ptrdiff_t count)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t stride = s->row_stride;
     FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->rows);
     FN(product)
     product = {.c = w->p + from * s->token_stride,
-               .a = {w->group_q + from * stride, stride, 1},
+               .a = {w->subchunk_q + from * stride, stride, 1},
                .b = {w->turned, s->token_stride, 1},
                .c_stride = s->token_stride,
                .m = count,
                .n = from,
                .depth = s->rows};
     FN(multiply)(&product);
-    product.c = w->m + from * s->token_stride, product.a.at = w->group_k + from * stride;
+    product.c = w->m + from * s->token_stride, product.a.at = w->subchunk_k + from * stride;
     if (s->delta) FN(multiply)(&product);
 }
 
-static ptrdiff_t FN(group_end)(const am_linear_chunk *c, ptrdiff_t from)
+static ptrdiff_t FN(subchunk_end)(const am_linear_chunk *c, ptrdiff_t from)
 {
-    return c->tokens - from < GROUP ? c->tokens : from + GROUP;
+    return c->tokens - from < SUBCHUNK ? c->tokens : from + SUBCHUNK;
 }
 
 static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
@@ -304,45 +306,45 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
     const T *q = c->q, *k = c->k, *factor = c->factor;
     for (ptrdiff_t i = 0; i < n; i++) {
         const ptrdiff_t row = i * stride;
-        T *since = w->since + row, *group_since = w->group_since + row;
+        T *since = w->since + row, *subchunk_since = w->subchunk_since + row;
         const T *by = factor + row;
         if (i == 0)
             memcpy(since, by, (size_t)stride * sizeof *by);
         else
             FN(multiply_row)(since, since - stride, by, stride);
-        if (i % GROUP == 0)
-            memcpy(group_since, by, (size_t)stride * sizeof *by);
+        if (i % SUBCHUNK == 0)
+            memcpy(subchunk_since, by, (size_t)stride * sizeof *by);
         else
-            FN(multiply_row)(group_since, group_since - stride, by, stride);
+            FN(multiply_row)(subchunk_since, subchunk_since - stride, by, stride);
         FN(multiply_row)(w->heads + row, q + row, since, stride);
-        FN(multiply_row)(w->group_q + row, q + row, group_since, stride);
-        FN(multiply_row)(w->group_k + row, k + row, group_since, stride);
+        FN(multiply_row)(w->subchunk_q + row, q + row, subchunk_since, stride);
+        FN(multiply_row)(w->subchunk_k + row, k + row, subchunk_since, stride);
         if (s->delta) FN(multiply_row)(w->heads + n * stride + row, k + row, since, stride);
     }
     memcpy(w->whole, w->since + (n - 1) * stride, (size_t)stride * sizeof *k);
-    for (ptrdiff_t from = 0; from < n; from += GROUP) {
-        const ptrdiff_t end = FN(group_end)(c, from);
-        if (from > 0) FN(pairs_of_groups)(c, w, from, end - from);
+    for (ptrdiff_t from = 0; from < n; from += SUBCHUNK) {
+        const ptrdiff_t end = FN(subchunk_end)(c, from);
+        if (from > 0) FN(pairs_across_subchunks)(c, w, from, end - from);
         for (ptrdiff_t i = from; i < end; i++) FN(pair_row)(c, w, from, i);
         for (ptrdiff_t j = 0; j < from; j++) {
             T *row = w->tail + j * stride;
-            FN(multiply_row)(row, row, w->group_since + (end - 1) * stride, stride);
+            FN(multiply_row)(row, row, w->subchunk_since + (end - 1) * stride, stride);
         }
     }
 }
 
-/* The later tokens of pairs of two tokens, group by group as above. The gradients of a group's queries are
- * first those of the queries times group_since. */
+/* The later tokens of pairs of two tokens, subchunk by subchunk as above. The gradients of a subchunk's
+ * queries are first those of the queries times subchunk_since. */
 static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_stride;
     T *keys = w->tail;
-    for (ptrdiff_t from = 0; from < n; from += GROUP) {
-        const ptrdiff_t end = FN(group_end)(c, from);
-        T *d_group = w->turned;
-        const FN(product) product = {.c = d_group,
+    for (ptrdiff_t from = 0; from < n; from += SUBCHUNK) {
+        const ptrdiff_t end = FN(subchunk_end)(c, from);
+        T *d_subchunk = w->turned;
+        const FN(product) product = {.c = d_subchunk,
                                      .a = {d_pairs + from * s->token_stride, s->token_stride, 1},
                                      .b = {keys, stride, 1},
                                      .c_stride = stride,
@@ -352,12 +354,12 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
         FN(multiply)(&product);
         for (ptrdiff_t i = from; i < end; i++) {
             T *to = w->back.d_heads + (side * n + i) * stride;
-            const T *since = w->since + i * stride, *group_since = w->group_since + i * stride;
-            const T *by = factor + i * stride, *of_group = d_group + (i - from) * stride;
+            const T *since = w->since + i * stride, *subchunk_since = w->subchunk_since + i * stride;
+            const T *by = factor + i * stride, *of_subchunk = d_subchunk + (i - from) * stride;
             memcpy(keys + i * stride, k + i * stride, (size_t)stride * sizeof *k);
             for (ptrdiff_t r = 0; r < stride; r += LANES) {
                 V sum = VOP(mul)(VOP(load)(since + r), VOP(load)(to + r));
-                sum = VOP(fma)(VOP(load)(group_since + r), VOP(load)(of_group + r), sum);
+                sum = VOP(fma)(VOP(load)(subchunk_since + r), VOP(load)(of_subchunk + r), sum);
                 for (ptrdiff_t j = from; j < i; j++) {
                     T *key = keys + j * stride + r;
                     const V decayed = VOP(mul)(VOP(load)(by + r), VOP(load)(key));
@@ -368,21 +370,21 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
             }
         }
         for (ptrdiff_t j = 0; j < from; j++)
-            FN(multiply_row)(keys + j * stride, keys + j * stride, w->group_since + (end - 1) * stride,
+            FN(multiply_row)(keys + j * stride, keys + j * stride, w->subchunk_since + (end - 1) * stride,
                              stride);
     }
 }
 
-/* The earlier tokens of pairs, from the last group to the first: d_tail holds gradients of keys that have
- * taken the factors up to the end of the group. */
+/* The earlier tokens of pairs, from the last subchunk to the first: d_tail holds gradients of keys that have
+ * taken the factors up to the end of the subchunk. */
 static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs,
             *d_m = d_p + n * s->token_stride;
-    for (ptrdiff_t from = (n - 1) / GROUP * GROUP; from >= 0; from -= GROUP) {
-        const ptrdiff_t end = FN(group_end)(c, from);
+    for (ptrdiff_t from = (n - 1) / SUBCHUNK * SUBCHUNK; from >= 0; from -= SUBCHUNK) {
+        const ptrdiff_t end = FN(subchunk_end)(c, from);
         for (ptrdiff_t i = end - 1; i >= from; i--) {
             const T *by = factor + i * stride;
             for (ptrdiff_t j = from; j < i; j++) {
@@ -398,14 +400,14 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
         }
         for (ptrdiff_t j = 0; j < from; j++) {
             T *to = w->back.d_tail + j * stride;
-            FN(multiply_row)(to, to, w->group_since + (end - 1) * stride, stride);
+            FN(multiply_row)(to, to, w->subchunk_since + (end - 1) * stride, stride);
         }
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
             const FN(product)
                 product = {.c = w->back.d_tail,
                            .start = w->back.d_tail,
                            .a = {(side ? d_m : d_p) + from * s->token_stride, 1, s->token_stride},
-                           .b = {(side ? w->group_k : w->group_q) + from * stride, stride, 1},
+                           .b = {(side ? w->subchunk_k : w->subchunk_q) + from * stride, stride, 1},
                            .c_stride = stride,
                            .m = from,
                            .n = stride,

@@ -166,15 +166,15 @@ static T FN(dot)(const T *a, const T *b, ptrdiff_t count)
 typedef struct {
     T **place;
     ptrdiff_t numbers;
-} FN(part);
+} FN(buffer);
 
-/* Lays out parts in memory; returns the bytes that they take. NULL only counts. */
-static ptrdiff_t FN(lay_out)(const FN(part) * parts, size_t count, char *memory)
+/* Lays out buffers in memory; returns the bytes that they take. NULL only counts. */
+static ptrdiff_t FN(lay_out)(const FN(buffer) * buffers, size_t count, char *memory)
 {
     ptrdiff_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
-        *parts[i].place = memory ? (T *)(memory + bytes) : NULL;
-        bytes += parts[i].numbers * (ptrdiff_t)sizeof(T);
+        *buffers[i].place = memory ? (T *)(memory + bytes) : NULL;
+        bytes += buffers[i].numbers * (ptrdiff_t)sizeof(T);
     }
     return bytes;
 }
