@@ -376,16 +376,32 @@ def attention_rows() -> Iterator[Arguments]:
         yield row(**sizes, bias=normal(1, 1, 1, sizes["keys"]), softmax_aux=normal(3), causal=True)
 
 
+def linear_rows() -> Iterator[Arguments]:
+    for batch, tokens, heads, channels in ((0, 4, 4, 6), (2, 0, 4, 6), (2, 4, 4, 0), (2, 4, 0, 6)):
+        query = np.ones((batch, tokens, heads // 2, 5), np.float32)
+        yield {"query": query, "key": query, "value": np.ones((batch, tokens, heads, channels), np.float32)}
+
+
+def convolution_rows() -> Iterator[Arguments]:
+    for shape in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
+        yield {"x": np.ones(shape, np.float32), "weight": np.ones((shape[2], 4), np.float32)}
+
+
+ROWS = {
+    "flash_attention": attention_rows,
+    "linear_attention": linear_rows,
+    "short_convolution": convolution_rows,
+}
+STEPS = {"torch": 1, "jax.jit": 1, "torch.compile": 6, "torch.compile by inductor": 25}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("door", ["torch", "jax.jit"])
-def test_rows_of_attention(door):
-    gradients, _ = GRADIENTS[door]
-    for number, arguments in enumerate(attention_rows()):
-        expected = gradients_by_numpy("flash_attention", arguments)
-        assert gradients("flash_attention", changed(arguments, np.copy)) == expected, (
-            number,
-            arguments.keys(),
-        )
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("door", STEPS)
+def test_rows(door, name):
+    for number, arguments in enumerate(itertools.islice(ROWS[name](), 0, None, STEPS[door])):
+        got = GRADIENTS[door][0](name, changed(arguments, np.copy))
+        assert got == gradients_by_numpy(name, arguments), (number, arguments.keys())
 
 
 # vmap
