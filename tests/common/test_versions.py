@@ -1,7 +1,12 @@
-"""What the modules for other libraries say without their library, and with a version of it that they do not know."""
+"""What is said without other libraries, and with versions of them that are not known."""
 
+import sys
+
+import numpy as np
 import pytest
 from environment import import_paths, python
+
+import attnmask
 
 CODE = """
 import sys, types
@@ -38,3 +43,11 @@ def test_the_error_says_what_is_needed(module, before, error):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(error)
     assert result.stdout.endswith(" False\n")
+
+
+def test_bfloat16_without_ml_dtypes(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    x = np.zeros((1, 5, 2, 8), np.float32)
+    with pytest.raises(ImportError, match="key is of bfloat16, for which NumPy needs ml_dtypes"):
+        attnmask.flash_attention(x, torch.zeros(x.shape, dtype=torch.bfloat16), x)

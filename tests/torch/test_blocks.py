@@ -8,15 +8,6 @@ import attnmask
 from attnmask import MaskInfo
 
 
-@pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    import attnmask.torch  # noqa: F401
-
-    torch.manual_seed(0)
-    return torch
-
-
 def segments(batch=2):
     return MaskInfo.from_segments(np.array([[0] * 9 + [1] * 20 + [2] * 4 + [-1] * 4, [3] * 37])[:batch])
 
