@@ -226,37 +226,29 @@ def test_linear_attention_as_its_own(ejkernel, case, dtype):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_packed_linear_attention(ejkernel, reverse):
-    """Each sequence as if it were alone; key heads may be shared by queries."""
+    """Each sequence as if it were alone, with gradients; key heads may be shared by queries."""
     kernel, _ = linear_kernels(ejkernel, "gla")
-    given = linear_inputs(1)
-    state = jax.random.normal(jax.random.key(5), (2, 4, 8, 8))
-    given |= {"key": given["key"][:, :, :2], "value": given["value"][:, :, :2]}
-    out, after = kernel(
-        **given | {"initial_state": state}, cu_seqlens=jnp.array([0, 30, 70]), reverse=reverse
-    )
-    for i, (begin, end) in enumerate(((0, 30), (30, 70))):
-        alone = {name: x[:, begin:end] for name, x in given.items() if name != "initial_state"}
-        alone |= {name: jnp.repeat(alone[name], 2, axis=2) for name in ("key", "value")}
-        expected = kernel(**alone, initial_state=state[i : i + 1], reverse=reverse)
-        np.testing.assert_allclose(out[:, begin:end], expected[0], atol=1e-5)
-        np.testing.assert_allclose(after[i], expected[1][0], atol=1e-5)
-
-
-def test_gradients_of_packed_linear_attention(ejkernel):
-    kernel, _ = linear_kernels(ejkernel, "gla")
-    given = linear_inputs(1)
-    state = given.pop("initial_state")
-    weights = jnp.cos(jnp.arange(given["value"].size)).reshape(given["value"].shape)
+    given, states = linear_inputs(1), jax.random.normal(jax.random.key(5), (2, 4, 8, 8))
+    del given["initial_state"]
+    given |= {name: given[name][:, :, :2] for name in ("key", "value")}
+    weights = jnp.cos(jnp.arange(given["query"].size)).reshape(given["query"].shape)
 
     def loss(arrays, tokens, **more):
-        return (kernel(**arrays, **more)[0] * weights[:, tokens]).sum()
+        results = kernel(**arrays, reverse=reverse, **more)
+        return (results[0] * weights[:, tokens]).sum(), results
 
-    packed = {"initial_state": jnp.repeat(state, 2, axis=0), "cu_seqlens": jnp.array([0, 30, 70])}
-    grads = jax.grad(loss)(given, slice(0, 70), **packed)
-    for tokens in (slice(0, 30), slice(30, 70)):
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+    more = {"initial_state": states, "cu_seqlens": jnp.array([0, 30, 70])}
+    (_, (out, after)), grads = differentiate(given, slice(0, 70), **more)
+    for i, tokens in enumerate((slice(0, 30), slice(30, 70))):
         alone = {name: x[:, tokens] for name, x in given.items()}
-        for name, expected in jax.grad(loss)(alone, tokens, initial_state=state).items():
-            np.testing.assert_allclose(grads[name][:, tokens], expected, atol=1e-5, err_msg=name)
+        (_, expected), wanted = differentiate(alone, tokens, initial_state=states[i : i + 1])
+        alone |= {name: jnp.repeat(alone[name], 2, axis=2) for name in ("key", "value")}
+        same, _ = kernel(**alone, initial_state=states[i : i + 1], reverse=reverse)
+        for got, right in ((out[:, tokens], expected[0]), (same, expected[0]), (after[i], expected[1][0])):
+            np.testing.assert_allclose(got, right, atol=1e-5)
+        for name, right in wanted.items():
+            np.testing.assert_allclose(grads[name][:, tokens], right, atol=1e-5, err_msg=name)
 
 
 def test_algorithms_of_other_arguments_stay(ejkernel, monkeypatch):

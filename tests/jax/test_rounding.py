@@ -9,18 +9,13 @@ from environment import multiplies_bf16
 
 import attnmask
 
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
 # The root of the mean square of the error of the query's gradient: by products of float32, and of the type. With a
 # rounded result it is 0.0025, 0.0031 and 0.0003.
 LIMITS = {ml_dtypes.bfloat16: (0.0014, 0.0024), np.float16: (0.00018, 0.00018)}
 MORE = {"causal": True}
-
-
-@pytest.fixture
-def jax():
-    jax = pytest.importorskip("jax")
-    import attnmask.jax  # noqa: F401
-
-    return jax
 
 
 @pytest.fixture(params=LIMITS)
@@ -33,7 +28,7 @@ def attend(*arrays, **more):
     return attnmask.jax.flash_attention(*arrays, **MORE, **more)
 
 
-def gradients(jax, function, x):
+def gradients(function, x):
     return jax.vjp(function, x, x, x)[1](x)
 
 
@@ -45,21 +40,21 @@ def check(got, x):
 
 
 @pytest.mark.parametrize("callback", [False, True])
-def test_how_far_they_are_off(jax, isa, given, callback):
+def test_how_far_they_are_off(isa, given, callback):
     wide = given.astype(float)
     exact = attnmask.flash_attention_vjp(wide, wide, wide, **MORE)[1](wide).query
     for transform in (lambda x: x, jax.jit):
-        got = gradients(jax, transform(partial(attend, callback=callback)), jax.numpy.asarray(given))
+        got = gradients(transform(partial(attend, callback=callback)), jax.numpy.asarray(given))
         check(got, given)
         rms = ((np.asarray(got[0], float) - exact) ** 2).mean() ** 0.5
         assert rms < LIMITS[given.dtype.type][multiplies_bf16(isa)], rms
 
 
-def test_checkpoints(jax, given):
-    check(gradients(jax, jax.jit(jax.checkpoint(attend)), given), given)
+def test_checkpoints(given):
+    check(gradients(jax.jit(jax.checkpoint(attend)), given), given)
 
 
-def test_a_rounded_result_is_taken(jax, given):
+def test_a_rounded_result_is_taken(given):
     """As programs that were exported before have it."""
     from attnmask._attention.arguments import DEFAULTS
     from attnmask.jax import _call as call
@@ -77,7 +72,7 @@ def test_a_rounded_result_is_taken(jax, given):
         np.testing.assert_array_equal(np.asarray(one), other)
 
 
-def test_ring(jax, given):
+def test_ring(given):
     """Of one device: the error is what it is without a ring."""
     mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("ring",)), jax.P(None, "ring")
     ring = jax.shard_map(
@@ -89,7 +84,7 @@ def test_ring(jax, given):
     wide = given.astype(float)
     exact = attnmask.flash_attention_vjp(wide, wide, wide, **MORE)[1](wide)
     plain = attnmask.flash_attention_vjp(given, given, given, **MORE)[1](given)
-    got = gradients(jax, jax.jit(ring), jax.numpy.asarray(given))
+    got = gradients(jax.jit(ring), jax.numpy.asarray(given))
     for one, other, right in zip(got, plain, exact, strict=False):
         ours, least = (((np.asarray(x, float) - right) ** 2).mean() for x in (one, other))
         assert ours < 1.01 * least

@@ -222,19 +222,21 @@ class Version(ctypes.Structure):
     _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
 
 
-@pytest.mark.parametrize(("major", "taken"), [(1, True), (2, False), (0, False)])
-def test_tables_of_other_versions(torch, major, taken):
+def of_table(table, function):
+    """What the core makes of a table of functions."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return _core.tensor_attention(new(ctypes.addressof(table), b"dlpack_exchange_api", None), function)
+
+
+@pytest.mark.parametrize(("major", "taken"), [(1, True), (2, False), (0, False)])
+def test_tables_of_other_versions(torch, major, taken):
     find = ctypes.pythonapi.PyCapsule_GetPointer
     find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    name = b"dlpack_exchange_api"
-    table = ctypes.create_string_buffer(
-        ctypes.string_at(find(torch.Tensor.__dlpack_c_exchange_api__, name), 56), 56
-    )
+    place = find(torch.Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
+    table = ctypes.create_string_buffer(ctypes.string_at(place, 56), 56)
     Version.from_buffer(table).major = major
-    attend = _core.tensor_attention(new(ctypes.addressof(table), name, None), print)
-    assert (attend is not print) == taken
+    assert (of_table(table, print) is not print) == taken
 
 
 def test_without_a_table():
@@ -401,10 +403,7 @@ def test_a_tensor_without_strides(strides):
         return 0
 
     table = Table(version=(1, 3), to_object=give, look=look)
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    capsule = new(ctypes.addressof(table), b"dlpack_exchange_api", None)
-    attend = _core.tensor_attention(capsule, lambda *_: "the other")
+    attend = of_table(table, lambda *_: "the other")
     tensor = Plain(*strides)
     assert attend(tensor, tensor, tensor, False, 0, None) == (None if strides else "the other")
     assert len(given) == (1 if strides else 0)
