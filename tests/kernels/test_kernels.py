@@ -3,6 +3,7 @@
 import kernel_checks_i4
 import numpy as np
 import pytest
+from environment import ISA_LEVELS
 from kernel_checks import CHECKS as PLAIN_CHECKS
 from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
@@ -33,7 +34,7 @@ CHECKS = {
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
 }
-LEVELS_WITH_I16X2 = ("avx512vnni", "avx512bf16", "amx")
+LEVELS_WITH_I16X2 = ISA_LEVELS[ISA_LEVELS.index("avx512vnni") :]
 FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_I16X2, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
