@@ -119,38 +119,30 @@ static bool copy_row(am_request *r, int32_t *to, const char *from, const am_view
 /* Ids, or other numbers of tokens, are [batch, tokens] or [batch, heads, tokens], where batch and heads may
  * be 1. They are copied, since other threads may write to the caller's: sections and tiles are found from
  * them and later looked for again. */
-static const int32_t *read_ids(am_request *r, const am_operand *o, ptrdiff_t tokens, ptrdiff_t *batch,
-                               ptrdiff_t *head)
+static bool read_ids(am_request *r, const am_operand *o, ptrdiff_t tokens, am_token_ids *to)
 {
     const am_view *v = &o->view;
     const ptrdiff_t rows = v->shape[0], heads = v->axes == 3 ? v->shape[1] : 1;
     if (o->kind != AM_ARRAY || (v->axes != 2 && v->axes != 3) || v->shape[v->axes - 1] != tokens ||
-        (rows != 1 && rows != r->mask.batch) || (heads != 1 && heads != r->mask.heads)) {
-        reject(r, "segment ids must be [batch, tokens] or [batch, heads, tokens]");
-        return NULL;
-    }
-    if (!am_is_integer(v->type)) {
-        am_refuse(r, AM_WRONG_TYPE, v, "segment ids must be integers");
-        return NULL;
-    }
+        (rows != 1 && rows != r->mask.batch) || (heads != 1 && heads != r->mask.heads))
+        return reject(r, "segment ids must be [batch, tokens] or [batch, heads, tokens]");
+    if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "segment ids must be integers");
     int32_t *ids = am_keep(r, am_product(rows, heads, tokens), sizeof *ids);
     for (ptrdiff_t i = 0; ids && i < rows * heads; i++) {
         const char *from = v->data + i / heads * v->stride[0] + (v->axes == 3 ? i % heads * v->stride[1] : 0);
-        if (!copy_row(r, ids + i * tokens, from, v, tokens)) return NULL;
+        if (!copy_row(r, ids + i * tokens, from, v, tokens)) return false;
     }
-    *batch = rows == 1 ? 0 : heads * tokens;
-    *head = heads == 1 ? 0 : tokens;
+    *to =
+        (am_token_ids){.ids = ids, .batch = rows == 1 ? 0 : heads * tokens, .head = heads == 1 ? 0 : tokens};
     return ids;
 }
 
 /* q_ids, k_ids, exclude_zero */
 static bool read_equal(am_request *r, am_node *node, const am_operand *o)
 {
-    am_token_ids *q = &node->equal.q, *k = &node->equal.k;
     node->equal.exclude_zero = o[2].number != 0;
-    q->ids = read_ids(r, &o[0], r->mask.queries, &q->batch, &q->head);
-    if (q->ids) k->ids = read_ids(r, &o[1], r->mask.keys, &k->batch, &k->head);
-    return k->ids;
+    return read_ids(r, &o[0], r->mask.queries, &node->equal.q) &&
+           read_ids(r, &o[1], r->mask.keys, &node->equal.k);
 }
 
 /* A band, and where its diagonal is for each query */
@@ -159,9 +151,7 @@ static bool read_diagonal(am_request *r, am_node *node, const am_operand *o)
     if (!read_band(r, node, o)) return false;
     if (o[3].kind == AM_ARRAY && o[3].view.type != AM_INT32)
         return am_refuse(r, AM_WRONG_TYPE, &o[3].view, "the diagonals of queries must be int32");
-    am_token_ids *at = &node->diagonal.at;
-    at->ids = read_ids(r, &o[3], r->mask.queries, &at->batch, &at->head);
-    return at->ids;
+    return read_ids(r, &o[3], r->mask.queries, &node->diagonal.at);
 }
 
 const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,

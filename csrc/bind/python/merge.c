@@ -65,14 +65,23 @@ static int read_out(arguments *a, PyObject *object, const char *name, npy_intp i
     return 0;
 }
 
+/* The shape of an lse, [B, H, T] or [H, T]: that of an out without channels, and with its last axes swapped.
+ */
+static void find_lse_shape(const arguments *a, npy_intp shape[3])
+{
+    const int axes = a->ndim - 1;
+    memcpy(shape, a->dims, (size_t)axes * sizeof *shape);
+    shape[axes - 2] = a->dims[axes - 1], shape[axes - 1] = a->dims[axes - 2];
+}
+
 /* The same of an lse, which is converted to the type of the sums: it is small compared with its out. */
 static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *lse = read_array(a, object, name);
     if (!lse) return -1;
     const int axes = a->ndim - 1;
-    npy_intp shape[3] = {a->dims[0], a->dims[2], a->dims[1]};
-    if (axes == 2) shape[0] = a->dims[1], shape[1] = a->dims[0];
+    npy_intp shape[3];
+    find_lse_shape(a, shape);
     if (PyArray_NDIM(lse) != axes || !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes)) {
         am_owned PyObject *expected = PyArray_IntTupleFromIntp(axes, shape), *what = am_describe(lse);
         if (!expected || !what) return -1;
@@ -139,31 +148,23 @@ static void release(arguments *a)
 /* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
 static PyObject *run_merge(PyObject *module, const arguments *a, bool backward)
 {
-    const int skip = !backward, batched = a->ndim == 4;
-    npy_intp shape[4] = {1, 1, 1, 1}; /* batch, tokens, heads, channels */
-    memcpy(shape + 4 - a->ndim, a->dims, (size_t)a->ndim * sizeof *shape);
-    npy_intp const out_shape[5] = {a->count, shape[0], shape[1], shape[2], shape[3]};
-    npy_intp const lse_shape[4] = {a->count, shape[0], shape[2], shape[1]};
-    npy_intp dims[5], lse_dims[4];
-    int axes = 0, lse_axes = 0;
-    for (int i = skip; i < 5; i++) {
-        if (i != 1 || batched) dims[axes++] = out_shape[i];
-    }
-    for (int i = skip; i < 4; i++) {
-        if (i != 1 || batched) lse_dims[lse_axes++] = lse_shape[i];
-    }
-    am_owned PyArrayObject *out = am_new_array(axes, dims, a->dtype), *lse = NULL;
-    if (out) lse = am_new_array_of(lse_axes, lse_dims, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
+    const int skip = !backward, axes = a->ndim - skip;
+    npy_intp dims[5] = {a->count}, lse_dims[4] = {a->count};
+    memcpy(dims + 1, a->dims, (size_t)a->ndim * sizeof *dims);
+    find_lse_shape(a, lse_dims + 1);
+    am_owned PyArrayObject *out = am_new_array(axes + 1, dims + skip, a->dtype), *lse = NULL;
+    if (out) lse = am_new_array_of(axes, lse_dims + skip, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
     if (!lse) return NULL;
     am_merge merge = {
         .type = type_of(a),
-        .shape = {shape[0], shape[1], shape[2], shape[3]},
+        .shape = {1, 1, 1, 1}, /* batch, tokens, heads, channels */
         .count = a->count,
         .parts = a->parts,
         .gradient = backward ? &a->parts[a->count] : NULL,
         .out = PyArray_BYTES(out),
         .lse = PyArray_BYTES(lse),
     };
+    memcpy(merge.shape + 4 - a->ndim, a->dims, (size_t)a->ndim * sizeof *a->dims);
     npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
     return am_computed(module, work, am_merge_states, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
