@@ -75,23 +75,12 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         run = pick(rng, [0, 0, 2, 4, 16, 64])
         groups = {"k_group": k_group, "v_group": v_group}
         finite = [[side.finite() for side in of_heads] for of_heads in sides]
-        new, clean = (
-            run_unpacked(
-                kernel,
-                rng,
-                arithmetic,
-                problems,
-                old,
-                run,
-                [(k.scales, v.scales) for k, v in zip(*some, strict=True)],
-                False,
-                **groups,
-            )
-            for some in (sides, finite)
-        )
+        scales = [[(k.scales, v.scales) for k, v in zip(*some, strict=True)] for some in (sides, finite)]
+        given = kernel, rng, arithmetic, problems, old, run
+        new, clean = (run_unpacked(*given, some, False, **groups) for some in scales)
         for p, before, after, beside, k, v in zip(problems, old, new, clean, *finite, strict=True):
             check_state(p, before, after, k, v)
-            check_dead_pairs(p, after, beside)
+            check_dead_pairs(p.untouched_rows(), after, beside, p)
 
 
 def check_state(p, old, new, k: Groups, v: Groups) -> None:

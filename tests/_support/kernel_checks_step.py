@@ -224,6 +224,12 @@ def bias_in(memory: Memory, rng, terms: Terms) -> dict:
     return {"bias": None if terms.bias is None else memory.read(terms.bias, step), "bias_stride": step}
 
 
+def tile_in(memory: Memory, rng, terms: Terms, layout: str, k, v, **more):
+    """The structure of a tile whose keys and values are in memory."""
+    fields = {"prefetch": prefetch_of(rng, memory), **words_in(memory, terms), **bias_in(memory, rng, terms)}
+    return structure("am_flash_tile", layout=CONSTANTS[layout], k=k, v=v, **fields, **more)
+
+
 def whole_rows(values: np.ndarray) -> np.ndarray:
     """Pads with rows of zeros up to a whole tile."""
     return np.pad(values, ((0, TILE - len(values)), (0, 0)))
@@ -305,19 +311,8 @@ def run_step(
     depth = -(-p.q.shape[1] // width)
     scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
     block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
-    tile = structure(
-        "am_flash_tile",
-        layout=CONSTANTS[LAYOUTS[kind]],
-        k=k,
-        v=v,
-        k_scales=scales[0],
-        v_scales=scales[1],
-        **bias_in(memory, rng, p.terms),
-        finite=is_finite(p.v) and not unpacked,
-        prefetch=prefetch_of(rng, memory),
-        **words_in(memory, p.terms),
-    )
-    kernel(block, tile)
+    given = {"k_scales": scales[0], "v_scales": scales[1], "finite": is_finite(p.v) and not unpacked}
+    kernel(block, tile_in(memory, rng, p.terms, LAYOUTS[kind], k, v, **given))
     memory.check(p)
     return mine
 
@@ -368,7 +363,8 @@ def check_step(kernel: Kernel, rng) -> None:
         check_state(arithmetic, scaled(p, scales), old, new)
         if scales[1] is None:
             check_ones(p, new)
-        check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind, scales))
+        clean = run_step(kernel, rng, arithmetic, p.clean(), old, kind, scales)
+        check_dead_pairs(p.untouched_rows(), new, clean, p)
 
 
 def run_steps(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list[Problem], old: State) -> State:
@@ -382,9 +378,7 @@ def run_steps(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list[Proble
         k, v = structure("am_rows"), structure("am_rows")
         k.data = memory.read(packed_keys(p.k, panel, width)).ctypes.data
         v.data = memory.read(packed_values(p.v, panel, width)).ctypes.data
-        words = words_in(memory, p.terms)
-        fields = {"k": k, "v": v, "finite": is_finite(p.v), "prefetch": prefetch_of(rng, memory), **words}
-        tiles.append(structure("am_flash_tile", layout=CONSTANTS["AM_PACKED"], **fields))
+        tiles.append(tile_in(memory, rng, p.terms, "AM_PACKED", k, v, finite=is_finite(p.v)))
     kernel(block, (TYPES["am_flash_tile"] * len(tiles))(*tiles), len(tiles))
     memory.check(problems)
     return mine
@@ -413,9 +407,7 @@ def check_steps(kernel: Kernel, rng) -> None:
         for tile in problems:
             apart = run_step(step, rng, arithmetic, tile, apart, "packed", (None, None))
         same = np.all([tile.untouched_rows() for tile in problems], axis=0)
-        for name in ("out", "sum", "running_max", "exact_sum"):
-            if getattr(new, name) is not None:
-                np.testing.assert_array_equal(getattr(new, name)[same], getattr(clean, name)[same], name)
+        check_dead_pairs(same, new, clean, problems)
         same &= np.isfinite(wide(p.q)).all(1) & (apart.sum > 0)
         one, other = (
             np.column_stack(
@@ -426,14 +418,13 @@ def check_steps(kernel: Kernel, rng) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=0.05, err_msg=repr(problems))
 
 
-def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
-    """NaN and Inf that belong to no live pair of a row must not change a bit of the row."""
-    rows = p.untouched_rows()
+def check_dead_pairs(rows: np.ndarray, got: State, clean: State, case) -> None:
+    """NaN and Inf that belong to no live pair of these rows must not change a bit of them."""
     for name in ("out", "sum", "running_max", "exact_sum"):
         if getattr(got, name) is None:
             continue
         one, other = getattr(got, name)[rows], getattr(clean, name)[rows]
-        np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {p}")
+        np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {case}")
 
 
 def query_packer(kernel: Kernel) -> Kernel:
@@ -470,19 +461,9 @@ def run_unpacked(
             for addresses in (k_runs, v_runs):
                 addresses[addresses != 0] += np.uintp(4096)
         kept += [k_runs, v_runs, *its_scales]
-        tile = structure(
-            "am_flash_tile",
-            layout=CONSTANTS["AM_ROWS"],
-            k=k,
-            v=v,
-            k_scales=its_scales[0],
-            v_scales=its_scales[1],
-            **groups,
-            **bias_in(memory, rng, p.terms),
-            prefetch=prefetch_of(rng, memory),
-            value_bytes=p.v.shape[1] * p.v.itemsize,
-            **words_in(memory, p.terms),
-        )
+        given = groups | {"k_scales": its_scales[0], "v_scales": its_scales[1]}
+        given["value_bytes"] = p.v.shape[1] * p.v.itemsize
+        tile = tile_in(memory, rng, p.terms, "AM_ROWS", k, v, **given)
         blocks, tiles, mine = [*blocks, block], [*tiles, tile], [*mine, accumulators]
     heads = len(problems)
     pointers = np.array([ctypes.addressof(block) for block in blocks], np.uintp)
@@ -533,4 +514,4 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
             check_state(arithmetic, scaled(p, scales), before, after, i16_scales, by_bf16, float_weights)
             if scales[1] is None and not by_i16:
                 check_ones(p, after)
-            check_dead_pairs(p, after, beside)
+            check_dead_pairs(p.untouched_rows(), after, beside, p)

@@ -93,23 +93,16 @@ def same():
         layouts = ["zigzag", ("contiguous", plans(length, WORLD))[index % 2]]
         for layout in layouts:
             check(length, layout, **case)
-    for length, layout in itertools.product(
-        (0, 1, WORLD, 2 * WORLD - 1), ("zigzag", "contiguous")
-    ):  # empty shards
+    empty_shards = 0, 1, WORLD, 2 * WORLD - 1
+    for length, layout in itertools.product(empty_shards, ("zigzag", "contiguous")):
+        mask = MaskInfo.from_segments(np.zeros((1, length), int))
         check(length, layout, causal=True)
-        check(
-            length,
-            layout,
-            causal=True,
-            attention_mask=MaskInfo.from_segments(np.zeros((1, length), int)),
-            batch=2,
-        )
+        check(length, layout, causal=True, attention_mask=mask, batch=2)
     dead = MaskInfo.from_segments(np.repeat([-1, 0], [60, 90])[None])  # the first process has no live pair
     check(150, "contiguous", attention_mask=dead)
     check(150, "contiguous", attention_mask=dead, softmax_aux=SINKS)
-    check(
-        150, "contiguous", cu_seqlens=np.array([0, 75, 150]), causal=True
-    )  # with two processes nothing is sent
+    # With two processes nothing is sent.
+    check(150, "contiguous", cu_seqlens=np.array([0, 75, 150]), causal=True)
     garbage()
     compiled()
     groups()
@@ -147,8 +140,7 @@ def groups():
     check(length, "zigzag", group=mesh["sequence"].get_group(), place=place, causal=True, sliding_window=20)
 
 
-def refused(words, kind, **change):
-    x = torch.zeros(1, 8, 4, 16)
+def refused(words, kind, x=torch.zeros(1, 8, 4, 16), **change):  # noqa: B008
     given = {"query": x, "key": x, "value": x} | change
     with pytest.raises(kind, match=re.escape(words)):
         attnmask.torch.ring_attention(**given)
@@ -169,18 +161,14 @@ def errors():
     refused(
         "query must have batch size 1 with cu_seqlens",
         ValueError,
+        x.expand(2, -1, -1, -1),
         cu_seqlens=[0, total],
-        **dict.fromkeys(("query", "key", "value"), x.expand(2, -1, -1, -1)),
     )
     refused("dropout_prob must be at least 0", ValueError, dropout_prob=1.0)
     refused("causal must be True or False", TypeError, causal=1)
     refused("alibi_slopes must be [H]", ValueError, alibi_slopes=[1.0])
-    refused(
-        "q_segment_ids must be None with an attention_mask",
-        ValueError,
-        attention_mask=mask,
-        q_segment_ids=np.zeros((1, total), int),
-    )
+    both = {"attention_mask": mask, "q_segment_ids": np.zeros((1, total), int)}
+    refused("q_segment_ids must be None with an attention_mask", ValueError, **both)
     plan = attnmask.ShardPlan([0, 5, total], [1, 0], WORLD)
     refused("query must have the tokens of shard_sequence", ValueError, layout=plan)
     # Of one process only
@@ -188,16 +176,11 @@ def errors():
         refused("softmax_scale must be a real number", TypeError, softmax_scale="1")
     else:
         refused("ring_attention was refused in process 1 of the group", RuntimeError)
-    refused("must be alike in all processes", ValueError, causal=RANK == 0)
-    slopes = np.array([0.5 if RANK else 0.4, 0.25, 0.1, 0.2])
-    refused("must be alike in all processes", ValueError, alibi_slopes=slopes)
-    starts = torch.tensor([0, 9 if RANK else 8, total])
-    refused("must be alike in all processes", ValueError, cu_seqlens=starts)
-    refused(
-        "must be alike in all processes",
-        ValueError,
-        **dict.fromkeys(("query", "key", "value"), x[:, :, : 1 + RANK]),
-    )
+    words = "must be alike in all processes"
+    refused(words, ValueError, causal=RANK == 0)
+    refused(words, ValueError, alibi_slopes=np.array([0.5 if RANK else 0.4, 0.25, 0.1, 0.2]))
+    refused(words, ValueError, cu_seqlens=torch.tensor([0, 9 if RANK else 8, total]))
+    refused(words, ValueError, x[:, :, : 1 + RANK])
     check(150, "zigzag", causal=True)  # and it goes on
 
 
@@ -216,9 +199,8 @@ def broken(stop):
         attnmask.torch.ring_attention(x, x, x, causal=True)
     except RuntimeError:
         assert time.monotonic() - begin < 4 * TIMEOUT
-        os._exit(
-            0 if print("error", flush=True) is None else 1
-        )  # a group that is broken cannot be taken down
+        print("error", flush=True)
+        os._exit(0)  # a group that is broken cannot be taken down
     raise AssertionError("no error")
 
 

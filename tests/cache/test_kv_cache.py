@@ -718,18 +718,9 @@ def test_pictures_of_large_and_of_empty_caches():
 # Versions of pickles
 
 
-STEPS_OWN = [
-    "k_cache",
-    "cache_seqlens",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k_new",
-    "k_scale",
-    "rotate",
-]
-
-
-@pytest.mark.parametrize("name", STEPS_OWN)
+@pytest.mark.parametrize("name", [
+    "k_cache", "cache_seqlens", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "k_scale", "rotate",
+])  # fmt: skip
 def test_what_a_step_knows_is_not_given(name):
     """It would write other tokens than the step counts. Nothing is written."""
     cache = KVCache(1, 8, pages=4, page_size=4, dtype="float32")
