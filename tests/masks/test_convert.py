@@ -23,14 +23,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 FLOATS = ("float16", ml_dtypes.bfloat16, "float32", "float64")
 MASK_DTYPES = ("bool", *INTEGERS, *FLOATS)
 READ_DTYPES = (*MASK_DTYPES, np.longdouble)  # dtypes of arguments
-PLANE_LAYOUTS = [
-    *LAYOUTS,
-    "constant along -2",
-    "constant along -1",
-    "constant along 0",
-    "transposed",
-    "backwards",
-]
+CONSTANT = [f"constant along {axis}" for axis in (-2, -1, 0)]
+PLANE_LAYOUTS = [*LAYOUTS, *CONSTANT, "transposed", "backwards"]
 LENGTHS = [0, 1, 2, 5, 63, 64, 65, 130]
 
 
@@ -55,9 +49,7 @@ def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
     if layout == "transposed":
         return np.ascontiguousarray(values.swapaxes(-1, -2)).swapaxes(-1, -2)
     if layout == "backwards":
-        return np.ascontiguousarray(values[..., ::-1, ::-1].swapaxes(-1, -2)).swapaxes(-1, -2)[
-            ..., ::-1, ::-1
-        ]
+        return laid_out(values[..., ::-1, ::-1], "transposed")[..., ::-1, ::-1]
     return arrange(values, layout)
 
 
@@ -103,9 +95,8 @@ def masks(draw, ranks=(2, 3, 4)):
     shape += tuple(draw(st.one_of(st.sampled_from(LENGTHS), st.integers(0, 20))) for _ in range(2))
     rng = np.random.default_rng(seed)
     live = some_live(shape, draw(st.sampled_from(KINDS)), rng)
-    return laid_out(
-        filled(live, draw(st.sampled_from(READ_DTYPES)), rng), draw(st.sampled_from(PLANE_LAYOUTS))
-    )
+    values = filled(live, draw(st.sampled_from(READ_DTYPES)), rng)
+    return laid_out(values, draw(st.sampled_from(PLANE_LAYOUTS)))
 
 
 def described(mask) -> tuple:
@@ -118,6 +109,14 @@ def assert_both(got, expected, case) -> None:
     for one, other in zip(got, expected, strict=True):
         assert_same(one, other, case)
     assert not np.shares_memory(got[0], got[1]), case
+
+
+def assert_outcomes(got, expected, case) -> None:
+    """They are arrays, or both an OverflowError."""
+    assert (got is OverflowError) == (expected is OverflowError), case
+    if expected is not OverflowError:
+        compare = assert_both if isinstance(expected, tuple) else assert_same
+        compare(got, expected, case)
 
 
 # mask_to_segment_ids
@@ -142,12 +141,8 @@ def test_mask_to_segment_ids(isa, mask, per_head):
         with pytest.raises(ValueError, match=r"\bmask\b.*strict") as raised:
             attnmask.mask_to_segment_ids(mask, per_head, strict=True)
         told = eval(re.search(r"at index (\(.*\))", str(raised.value))[1])
-        q_ids, kv_ids = expected
-        q, kv = (
-            (q_ids[told[:-2]], kv_ids[told[:-2]])
-            if per_head or mask.ndim < 4
-            else (q_ids[told[0]], kv_ids[told[0]])
-        )
+        row = told[:-2] if per_head or mask.ndim < 4 else told[0]
+        q, kv = (ids[row] for ids in expected)
         live = bool(mask[told] != 0)
         assert live != (q[told[-2]] == kv[told[-1]] >= 0), (told, case)
         assert f"got {int(live)} at" in str(raised.value)
@@ -169,12 +164,8 @@ def test_large_masks(isa, set_threads, kind):
         elif kind == "repeated":
             mask[:] = (rng.random((50, keys)) < 0.5)[np.arange(queries) % 50]
         expected = ref.mask_to_segment_ids(mask)
-        for threads, values in [
-            (1, mask),
-            (3, mask),
-            (3, np.asfortranarray(mask)),
-            (3, mask.astype(np.float32)),
-        ]:
+        twins = mask, np.asfortranarray(mask), mask.astype(np.float32)
+        for threads, values in [(1, mask), *((3, twin) for twin in twins)]:
             set_threads(threads)
             assert_both(attnmask.mask_to_segment_ids(values), expected, (isa, kind, queries, keys, threads))
 
@@ -352,10 +343,7 @@ def test_attention_mask_to_qkv_cu_seqlens(isa, mask, reduce_heads, out_dtype):
         return
     options = {"reduce_heads": reduce_heads, "out_dtype": out_dtype}
     expected = outcome(ref.attention_mask_to_qkv_cu_seqlens, mask, **options)
-    got = outcome(attnmask.attention_mask_to_qkv_cu_seqlens, mask, **options)
-    assert (got is OverflowError) == (expected is OverflowError), case
-    if expected is not OverflowError:
-        assert_both(got, expected, case)
+    assert_outcomes(outcome(attnmask.attention_mask_to_qkv_cu_seqlens, mask, **options), expected, case)
 
 
 @given(data=st.data(), kind=st.sampled_from(KINDS), out_dtype=st.sampled_from(["int32", "int64", "uint8"]))
@@ -363,23 +351,16 @@ def test_qkv_masks_to_cu_seqlens(isa, data, kind, out_dtype):
     batch, seed = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
     layouts = st.sampled_from([*LAYOUTS, "constant along -1", "constant along 0", "transposed"])
-    q_mask, kv_mask = (
-        laid_out(
-            filled(
-                some_live((batch, data.draw(st.sampled_from([*LENGTHS, 1100]))), kind, rng),
-                data.draw(st.sampled_from(READ_DTYPES)),
-                rng,
-            ),
-            data.draw(layouts),
-        )
-        for _ in range(2)
-    )
+
+    def drawn():
+        live = some_live((batch, data.draw(st.sampled_from([*LENGTHS, 1100]))), kind, rng)
+        return laid_out(filled(live, data.draw(st.sampled_from(READ_DTYPES)), rng), data.draw(layouts))
+
+    q_mask, kv_mask = drawn(), drawn()
     case = (isa, kind, out_dtype, described(q_mask), described(kv_mask))
     expected = outcome(lambda: (ref.ranges_of(q_mask, out_dtype), ref.ranges_of(kv_mask, out_dtype)))
     got = outcome(attnmask.qkv_masks_to_cu_seqlens, q_mask, kv_mask, out_dtype=out_dtype)
-    assert (got is OverflowError) == (expected is OverflowError), case
-    if expected is not OverflowError:
-        assert_both(got, expected, case)
+    assert_outcomes(got, expected, case)
     alone = ref.ranges_of(q_mask, np.int64)
     assert_both(attnmask.qkv_masks_to_cu_seqlens(q_mask, out_dtype=np.int64), (alone, alone), case)
 
@@ -404,21 +385,9 @@ def test_cu_seqlens_to_masks(isa, data, dtype, layout):
     batch = data.draw(st.integers(0, 4))
     queries, keys = (data.draw(st.sampled_from([0, 1, 2, 5, 31, 64, 130])) for _ in range(2))
     q_pairs, kv_pairs = data.draw(pair_arrays(batch, queries)), data.draw(pair_arrays(batch, keys))
-    case = (
-        isa,
-        dtype,
-        layout,
-        queries,
-        keys,
-        q_pairs.dtype,
-        q_pairs.tolist(),
-        kv_pairs.dtype,
-        kv_pairs.tolist(),
-    )
-    q_mask, kv_mask = (
-        ref.cu_seqlens_to_mask(pairs, length, dtype)
-        for pairs, length in ((q_pairs, queries), (kv_pairs, keys))
-    )
+    case = isa, dtype, layout, queries, keys, repr(q_pairs), repr(kv_pairs)
+    q_mask = ref.cu_seqlens_to_mask(q_pairs, queries, dtype)
+    kv_mask = ref.cu_seqlens_to_mask(kv_pairs, keys, dtype)
     assert_same(attnmask.cu_seqlens_to_mask(q_pairs, queries, dtype), q_mask, case)
     out = laid_out(np.full(q_mask.shape, 7).astype(dtype), layout)
     assert attnmask.cu_seqlens_to_mask(q_pairs, queries, dtype, out) is out, case
@@ -456,10 +425,9 @@ def test_pairs_and_cu_seqlens(data):
     pairs = data.draw(pair_arrays(data.draw(st.integers(0, 5)), 100))
     case = (pairs.dtype, pairs.tolist())
     expected, got = outcome(ref.pairs_to_cu_seqlens, pairs), outcome(attnmask.pairs_to_cu_seqlens, pairs)
-    assert (got is OverflowError) == (expected is OverflowError), case
+    assert_outcomes(got, expected, case)
     if expected is OverflowError:
         return
-    assert_same(got, expected, case)
     cu_seqlens = arrange(expected, data.draw(st.sampled_from(LAYOUTS)))
     back = attnmask.cu_seqlens_to_pairs(cu_seqlens)
     assert_same(back, ref.cu_seqlens_to_pairs(cu_seqlens), case)
@@ -486,17 +454,13 @@ def test_segment_ids_to_cu_seqlens(isa, data, out_dtype):
     case = (isa, out_dtype, ids.dtype, ids.strides, ids.tolist())
     for limit in (None, 128, 101):
         expected = outcome(ref.segment_ids_to_cu_seqlens, ids, out_dtype, limit)
-        got = outcome(attnmask.segment_ids_to_cu_seqlens, ids, out_dtype, limit)
-        assert (got is OverflowError) == (expected is OverflowError), case
-        if expected is not OverflowError:
-            assert_same(got, expected, case)
+        assert_outcomes(outcome(attnmask.segment_ids_to_cu_seqlens, ids, out_dtype, limit), expected, case)
     highest = max(ids.ravel().tolist(), default=-1)
     if highest >= 0:
         index = np.argwhere(ids == highest)[0].tolist()
         where = str(index[0]) if rank == 1 else str(tuple(index))
-        with pytest.raises(
-            ValueError, match=re.escape(f"max_segments = {highest}, got {highest} at index {where}")
-        ):
+        words = f"max_segments = {highest}, got {highest} at index {where}"
+        with pytest.raises(ValueError, match=re.escape(words)):
             attnmask.segment_ids_to_cu_seqlens(ids, out_dtype, highest)
 
 
