@@ -47,6 +47,40 @@ static inline float number_i4(const uint8_t *row, ptrdiff_t channel)
 /* How many of the remaining rows are multiplied at once. */
 static inline ptrdiff_t some_rows_i4(ptrdiff_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : left; }
 
+/* Lines that a loop prefetches without a test. */
+typedef struct {
+    const char *at;
+    ptrdiff_t stride, early;
+    bool near;
+} straight_i4;
+
+/* Takes so many lines for a loop; if they do not lie one behind the other, prefetches them at once instead.
+ */
+static inline straight_i4 take_lines_i4(prefetch_lines *lines, ptrdiff_t count)
+{
+    straight_i4 straight = {(const char *)lines->at, lines->stride, (ptrdiff_t)lines->early, lines->near};
+    if (lines->left > count) {
+        lines->at += (uintptr_t)(count * lines->stride), lines->left -= count;
+        return straight;
+    }
+    prefetch_some(lines, count, true);
+    straight.stride = straight.early = 0;
+    return straight;
+}
+
+/* Prefetches some from a line on; returns the next one. */
+INLINE const char *prefetch_straight_i4(const straight_i4 *lines, const char *line, const int count)
+{
+    UNROLL(4)
+    for (int i = 0; i < count; i++, line += lines->stride) {
+        if (lines->near)
+            prefetch_two(line + lines->early, line, true);
+        else
+            prefetch_two(line + lines->early, line, false);
+    }
+    return line;
+}
+
 /* Scales of keys or of values of the next tile, which a step prefetches line by line between its products: if
  * it prefetched all at once, it would wait for them, and memory for its products. */
 typedef struct {

@@ -93,171 +93,145 @@ static inline __attribute__((always_inline)) void weigh_groups_i4(const part_i4 
     }
 }
 
-/* Lanes of a chunk, and of each of its groups. */
+/* Channels of a chunk are added up in halves, which have one group or two. */
+enum { HALF_I4 = CHUNK_I4 / 2 };
+
+/* Sums of a row in half of a chunk: lane 4 l + k of vector i has channel 16 k + 4 l + i. Those of some rows
+ * are variables of their own, since GCC keeps arrays in memory. */
 typedef struct {
-    int groups;
-    __mmask16 all, of_group[4];
-} lanes_i4;
+    vector_i4 first, second, third, fourth;
+} sums_i4;
 
-/* Sets the lanes of each group to its number. */
-static inline vf of_groups_i4(const float *first, ptrdiff_t stride, const lanes_i4 *lanes)
+/* Two keys in half of a chunk: lanes have one of each four channels of either, as words. Numbers of the
+ * second and of the fourth channels are sixteen times as great. */
+typedef struct {
+    __m512i first, second, third, fourth;
+} pair_i4;
+
+static inline pair_i4 pair_of_i4(__m512i key, __m512i other, __m512i words)
 {
-    vf v = vf_set1(*first);
+    const __m512i low = _mm512_set1_epi16(0x000f), high = _mm512_set1_epi16(0x00f0),
+                  x = _mm512_permutex2var_epi16(key, words, other), y = _mm512_srli_epi16(x, 8);
+    return (pair_i4){_mm512_and_si512(x, low), _mm512_and_si512(x, high), _mm512_and_si512(y, low),
+                     _mm512_and_si512(y, high)};
+}
+
+/* Sums and the products of a pair with its weights, which lie at p for the first group. */
+INLINE sums_i4 add_pair_i4(sums_i4 sums, const pair_i4 *n, const float *p, const int groups)
+{
+    const vf one = vf_set1(*p),
+             both = groups > 1 ? _mm512_mask_broadcastss_ps(one, 0xcccc, _mm_load_ss(p + AM_FLASH_TILE / 2))
+                               : one;
+    const __m512i weights = _mm512_castps_si512(both);
+    return (sums_i4){(vector_i4)_mm512_dpwssd_epi32((__m512i)sums.first, n->first, weights),
+                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.second, n->second, weights),
+                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.third, n->third, weights),
+                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.fourth, n->fourth, weights)};
+}
+
+/* Where sums of half of a chunk are added, and what makes them numbers: of the first row. */
+typedef struct {
+    float *out;
+    ptrdiff_t out_dim, vectors; /* vectors: as many have columns */
+    const float *units, *offsets;
+} results_i4;
+
+/* O + P V of a row and half of a chunk. */
+INLINE void add_sums_i4(const results_i4 to, const sums_i4 sums, ptrdiff_t row, const int groups)
+{
+    const __m512i x[] = {(__m512i)sums.first, (__m512i)sums.second, (__m512i)sums.third,
+                         (__m512i)sums.fourth},
+                  low[] = {_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3])},
+                  high[] = {_mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[2], x[3])},
+                  in_order[] = {_mm512_unpacklo_epi64(low[0], low[1]), _mm512_unpackhi_epi64(low[0], low[1]),
+                                _mm512_unpacklo_epi64(high[0], high[1]),
+                                _mm512_unpackhi_epi64(high[0], high[1])};
+    const vf once = _mm512_broadcast_f32x4(_mm_setr_ps(1, 0x1p-4f, 1, 0x1p-4f));
+    float *out = to.out + row * to.out_dim;
     UNROLL(4)
-    for (int g = 1; g < lanes->groups; g++)
-        v = _mm512_mask_broadcastss_ps(v, lanes->of_group[g], _mm_load_ss(first + g * stride));
-    return v;
-}
-
-/* Puts channels in order, where lane l of vector i has channel 8 l + i. */
-static inline void straighten_i4(vf v[8])
-{
-    vf fours[8];
-    UNROLL(2)
-    for (int h = 0; h < 8; h += 4) {
-        const __m512d low[] = {_mm512_castps_pd(_mm512_unpacklo_ps(v[h], v[h + 1])),
-                               _mm512_castps_pd(_mm512_unpacklo_ps(v[h + 2], v[h + 3]))},
-                      high[] = {_mm512_castps_pd(_mm512_unpackhi_ps(v[h], v[h + 1])),
-                                _mm512_castps_pd(_mm512_unpackhi_ps(v[h + 2], v[h + 3]))};
-        fours[h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low[0], low[1]));
-        fours[h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low[0], low[1]));
-        fours[h + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high[0], high[1]));
-        fours[h + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high[0], high[1]));
-    }
-    UNROLL(2)
-    for (int i = 0; i < 2; i++) { /* lanes 2 i and 2 i + 1 of each quarter */
-        const vf *a = fours + 2 * i, *b = fours + 4 + 2 * i;
-        const vf first = _mm512_shuffle_f32x4(a[0], b[0], 0x44),
-                 second = _mm512_shuffle_f32x4(a[1], b[1], 0x44),
-                 third = _mm512_shuffle_f32x4(a[0], b[0], 0xee),
-                 fourth = _mm512_shuffle_f32x4(a[1], b[1], 0xee);
-        v[i] = _mm512_shuffle_f32x4(first, second, 0x88);
-        v[i + 2] = _mm512_shuffle_f32x4(first, second, 0xdd);
-        v[i + 4] = _mm512_shuffle_f32x4(third, fourth, 0x88);
-        v[i + 6] = _mm512_shuffle_f32x4(third, fourth, 0xdd);
+    for (int i = 0; i < 4; i++, out += VF_LANES) {
+        const ptrdiff_t place = (groups > 1 && i >= 2 ? 4 : 0) + row;
+        const vf unit = vf_mul(vf_set1(to.units[place]), once),
+                 sum = vf_fma(unit, _mm512_cvtepi32_ps(in_order[i]), vf_set1(to.offsets[place]));
+        const __mmask16 lanes = i < to.vectors ? 0xffff : 0;
+        _mm512_mask_storeu_ps(out, lanes, vf_add(_mm512_maskz_loadu_ps(lanes, out), sum));
     }
 }
 
-/* Halves of a chunk that are added up at once: as many as there are registers for. */
-static inline __attribute__((always_inline)) int halves_i4(const int rows) { return rows <= 2 ? 2 : 1; }
-
-/* Adds products of some rows of P with two keys at v and `other` to sums of half of a chunk's columns or of
- * both. A lane has eight channels of a key, and those of two keys are joined word by word to four vectors a
- * half; sums of the second of these are sixteen times as great. */
-static inline __attribute__((always_inline)) void add_pair_i4(const int rows, const int half,
-                                                              const lanes_i4 *lanes, const char *v,
-                                                              const char *other, const float *p,
-                                                              vector_i4 sums[4][8])
+/* O + P V of some rows, from one half of a chunk on. */
+INLINE void add_halves_i4(const int rows, const int halves, const int groups, const part_i4 *at,
+                          ptrdiff_t half, prefetch_lines *prefetch)
 {
-    const int halves = halves_i4(rows);
-    const __m512i x = _mm512_maskz_loadu_epi32(lanes->all, v),
-                  y = _mm512_maskz_loadu_epi32(lanes->all, other), low = _mm512_set1_epi16(0x000f),
-                  second = _mm512_set1_epi16(0x00f0);
-    __m512i n[8];
-    UNROLL(2)
-    for (int h = 0; h < halves; h++) {
-        const __m512i joined = half + h == 0
-                                   ? _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16))
-                                   : _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
-        n[4 * h] = _mm512_and_si512(joined, low);
-        n[4 * h + 1] = _mm512_and_si512(joined, second);
-        n[4 * h + 2] = _mm512_and_si512(_mm512_srli_epi16(joined, 8), low);
-        n[4 * h + 3] = _mm512_srli_epi16(joined, 12);
-    }
-    UNROLL(4)
-    for (int r = 0; r < rows; r++) {
-        const __m512i weight =
-            _mm512_castps_si512(of_groups_i4(p + r * (4 * AM_FLASH_TILE / 2), AM_FLASH_TILE / 2, lanes));
-        UNROLL(8)
-        for (int j = 0; j < 4 * halves; j++)
-            sums[r][j] = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums[r][j], n[j], weight);
-    }
-}
-
-/* The same of all keys of a run. The last key may have no other. */
-static inline __attribute__((always_inline)) void add_pairs_i4(const int rows, const int half,
-                                                               const part_i4 at, const lanes_i4 *lanes,
-                                                               vector_i4 sums[4][8], prefetch_lines *prefetch)
-{
-    const ptrdiff_t stride = at.tile->v.stride;
-    const char *v = (const char *)row_at(&at.tile->v, at.begin) + at.channel / 2;
-    const float *p = at.weights->p[0][0] + at.begin / 2;
-    ptrdiff_t keys = at.end - at.begin;
-    for (; keys >= 4; keys -= 4, v += 4 * stride, p += 2) {
-        if (half == 0) prefetch_few(prefetch, 4, true);
-        add_pair_i4(rows, half, lanes, v, v + stride, p, sums);
-        add_pair_i4(rows, half, lanes, v + 2 * stride, v + 3 * stride, p + 1, sums);
-    }
-    NO_UNROLL
-    for (; keys > 0; keys -= 2, v += 2 * stride, p++) {
-        if (half == 0) prefetch_few(prefetch, 2, true);
-        add_pair_i4(rows, half, lanes, v, v + (keys > 1 ? stride : 0), p, sums);
-    }
-}
-
-/* O + P V of some rows and a chunk of columns. */
-static inline __attribute__((always_inline)) void add_chunk_i4(const int rows, const int groups, part_i4 at,
-                                                               prefetch_lines *prefetch)
-{
-    const int halves = halves_i4(rows);
-    const am_flash_tile *tile = at.tile;
-    const ptrdiff_t width = width_i4(2 * tile->value_bytes, at.channel),
-                    group = tile->v_group / 8; /* lanes */
-    lanes_i4 lanes = {.groups = groups, .all = v_mask_32(width / 8)};
-    vf out[4][8];
-    UNROLL(4)
-    for (int g = 0; g < groups; g++) lanes.of_group[g] = (__mmask16)(((1u << group) - 1) << g * group);
-    UNROLL(2)
-    for (int half = 0; half < 2; half += halves) {
-        vector_i4 sums[4][8];
-        UNROLL(4)
-        for (int r = 0; r < rows; r++) {
-            UNROLL(8)
-            for (int i = 0; i < 4 * halves; i++) sums[r][i] = (vector_i4){0};
-        }
-        part_i4 run = at;
-        for (; run.begin < at.end; run.begin = run.end) {
-            run.end = end_of_run(&tile->v, run.begin, at.end);
-            add_pairs_i4(rows, half, run, &lanes, sums, prefetch);
-        }
-        UNROLL(4)
-        for (int r = 0; r < rows; r++) {
-            const vf unit = of_groups_i4(&at.weights->units[0][r], 4, &lanes),
-                     offset = of_groups_i4(&at.weights->offsets[0][r], 4, &lanes);
-            UNROLL(8)
-            for (int j = 0; j < 4 * halves; j++) {
-                const vf its = j % 4 == 1 ? vf_mul(unit, vf_set1(0x1p-4f)) : unit;
-                out[r][4 * half + j] = vf_fma(its, _mm512_cvtepi32_ps((__m512i)sums[r][j]), offset);
-            }
+    enum { ROW = 4 * AM_FLASH_TILE / 2 };
+    const am_rows *v = &at->tile->v;
+    const __mmask16 lanes = v_mask_32(at->width / 8);
+    const __m512i numbers = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                  second_half = _mm512_set1_epi16(16),
+                  words = _mm512_add_epi16(
+                      _mm512_or_si512(
+                          numbers, _mm512_slli_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(32)), 16)),
+                      half > 0 ? second_half : _mm512_setzero_si512()),
+                  next_words = _mm512_add_epi16(words, second_half);
+    const ptrdiff_t next = group_of_i4(HALF_I4, at->tile->v_group) * (AM_FLASH_TILE / 2);
+    sums_i4 a = {{0}, {0}, {0}, {0}}, b = a, c = a, d = a;
+    for (ptrdiff_t begin = at->begin, end; begin < at->end; begin = end) {
+        end = end_of_run(v, begin, at->end);
+        const char *key = (const char *)row_at(v, begin) + at->channel / 2;
+        const float *p = at->weights->p[0][0] + half * next + begin / 2;
+        const straight_i4 lines = take_lines_i4(prefetch, (end - begin + 1) / 2 * halves);
+        const char *line = lines.at;
+        for (ptrdiff_t keys = end - begin; keys > 0; keys -= 2, key += 2 * v->stride, p++) {
+            const __m512i x = _mm512_maskz_loadu_epi32(lanes, key),
+                          y = _mm512_maskz_loadu_epi32(lanes, key + (keys > 1 ? v->stride : 0));
+            const pair_i4 n = pair_of_i4(x, y, words);
+            line = prefetch_straight_i4(&lines, line, halves);
+            a = add_pair_i4(a, &n, p, groups);
+            if (rows > 1) b = add_pair_i4(b, &n, p + ROW, groups);
+            if (rows > 2) c = add_pair_i4(c, &n, p + 2 * ROW, groups);
+            if (rows > 2) d = add_pair_i4(d, &n, p + 3 * ROW, groups);
+            if (halves == 1) continue;
+            const pair_i4 its = pair_of_i4(x, y, next_words);
+            c = add_pair_i4(c, &its, p + next, groups);
+            if (rows > 1) d = add_pair_i4(d, &its, p + next + ROW, groups);
         }
     }
-    UNROLL(4)
-    for (int r = 0; r < rows; r++) {
-        float *to = (float *)at.block->out + (at.row + r) * at.block->out_dim + at.channel;
-        straighten_i4(out[r]);
-        for (ptrdiff_t i = 0; i < width / VF_LANES; i++)
-            vf_store(to + i * VF_LANES, vf_add(vf_load(to + i * VF_LANES), out[r][i]));
-    }
+    const ptrdiff_t group = group_of_i4(half * HALF_I4, at->tile->v_group), out_dim = at->block->out_dim;
+    results_i4 to = {.out = (float *)at->block->out + at->row * out_dim + at->channel + half * HALF_I4,
+                     .out_dim = out_dim,
+                     .vectors = (at->width - half * HALF_I4) / VF_LANES,
+                     .units = at->weights->units[group],
+                     .offsets = at->weights->offsets[group]};
+    add_sums_i4(to, a, 0, groups);
+    if (rows > 1) add_sums_i4(to, b, 1, groups);
+    if (rows > 2) add_sums_i4(to, c, 2, groups);
+    if (rows > 2) add_sums_i4(to, d, 3, groups);
+    if (halves == 1) return;
+    const ptrdiff_t step = 4 * group_of_i4(HALF_I4, at->tile->v_group);
+    to.out += HALF_I4, to.vectors -= HALF_I4 / VF_LANES, to.units += step, to.offsets += step;
+    add_sums_i4(to, c, 0, groups);
+    if (rows > 1) add_sums_i4(to, d, 1, groups);
 }
 
-#define ROWS_I4(n)                                                                                           \
-    case n:                                                                                                  \
-        switch (groups) {                                                                                    \
-        case 1:                                                                                              \
-        case 2: add_chunk_i4(n, 2, *at, prefetch); break;                                                    \
-        default: add_chunk_i4(n, 4, *at, prefetch); break;                                                   \
-        }                                                                                                    \
-        break;
-/* One group is taken as two, and three as four, of which the last has no columns. */
-APART void add_weighted_i4(ptrdiff_t rows, ptrdiff_t groups, const part_i4 *at, prefetch_lines *prefetch)
+/* O + P V of some rows and a chunk, both halves at once if there are registers for these. */
+INLINE void add_chunk_i4(ptrdiff_t rows, const int groups, const part_i4 *at, prefetch_lines *prefetch)
 {
-    switch (rows) {
-        ROWS_I4(1)
-        ROWS_I4(2)
-        ROWS_I4(4)
+    const ptrdiff_t halves = at->width > HALF_I4 ? 2 : 1;
+    switch (2 * rows + halves) {
+    case 3: add_halves_i4(1, 1, groups, at, 0, prefetch); break;
+    case 4: add_halves_i4(1, 2, groups, at, 0, prefetch); break;
+    case 5: add_halves_i4(2, 1, groups, at, 0, prefetch); break;
+    case 6: add_halves_i4(2, 2, groups, at, 0, prefetch); break;
+    default:
+        for (ptrdiff_t half = 0; half < halves; half++) add_halves_i4(4, 1, groups, at, half, prefetch);
     }
 }
-#undef ROWS_I4
+APART void add_weighted_i4(ptrdiff_t rows, const part_i4 *at, prefetch_lines *prefetch)
+{
+    if (at->tile->v_group < HALF_I4)
+        add_chunk_i4(rows, 2, at, prefetch);
+    else
+        add_chunk_i4(rows, 1, at, prefetch);
+}
 
 APART void weigh_rows_i4(const part_i4 *at, ptrdiff_t groups, ptrdiff_t rows, weights_i4 *to)
 {
@@ -291,12 +265,13 @@ static void add_tile_i4(const am_flash_rows *block, const am_flash_tile *tile, p
                           .begin = begin,
                           .end = end,
                           .channel = column,
+                          .width = width_i4(2 * tile->value_bytes, column),
                           .weights = &weights};
             rows = some_rows_i4(block->rows - row);
             for (ptrdiff_t r = 0; r < rows; r++) prefetch_scales_i4(scales);
             weigh_rows_i4(&at, groups, rows, &weights);
             at.begin = begin - begin % 2;
-            add_weighted_i4(rows, groups, &at, row == 0 ? prefetch : &none);
+            add_weighted_i4(rows, &at, row == 0 ? prefetch : &none);
         }
     }
 }
