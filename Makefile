@@ -54,7 +54,7 @@ frameworks: frameworks-installed # with the package that is built where it lies
 	    tests/common/test_doors.py tests/common/test_versions.py \
 	    tests/common/test_every_function.py::test_arrays_of_any_form \
 	    tests/cache/test_latent.py::test_tensors tests/cache/test_latent.py::test_graphs tests/cache/test_write.py::test_tensors \
-	    tests/attention/test_backward_accuracy.py::test_beside_torch
+	    tests/attention/test_accuracy.py::test_beside_torch
 
 frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 
