@@ -553,18 +553,3 @@ def test_many_threads_are_told_once():
         assert len(told(start)) == 1
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_shared_sinks_of_two_axes():
-    """Those of ``[1, S]`` are those of ``[S]``, and so is their gradient but for its shape."""
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(x.shape).astype(x.dtype) for x in (query, key, value)]
-    sinks = rng.standard_normal(3)
-    results = []
-    for given in (sinks, sinks[None, :]):
-        out, vjp = attnmask.flash_attention_vjp(*arrays, softmax_aux=given, grad_softmax_aux=True)
-        results.append((out, vjp(np.ones_like(out)).softmax_aux))
-        assert results[-1][1].shape == given.shape
-    (out, dsinks), (same, dsame) = results
-    np.testing.assert_array_equal(out, same)
-    np.testing.assert_array_equal(dsinks, dsame[0])

@@ -82,26 +82,24 @@ def test_functionalized(torch):
         assert torch.equal(got, right)
 
 
-class Decoder:
+def decoder(torch):
     """A step of a decoder, whose caches are buffers: new tokens are appended at a place that is an input."""
 
-    @staticmethod
-    def module(torch):
-        class Module(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.project = torch.nn.Linear(8, 3 * 8)
-                self.register_buffer("k_cache", torch.zeros(2, 32, 1, 8))
-                self.register_buffer("v_cache", torch.zeros(2, 32, 1, 8))
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = torch.nn.Linear(8, 3 * 8)
+            self.register_buffer("k_cache", torch.zeros(2, 32, 1, 8))
+            self.register_buffer("v_cache", torch.zeros(2, 32, 1, 8))
 
-            def forward(self, x, lengths):
-                query, key, value = self.project(x).unflatten(-1, (3, 1, 8)).unbind(-3)
-                return attnmask.torch.flash_attention_with_kvcache(
-                    query, self.k_cache, self.v_cache, key, value, cache_seqlens=lengths
-                )
+        def forward(self, x, lengths):
+            query, key, value = self.project(x).unflatten(-1, (3, 1, 8)).unbind(-3)
+            return attnmask.torch.flash_attention_with_kvcache(
+                query, self.k_cache, self.v_cache, key, value, cache_seqlens=lengths
+            )
 
-        torch.manual_seed(0)
-        return Module()
+    torch.manual_seed(0)
+    return Module()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -110,13 +108,11 @@ def test_exported(torch, strict):
     x, lengths = torch.randn(2, 4, 8), torch.tensor([0, 3], dtype=torch.int32)
     with torch.no_grad():
         shapes = ({1: torch.export.Dim("tokens", min=2, max=16)}, None)
-        program = torch.export.export(
-            Decoder.module(torch), (x, lengths), dynamic_shapes=shapes, strict=strict
-        )
+        program = torch.export.export(decoder(torch), (x, lengths), dynamic_shapes=shapes, strict=strict)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
-        eager = Decoder.module(torch)
+        eager = decoder(torch)
         exported = [p.module() for p in (program, torch.export.load(file))]
         exported.append(program.run_decompositions().module())
         for tokens, more in ((4, 0), (7, 4)):
@@ -137,7 +133,7 @@ def test_compiled_decoding(torch, dynamic):
         compilations.append(graph)
         return graph
 
-    eager, module = Decoder.module(torch), Decoder.module(torch)
+    eager, module = decoder(torch), decoder(torch)
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)
     lengths = torch.tensor([0, 3], dtype=torch.int32)
     with torch.no_grad():
