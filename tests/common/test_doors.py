@@ -98,15 +98,15 @@ EACH = [
     (door, name) for door in DOORS for name in NAMES if door == "torch" or name != "merge_attention_states"
 ]
 DOORS["torch.compile"] = lambda name: by_torch(name, True)
-COMPILED = [
-    ("torch.compile", name) for name in NAMES if name not in WITH_GRADIENTS
-]  # which the others are below
+DOORS["jax.jit, known"] = lambda name: by_jax(name, True, True)
+NO_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]  # the others are compiled below
+COMPILED = [(door, name) for door in ("torch.compile", "jax.jit, known") for name in NO_GRADIENTS]
 
 
 @pytest.mark.parametrize(("door", "name"), EACH + COMPILED)
 def test_the_bits_of_numpy(door, name):
     call = DOORS[door](name)
-    for seed in range(6 if door == "torch.compile" else 16):
+    for seed in range(16 if (door, name) in EACH else 6):
         arguments = drawn(name, seed)
         assert call(changed(arguments, np.copy)) == by_numpy(name)(changed(arguments, np.copy)), seed
 
@@ -154,7 +154,7 @@ def cache_rows() -> Iterator[Arguments]:
 @pytest.mark.parametrize("door", ["torch", "jax", "jax.jit", "jax.jit, known"])
 def test_rows_of_caches(door):
     name = "flash_attention_with_kvcache"
-    call = DOORS[door](name) if door in DOORS else by_jax(name, True, known=True)
+    call = DOORS[door](name)
     for number, row in enumerate(cache_rows()):
         arguments = {key: x for key, x in row.items() if x is not None}
         mask, table = row.get("attention_mask"), row.get("block_table")

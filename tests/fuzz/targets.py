@@ -777,7 +777,8 @@ function(
 
 
 def slots_arguments(rng: Rng, four_bits: bool = False) -> Arguments:
-    low, dtype, depths = pick(rng, LOW), pick(rng, FLOATS), (64, 32) if four_bits else (8, 4)
+    low, dtype = pick(rng, [None, *LOW, None, None]), pick(rng, FLOATS)  # so that each type is drawn soon
+    depths = (64, 32) if four_bits else (8, 4)
     arguments: Arguments = {}
     for name, depth in zip("kv", depths, strict=True):
         if four_bits:
@@ -786,7 +787,7 @@ def slots_arguments(rng: Rng, four_bits: bool = False) -> Arguments:
             continue
         arguments[f"{name}_cache"] = (3 * floats(rng, 6, 4, HKV, depth)).astype(low or dtype)
         if low is not None:
-            scale = (6, 4, HKV, 1) if low != np.int8 or coin(rng, 0.7) else (1, 1, HKV, depth)
+            scale = (6, 4, HKV, 1) if low != np.int8 or coin(rng, 0.5) else (1, 1, HKV, depth)
             arguments[f"{name}_scale"] = rng.random(scale, np.float32) + np.float32(0.5)
     arguments |= {x: floats(rng, 5, HKV, depth) for x, depth in zip(("key", "value"), depths, strict=True)}
     arguments["slot_mapping"] = rng.permutation(np.arange(-1, 24))[:5].astype(pick(rng, [np.int32, np.int64]))
