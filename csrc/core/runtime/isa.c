@@ -181,7 +181,7 @@ const am_kernels *am_isa_best(void)
     int level = 0;
     while (am_isa_level(level + 1)) level++;
     const bool by_bf16 = level == AVX512BF16;
-    return &ladder[by_bf16 && is_intel() ? level - 1 : level];
+    return &ladder[by_bf16 && is_intel() ? AVX512VNNI : level];
 }
 
 const am_kernels *am_isa_find(const char *name)
