@@ -44,11 +44,9 @@ class Arithmetic:
 
 
 def arithmetic_of(kernel: Kernel) -> Arithmetic:
-    family = kernel.slot.partition(".")[0]
-    dtype = np.dtype(np.float64 if family == "flash_f64" else np.float32)
-    return Arithmetic(
-        getattr(kernel.table, family), dtype, 2 if family in ("flash_bf16x2", "flash_amx") else 1
-    )
+    kernels = getattr(kernel.table, kernel.slot.partition(".")[0])
+    dtype = np.dtype(np.float64 if kernels.type == CONSTANTS["AM_FLOAT64"] else np.float32)
+    return Arithmetic(kernels, dtype, kernels.width)
 
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -10,7 +10,7 @@ from kernel_checks_backward import check_backward, check_find_row_max
 from kernel_checks_conv import CHECKS as CONV_CHECKS
 from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_step import check_step, check_step_unpacked, check_steps
-from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
+from kernel_table import CONSTANTS, SLOTS, TYPES, Kernel, table_of
 
 
 # Checks by the type of a kernel, so that a new kernel has a check, or fails.
@@ -71,6 +71,7 @@ FORMATS = {
     "conv_f32.forward": UP_TO_FLOAT32,
     "conv_f64.forward": ("AM_FLOAT64",),
 }
+ARITHMETICS = [name for name, kind in TYPES["am_kernels"]._fields_ if kind is TYPES["am_arithmetic"]]
 OFFERED = tuple(f"{part}[{CONSTANTS[name]}]" for part, names in FORMATS.items() for name in names)
 NOWHERE = [slot for slot in SLOTS if slot.startswith(tuple(FORMATS)) and not slot.startswith(OFFERED)]
 
@@ -112,7 +113,7 @@ def test_kernel(isa, slot):
         checks[SLOTS[slot]](kernel, rng_of(kernel))
 
 
-@pytest.mark.parametrize("arithmetic", ["flash_f32", "flash_f64", "flash_bf16x2", "flash_amx"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_what_an_arithmetic_reads_has_kernels(isa, arithmetic):
     table = table_of(isa)
     for i, kv in enumerate(getattr(table, arithmetic).kv):
