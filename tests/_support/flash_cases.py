@@ -83,30 +83,12 @@ FACTORS: dict[str, tuple] = {
     "q_layout": LAYOUTS,
     "kv_layout": LAYOUTS,
     "mask": (
-        None,
-        "[B, H, Tq, Tk] bool",
-        "[B, 1, Tq, Tk] bool",
-        "[B, 1, 1, Tk] int32",
-        "[1, H, Tq, 1] int8",
-        "[Tq, Tk] float32",
-        "segments",
-        "segments of heads, causal",
-        "window",
-        "chunks",
-        "dense",
-        "dense or causal",
+        None, "[B, H, Tq, Tk] bool", "[B, 1, Tq, Tk] bool", "[B, 1, 1, Tk] int32", "[1, H, Tq, 1] int8",
+        "[Tq, Tk] float32", "segments", "segments of heads, causal", "window", "chunks", "dense", "dense or causal",
     ),
     "bias": (
-        None,
-        "[B, H, Tq, Tk]",
-        "[1, H, Tq, Tk]",
-        "[B, 1, 1, Tk]",
-        "[H, 1, Tk]",
-        "[Tq, Tk]",
-        "[1, 1, 1, 1]",
-        "[]",
-        "[B, H, Tq, Tk] with -inf",
-        "[B, 1, 1, Tk] with -inf",
+        None, "[B, H, Tq, Tk]", "[1, H, Tq, Tk]", "[B, 1, 1, Tk]", "[H, 1, Tk]", "[Tq, Tk]", "[1, 1, 1, 1]", "[]",
+        "[B, H, Tq, Tk] with -inf", "[B, 1, 1, Tk] with -inf",
     ),
     "segments": (False, True),
     "packing": (None, "packed", "flat"),
@@ -125,7 +107,7 @@ FACTORS: dict[str, tuple] = {
     "blocks": (None, (1, 1), (16, 64), (100, 7), (2**40, 1024)),
     "precision": (None, "highest"),
     "logits_dtype": (None, np.float32),
-}
+}  # fmt: skip
 
 
 def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:

@@ -26,17 +26,12 @@ CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 SHARED = 1000  # stands for the number of a sequence where all of them have the same
 GARBAGE = (-1, 2**31 - 1, -(2**31), 12345)  # entries of a table that nobody looks at
 PAGE_SIZES = (None, 1, 2, 7, 16, 48, 64, 100, 256)  # None: the cache is contiguous
+# "heads first": as vLLM's [pages, Hkv, page_size, D]; "keys beside values": both in one array; the last one is without
+# new tokens.
 LAYOUTS = (
-    "contiguous",
-    "heads first",  # as vLLM's [pages, Hkv, page_size, D]
-    "keys beside values",  # both in one array
-    "reversed",
-    "sliced",
-    "tokens apart",
-    "strided",
-    "fortran",
-    "misaligned",  # without new tokens
-)
+    "contiguous", "heads first", "keys beside values", "reversed", "sliced", "tokens apart", "strided", "fortran",
+    "misaligned",
+)  # fmt: skip
 FACTORS: dict[str, tuple] = {
     "types": (
         (F32, F32), (F16, F16), (BF16, BF16), (F64, F64), (F32, F16), (F32, BF16),
@@ -59,15 +54,8 @@ FACTORS: dict[str, tuple] = {
     "bias": (None, "[B, H, Tq, K]", "[1, 1, Tq, K]", "[1, H, 1, K]", "[B, 1, Tq, 1]", "[1, 1, 1, K] with -inf"),
     "relative": (None, (30, -20), (1, 0), (200, -190), (9, -4)),
     "mask": (
-        None,
-        "[B, H, Tq, K] bool",
-        "[B, 1, 1, K] int32",
-        "[1, H, Tq, K] float32",
-        "[1, 1, Tq, 1] bool",
-        "info of [B, H, Tq, K]",
-        "info of [1, 1, Tq, K]",
-        "info of segments [B]",
-        "info of segments [1]",
+        None, "[B, H, Tq, K] bool", "[B, 1, 1, K] int32", "[1, H, Tq, K] float32", "[1, 1, Tq, 1] bool",
+        "info of [B, H, Tq, K]", "info of [1, 1, Tq, K]", "info of segments [B]", "info of segments [1]",
     ),
     "scale": (None, 0.3, -0.05),
     "return_lse": (True, False),
@@ -84,9 +72,8 @@ class Case(Told):
     types: tuple[np.dtype, np.dtype | str] = (F32, F32)
     heads: tuple[int, int] = (4, 2)
     depths: tuple[int, int] = (16, 16)
-    queries: int | tuple[int, ...] = (
-        1  # of each sequence; packed if there are several numbers, which take turns
-    )
+    # Of each sequence; packed if there are several numbers, which take turns.
+    queries: int | tuple[int, ...] = 1
     lengths: tuple[int, ...] = (0, 1, 63)  # before the call
     new: str | None = None
     page_size: int | None = None

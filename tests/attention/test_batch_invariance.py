@@ -167,15 +167,9 @@ def test_ids_within_packed_sequences(seed):
     isa, _, arrays, more = random_call(rng, 1, *starts[-1])
     q_ids, k_ids = (np.concatenate(side, axis=1) for side in zip(*ids, strict=True))
     more |= {"causal_offset": int(rng.choice([0, 0, -20, 20]))}
-    packed = computed(
-        isa,
-        *arrays,
-        q_segment_ids=q_ids,
-        kv_segment_ids=k_ids,
-        cum_seqlens_q=starts[:, 0],
-        cum_seqlens_k=starts[:, 1],
-        **more,
-    )
+    given = {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
+    given |= {"cum_seqlens_q": starts[:, 0], "cum_seqlens_k": starts[:, 1]}
+    packed = computed(isa, *arrays, **given, **more)
     for begin, end, (q_own, k_own) in zip(starts[:-1], starts[1:], ids, strict=True):
         tokens = [slice(*side) for side in zip(begin, end, strict=True)]
         own = [x[:, tokens[side]] for x, side in zip(arrays, (0, 1, 1, 0), strict=True)]

@@ -442,13 +442,8 @@ def test_options(dtype, batched):
 def test_a_step_of_no_tokens_or_of_no_sequences():
     cache, rng = cache_of(), np.random.default_rng(0)
     ids = grown(cache, 5, 0)
-    for some, counts, shape in (
-        (ids, 0, (0,)),
-        (ids, 0, (2, 0)),
-        ([], 1, (0,)),
-        ([], 1, (0, 1)),
-        ([], [], (0,)),
-    ):
+    steps = (ids, 0, (0,)), (ids, 0, (2, 0)), ([], 1, (0,)), ([], 1, (0, 1)), ([], [], (0,))
+    for some, counts, shape in steps:
         with cache.step(some, counts) as step:
             out = step.attend(0, *new_tokens(rng, cache, *shape))
         assert out.shape == (*shape, HEADS, VALUE_DEPTH)
