@@ -4,6 +4,11 @@
  * have them. It does have the thread that called fork, which would wait for them for ever if it began a
  * region. A region that begins on a new thread is safe. So a new thread, the region thread, begins regions
  * for the surviving one.
+ *
+ * Without it, the first loop of a child whose thread had a team in the parent never ends. With it, two
+ * threads of a Zen 5 take 470 µs for the first call of a child (one thread 235, mostly page faults; the first
+ * call of a new thread in the parent 215), and later ones 8 to 14 µs longer than in the parent, where one
+ * takes 16.
  */
 #ifndef AM_CORE_RUNTIME_FORKS_H
 #define AM_CORE_RUNTIME_FORKS_H
