@@ -289,7 +289,7 @@ static void plan_bias(const forward *f, const item *it, const position *next, ti
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
 static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, const am_attn_place *b)
 {
-    return !base->attn->mask->is_by_head && base->threshold == 0 && !am_adds_to_products(&base->terms) &&
+    return base->attn->mask->own_heads <= 1 && base->threshold == 0 && !am_adds_to_products(&base->terms) &&
            a->q == b->q && a->queries == b->queries && a->heads == b->heads;
 }
 

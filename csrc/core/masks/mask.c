@@ -31,7 +31,8 @@ am_status am_mask_prepare(const am_context *context, am_mask *mask)
     }
     mask->kernels = context->kernels;
     mask->exact_keys = exact_keys && by_query <= 1;
-    mask->has_boundaries = has_boundaries, mask->is_by_head = is_by_head;
+    mask->has_boundaries = has_boundaries;
+    mask->own_heads = is_by_head || mask->heads == 0 ? mask->heads : 1;
     for (am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
         const am_term_kind *term = term_of(node);
         if (node->borrowed || !term || !term->prepare) continue;

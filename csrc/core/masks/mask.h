@@ -141,7 +141,7 @@ typedef struct {
     const am_kernels *kernels;
     bool exact_keys;     /* am_mask_keys returns no range that is too large */
     bool has_boundaries; /* there may be some */
-    bool is_by_head;     /* heads may see different keys */
+    ptrdiff_t own_heads; /* heads that may see different keys: all, or only the first */
 } am_mask;
 
 /* Makes the summaries that the questions need, before the first question, as the functions that compute with

@@ -183,7 +183,7 @@ static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdi
 {
     row_sections row = {.sections = sections, .first = sections->count, .owners = d->owners};
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
-    const am_range heads = {0, mask->is_by_head ? mask->heads : am_min(1, mask->heads)};
+    const am_range heads = {0, mask->own_heads};
     am_status status = AM_OK;
     for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
         end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;

@@ -94,10 +94,7 @@ static am_range tiles_with(const am_sections *sections, const am_section *sectio
 /* The heads of a block that may see different keys. */
 static am_range heads_of(const am_attn_base *base, const am_attn_place *at)
 {
-    const ptrdiff_t heads = at->queries == 0               ? 0
-                            : base->attn->mask->is_by_head ? at->heads
-                                                           : am_min(1, at->heads);
-    return (am_range){at->head, at->head + heads};
+    return (am_range){at->head, at->head + am_min(at->heads, base->attn->mask->own_heads)};
 }
 
 am_range am_tiles_seen(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
@@ -140,7 +137,7 @@ static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrd
                          uint64_t *live)
 {
     const uint64_t all = columns == AM_FLASH_TILE ? UINT64_MAX : ((uint64_t)1 << columns) - 1;
-    const ptrdiff_t heads = base->attn->mask->is_by_head ? at->heads : am_min(1, at->heads);
+    const ptrdiff_t heads = am_length(heads_of(base, at));
     bool any_dead = columns < AM_FLASH_TILE, any_live = false;
     for (ptrdiff_t h = 0; h < heads; h++) {
         uint64_t *words = live + h * at->queries;
