@@ -350,7 +350,7 @@ typedef struct {
     am_backward_operand q, d_out;
     void *base, *rest, *add, *share; /* [rows]; share may be NULL */
     am_backward_sum d_q;             /* of [rows][q.stride] */
-    void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch of the kernel */
+    void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch; rows are even if a lane holds two */
     double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
     double kept_factor;              /* of entries of P that dropout keeps */

@@ -95,7 +95,7 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
     stride, value_stride = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
-    scratch = [memory.written(np.full((rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
+    scratch = [memory.written(np.full((rows + rows % width, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
     sums = [
         memory.written(padded_columns(values, width_of), width_step)
         for values, width_of, width_step in zip(

@@ -368,8 +368,8 @@ static void flash_steps_amx(const am_flash_rows *block, const am_flash_tile *til
 
 /* --- Products for backward_step_tpl.h --- */
 
-/* Transposes [rows][AM_FLASH_TILE] to bf16x2 of neighbouring rows: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
-static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
+/* Transposes P or dS as p_and_ds makes it, to [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
+static void transpose_joined(float *to, const float *from, ptrdiff_t rows)
 {
     enum { STEP = AM_FLASH_ROWS / 2 };
     for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
@@ -378,10 +378,7 @@ static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
             UNROLL(16)
             for (ptrdiff_t i = 0; i < VF_LANES; i++) {
                 const ptrdiff_t r = 2 * (lane + i);
-                const float *row = from + r * AM_FLASH_TILE + column;
-                vf even = r < rows ? vf_load(row) : vf_set1(0),
-                   odd = r + 1 < rows ? vf_load(row + AM_FLASH_TILE) : vf_set1(0);
-                bf16x2[i] = vf_join_bf16x2(even, odd);
+                bf16x2[i] = r < rows ? vf_load(from + r * AM_FLASH_TILE + column) : vf_set1(0);
             }
             vf_transpose(bf16x2);
             UNROLL(16)
@@ -391,11 +388,10 @@ static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
 }
 
 static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
-                                  float *scratch, prefetch_queue *queue)
+                                  prefetch_queue *queue)
 {
-    (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
-    transpose_rows(transposed, p->a, p->rows);
+    transpose_joined(transposed, p->a, p->rows);
     const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
     clear_fresh_f32(p, 0, columns);
     const amx_product product = {transposed, p->b, AM_FLASH_ROWS / 2, p->sum.sum, p->stride, true};

@@ -10,6 +10,75 @@
  * AMX_PRODUCTS: by products of amx.h, of HEIGHT rows at a time.
  */
 
+/* From row to row of P and dS as p_and_ds makes them. */
+#define JOINED_STRIDE (WIDTH * AM_FLASH_TILE)
+
+#if WIDTH == 1
+/* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
+INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
+                              ptrdiff_t begin, ptrdiff_t end)
+{
+    T *p_row = (T *)block->p + row * AM_FLASH_TILE, *ds_row = (T *)block->ds + row * AM_FLASH_TILE;
+    const FN(gradient_terms) of = FN(gradient_terms_of)(block, tile, row);
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        V p = VOP(load)(p_row + i), ds = VOP(load)(ds_row + i);
+        FN(p_and_ds_at)(&of, i, i >= begin && i < end, &p, &ds);
+        VOP(store)(p_row + i, p);
+        VOP(store)(ds_row + i, ds);
+    }
+}
+#else
+/* The same of two rows, as products take them: to the first row of `p` go both rows of P, joined, to the
+ * second both of dS; and to `ds` the rows of dS, narrowed. Each number is written as it is made, so that none
+ * is loaded again to be rounded. */
+INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
+                              ptrdiff_t begin, ptrdiff_t end)
+{
+    T *p_rows = (T *)block->p + row * AM_FLASH_TILE, *ds_rows = (T *)block->ds + row * AM_FLASH_TILE;
+    const bool both = row + 1 < block->rows;
+    const FN(gradient_terms) of = FN(gradient_terms_of)(block, tile, row),
+                             below = FN(gradient_terms_of)(block, tile, row + both);
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += 2 * LANES) {
+        const bool live = i >= begin && i < end;
+        V ds[2][2];
+        UNROLL(2)
+        for (int j = 0; j < 2; j++) {
+            T *p_at = p_rows + i + j * LANES;
+            const T *ds_at = ds_rows + i + j * LANES;
+            V p[2] = {VOP(load)(p_at), VOP(set1)(0)};
+            ds[0][j] = VOP(load)(ds_at), ds[1][j] = VOP(set1)(0);
+            FN(p_and_ds_at)(&of, i + j * LANES, live, &p[0], &ds[0][j]);
+            if (both) {
+                p[1] = VOP(load)(p_at + AM_FLASH_TILE), ds[1][j] = VOP(load)(ds_at + AM_FLASH_TILE);
+                FN(p_and_ds_at)(&below, i + j * LANES, live, &p[1], &ds[1][j]);
+            }
+            VOP(store)(p_at, vf_join_bf16x2(p[0], p[1]));
+            VOP(store)(p_at + AM_FLASH_TILE, vf_join_bf16x2(ds[0][j], ds[1][j]));
+        }
+        VOP(store)(ds_rows + i / 2, vf_narrow_bf16x2(ds[0][0], ds[0][1]));
+        if (both) VOP(store)(ds_rows + AM_FLASH_TILE + i / 2, vf_narrow_bf16x2(ds[1][0], ds[1][1]));
+    }
+}
+#endif
+
+/* The same from the first live column to the last; compiled once more for tiles whose logits are products:
+ * with fewer branches, more vectors are in flight. */
+static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
+{
+    if (tile->live || tile->kept || tile->bias || tile->d_bias || block->share || block->cap > 0) {
+        uint64_t any = tile->live ? 0 : UINT64_MAX;
+        for (ptrdiff_t r = row; tile->live && r < row + WIDTH && r < block->rows; r++) any |= tile->live[r];
+        const ptrdiff_t begin = any ? __builtin_ctzll(any) : 0, end = any ? 64 - __builtin_clzll(any) : 0,
+                        each = WIDTH * LANES;
+        STEP(p_and_ds_of)(block, tile, row, begin / each * each, (end + each - 1) / each * each);
+        return;
+    }
+    const am_backward_tile nothing = {0};
+    am_backward_rows plain = *block;
+    plain.share = NULL, plain.cap = 0;
+    STEP(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
+}
+
 /* c = a bᵀ, where b is packed like keys. */
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
                             prefetch_queue *queue)
@@ -43,16 +112,15 @@ static void STEP(pass_strip)(const FN(strip) * s, const FN(backward_product) * p
     FN(add_onto)(p, s->row, s->rows);
 }
 
-/* sum += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns. `scratch`: as large as a,
- * which it may be. */
+/* sum += aᵀ b, where strips are of columns of a, which is as p_and_ds makes it. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
-                                 T *scratch, prefetch_queue *queue)
+                                 prefetch_queue *queue)
 {
     (void)queue;
-    const T *a = STEP(join_rows)(scratch, p->a, p->rows), *b = p->b;
+    const T *a = p->a, *b = p->b;
     const ptrdiff_t stride = p->stride, b_row = WIDTH == 1 ? stride : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
-    STEP(operands) x = {0, a, 1, AM_FLASH_TILE, b, b_row, p->sum.sum, stride};
+    STEP(operands) x = {0, a, 1, JOINED_STRIDE, b, b_row, p->sum.sum, stride};
     if (p->live) {
         const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
         FN(clear_fresh)(p, 0, columns);
@@ -67,7 +135,7 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
             if (s->begin == s->end) continue;
             const am_backward_sum at = FN(sum_at)(p, s->row, column);
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            x.length = end - begin, x.a = a + begin * AM_FLASH_TILE + s->row, x.b = b + begin * b_row;
+            x.length = end - begin, x.a = a + begin * JOINED_STRIDE + s->row, x.b = b + begin * b_row;
             x.c = at.sum;
             STEP(sum_transposed)(s->rows, p->columns - column, x, &at);
         }
@@ -123,10 +191,7 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
         dp = {d_out->lanes, tile->v_columns, ds, {0}, rows, d_out->stride, d_out->dim, NULL};
     STEP(logits_of)(strips, count, &s, &queue);
     STEP(logits_of)(strips, count, &dp, &queue);
-    for (const FN(strip) *i = strips; i < strips + count; i++) {
-        ptrdiff_t begin = i->begin / LANES * LANES, end = (i->end + LANES - 1) / LANES * LANES;
-        for (ptrdiff_t r = i->row; r < i->row + i->rows; r++) FN(p_and_ds)(block, tile, r, begin, end);
-    }
+    for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
 
     uint64_t transposed[64] = {0}, *live = tile->live ? transposed : NULL;
     if (tile->live) {
@@ -135,14 +200,14 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     }
     FN(strip) transposed_strips[AM_FLASH_TILE];
     ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
+    const T *joined_ds = WIDTH == 1 ? ds : p + AM_FLASH_TILE;
     const FN(backward_product)
         dv = {p,    d_out->packed, NULL,       tile->d_v,
               rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
-        dk = {ds, q->packed, NULL, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
+        dk = {joined_ds, q->packed, NULL, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
         dq = {ds, tile->k, NULL, block->d_q, rows, q->stride, q->dim, tile->k_finite ? NULL : tile->live};
-    STEP(add_transposed)(transposed_strips, transposed_count, &dv, p, &queue);
-    STEP(add_transposed)(transposed_strips, transposed_count, &dk, p, &queue);
-    for (ptrdiff_t r = 0; r < rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+    STEP(add_transposed)(transposed_strips, transposed_count, &dv, &queue);
+    STEP(add_transposed)(transposed_strips, transposed_count, &dk, &queue);
     STEP(add_straight)(strips, count, &dq, &queue);
 }
 
@@ -186,6 +251,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
 }
 
 #undef STEP
+#undef JOINED_STRIDE
 #undef WIDTH
 #undef HEIGHT
 #undef AMX_PRODUCTS

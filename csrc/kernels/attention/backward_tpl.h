@@ -69,64 +69,62 @@ static inline V FN(logit_of)(const FN(logit_terms) * d, V product, ptrdiff_t i, 
     return capped;
 }
 
-/* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
-INLINE void FN(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
-                            ptrdiff_t begin, ptrdiff_t end)
+/* What P and dS of a row follow from, beside its products. */
+typedef struct {
+    const am_backward_rows *block;
+    const am_backward_tile *tile;
+    ptrdiff_t row;
+    FN(logit_terms) logits;
+    V unit, scale, base, rest, add, kept_factor;
+} FN(gradient_terms);
+
+INLINE FN(gradient_terms)
+    FN(gradient_terms_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
 {
-    T *p_row = (T *)block->p + row * AM_FLASH_TILE, *ds_row = (T *)block->ds + row * AM_FLASH_TILE;
-    T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE : NULL;
-    FN(logit_terms) d = FN(logit_terms_of)(block, tile, row);
-    V zero = VOP(set1)(0), unit = VOP(set1)((T)block->unit), scale = VOP(set1)((T)block->scale);
-    V base = VOP(set1)(((const T *)block->base)[row]), rest = VOP(set1)(((const T *)block->rest)[row]);
-    V add = VOP(set1)(((const T *)block->add)[row]);
-    V kept_factor = VOP(set1)((T)block->kept_factor), cap_slope = zero;
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        if (i < begin || i >= end) {
-            VOP(store)(p_row + i, zero);
-            VOP(store)(ds_row + i, zero);
-            if (d_bias) VOP(store)(d_bias + i, zero);
-            continue;
-        }
-        V s = FN(logit_of)(&d, VOP(load)(p_row + i), i, &cap_slope);
-        V p = FN(exp2)(VOP(fma)(VOP(sub)(s, base), unit, rest)), ds = VOP(load)(ds_row + i), kept = p;
-        if (tile->kept) {
-            ds = VOP(select)(tile->kept[row] >> i, VOP(mul)(ds, kept_factor), zero);
-            kept = VOP(select)(tile->kept[row] >> i, VOP(mul)(p, kept_factor), zero);
-        }
-        ds = VOP(mul)(p, VOP(add)(ds, add));
-        if (block->share) {
-            V share = VOP(set1)(((const T *)block->share)[row]);
-            ds = VOP(sub)(ds, VOP(pick_less)(s, base, zero, share));
-        }
-        if (d.capped) ds = VOP(mul)(ds, cap_slope);
-        if (tile->live) {
-            ds = VOP(select)(tile->live[row] >> i, ds, zero);
-            kept = VOP(select)(tile->live[row] >> i, kept, zero);
-        }
-        if (d_bias) VOP(store)(d_bias + i, ds);
-        VOP(store)(p_row + i, kept);
-        VOP(store)(ds_row + i, VOP(mul)(ds, scale));
-    }
+    return (FN(gradient_terms)){
+        .block = block,
+        .tile = tile,
+        .row = row,
+        .logits = FN(logit_terms_of)(block, tile, row),
+        .unit = VOP(set1)((T)block->unit),
+        .scale = VOP(set1)((T)block->scale),
+        .base = VOP(set1)(((const T *)block->base)[row]),
+        .rest = VOP(set1)(((const T *)block->rest)[row]),
+        .add = VOP(set1)(((const T *)block->add)[row]),
+        .kept_factor = VOP(set1)((T)block->kept_factor),
+    };
 }
 
-/* The same, compiled once more for tiles whose logits are products: with fewer branches, more vectors are in
- * flight. */
-static void FN(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
-                         ptrdiff_t begin, ptrdiff_t end)
+/* Turns products of a row, from column i on, into P, as d_out is multiplied by it, and into dS. Dead ones
+ * become 0, as do all unless `live`. */
+INLINE void FN(p_and_ds_at)(const FN(gradient_terms) * of, ptrdiff_t i, bool live, V *p, V *ds)
 {
-    if (tile->live || tile->kept || tile->bias || tile->d_bias || block->share || block->cap > 0) {
-        FN(p_and_ds_of)(block, tile, row, begin, end);
+    const am_backward_tile *tile = of->tile;
+    const am_backward_rows *block = of->block;
+    const ptrdiff_t row = of->row;
+    const V zero = VOP(set1)(0);
+    T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE + i : NULL;
+    if (!live) {
+        *p = *ds = zero;
+        if (d_bias) VOP(store)(d_bias, zero);
         return;
     }
-    const am_backward_tile nothing = {0};
-    am_backward_rows plain = *block;
-    plain.share = NULL, plain.cap = 0;
-    FN(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
-}
-
-/* Rows of P and dS are what `add_product_transposed` takes. */
-static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
-{
-    (void)to, (void)rows;
-    return from;
+    V cap_slope = zero, s = FN(logit_of)(&of->logits, *p, i, &cap_slope),
+      power = FN(exp2)(VOP(fma)(VOP(sub)(s, of->base), of->unit, of->rest)), kept = power, d = *ds;
+    if (tile->kept) {
+        d = VOP(select)(tile->kept[row] >> i, VOP(mul)(d, of->kept_factor), zero);
+        kept = VOP(select)(tile->kept[row] >> i, VOP(mul)(power, of->kept_factor), zero);
+    }
+    d = VOP(mul)(power, VOP(add)(d, of->add));
+    if (block->share) {
+        V share = VOP(set1)(((const T *)block->share)[row]);
+        d = VOP(sub)(d, VOP(pick_less)(s, of->base, zero, share));
+    }
+    if (of->logits.capped) d = VOP(mul)(d, cap_slope);
+    if (tile->live) {
+        d = VOP(select)(tile->live[row] >> i, d, zero);
+        kept = VOP(select)(tile->live[row] >> i, kept, zero);
+    }
+    if (d_bias) VOP(store)(d_bias, d);
+    *p = kept, *ds = VOP(mul)(d, of->scale);
 }

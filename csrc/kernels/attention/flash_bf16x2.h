@@ -10,6 +10,7 @@
 
 #define S float
 #define LOAD vf_load
+#define SUM_A_COLUMN (2 * AM_FLASH_TILE)
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_bf16x2
@@ -83,18 +84,6 @@ static void add_live_rows_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const uint64
 }
 
 #ifndef V_AMX
-/* Joins each two rows of [rows][AM_FLASH_TILE] to one of bf16x2; `to` may be `from`. */
-static const float *join_rows_bf16x2(float *to, const float *from, ptrdiff_t rows)
-{
-    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
-            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
-            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_bf16x2(vf_load(from + i), odd));
-        }
-    }
-    return to;
-}
-
 static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                             const float *panel)
 {

@@ -13,6 +13,9 @@
 #ifndef LOADS
 #    define LOADS(b, b_row, vectors, to) *(to)[0] = LOAD(b), *(to)[1] = LOAD((b) + ((vectors) > 1) * LANES)
 #endif
+#ifndef SUM_A_COLUMN
+#    define SUM_A_COLUMN AM_FLASH_TILE /* from row to row of P and dS in backward */
+#endif
 #ifndef LOADS_WIDE
 #    define LOADS_WIDE(b, b_row, to)                                                                         \
         LOADS(b, b_row, 2, to);                                                                              \
@@ -301,13 +304,11 @@ APART void FROM(accumulate_wide)(ptrdiff_t rows, const FROM(operands) * p, const
 #undef ROWS
 }
 
-/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
- * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
- */
+/* c = c + aᵀ b, of `columns` or a panel of them. */
 INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
                                         const FROM(reading) how)
 {
-    x.a_row = 1, x.a_column = AM_FLASH_TILE;
+    x.a_row = 1;
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \
@@ -320,16 +321,20 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
     }
 #undef ROWS
 }
+/* The same where rows of a lie AM_FLASH_TILE apart. Rows of b lie `in_runs` unless that is NULL, and panels
+ * of them are stored as they were loaded unless `loaded` is NULL. */
 APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
                                         const row_runs *in_runs, T *loaded)
 {
+    x.a_column = AM_FLASH_TILE;
     FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.in_runs = in_runs, .loaded = loaded});
 }
 
-/* The same of aᵀ b and of a b, to a sum of backward at c. */
+/* c + aᵀ b and c + a b, to a sum of backward at c. */
 APART void FROM(sum_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
                                 const am_backward_sum *sum)
 {
+    x.a_column = SUM_A_COLUMN;
     FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.sum = sum});
 }
 APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x, const am_backward_sum *sum)
@@ -346,6 +351,7 @@ APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) 
 #undef LOAD
 #undef LOADS
 #undef LOADS_WIDE
+#undef SUM_A_COLUMN
 #undef FMA
 #undef TIMES
 #undef FROM
