@@ -331,9 +331,13 @@ typedef struct {
 typedef struct {
     ptrdiff_t dim, stride; /* stride: of rows, in whole panels, which are zero beyond dim */
     const void *lanes;     /* [rows][stride]; or where a lane holds two, [rows][lanes] */
-    const void *packed;    /* the same; or where a lane holds two, packed like values */
+    const void *packed; /* the same; or where a lane holds two, packed like values, or by channel: panels of
+                         * these that are transposed, of two rows a lane */
     bool finite;
 } am_backward_operand;
+
+/* From channel to channel of sums by channel: an odd number of cache lines. */
+enum { AM_CHANNEL_STRIDE = AM_FLASH_TILE + 16 };
 
 /* To what a step adds its products: sum = (fresh ? 0 : sum) + products; or where `onto` is not NULL, all this
  * is added there, and no longer needed in `sum`. That saves what sums of a few steps would cost most: to be
@@ -350,7 +354,8 @@ typedef struct {
     am_backward_operand q, d_out;
     void *base, *rest, *add, *share; /* [rows]; share may be NULL */
     am_backward_sum d_q;             /* of [rows][q.stride] */
-    void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch; rows are even if a lane holds two */
+    void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch; rows are even if a lane holds two,
+                                      * and AM_FLASH_ROWS if sums are by channel */
     double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
     double kept_factor;              /* of entries of P that dropout keeps */
@@ -360,7 +365,9 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    am_backward_sum d_k, d_v;    /* of [columns][q.stride], [columns][d_out.stride] */
+    am_backward_sum d_k, d_v; /* of [columns][q.stride], [columns][d_out.stride]; or by channel, of panels of
+                               * [channel][AM_CHANNEL_STRIDE], of which columns behind the last are not
+                               * defined */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
     ptrdiff_t bias_stride;
@@ -400,6 +407,8 @@ typedef struct {
                        * arithmetic */
     am_scaling scaling;
     bool packed_alone; /* the step takes no rows of keys and values */
+    bool by_channel;   /* backward sums up d_k and d_v transposed: Q and d_out are then transposed once for
+                        * many tiles, not P and dS of each */
     am_flash_step *step;
     am_flash_steps *steps; /* NULL: there is none */
     am_flash_merge *merge;

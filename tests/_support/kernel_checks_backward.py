@@ -19,7 +19,7 @@ from kernel_checks_step import (
     wide,
     words_in,
 )
-from kernel_table import Kernel, Memory, structure
+from kernel_table import CONSTANTS, Kernel, Memory, structure
 from reference_kernels import Bounded, Terms, backward, lanes_of, packed_keys, packed_values
 
 
@@ -63,11 +63,21 @@ def operand(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, stride: 
     """Queries or d_out as the step reads them: by rows, and as the factors that it multiplies by P or dS."""
     dim, panel = values.shape[1], arithmetic.panel
     if arithmetic.width == 2:
-        lanes, packed = memory.read(lanes_of(values, 2)), memory.read(packed_values(values, panel, 2))
+        lanes, packed = memory.read(lanes_of(values, 2)), packed_values(values, panel, 2)
+        if arithmetic.by_channel:
+            packed = np.ascontiguousarray(packed.reshape(-1, TILE // 2, panel).transpose(0, 2, 1)).ravel()
+        packed = memory.read(packed)
     else:
         lanes = packed = memory.read(padded_columns(values, -(-dim // panel) * panel), stride)
     members = {"lanes": lanes, "packed": packed, "finite": is_finite(values)}
     return structure("am_backward_operand", dim=dim, stride=stride, **members)
+
+
+def sum_of(memory: Memory, values: np.ndarray, stride: int, by_channel: bool) -> np.ndarray:
+    """A sum in memory: rows, or channels, are ``stride`` apart."""
+    if by_channel:
+        return memory.written(np.ascontiguousarray(values.T), stride).T
+    return memory.written(values, stride)
 
 
 def sum_in(rng, memory: Memory, own: np.ndarray, old: np.ndarray, rows: int):
@@ -75,8 +85,9 @@ def sum_in(rng, memory: Memory, own: np.ndarray, old: np.ndarray, rows: int):
 
     The sum is ``old`` in some rows, or fresh: then these become 0. If it is added elsewhere, ``old`` is in one of both.
     """
-    fresh, stride = bool(rng.random() < 0.3), own.strides[0] // own.itemsize
-    onto = memory.written(own.copy(), stride) if rng.random() < 0.4 else None
+    fresh, strides = bool(rng.random() < 0.3), [step // own.itemsize for step in own.strides]
+    stride, by_channel = max(strides), strides[0] == 1
+    onto = sum_of(memory, own.copy(), stride, by_channel) if rng.random() < 0.4 else None
     if onto is None:
         old[:rows] *= not fresh
         members = {}
@@ -95,11 +106,15 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
     stride, value_stride = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
-    scratch = [memory.written(np.full((rows + rows % width, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
+    scratch_rows = TILE if arithmetic.by_channel else rows + rows % width
+    scratch = [memory.written(np.full((scratch_rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
+    by_channel = (False, arithmetic.by_channel, arithmetic.by_channel)
     sums = [
-        memory.written(padded_columns(values, width_of), width_step)
-        for values, width_of, width_step in zip(
-            b.old, (columns, columns, value_columns), (stride, stride, value_stride), strict=True
+        sum_of(
+            memory, padded_columns(values, count), CONSTANTS["AM_CHANNEL_STRIDE"] if turned else step, turned
+        )
+        for values, count, step, turned in zip(
+            b.old, (columns, columns, value_columns), (stride, stride, value_stride), by_channel, strict=True
         )
     ]
     d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
@@ -168,10 +183,15 @@ def check_backward(kernel: Kernel, rng) -> None:
         )
         if d_bias is not None:
             expected.d_bias.check(d_bias, ("d_bias", p))
-        for name, got in zip(("d_q", "d_k", "d_v"), gradients, strict=True):
-            getattr(expected, name).check(got, (name, p))
+        expected.d_q.check(gradients[0], ("d_q", p))
         for name, got, before in zip(("d_k", "d_v"), gradients[1:], b.old[1:], strict=True):
-            np.testing.assert_array_equal(got[p.columns :], before[p.columns :], err_msg=f"{name} {p}")
+            keys = slice(
+                p.columns if arithmetic.by_channel else None
+            )  # else those behind are left as they are
+            getattr(expected, name)[keys].check(got[keys], (name, p))
+            np.testing.assert_array_equal(
+                got[keys][p.columns :], before[keys][p.columns :], err_msg=f"{name} {p}"
+            )
 
 
 def check_find_row_max(kernel: Kernel, rng) -> None:

@@ -38,6 +38,10 @@ class Arithmetic:
         return self.kernels.packed_alone
 
     @property
+    def by_channel(self) -> bool:
+        return self.kernels.by_channel
+
+    @property
     def can_transpose(self) -> bool:
         """Only levels with long vectors have transposed tiles."""
         return self.panel * self.size >= 128 and not self.packed_alone

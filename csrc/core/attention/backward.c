@@ -56,7 +56,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
-    p.parts.bytes = p.task_tiles * (p.lengths.k_rows + p.lengths.v_rows);
+    p.parts.bytes = p.task_tiles * (p.lengths.k_sums + p.lengths.v_sums);
     const ptrdiff_t parts = p.parts.slots * f->kv_heads, sums_bytes = am_product(parts, p.parts.bytes, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);

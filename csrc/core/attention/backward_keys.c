@@ -5,6 +5,8 @@
 #include "core/arrays/strided.h"
 #include "core/attention/backward_plan.h"
 
+enum { TILE = AM_FLASH_TILE };
+
 /* Writes rows of the arithmetic type to those of an array from `to` on. */
 static void write_rows(const am_backward_plan *p, const am_tokens *t, const char *to, am_rows from,
                        ptrdiff_t rows, ptrdiff_t count)
@@ -35,13 +37,23 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
 /* Those of the i-th tile. */
 static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums, ptrdiff_t i)
 {
-    return (am_key_sums){sums->d_k + i * p->lengths.k_rows, sums->d_v + i * p->lengths.v_rows};
+    return (am_key_sums){sums->d_k + i * p->lengths.k_sums, sums->d_v + i * p->lengths.v_sums};
 }
 
-static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t rows)
+static am_sum_shape shape_of_d_k(const am_backward_plan *p, ptrdiff_t keys)
 {
-    memset(to.d_k, 0, (size_t)(rows * p->lengths.stride * p->base.size));
-    memset(to.d_v, 0, (size_t)(rows * p->lengths.value_stride * p->base.size));
+    return am_sum_shape_of(p, keys, p->base.attn->head_dim, p->lengths.stride);
+}
+static am_sum_shape shape_of_d_v(const am_backward_plan *p, ptrdiff_t keys)
+{
+    return am_sum_shape_of(p, keys, p->base.attn->value_dim, p->lengths.value_stride);
+}
+
+static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t keys)
+{
+    const am_sum_shape k = shape_of_d_k(p, keys), v = shape_of_d_v(p, keys);
+    memset(to.d_k, 0, (size_t)(k.rows * k.stride * p->base.size));
+    memset(to.d_v, 0, (size_t)(v.rows * v.stride * p->base.size));
 }
 
 /* Tells a step where to sum up this part of the i-th tile: as the total, if that is the task's own and has
@@ -56,23 +68,22 @@ static void open_sums(const am_backward_plan *p, const am_key_task *task, ptrdif
     tile->d_v = (am_backward_sum){.sum = sums.d_v, .fresh = !local->open};
     local->open = !(own && last);
     if (local->open) return;
-    tile->d_k.onto = total.d_k, tile->d_k.onto_stride = p->lengths.stride;
-    tile->d_v.onto = total.d_v, tile->d_v.onto_stride = p->lengths.value_stride;
+    tile->d_k.onto = total.d_k, tile->d_k.onto_stride = shape_of_d_k(p, TILE).stride;
+    tile->d_v.onto = total.d_v, tile->d_v.onto_stride = shape_of_d_v(p, TILE).stride;
 }
 
 /* Adds a part of the sums of a tile to the total. */
 static void add_part(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums part,
-                     ptrdiff_t rows)
+                     ptrdiff_t keys)
 {
-    const ptrdiff_t stride = p->lengths.stride, value_stride = p->lengths.value_stride, size = p->base.size;
+    const am_sum_shape k = shape_of_d_k(p, keys), v = shape_of_d_v(p, keys);
     if (first) {
-        memcpy(total.d_k, part.d_k, (size_t)(rows * stride * size));
-        memcpy(total.d_v, part.d_v, (size_t)(rows * value_stride * size));
+        memcpy(total.d_k, part.d_k, (size_t)(k.rows * k.stride * p->base.size));
+        memcpy(total.d_v, part.d_v, (size_t)(v.rows * v.stride * p->base.size));
         return;
     }
-    p->base.arithmetic->add_rows(total.d_k, stride, part.d_k, stride, rows, p->base.attn->head_dim);
-    p->base.arithmetic->add_rows(total.d_v, value_stride, part.d_v, value_stride, rows,
-                                 p->base.attn->value_dim);
+    p->base.arithmetic->add_rows(total.d_k, k.stride, part.d_k, k.stride, k.rows, k.columns);
+    p->base.arithmetic->add_rows(total.d_v, v.stride, part.d_v, v.stride, v.rows, v.columns);
 }
 
 /* The tiles of a task that a section sees. */
@@ -104,7 +115,7 @@ enum { PART_TILE = 2 }; /* the first of these bits */
 static am_key_sums sums_of_part(const am_backward_plan *p, ptrdiff_t kv_head, ptrdiff_t slot)
 {
     char *sums = p->parts.sums + (kv_head * p->parts.slots + slot) * p->parts.bytes;
-    return (am_key_sums){sums, sums + p->task_tiles * p->lengths.k_rows};
+    return (am_key_sums){sums, sums + p->task_tiles * p->lengths.k_sums};
 }
 
 /* Adds those tiles of a part that have sums to the first part of the same task. */
@@ -302,11 +313,28 @@ static am_status write_zeros(const am_backward_plan *p, const am_attn_place *at,
     return status;
 }
 
+/* Writes sums of some keys to those of an array from `to` on. */
+static void write_sums(const am_backward_plan *p, const am_tokens *t, const char *to, const char *sums,
+                       am_sum_shape shape, char *scratch)
+{
+    if (!p->base.arithmetic->by_channel) {
+        const am_rows from = {.data = sums, .stride = shape.stride * p->base.size};
+        write_rows(p, t, to, from, shape.rows, shape.columns);
+        return;
+    }
+    const am_rows from = {.data = scratch, .stride = TILE * p->base.size};
+    for (ptrdiff_t channel = 0; channel < shape.rows; channel += TILE) {
+        const ptrdiff_t channels = am_min(shape.rows - channel, TILE);
+        p->base.all_kernels->copy.transpose_32(scratch, TILE, sums + channel * shape.stride * p->base.size,
+                                               shape.stride, channels, shape.columns);
+        write_rows(p, t, to + channel * am_size_of(t->type), from, shape.columns, channels);
+    }
+}
+
 /* Writes the gradients of the keys of a task. */
 static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
                             const am_backward_workspace *s, am_team *team)
 {
-    const am_attn *f = p->base.attn;
     ptrdiff_t behind = task->tokens.begin; /* the last tile */
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
@@ -315,10 +343,10 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         const am_key_sums sums = tile_sums(p, &s->total, i);
         if (!s->tiles[i].summed) clear_sums(p, sums, am_length(keys));
         const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-        const am_rows k = {.data = sums.d_k, .stride = p->lengths.stride * p->base.size},
-                      v = {.data = sums.d_v, .stride = p->lengths.value_stride * p->base.size};
-        write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
-        write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
+        write_sums(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), sums.d_k,
+                   shape_of_d_k(p, am_length(keys)), s->p);
+        write_sums(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), sums.d_v,
+                   shape_of_d_v(p, am_length(keys)), s->p);
         behind = keys.end;
     }
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;

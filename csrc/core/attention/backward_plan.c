@@ -47,12 +47,12 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
     s->k_columns = am_take(memory, &used, n * p->lengths.k_columns);
     s->v_columns = am_take(memory, &used, n * p->lengths.v_columns);
     s->k = am_take(memory, &used, n * p->lengths.k_panels);
-    s->total.d_k = am_take(memory, &used, n * p->lengths.k_rows);
-    s->total.d_v = am_take(memory, &used, n * p->lengths.v_rows);
+    s->total.d_k = am_take(memory, &used, n * p->lengths.k_sums);
+    s->total.d_v = am_take(memory, &used, n * p->lengths.v_sums);
     s->part = s->total;
     if (p->parts.divided) {
-        s->part.d_k = am_take(memory, &used, n * p->lengths.k_rows);
-        s->part.d_v = am_take(memory, &used, n * p->lengths.v_rows);
+        s->part.d_k = am_take(memory, &used, n * p->lengths.k_sums);
+        s->part.d_v = am_take(memory, &used, n * p->lengths.v_sums);
     }
     s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
@@ -181,15 +181,20 @@ static ptrdiff_t choose(am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
     const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
-                    head_dim = am_ceil_div(f->head_dim, panel) * panel;
+                    head_dim = am_ceil_div(f->head_dim, panel) * panel,
+                    value_dim = am_ceil_div(f->value_dim, panel) * panel;
     p->lengths.stride = stride_of(p, head_dim);
-    p->lengths.value_stride = stride_of(p, am_ceil_div(f->value_dim, panel) * panel);
+    p->lengths.value_stride = stride_of(p, value_dim);
     p->lengths.k_rows = TILE * p->lengths.stride * size;
     p->lengths.v_rows = TILE * p->lengths.value_stride * size;
+    const am_sum_shape k = am_sum_shape_of(p, TILE, head_dim, p->lengths.stride),
+                       v = am_sum_shape_of(p, TILE, value_dim, p->lengths.value_stride);
+    p->lengths.k_sums = k.rows * k.stride * size;
+    p->lengths.v_sums = v.rows * v.stride * size;
     p->lengths.k_columns = TILE * am_lanes(&p->base, f->head_dim) * size;
     p->lengths.v_columns = TILE * am_lanes(&p->base, f->value_dim) * size;
     p->lengths.k_panels = TILE * head_dim * size / am_width(&p->base);
-    const ptrdiff_t bytes = p->lengths.k_rows + p->lengths.v_rows + p->lengths.k_columns +
+    const ptrdiff_t bytes = p->lengths.k_sums + p->lengths.v_sums + p->lengths.k_columns +
                             p->lengths.v_columns + p->lengths.k_panels;
     ptrdiff_t seen = 0, tiles = 0;
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {

@@ -39,7 +39,8 @@ typedef struct {
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
 typedef struct {
     ptrdiff_t stride, value_stride;
-    ptrdiff_t k_rows, v_rows;                 /* of gradients, of queries and of d_out */
+    ptrdiff_t k_rows, v_rows;                 /* of queries, d_q and of d_out */
+    ptrdiff_t k_sums, v_sums;                 /* of d_k and d_v */
     ptrdiff_t k_columns, v_columns, k_panels; /* packed */
 } am_backward_lengths;
 
@@ -79,6 +80,17 @@ typedef struct {
     am_line_gradients lines;
     am_workspaces workspaces;
 } am_backward_plan;
+
+/* How the sums of d_k or d_v of some keys lie. */
+typedef struct {
+    ptrdiff_t rows, columns, stride;
+} am_sum_shape;
+static inline am_sum_shape am_sum_shape_of(const am_backward_plan *p, ptrdiff_t keys, ptrdiff_t dim,
+                                           ptrdiff_t stride)
+{
+    return p->base.arithmetic->by_channel ? (am_sum_shape){dim, keys, AM_CHANNEL_STRIDE}
+                                          : (am_sum_shape){keys, dim, stride};
+}
 
 /* The state of a local tile. */
 typedef struct {

@@ -19,8 +19,16 @@ static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const a
     return am_read_rows(&p->base, t, am_token(t, at->b, at->head, at->q), at->rows, count, scratch);
 }
 
+/* Transposes what is packed like values, panel by panel. */
+static void turn_panels(const am_backward_plan *p, char *to, const char *panels, ptrdiff_t dim)
+{
+    const ptrdiff_t panel = p->base.arithmetic->panel, lanes = TILE / am_width(&p->base), size = p->base.size;
+    for (ptrdiff_t i = 0; i < dim * lanes * size; i += panel * lanes * size)
+        p->base.all_kernels->copy.transpose_32(to + i, lanes, panels + i, panel, lanes, panel);
+}
+
 /* Loads the rows of a block to rows `stride` apart; or where a lane holds two numbers side by side, and
- * packed like values. */
+ * packed like values, or by channel. */
 static am_backward_operand load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
                                       am_backward_operand to, char *lanes, char *packed, char *scratch)
 {
@@ -28,7 +36,10 @@ static am_backward_operand load_block(const am_backward_plan *p, const am_tokens
     if (am_width(&p->base) > 1) {
         const am_rows rows = am_copy_lanes(lanes, t, am_token(t, at->b, at->head, at->q), at->rows, to.dim,
                                            am_width(&p->base));
-        to.finite = am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, to.dim, NULL);
+        const bool by_channel = p->base.arithmetic->by_channel;
+        char *panels = by_channel ? scratch : packed;
+        to.finite = am_kv_own(&p->base)->pack_values(panels, &rows, at->rows, to.dim, NULL);
+        if (by_channel) turn_panels(p, packed, panels, to.dim);
     } else {
         const am_rows rows = read_block(p, t, at, to.dim, scratch);
         to.finite = p->base.arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / p->base.size,

@@ -11,6 +11,10 @@
  * softmax goes over all of them, and accumulators of P V are loaded and stored once. For 64 rows and 64 keys
  * that makes 68 loads and 20 stores of tile registers instead of 80 and 32 (head_dim 64), or 136 and 24
  * instead of 160 and 48 (128), for 64 or 128 products.
+ *
+ * Backward, P and dS are the right-hand factors of dVᵀ = dOᵀ P and dKᵀ = Qᵀ dS, as they are made: what is
+ * transposed is Q and dO of a block, once for all tiles that a task takes. For 64 rows and 64 keys that saves
+ * 1,900 of 8,600 vector instructions; transposing a block takes 1,400 (head_dim 64) or 2,800 (128).
  */
 
 enum {
@@ -28,7 +32,9 @@ static _Thread_local amx_shape amx_now;
 
 static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
 {
-    if (now->rows == rows && now->lanes == lanes) return;
+    const bool first_alone =
+        rows == AMX_TILE_ROWS && now->rows > rows; /* the second tiles may have any shape */
+    if ((now->rows == rows || first_alone) && now->lanes == lanes) return;
     const uint8_t high = (uint8_t)(rows < AMX_TILE_ROWS ? rows : AMX_TILE_ROWS), low = (uint8_t)(rows - high),
                   head_dim = (uint8_t)lanes;
     const uint16_t line = AMX_TILE_LANES * sizeof(float),
@@ -52,7 +58,7 @@ static void end_tiles(void)
 /* c = (add ? c : 0) + a b, where b is packed. */
 typedef struct {
     const float *a, *b;
-    ptrdiff_t a_stride;
+    ptrdiff_t a_stride, b_stride; /* of b: of lanes */
     float *c;
     ptrdiff_t c_stride;
     bool add;
@@ -69,7 +75,7 @@ typedef struct {
 INLINE void amx_multiply_spans(const bool low, const bool right, const amx_product *p, const amx_span *spans,
                                ptrdiff_t count, prefetch_queue *queue)
 {
-    const ptrdiff_t a_stride = p->a_stride, c_stride = p->c_stride;
+    const ptrdiff_t a_stride = p->a_stride, b_stride = p->b_stride, c_stride = p->c_stride;
     float *c = p->c, *c_low = c + AMX_TILE_ROWS * c_stride;
     if (p->add) {
         vt_load(0, c, c_stride);
@@ -87,10 +93,10 @@ INLINE void amx_multiply_spans(const bool low, const bool right, const amx_produ
         for (ptrdiff_t left = span->lanes; left > 0; left -= AMX_TILE_LANES) {
             prefetch_rest(queue, NULL, 0);
             vt_load(4, a, a_stride);
-            vt_load(6, b, PANEL_f32);
+            vt_load(6, b, b_stride);
             vt_fma_bf16x2(0, 4, 6);
             if (right) {
-                vt_load(7, b + AMX_TILE_LANES, PANEL_f32);
+                vt_load(7, b + AMX_TILE_LANES, b_stride);
                 vt_fma_bf16x2(1, 4, 7);
             }
             if (low) {
@@ -98,7 +104,7 @@ INLINE void amx_multiply_spans(const bool low, const bool right, const amx_produ
                 vt_fma_bf16x2(2, 5, 6);
             }
             if (low && right) vt_fma_bf16x2(3, 5, 7);
-            a += AMX_TILE_LANES, a_low += AMX_TILE_LANES, b += AMX_TILE_LANES * PANEL_f32;
+            a += AMX_TILE_LANES, a_low += AMX_TILE_LANES, b += AMX_TILE_LANES * b_stride;
         }
     }
     vt_store(0, c, c_stride);
@@ -138,6 +144,7 @@ static void add_logits(amx_shape *now, const strip_f32 *s, ptrdiff_t first, ptrd
 {
     for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32) {
         const amx_product one = {.a_stride = p->a_stride,
+                                 .b_stride = PANEL_f32,
                                  .c = p->c + s->row * p->c_stride + i,
                                  .c_stride = p->c_stride,
                                  .add = first > 0};
@@ -147,13 +154,14 @@ static void add_logits(amx_shape *now, const strip_f32 *s, ptrdiff_t first, ptrd
     }
 }
 
-/* c = a bᵀ: first of whole tiles of lanes, then of the rest. */
-static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const amx_product *p,
-                        prefetch_queue *queue)
+/* c = a bᵀ of whole tiles of lanes, or where `rest`, with the lanes behind them. */
+static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, bool rest,
+                        const amx_product *p, prefetch_queue *queue)
 {
-    for (ptrdiff_t first = 0; first < lanes; first += lanes_at(first, lanes))
-        for (const strip_f32 *s = strips; s < strips + count; s++)
-            add_logits(&amx_now, s, first, lanes, p, queue);
+    const ptrdiff_t whole = lanes / AMX_TILE_LANES * AMX_TILE_LANES;
+    if (rest ? whole == lanes : whole == 0) return;
+    for (const strip_f32 *s = strips; s < strips + count; s++)
+        add_logits(&amx_now, s, rest ? whole : 0, lanes, p, queue);
 }
 
 enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* lanes of a panel that is packed like values */
@@ -170,20 +178,30 @@ static void split_panel(const float *panel, float *finite, uint16_t *rest)
     memcpy(finite, numbers, sizeof numbers);
 }
 
-/* c += a b of live pairs of such a rest, which is 0 where numbers are finite. */
-static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_stride,
-                     const uint16_t *rest, float *c, ptrdiff_t c_stride)
+/* Weights of rows that see tokens, each two of which share a lane: P, or dS. Strides are in lanes. */
+typedef struct {
+    const float *data;
+    ptrdiff_t row, two_tokens;
+} amx_weights;
+
+/* c[row, channel] += weight[row, token] rest[token, channel] of live pairs, which is 0 where numbers are
+ * finite: a panel that is packed like values, or `by_channel`. */
+static void add_rest(ptrdiff_t rows, const uint64_t *live, const amx_weights *weights, const uint16_t *rest,
+                     bool by_channel, float *c, ptrdiff_t c_stride)
 {
+    const ptrdiff_t c_row = by_channel ? 1 : c_stride, c_channel = by_channel ? c_stride : 1;
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < rows; r++) any |= live[r];
     for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) {
-        const ptrdiff_t row = i / (2 * PANEL_f32) * 2 + i % 2, column = i / 2 % PANEL_f32;
-        if (rest[i] == 0 || !(any >> row & 1)) continue;
+        const ptrdiff_t token = by_channel ? i % AM_FLASH_TILE : i / (2 * PANEL_f32) * 2 + i % 2,
+                        channel = by_channel ? i / AM_FLASH_TILE : i / 2 % PANEL_f32;
+        if (rest[i] == 0 || !(any >> token & 1)) continue;
         for (ptrdiff_t r = 0; r < rows; r++) {
-            if (!(live[r] >> row & 1)) continue;
-            uint16_t p;
-            memcpy(&p, (const char *)(a + r * a_stride) + row * 2, sizeof p);
-            c[r * c_stride + column] += am_widen_one_bf16(p) * am_widen_one_bf16(rest[i]);
+            if (!(live[r] >> token & 1)) continue;
+            const float *two = weights->data + r * weights->row + token / 2 * weights->two_tokens;
+            uint16_t weight;
+            memcpy(&weight, (const char *)two + token % 2 * 2, sizeof weight);
+            c[r * c_row + channel * c_channel] += am_widen_one_bf16(weight) * am_widen_one_bf16(rest[i]);
         }
     }
 }
@@ -205,10 +223,12 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
             float finite[PANEL_LANES];
             uint16_t rest[2 * PANEL_LANES];
             if (live) split_panel(b, finite, rest);
-            const amx_product one = {.a_stride = p->a_stride, .c = c, .c_stride = p->c_stride, .add = true};
+            const amx_product one = {
+                .a_stride = p->a_stride, .b_stride = PANEL_f32, .c = c, .c_stride = p->c_stride, .add = true};
             const amx_span span = {a + begin, (live ? finite : b) + begin * PANEL_f32, end - begin};
             amx_multiply(now, s->rows, columns, &one, &span, 1, queue);
-            if (live) add_rest(s->rows, live + s->row, a, p->a_stride, rest, c, p->c_stride);
+            const amx_weights weights = {a, p->a_stride, 1};
+            if (live) add_rest(s->rows, live + s->row, &weights, rest, false, c, p->c_stride);
         }
     }
 }
@@ -221,9 +241,11 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    const amx_product logits = {block->q, tile->k.data, block->q_stride, block->logits, AM_FLASH_TILE, false},
-                      out = {block->logits, tile->v.data, AM_FLASH_TILE, block->out, block->out_dim, true};
-    find_logits(strips, count, block->head_dim, &logits, &queue);
+    const amx_product logits = {block->q,      tile->k.data, block->q_stride, PANEL_f32, block->logits,
+                                AM_FLASH_TILE, false},
+                      out = {block->logits, tile->v.data,   AM_FLASH_TILE, PANEL_f32,
+                             block->out,    block->out_dim, true};
+    for (int rest = 0; rest < 2; rest++) find_logits(strips, count, block->head_dim, rest, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
     add_products(strips, count, tile->finite ? NULL : tile->live, &out, block->out_dim, &queue);
 }
@@ -311,13 +333,15 @@ static void add_values(const am_flash_rows *block, strip_tile *tiles, ptrdiff_t 
             }
             spans[i] = (amx_span){t->logits + begin, b + begin * PANEL_f32, end - begin};
         }
-        const amx_product one = {.a_stride = STEP_COLUMNS, .c = c, .c_stride = block->out_dim, .add = true};
+        const amx_product one = {
+            .a_stride = STEP_COLUMNS, .b_stride = PANEL_f32, .c = c, .c_stride = block->out_dim, .add = true};
         amx_multiply(&amx_now, block->rows, columns_at(block, column, PANEL_f32), &one, spans, count,
                      &tiles[0].queue);
         for (ptrdiff_t i = 0; i < count; i++) {
             const strip_tile *t = &tiles[i];
+            const amx_weights weights = {t->logits, STEP_COLUMNS, 1};
             if (t->live && !t->tile->finite)
-                add_rest(block->rows, t->live, t->logits, STEP_COLUMNS, rest[i], c, block->out_dim);
+                add_rest(block->rows, t->live, &weights, rest[i], false, c, block->out_dim);
         }
     }
 }
@@ -343,6 +367,7 @@ static void take_strip(const am_flash_rows *block, ptrdiff_t row, const am_flash
             const amx_product one = {.a = block->q,
                                      .b = t->tile->k.data,
                                      .a_stride = block->q_stride,
+                                     .b_stride = PANEL_f32,
                                      .c = t->logits,
                                      .c_stride = STEP_COLUMNS};
             add_logits(&amx_now, &t->strip, first, lanes, &one, &t->queue);
@@ -368,42 +393,63 @@ static void flash_steps_amx(const am_flash_rows *block, const am_flash_tile *til
 
 /* --- Products for backward_step_tpl.h --- */
 
-/* Transposes P or dS as p_and_ds makes it, to [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
-static void transpose_joined(float *to, const float *from, ptrdiff_t rows)
+/* First of whole tiles, then of the rest of them all: that needs other shapes of tiles. */
+static void logits_of_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *products,
+                             int how_many, prefetch_queue *queue)
 {
-    enum { STEP = AM_FLASH_ROWS / 2 };
-    for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
-        for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += VF_LANES) {
-            vf bf16x2[VF_LANES];
-            UNROLL(16)
-            for (ptrdiff_t i = 0; i < VF_LANES; i++) {
-                const ptrdiff_t r = 2 * (lane + i);
-                bf16x2[i] = r < rows ? vf_load(from + r * AM_FLASH_TILE + column) : vf_set1(0);
-            }
-            vf_transpose(bf16x2);
-            UNROLL(16)
-            for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, bf16x2[i]);
-        }
+    for (int i = 0; i < 2 * how_many; i++) {
+        const backward_product_f32 *p = &products[i % how_many];
+        const ptrdiff_t lanes = (p->columns + 1) / 2;
+        const amx_product product = {p->a, p->b, lanes, PANEL_f32, p->c, AM_FLASH_TILE, false};
+        if (lanes == 0) memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
+        find_logits(strips, count, lanes, i >= how_many, &product, queue);
     }
 }
 
+/* sumᵀ += bᵀ a for panels of columns of a: of P or dS as p_and_ds makes it, and Q or d_out by channel. Rows
+ * of a are whole tiles: missing ones become 0. */
 static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
                                   prefetch_queue *queue)
 {
-    float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
-    transpose_joined(transposed, p->a, p->rows);
-    const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
-    clear_fresh_f32(p, 0, columns);
-    const amx_product product = {transposed, p->b, AM_FLASH_ROWS / 2, p->sum.sum, p->stride, true};
-    add_products(strips, count, p->live, &product, p->columns, queue);
-    add_onto_f32(p, 0, columns);
+    enum { LANES_OF_ROWS = AM_FLASH_ROWS / 2, A_STRIDE = 2 * AM_FLASH_TILE };
+    float *a = (float *)p->a;
+    for (ptrdiff_t two = (p->rows + 1) / 2; two % AMX_TILE_LANES != 0; two++)
+        memset(a + two * A_STRIDE, 0, AM_FLASH_TILE * sizeof *a);
+    for (const strip_f32 *s = strips; s < strips + count; s++) {
+        const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
+                        end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
+        backward_product_f32 one = *p;
+        one.stride = AM_CHANNEL_STRIDE, one.columns = s->rows;
+        one.sum = sum_at_f32(&one, 0, s->row);
+        if (begin == end) clear_fresh_f32(&one, 0, p->columns);
+        for (ptrdiff_t channel = 0; begin < end && channel < p->columns; channel += PANEL_f32) {
+            const ptrdiff_t channels = p->columns - channel;
+            const float *b = p->b + channel * LANES_OF_ROWS;
+            float finite[PANEL_LANES];
+            uint16_t rest[2 * PANEL_LANES];
+            if (p->live) split_panel(b, finite, rest);
+            float *c = (float *)one.sum.sum + channel * AM_CHANNEL_STRIDE;
+            const amx_product product = {.a_stride = LANES_OF_ROWS,
+                                         .b_stride = A_STRIDE,
+                                         .c = c,
+                                         .c_stride = AM_CHANNEL_STRIDE,
+                                         .add = !p->sum.fresh};
+            const amx_span span = {(p->live ? finite : b) + begin, a + begin * A_STRIDE + s->row,
+                                   end - begin};
+            amx_multiply(&amx_now, channels > AMX_TILE_ROWS ? AMX_ROWS : AMX_TILE_ROWS, s->rows, &product,
+                         &span, 1, queue);
+            const amx_weights weights = {a + s->row, 1, A_STRIDE};
+            if (p->live) add_rest(s->rows, p->live + s->row, &weights, rest, true, c, AM_CHANNEL_STRIDE);
+        }
+        add_onto_f32(&one, 0, p->columns);
+    }
 }
 
 static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const backward_product_f32 *p,
                                 prefetch_queue *queue)
 {
     clear_fresh_f32(p, 0, p->rows);
-    const amx_product product = {p->a, p->b, AM_FLASH_TILE, p->sum.sum, p->stride, true};
+    const amx_product product = {p->a, p->b, AM_FLASH_TILE, PANEL_f32, p->sum.sum, p->stride, true};
     add_products(strips, count, p->live, &product, p->columns, queue);
     add_onto_f32(p, 0, p->rows);
 }

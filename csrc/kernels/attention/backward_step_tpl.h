@@ -7,7 +7,7 @@
  *     dQ = dQ + dS K
  *
  * A lane of the factors holds WIDTH numbers, which are neighbours in the sum that is taken.
- * AMX_PRODUCTS: by products of amx.h, of HEIGHT rows at a time.
+ * AMX_PRODUCTS: by products of amx.h, of HEIGHT rows at a time; dV and dK are transposed.
  */
 
 /* From row to row of P and dS as p_and_ds makes them. */
@@ -79,32 +79,29 @@ static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile
     STEP(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
 }
 
-/* c = a bᵀ, where b is packed like keys. */
-static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * p,
-                            prefetch_queue *queue)
+#ifndef AMX_PRODUCTS
+/* c = a bᵀ of some products, where b is packed like keys. */
+static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const FN(backward_product) * products,
+                            int how_many, prefetch_queue *queue)
 {
-    const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_stride = WIDTH == 1 ? p->stride : lanes;
-    if (lanes == 0) {
-        memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
-        return;
-    }
-#ifdef AMX_PRODUCTS
-    find_logits(strips, count, lanes, &(amx_product){p->a, p->b, a_stride, p->c, AM_FLASH_TILE, false},
-                queue);
-#else
-    STEP(operands) x = {.length = lanes, .a_row = a_stride, .b = p->b};
-    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), x.b += FN(PANEL) * lanes) {
-        for (const FN(strip) *s = strips; s < strips + count; s++) {
-            prefetch_lines *lines = prefetch_pick(queue, lanes);
-            x.a = p->a + s->row * a_stride, x.c = p->c + s->row * AM_FLASH_TILE + column;
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, x, lines))
-                prefetch_rest(queue, lines, lanes);
+    for (const FN(backward_product) *p = products; p < products + how_many; p++) {
+        const ptrdiff_t lanes = (p->columns + WIDTH - 1) / WIDTH, a_stride = WIDTH == 1 ? p->stride : lanes;
+        if (lanes == 0) {
+            memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
+            continue;
+        }
+        STEP(operands) x = {.length = lanes, .a_row = a_stride, .b = p->b};
+        for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), x.b += FN(PANEL) * lanes) {
+            for (const FN(strip) *s = strips; s < strips + count; s++) {
+                prefetch_lines *lines = prefetch_pick(queue, lanes);
+                x.a = p->a + s->row * a_stride, x.c = p->c + s->row * AM_FLASH_TILE + column;
+                if (STEP(product_within)(s->rows, s->begin - column, s->end - column, x, lines))
+                    prefetch_rest(queue, lines, lanes);
+            }
         }
     }
-#endif
 }
 
-#ifndef AMX_PRODUCTS
 /* A strip of a sum without live pairs: 0 is added, too, as that is the sum of -0 and 0. */
 static void STEP(pass_strip)(const FN(strip) * s, const FN(backward_product) * p)
 {
@@ -186,11 +183,11 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    const FN(backward_product)
-        s = {q->lanes, tile->k_columns, p, {0}, rows, q->stride, q->dim, NULL},
-        dp = {d_out->lanes, tile->v_columns, ds, {0}, rows, d_out->stride, d_out->dim, NULL};
-    STEP(logits_of)(strips, count, &s, &queue);
-    STEP(logits_of)(strips, count, &dp, &queue);
+    const FN(backward_product) logits[] = {
+        {q->lanes, tile->k_columns, p, {0}, rows, q->stride, q->dim, NULL},
+        {d_out->lanes, tile->v_columns, ds, {0}, rows, d_out->stride, d_out->dim, NULL},
+    };
+    STEP(logits_of)(strips, count, logits, 2, &queue);
     for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
 
     uint64_t transposed[64] = {0}, *live = tile->live ? transposed : NULL;
@@ -199,7 +196,12 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
         transpose_tiles(transposed, 1);
     }
     FN(strip) transposed_strips[AM_FLASH_TILE];
-    ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, live, rows);
+#ifdef AMX_PRODUCTS
+    const ptrdiff_t columns = (tile->columns + HEIGHT - 1) / HEIGHT * HEIGHT; /* strips are whole panels */
+#else
+    const ptrdiff_t columns = tile->columns;
+#endif
+    ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, columns, HEIGHT, live, rows);
     const T *joined_ds = WIDTH == 1 ? ds : p + AM_FLASH_TILE;
     const FN(backward_product)
         dv = {p,    d_out->packed, NULL,       tile->d_v,
@@ -219,7 +221,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     prefetch_queue none = {.left = 0};
     const FN(backward_product) product = {block->q.lanes, tile->k_columns, logits,       {0},
                                           block->rows,    block->q.stride, block->q.dim, NULL};
-    STEP(logits_of)(strips, count, &product, &none);
+    STEP(logits_of)(strips, count, &product, 1, &none);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *row_max = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;

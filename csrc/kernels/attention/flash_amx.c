@@ -19,6 +19,7 @@ const am_kernels TABLE(flash_amx) = {
             .queries = 1 << AM_BFLOAT16,
             .scaling = AM_SCALE_PRODUCTS,
             .packed_alone = true,
+            .by_channel = true,
             .step = flash_step_amx,
             .steps = flash_steps_amx,
             .backward = backward_bf16x2,
