@@ -124,13 +124,13 @@ static am_range visits_seen(const am_backward_plan *p, const am_section *section
 /* Under a causal mask, a tile has a last part that only some of the blocks see. Nobody waits for that, nor
  * for any part below it: in sections whose first blocks see more tiles than later ones, no tile has such
  * parts where an earlier one has none. */
-static void find_late_parts(const am_backward_plan *p, const am_section *section)
+static void find_late_parts(const am_backward_plan *p, const am_section *section, bool divides)
 {
     const ptrdiff_t g = section - p->sections.list;
     ptrdiff_t late = 0;
     for (ptrdiff_t i = section->tiles.begin; i < section->tiles.end; i++) {
         const bool begins = (i - section->tiles.begin) % p->sum_tiles[g] == 0;
-        if (begins && p->part_visits[g] < PTRDIFF_MAX)
+        if (divides && begins && p->part_visits[g] < PTRDIFF_MAX)
             late = am_max(late, visits_seen(p, section, (am_range){i, i + p->sum_tiles[g]}).begin);
         p->late[i] = late;
     }
@@ -150,9 +150,9 @@ bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_
            (first < p->late[tile] && (first + each - visit) % am_max(each / LATE_PARTS, 1) == 0);
 }
 
-/* The visits of a part of a section. They follow from what is seen of it, and not from what it has behind
- * that: padding does not alter how its sums are divided. */
-static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section)
+/* The visits of a part of a section; `many`: its sums have many of them. They follow from what is seen of it,
+ * and not from what it has behind that: padding does not alter how its sums are divided. */
+static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section, bool *many)
 {
     const am_attn *f = p->base.attn;
     const sight seen = sight_of(p, section);
@@ -160,6 +160,7 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
     const ptrdiff_t most = of_one_tile ? MANY_SUMS : MANY_SUMS - 1,
                     least = seen == SEE_FEW ? 2 * PART_VISITS : PART_VISITS;
     ptrdiff_t visits = 0, first = PTRDIFF_MAX, last = 0;
+    *many = false;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
         const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
@@ -172,7 +173,9 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
     }
     if (visits == 0) return PTRDIFF_MAX; /* then there is no first sum, either */
     const ptrdiff_t all = f->kv_heads * (last - first);
-    return visits < all * FEW_VISITS ? PTRDIFF_MAX : am_max(least, visits / ENOUGH_VISITS);
+    *many = visits >= all * FEW_VISITS;
+    if (*many) return am_max(least, visits / ENOUGH_VISITS);
+    return of_one_tile ? 2 * PART_VISITS : PTRDIFF_MAX; /* causal: the first tiles have most of the visits */
 }
 
 /* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
@@ -201,9 +204,10 @@ static ptrdiff_t choose(am_backward_plan *p)
         const am_section *section = &p->sections.list[i];
         const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, enough_sums(p, section));
-        p->part_visits[i] = choose_part(p, section);
+        bool many;
+        p->part_visits[i] = choose_part(p, section, &many);
         p->parts.divided |= am_visits_of(p, section) > p->part_visits[i];
-        find_late_parts(p, section);
+        find_late_parts(p, section, many);
         tiles += own;
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
