@@ -55,15 +55,12 @@ def arithmetic_of(kernel: Kernel) -> Arithmetic:
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FORMATS = {
-    CONSTANTS[name]: np.dtype(dtype)
-    for name, dtype in {
-        "AM_FLOAT16": np.float16,
-        "AM_BFLOAT16": BF16,
-        "AM_FLOAT32": np.float32,
-        "AM_FLOAT64": np.float64,
-        "AM_INT8": np.int8,
-        "AM_FLOAT8_E4M3": FLOAT8,
-    }.items()
+    CONSTANTS["AM_FLOAT16"]: np.dtype(np.float16),
+    CONSTANTS["AM_BFLOAT16"]: np.dtype(BF16),
+    CONSTANTS["AM_FLOAT32"]: np.dtype(np.float32),
+    CONSTANTS["AM_FLOAT64"]: np.dtype(np.float64),
+    CONSTANTS["AM_INT8"]: np.dtype(np.int8),
+    CONSTANTS["AM_FLOAT8_E4M3"]: FLOAT8,
 }
 
 
@@ -107,21 +104,14 @@ def check_merge(kernel: Kernel, rng) -> None:
                 some = [x.astype(dtype) for x in (out, running_max, total, running_max + 0.5, 2 * total)]
                 given.append([x.astype(np.float64) for x in some])
                 parts.append([memory.written(x) for x in some])
-            blocks = [
-                structure(
-                    "am_flash_rows",
-                    rows=rows,
-                    out_dim=depth,
-                    out=out,
-                    running_max=running_max,
-                    sum=total,
-                    row_max=row_max if has_max else None,
-                    exact_sum=exact_sum if has_max else None,
-                    unit=unit,
+            names = ["out", "running_max", "sum", *(["row_max", "exact_sum"] if has_max else [])]
+            sizes = {"rows": rows, "out_dim": depth, "unit": unit}
+            kernel(
+                *(
+                    structure("am_flash_rows", **sizes, **dict(zip(names, part, strict=False)))
+                    for part in parts
                 )
-                for out, running_max, total, row_max, exact_sum in parts
-            ]
-            kernel(blocks[0], blocks[1])
+            )
             memory.check((rows, depth))
             (a_out, a_ref, a_sum, a_max, a_exact), (b_out, b_ref, b_sum, b_max, _) = given
             both = np.maximum(a_ref, b_ref)

@@ -86,12 +86,8 @@ def test_each_function_refuses_what_looks_like_a_bias(name, dtype):
 def test_the_masks_that_models_make():
     """Models use 0 for live pairs and a large negative number for the others, or sums of these."""
     causal = np.where(np.tri(5, 7, dtype=bool), 0, np.finfo(np.float32).min)[None, None].astype(np.float64)
-    for mask in (
-        causal,
-        2 * causal,
-        np.where(causal, -np.inf, 0),
-        np.maximum(causal, -6e4).astype(np.float16),
-    ):
+    others = 2 * causal, np.where(causal, -np.inf, 0), np.maximum(causal, -6e4).astype(np.float16)
+    for mask in (causal, *others):
         with pytest.raises(ValueError, match=r"got -\S+ at index \(0, 0, 0, 1\)"):
             attend(mask)
     biased = attnmask.flash_attention(QUERY, KEY, KEY, bias=causal.astype(np.float32))

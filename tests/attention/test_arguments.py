@@ -167,12 +167,8 @@ FORMS = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
     """Given the results of `flash_attention_fwd`, in any layout; but for their rounding, which vjp does without."""
-    for layout, with_dlse in (
-        ("contiguous", False),
-        ("strided", True),
-        ("heads first", True),
-        ("misaligned", False),
-    ):
+    layouts = {"contiguous": False, "strided": True, "heads first": True, "misaligned": False}
+    for layout, with_dlse in layouts.items():
         case = GradientCase(dtype, 33, 70, 16, 19, with_dlse=with_dlse, **more, seed=5)
         arguments, flags, (dout, dlse) = case.arguments(), case.flags(), case.cotangents()
         both, vjp = attnmask.flash_attention_vjp(**arguments, return_lse=True, **flags)

@@ -73,20 +73,17 @@ def cases():
 
 
 # Numbers of heads and of channels on both sides of what kernels of four bits take at a time.
+CHANNELS = [
+    ((96, 64), (32, 32), None),
+    ((64, 160), (64, 32), 2),
+    ((160, 256), (32, 128), 16),
+    ((640, 128), (128, 128), 6),
+]
+CHANNELS = [*CHANNELS * 4, ((128, 128), (64, 64), 1)]
 HALVES = [
     Case((dtype, "int4"), (2 * heads, 2), depths, 1, (0, 70, 200), page_size=page_size, groups=groups)
     for dtype in (BF16, F16)
-    for heads, (depths, groups, page_size) in enumerate(
-        [
-            ((96, 64), (32, 32), None),
-            ((64, 160), (64, 32), 2),
-            ((160, 256), (32, 128), 16),
-            ((640, 128), (128, 128), 6),
-        ]
-        * 4
-        + [((128, 128), (64, 64), 1)],
-        1,
-    )
+    for heads, (depths, groups, page_size) in enumerate(CHANNELS, 1)
 ]
 HALVES += [
     Case((dtype, "int4"), (4, 1), (128, 128), 1, (2990,), groups=(64, 64)) for dtype in (F32, BF16, F16)

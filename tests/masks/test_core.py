@@ -372,12 +372,8 @@ def test_same_bits_for_any_number_of_threads(set_threads):
     results = []
     for threads in (1, 2, 3, 8):
         set_threads(threads)
-        results.append(
-            (
-                _core.mask_fill(shape, nodes, np.float32, 0, -1, None).tobytes(),
-                _core.mask_count(shape, nodes).tobytes(),
-            )
-        )
+        both = _core.mask_fill(shape, nodes, np.float32, 0, -1, None), _core.mask_count(shape, nodes)
+        results.append(tuple(array.tobytes() for array in both))
     assert len(set(results)) == 1
 
 
