@@ -85,14 +85,6 @@ def test_reading_under_jit():
     assert int(jax.jit(lambda: info.attention_mask.sum())()) == live
 
 
-def test_masks_of_jax_arrays():
-    """They are array_like as any other arrays."""
-    dense = MaskInfo(jax.numpy.tri(4)[None]).apply_sliding_window(1)
-    assert dense == MaskInfo(np.tri(4)[None]).apply_sliding_window(1)
-    assert jax.jit(lambda mask: mask)(dense) == dense
-    assert MaskInfo.from_segments(jax.numpy.zeros((1, 4), int)).shape == (1, 4, 4)
-
-
 # Attention
 
 
