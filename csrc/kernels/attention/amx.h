@@ -14,7 +14,8 @@
  *
  * Backward, P and dS are the right-hand factors of dVᵀ = dOᵀ P and dKᵀ = Qᵀ dS, as they are made: what is
  * transposed is Q and dO of a block, once for all tiles that a task takes. For 64 rows and 64 keys that saves
- * 1,900 of 8,600 vector instructions; transposing a block takes 1,400 (head_dim 64) or 2,800 (128).
+ * 1,900 of 8,600 vector instructions, of which transposing a block costs 1,600 (head_dim 64) or 3,200 (128):
+ * 18 or 13 % less where a task takes four tiles, 4 % less or 15 % more where it takes one.
  */
 
 enum {
