@@ -273,9 +273,9 @@ static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at,
                        w->scales[which]);
 }
 
-/* Packs keys times a factor, or values, and copies their scales behind them if steps multiply by these.
- * Returns whether values are finite. */
-static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, double factor, char *to)
+/* Packs keys, scaled if queries are not, or values, and copies their scales behind them if steps multiply by
+ * these. Returns whether values are finite. */
+static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, char *to)
 {
     const am_attn_base *base = w->kv->base;
     const am_schedule *s = w->kv->schedule;
@@ -289,7 +289,8 @@ static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, 
         scales = NULL;
     }
     if (which == OF_V) return base->kv->pack_values(to, &from, rows, base->attn->value_dim, scales);
-    base->kv->pack_keys(to, &from, rows, am_lanes(base, base->attn->head_dim), factor, scales);
+    base->kv->pack_keys(to, &from, rows, am_lanes(base, base->attn->head_dim),
+                        w->section->shape.scales_keys ? s->factor : 1, scales);
     return true;
 }
 
@@ -316,8 +317,8 @@ static bool find_shared(const am_kv_workspace *w, const am_attn_place *at, am_fl
     point_at(w, shared, v, tile);
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == NOT_PACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        pack(w, at, OF_K, 1, shared);
-        found = pack(w, at, OF_V, 1, v) ? PACKED_FINITE : PACKED;
+        pack(w, at, OF_K, shared);
+        found = pack(w, at, OF_V, v) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
@@ -379,8 +380,8 @@ static void own_tile(am_kv_workspace *w, const am_attn_place *at, am_flash_tile 
                     place = local_place(w->kv, w->section, w->index);
     char *k = w->packed[OF_K] + place * s->k_bytes, *v = w->packed[OF_V] + place * s->v_bytes;
     if (w->local[place].tile != among_all) {
-        pack(w, at, OF_K, w->section->shape.scales_keys ? s->factor : 1, k);
-        w->local[place].finite = pack(w, at, OF_V, 1, v);
+        pack(w, at, OF_K, k);
+        w->local[place].finite = pack(w, at, OF_V, v);
         w->local[place].tile = among_all;
     }
     point_at(w, k, v, tile);
@@ -403,18 +404,15 @@ static void full_tile(am_kv_workspace *w, const am_attn_place *at, am_flash_tile
         if (w->run == TILE) tile->k.run = tile->v.run = 0;
         return;
     }
-    if (transposed) {
+    tile->k.data = w->packed[OF_K], tile->v.data = w->packed[OF_V];
+    if (transposed)
         tile->k = keys_to_transpose(w, at, direct, w->packed[OF_K]);
-    } else {
-        pack(w, at, OF_K, w->section->shape.scales_keys ? w->kv->schedule->factor : 1, w->packed[OF_K]);
-        tile->k.data = w->packed[OF_K];
-    }
-    if (value_rows) {
+    else
+        pack(w, at, OF_K, w->packed[OF_K]);
+    if (value_rows)
         tile->v = read_rows(w, at, OF_V, 1, is_plain(w, OF_V, 1), true, copy_of(w, at, OF_V));
-    } else {
-        tile->finite = pack(w, at, OF_V, 1, w->packed[OF_V]);
-        tile->v.data = w->packed[OF_V];
-    }
+    else
+        tile->finite = pack(w, at, OF_V, w->packed[OF_V]);
 }
 
 void am_kv_begin_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index)
