@@ -82,7 +82,7 @@ static PyObject *blocks_of(const am_backward_plan *p, const am_section *section)
 {
     PyObject *blocks = PyList_New(0);
     for (ptrdiff_t block = section->blocks.begin; blocks && block < section->blocks.end; block++) {
-        const am_attn_place at = am_backward_place(p, section, block, 0);
+        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, 1);
         const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
         append(&blocks,
                Py_BuildValue("(nn)", tiles.begin - section->tiles.begin, tiles.end - section->tiles.begin));

@@ -357,8 +357,8 @@ static am_attn_place place_of_visit(const am_backward_plan *p, const am_section 
                                     ptrdiff_t visit)
 {
     const ptrdiff_t shared = p->base.heads_per_kv;
-    return am_backward_place(p, section, section->blocks.begin + visit / shared,
-                             (kv_head + 1) * shared - 1 - visit % shared);
+    return am_place_of(&p->base, &p->sections, section, section->blocks.begin + visit / shared,
+                       (kv_head + 1) * shared - 1 - visit % shared, 1);
 }
 
 /* Takes a task over some visits of a section, each to a block of one head. */

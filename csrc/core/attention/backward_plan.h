@@ -114,17 +114,12 @@ typedef struct {
 
 typedef enum { AM_ROW_BASE, AM_ROW_REST, AM_ROW_ADD, AM_ROW_SHARE, AM_ROW_STATS } am_row_stat;
 
-static inline am_attn_place am_backward_place(const am_backward_plan *p, const am_section *section,
-                                              ptrdiff_t block, ptrdiff_t head)
-{
-    return am_place_of(&p->base, &p->sections, section, block, head, 1);
-}
-
 /* The index-th block of one head. */
 static inline am_attn_place am_backward_block(const am_backward_plan *p, ptrdiff_t index)
 {
     const ptrdiff_t heads = p->base.attn->heads, block = index / heads;
-    return am_backward_place(p, am_section_of(&p->sections, block), block, index % heads);
+    const am_section *section = am_section_of(&p->sections, block);
+    return am_place_of(&p->base, &p->sections, section, block, index % heads, 1);
 }
 
 static inline ptrdiff_t am_row_index(const am_backward_plan *p, const am_attn_place *at)
