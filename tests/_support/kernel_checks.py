@@ -4,6 +4,8 @@ A check draws its cases from `rng_of(kernel)`, which is the same at every level,
 too. Sizes are those of vectors, blocks and words, and one more or less.
 """
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 from kernel_table import CONSTANTS, SLOTS, UNTOUCHED, Kernel, Memory, structure
@@ -233,11 +235,12 @@ def check_divide(kernel: Kernel, rng) -> None:
     dtype = integer(kernel)
     least, top = np.iinfo(dtype).min, np.iinfo(dtype).max
     edges = [x for x in (-1, 0, 1, 2**31 - 1, 2**31, -(2**31), 2**32, least, top) if least <= x <= top]
-    for b in DIVISORS:
+    shifts = [0, 16, 30, 31, 32] if dtype.itemsize == 8 else [0, 8, 16]
+    for b, shift in itertools.product(DIVISORS, shifts):
         for count in COUNTS[::3]:
-            values = rng.integers(-top, top, count).astype(dtype)
-            values >>= pick(rng, [0, 16, 30, 31, 32] if dtype.itemsize == 8 else [0, 8, 16])
-            values[rng.random(count) < 0.05] = pick(rng, edges)  # blocks of small numbers are faster
+            values = rng.integers(-top, top, count).astype(dtype) >> shift
+            # Blocks of small numbers are faster.
+            values[rng.random(count) < pick(rng, [0, 0.05])] = pick(rng, edges)
             compare(kernel, cdiv(values, b).astype(dtype), values, count, b)
 
 
