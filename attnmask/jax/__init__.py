@@ -51,7 +51,7 @@ from attnmask._attention.arguments import (
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
 from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
-from attnmask._common.arguments import as_array, describe, flag
+from attnmask._common.arguments import as_array, describe
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
@@ -60,7 +60,7 @@ from attnmask.jax import _cache as kvcache
 from attnmask.jax import _call as call
 from attnmask.jax import _callback as in_python
 from attnmask.jax import _ring as ring
-from attnmask.jax._arguments import check, check_known, is_traced, sinks_of, specify
+from attnmask.jax._arguments import check, check_known, is_traced, known_flag, sinks_of, specify
 from attnmask.jax._cache import KVCacheResult
 from attnmask.jax._call import register, to_jax
 from attnmask.jax._linear import (
@@ -204,7 +204,7 @@ def flash_attention(
     >>> [round(x, 3) for x in jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()]
     [1.833, 0.833, 0.333]
     """
-    with_lse = flag(return_lse, "return_lse")
+    with_lse = known_flag(return_lse, "return_lse")
     own: Arguments = {"query": query, "key": key, "value": value}
     given = own | {"attention_mask": attention_mask, "bias": bias} | more
     arrays = {
@@ -220,7 +220,7 @@ def flash_attention(
     learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
     known = DEFAULTS | static | learned | arrays
     problem, batched = check(known)
-    if flag(callback, "callback") or not call.registered():
+    if known_flag(callback, "callback") or not call.registered():
         engine: Any = in_python
         spec: Any = static
         others: Any = arrays
@@ -476,7 +476,7 @@ def ring_attention(
     >>> attend(query, query, value).ravel().tolist()
     [0.0, 0.5, 1.0, 1.5]
     """
-    with_lse = flag(return_lse, "return_lse")
+    with_lse = known_flag(return_lse, "return_lse")
     terms, given = arguments_of(ring_attention, {"axis_name": axis_name}, more)
     arrays = {"query": query, "key": key, "value": value} | terms
     learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if x is not None}

@@ -11,7 +11,7 @@ import numpy as np
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._attention.terms import Term
-from attnmask._common.arguments import is_floating, is_number
+from attnmask._common.arguments import flag, is_floating, is_number
 from attnmask._common.types import Array, Given, Tree
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program, mapped
@@ -73,6 +73,11 @@ def is_traced(value: object) -> bool:
 def check_known(value: object, name: str) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"{name} must be known at compile time, got a traced value")
+
+
+def known_flag(value: object, name: str) -> bool:
+    check_known(value, name)
+    return flag(value, name)
 
 
 def _tree(info: MaskInfo) -> Tree:

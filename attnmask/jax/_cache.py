@@ -18,7 +18,6 @@ from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
 from attnmask._common.arguments import (
     as_array,
     fields_in_a_line,
-    flag,
     integer_array,
     is_floating,
     wide_dtype,
@@ -28,7 +27,16 @@ from attnmask._common.types import Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import Arrays, is_traced, like, mask_like, mask_terms, starts_like, term_operands
+from attnmask.jax._arguments import (
+    Arrays,
+    is_traced,
+    known_flag,
+    like,
+    mask_like,
+    mask_terms,
+    starts_like,
+    term_operands,
+)
 from attnmask.jax._types import AnyArray, Shaped
 
 __all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
@@ -84,7 +92,7 @@ class KVCacheResult(NamedTuple):
 def attend(given: Given) -> KVCacheResult:
     """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
-    rotate = flag(given.pop("rotate"), "rotate")
+    rotate = known_flag(given.pop("rotate"), "rotate")
     if rotate:
         check_tokens_rotate(given["query"], given["v_cache"])
         tokens = [name for name in ("query", "key", "value") if given[name] is not None]
@@ -117,7 +125,7 @@ def write(given: Given) -> Any:
     given = dict(given) | {
         name: jax.numpy.asarray(given[name]) for name in _FIRST[1:] if given[name] is not None
     }
-    if flag(given.pop("rotate"), "rotate"):
+    if known_flag(given.pop("rotate"), "rotate"):
         given["key"], given["value"] = rotated_tokens(given["key"], given["value"], _rotated)
     known = {name: _known(name, x, given) for name, x in given.items()}
     slots = integer_array(known.pop("slot_mapping"), "slot_mapping")

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
-from attnmask._common.arguments import as_array, flag, real, wide_dtype
+from attnmask._common.arguments import as_array, real, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._linear import attention
@@ -33,7 +33,7 @@ from attnmask._linear.options import (
     keywords,
 )
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import check_known, is_traced, like, starts_like
+from attnmask.jax._arguments import check_known, is_traced, known_flag, like, starts_like
 from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
 
 __all__ = ["linear_attention", "linear_attention_step", "short_convolution", "short_convolution_step"]
@@ -81,7 +81,7 @@ def _words(
     normalize_qk: bool = False,
     chunk_size: int = 64,
 ) -> NDArray[np.int64]:
-    flags |= _FLAGS["normalize_qk"] * flag(normalize_qk, "normalize_qk")
+    flags |= _FLAGS["normalize_qk"] * known_flag(normalize_qk, "normalize_qk")
     if scale is None:
         scale = 1 / math.sqrt(channels) if channels else 1.0  # as the core rounds it
     number = struct.unpack("q", struct.pack("d", real(scale, "scale")))
@@ -226,7 +226,7 @@ def linear_attention(
     """
     own = {"query": query, "key": key, "value": value}
     arrays, static = _divided(_ATTENTION.complete(linear_attention, own, more))
-    with_state = flag(return_state, "return_state")
+    with_state = known_flag(return_state, "return_state")
     if not any(map(is_traced, arrays.values())):
         return call.to_jax(_attend(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
@@ -384,7 +384,7 @@ def short_convolution(
     """
     own = {"x": x, "weight": weight, "bias": bias}
     arrays, static = _divided(_CONVOLUTION.complete(short_convolution, own, more))
-    silu, with_state = convolution.is_silu(**static), flag(return_state, "return_state")
+    silu, with_state = convolution.is_silu(**static), known_flag(return_state, "return_state")
     if not any(map(is_traced, arrays.values())):
         return call.to_jax(_convolve(**_on_host(arrays), **static, return_state=with_state))
     tokens = arrays["x"].shape[1] if arrays["x"].ndim > 1 else 0
