@@ -224,6 +224,14 @@ static inline bool am_has_value_rows(am_tile_layout layout)
     return layout != AM_PACKED && layout != AM_TRANSPOSED_PACKED_VALUES;
 }
 
+/* The terms of the logits of a tile; each is NULL if it does nothing. */
+typedef struct {
+    const uint64_t *live; /* a word a row, not all 0 */
+    const uint64_t *kept; /* the same for dropout */
+    const void *bias;     /* rows of AM_FLASH_TILE numbers of the arithmetic type, bias_stride apart */
+    ptrdiff_t bias_stride;
+} am_logit_terms;
+
 typedef struct {
     am_tile_layout layout;
     am_rows k, v; /* in layout AM_ROWS runs have behind the last address that of what follows the tile,
@@ -235,10 +243,7 @@ typedef struct {
      * the same of the scales of each group, then of its offsets. */
     const void *k_scales, *v_scales;
     ptrdiff_t k_group, v_group; /* channels of a group */
-    const uint64_t *live;       /* a word a row, not all 0; NULL: all pairs are live */
-    const uint64_t *kept;       /* the same for dropout; NULL: no dropout */
-    const void *bias;           /* rows of AM_FLASH_TILE numbers, bias_stride apart; NULL: none */
-    ptrdiff_t bias_stride;
+    am_logit_terms terms;
     am_prefetch_plan *prefetch; /* NULL: nothing. step_unpacked takes that of its first tile */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
@@ -368,9 +373,7 @@ typedef struct {
     am_backward_sum d_k, d_v; /* of [columns][q.stride], [columns][d_out.stride]; or by channel, of panels of
                                * [channel][AM_CHANNEL_STRIDE], of which columns behind the last are not
                                * defined */
-    const uint64_t *live, *kept; /* as above */
-    const void *bias;
-    ptrdiff_t bias_stride;
+    am_logit_terms terms;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
     am_prefetch_plan *prefetch; /* as above */

@@ -9,15 +9,14 @@ from kernel_checks_step import (
     ROW_COUNTS,
     STEPS,
     Problem,
-    bias_in,
     draw,
     draw_columns,
     is_finite,
     padded_columns,
     prefetch_of,
+    terms_in,
     whole_rows,
     wide,
-    words_in,
 )
 from kernel_table import CONSTANTS, Kernel, Memory, structure
 from reference_kernels import Bounded, Terms, backward, lanes_of, packed_keys, packed_values
@@ -144,11 +143,10 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         k_finite=is_finite(p.k),
         d_k=to[1][0],
         d_v=to[2][0],
-        **bias_in(memory, rng, p.terms),
+        terms=terms_in(memory, rng, p.terms),
         d_bias=d_bias,
         columns=p.columns,
         prefetch=prefetch_of(rng, memory),
-        **words_in(memory, p.terms),
     )
     return block, tile, sums, d_bias
 

@@ -210,23 +210,20 @@ def words_of(pairs: np.ndarray) -> np.ndarray:
     return np.packbits(pairs, axis=1, bitorder="little").view(np.uint64).ravel()
 
 
-def words_in(memory: Memory, terms: Terms) -> dict:
-    """The words of live pairs and of kept pairs, in memory."""
-    return {
+def terms_in(memory: Memory, rng, terms: Terms):
+    """The structure of the terms of a tile, which are in memory."""
+    words = {
         name: None if pairs is None else memory.read(words_of(pairs))
         for name, pairs in (("live", terms.live), ("kept", terms.kept))
     }
-
-
-def bias_in(memory: Memory, rng, terms: Terms) -> dict:
-    """The bias of a tile, and the step of its rows."""
     step = pick(rng, [TILE, TILE + 5, -TILE - 1])
-    return {"bias": None if terms.bias is None else memory.read(terms.bias, step), "bias_stride": step}
+    bias = None if terms.bias is None else memory.read(terms.bias, step)
+    return structure("am_logit_terms", **words, bias=bias, bias_stride=step)
 
 
 def tile_in(memory: Memory, rng, terms: Terms, layout: str, k, v, **more):
     """The structure of a tile whose keys and values are in memory."""
-    fields = {"prefetch": prefetch_of(rng, memory), **words_in(memory, terms), **bias_in(memory, rng, terms)}
+    fields = {"prefetch": prefetch_of(rng, memory), "terms": terms_in(memory, rng, terms)}
     return structure("am_flash_tile", layout=CONSTANTS[layout], k=k, v=v, **fields, **more)
 
 

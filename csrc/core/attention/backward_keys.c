@@ -223,8 +223,9 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             .v_columns = s->v_columns + i * p->lengths.v_columns,
             .k = s->k + i * p->lengths.k_panels,
             .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
+            .columns = am_length(keys),
         };
-        if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
+        if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
         pack_tile(p, at, keys, i, s);
         tile.k_finite = s->tiles[i].finite;
         open_sums(p, walk->task, i, am_ends_part(p, at->section, index, walk->visit), s, &tile);

@@ -164,10 +164,6 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts);
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
                                         const am_backward_workspace *s);
 
-/* Fills in the terms of the logits of a tile. False if no pair is live. */
-bool am_find_backward_terms(const am_backward_plan *p, const am_attn_place *at, am_range keys,
-                            const am_backward_workspace *s, am_backward_tile *tile);
-
 /* The tasks, in the order in which they run: the statistics of a block; the keys of a task; and d_q of a
  * block, where it was added up in another type. */
 am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team);

@@ -73,18 +73,6 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
     };
 }
 
-/* Fills in the terms of the logits of a tile. False if no pair is live. */
-bool am_find_backward_terms(const am_backward_plan *p, const am_attn_place *at, am_range keys,
-                            const am_backward_workspace *s, am_backward_tile *tile)
-{
-    am_logit_terms terms;
-    if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &terms)) return false;
-    tile->columns = am_length(keys);
-    tile->live = terms.live, tile->kept = terms.kept;
-    tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
-    return true;
-}
-
 static double given_row_stat(const am_backward_plan *p, const am_row_stats *row_stats,
                              const am_attn_place *at, ptrdiff_t row)
 {
@@ -112,8 +100,8 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
     }
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
         const am_range keys = am_range_at(&p->sections.tiles, i);
-        am_backward_tile tile = {.k_columns = s->k_columns};
-        if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
+        am_backward_tile tile = {.k_columns = s->k_columns, .columns = am_length(keys)};
+        if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
         const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
         p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
         p->base.arithmetic->find_row_max(&block, &tile);

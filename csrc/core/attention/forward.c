@@ -320,9 +320,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 am_flash_tile *tile = &some[live];
                 if (live == 0) am_kv_begin_tile(kv, &it->at, index);
                 am_kv_tile(kv, &it->at, !terms.live, tile);
-                tile->live = terms.live, tile->kept = terms.kept;
-                tile->bias = terms.bias, tile->bias_stride = terms.bias_stride;
-                tile->prefetch = &plan;
+                tile->terms = terms, tile->prefetch = &plan;
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
                 if (!planned) plan_prefetch(f, here, next, after, count, kv, &plan);
@@ -366,7 +364,7 @@ static am_status advance_in_steps(const forward *f, item *it, const position *he
                           tile_after(f, here, next, &order, index - order.tiles.begin + most - 1), 1, kv,
                           &plans[count]);
             plans[count].steps = am_ceil_div(rows->rows, AM_STEP_ROWS);
-            tiles[count].live = terms.live, tiles[count].prefetch = &plans[count];
+            tiles[count].terms = terms, tiles[count].prefetch = &plans[count];
             count++;
         }
         if (count == 0 || ((index + 1 - first) % most > 0 && index + 1 < order.tiles.end)) continue;

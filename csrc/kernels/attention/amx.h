@@ -238,7 +238,7 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
 {
     assert(tile->layout == AM_PACKED);
     strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
-    ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->terms.live, AM_FLASH_TILE);
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
@@ -248,7 +248,7 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
                              block->out,    block->out_dim, true};
     for (int rest = 0; rest < 2; rest++) find_logits(strips, count, block->head_dim, rest, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
-    add_products(strips, count, tile->finite ? NULL : tile->live, &out, block->out_dim, &queue);
+    add_products(strips, count, tile->finite ? NULL : tile->terms.live, &out, block->out_dim, &queue);
 }
 
 /* --- Steps over several tiles --- */
@@ -356,7 +356,7 @@ static void take_strip(const am_flash_rows *block, ptrdiff_t row, const am_flash
     for (const am_flash_tile *tile = tiles; tile < tiles + all; tile++) {
         strip_tile *t = &seen[count];
         *t = (strip_tile){.tile = tile,
-                          .live = tile->live ? tile->live + row : NULL,
+                          .live = tile->terms.live ? tile->terms.live + row : NULL,
                           .logits = (float *)block->logits + count * AM_FLASH_TILE,
                           .queue = prefetch_queue_of(tile->prefetch, products)};
         cut_strips_f32(&t->strip, block->rows, AMX_ROWS, t->live, AM_FLASH_TILE);

@@ -4,7 +4,7 @@
 static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                   T *logits, ptrdiff_t begin, ptrdiff_t end)
 {
-    const T *bias = tile->bias ? (const T *)tile->bias + row * tile->bias_stride : NULL;
+    const T *bias = tile->terms.bias ? (const T *)tile->terms.bias + row * tile->terms.bias_stride : NULL;
     const FN(soft_cap) cap = FN(soft_cap_of)(block->cap);
     V factor = VOP(set1)((T)block->factor), bent;
     for (ptrdiff_t i = begin; i < end; i += LANES) {
@@ -42,7 +42,7 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
 {
     const FN(operands) x =
         FN(by_rows)(0, block->logits, panel, FN(PANEL), (T *)block->out + column, block->out_dim);
-    FN(add_live_rows)(block->rows, columns_at(block, column, FN(PANEL)), tile->live, &x, 0);
+    FN(add_live_rows)(block->rows, columns_at(block, column, FN(PANEL)), tile->terms.live, &x, 0);
 }
 
 /* Adds some vectors of weights to `total`, lane by lane. */

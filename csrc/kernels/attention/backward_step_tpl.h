@@ -65,9 +65,11 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
  * with fewer branches, more vectors are in flight. */
 static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
 {
-    if (tile->live || tile->kept || tile->bias || tile->d_bias || block->share || block->cap > 0) {
-        uint64_t any = tile->live ? 0 : UINT64_MAX;
-        for (ptrdiff_t r = row; tile->live && r < row + WIDTH && r < block->rows; r++) any |= tile->live[r];
+    if (tile->terms.live || tile->terms.kept || tile->terms.bias || tile->d_bias || block->share ||
+        block->cap > 0) {
+        uint64_t any = tile->terms.live ? 0 : UINT64_MAX;
+        for (ptrdiff_t r = row; tile->terms.live && r < row + WIDTH && r < block->rows; r++)
+            any |= tile->terms.live[r];
         const ptrdiff_t begin = any ? __builtin_ctzll(any) : 0, end = any ? 64 - __builtin_clzll(any) : 0,
                         each = WIDTH * LANES;
         STEP(p_and_ds_of)(block, tile, row, begin / each * each, (end + each - 1) / each * each);
@@ -180,7 +182,7 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     FN(strip) strips[AM_FLASH_ROWS];
     const am_backward_operand *q = &block->q, *d_out = &block->d_out;
     const ptrdiff_t rows = block->rows;
-    ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->terms.live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
     const FN(backward_product) logits[] = {
@@ -190,9 +192,9 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     STEP(logits_of)(strips, count, logits, 2, &queue);
     for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
 
-    uint64_t transposed[64] = {0}, *live = tile->live ? transposed : NULL;
-    if (tile->live) {
-        memcpy(transposed, tile->live, (size_t)rows * sizeof *transposed);
+    uint64_t transposed[64] = {0}, *live = tile->terms.live ? transposed : NULL;
+    if (tile->terms.live) {
+        memcpy(transposed, tile->terms.live, (size_t)rows * sizeof *transposed);
         transpose_tiles(transposed, 1);
     }
     FN(strip) transposed_strips[AM_FLASH_TILE];
@@ -207,7 +209,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
         dv = {p,    d_out->packed, NULL,       tile->d_v,
               rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
         dk = {joined_ds, q->packed, NULL, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
-        dq = {ds, tile->k, NULL, block->d_q, rows, q->stride, q->dim, tile->k_finite ? NULL : tile->live};
+        dq = {ds,   tile->k,   NULL,   block->d_q,
+              rows, q->stride, q->dim, tile->k_finite ? NULL : tile->terms.live};
     STEP(add_transposed)(transposed_strips, transposed_count, &dv, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, &queue);
     STEP(add_straight)(strips, count, &dq, &queue);
@@ -216,7 +219,7 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
 static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->terms.live, AM_FLASH_TILE);
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
     const FN(backward_product) product = {block->q.lanes, tile->k_columns, logits,       {0},
@@ -225,7 +228,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *row_max = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
-        uint64_t live = tile->live ? tile->live[r] : UINT64_MAX;
+        uint64_t live = tile->terms.live ? tile->terms.live[r] : UINT64_MAX;
         FN(logit_terms) d = FN(logit_terms_of)(block, tile, r);
         V most = VOP(set1)(-(T)INFINITY), total = zero, equal = zero;
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {

@@ -52,7 +52,7 @@ static inline FN(logit_terms)
         .scale = VOP(set1)((T)block->factor),
         .cap = FN(soft_cap_of)(block->cap),
         .capped = block->cap > 0,
-        .bias = tile->bias ? (const T *)tile->bias + row * tile->bias_stride : NULL,
+        .bias = tile->terms.bias ? (const T *)tile->terms.bias + row * tile->terms.bias_stride : NULL,
     };
 }
 
@@ -111,9 +111,9 @@ INLINE void FN(p_and_ds_at)(const FN(gradient_terms) * of, ptrdiff_t i, bool liv
     }
     V cap_slope = zero, s = FN(logit_of)(&of->logits, *p, i, &cap_slope),
       power = FN(exp2)(VOP(fma)(VOP(sub)(s, of->base), of->unit, of->rest)), kept = power, d = *ds;
-    if (tile->kept) {
-        d = VOP(select)(tile->kept[row] >> i, VOP(mul)(d, of->kept_factor), zero);
-        kept = VOP(select)(tile->kept[row] >> i, VOP(mul)(power, of->kept_factor), zero);
+    if (tile->terms.kept) {
+        d = VOP(select)(tile->terms.kept[row] >> i, VOP(mul)(d, of->kept_factor), zero);
+        kept = VOP(select)(tile->terms.kept[row] >> i, VOP(mul)(power, of->kept_factor), zero);
     }
     d = VOP(mul)(power, VOP(add)(d, of->add));
     if (block->share) {
@@ -121,9 +121,9 @@ INLINE void FN(p_and_ds_at)(const FN(gradient_terms) * of, ptrdiff_t i, bool liv
         d = VOP(sub)(d, VOP(pick_less)(s, of->base, zero, share));
     }
     if (of->logits.capped) d = VOP(mul)(d, cap_slope);
-    if (tile->live) {
-        d = VOP(select)(tile->live[row] >> i, d, zero);
-        kept = VOP(select)(tile->live[row] >> i, kept, zero);
+    if (tile->terms.live) {
+        d = VOP(select)(tile->terms.live[row] >> i, d, zero);
+        kept = VOP(select)(tile->terms.live[row] >> i, kept, zero);
     }
     if (d_bias) VOP(store)(d_bias, d);
     *p = kept, *ds = VOP(mul)(d, of->scale);

@@ -110,8 +110,8 @@ static inline uint64_t live_between(uint64_t live, ptrdiff_t begin, ptrdiff_t en
 /* Finds the columns of a tile from the first that is live in any row to the last: *begin … *end - 1. */
 static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
 {
-    uint64_t any = tile->live ? 0 : UINT64_MAX;
-    for (ptrdiff_t r = 0; tile->live && r < block->rows; r++) any |= tile->live[r];
+    uint64_t any = tile->terms.live ? 0 : UINT64_MAX;
+    for (ptrdiff_t r = 0; tile->terms.live && r < block->rows; r++) any |= tile->terms.live[r];
     *begin = __builtin_ctzll(any);
     *end = AM_FLASH_TILE - __builtin_clzll(any);
 }

@@ -89,7 +89,7 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
 {
     const operands_bf16x2 x =
         by_rows_bf16x2(0, block->logits, panel, PANEL_f32, (float *)block->out + column, block->out_dim);
-    add_live_rows_bf16x2(block->rows, columns_at(block, column, PANEL_f32), tile->live, &x, 0);
+    add_live_rows_bf16x2(block->rows, columns_at(block, column, PANEL_f32), tile->terms.live, &x, 0);
 }
 
 /* O + P V of a strip, and of some columns of unpacked values, of which each two rows are interleaved. */

@@ -67,16 +67,16 @@ static inline void STEP(find_running_max)(const am_flash_rows *block, const am_f
                                           ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    const bool adds = tile->bias && block->cap == 0; /* here, which saves a pass over the row */
-    if (!adds && (tile->bias || block->cap > 0 || block->factor != 1))
+    const bool adds = tile->terms.bias && block->cap == 0; /* here, which saves a pass over the row */
+    if (!adds && (tile->terms.bias || block->cap > 0 || block->factor != 1))
         FN(apply_logit_terms)(block, tile, row, logits, begin, end);
-    const T *bias = adds ? (const T *)tile->bias + row * tile->bias_stride : NULL;
+    const T *bias = adds ? (const T *)tile->terms.bias + row * tile->terms.bias_stride : NULL;
     V most = VOP(set1)(-(T)INFINITY), factor = VOP(set1)((T)block->factor);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(load)(logits + i);
         if (bias) s = VOP(add)(VOP(mul)(factor, s), VOP(load)(bias + i));
-        if (tile->live) s = VOP(select)(tile->live[row] >> i, s, VOP(set1)(-(T)INFINITY));
-        if (bias || tile->live) VOP(store)(logits + i, s);
+        if (tile->terms.live) s = VOP(select)(tile->terms.live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+        if (bias || tile->terms.live) VOP(store)(logits + i, s);
         most = VOP(max)(s, most);
     }
     STEP(update_row_max)(block, row, most);
@@ -98,7 +98,8 @@ INLINE V STEP(softmax_vectors)(const am_flash_rows *block, const am_flash_tile *
     UNROLL(16)
     for (int j = 0; j < count; j++) {
         total = VOP(add)(total, p[j]);
-        if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
+        if (tile->terms.kept)
+            p[j] = VOP(select)(tile->terms.kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
     }
     STEP(store_p)(logits + column, p, count);
     return total;
@@ -131,8 +132,8 @@ static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
-    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias &&
-           (WIDTH == 1 || !tile->v_scales);
+    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->terms.kept &&
+           !tile->terms.bias && (WIDTH == 1 || !tile->v_scales);
 }
 
 /* What such a tile may have beside products; NULL: it has none. */
@@ -249,8 +250,8 @@ INLINE void STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) e
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
-    const ptrdiff_t stride = tile->bias_stride;
-    const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
+    const ptrdiff_t stride = tile->terms.bias_stride;
+    const T *bias = tile->terms.bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
     am_flash_rows with_terms = *block;
     if (block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
@@ -259,22 +260,25 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
         with_terms.factor = 1, bias = NULL;
     }
     if (scales)
-        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, scales});
+        STEP(softmax_plain)(&with_terms,
+                            (STEP(extras)){tile->terms.live, tile->terms.kept, bias, stride, &unit, scales});
     else if (bias)
-        STEP(softmax_plain)(block, (STEP(extras)){tile->live, tile->kept, bias, stride, &unit, NULL});
+        STEP(softmax_plain)(block,
+                            (STEP(extras)){tile->terms.live, tile->terms.kept, bias, stride, &unit, NULL});
     else
-        STEP(softmax_plain)(&with_terms, (STEP(extras)){tile->live, tile->kept, NULL, 0, &unit, NULL});
+        STEP(softmax_plain)(&with_terms,
+                            (STEP(extras)){tile->terms.live, tile->terms.kept, NULL, 0, &unit, NULL});
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
  * whether it has. If a lane holds two numbers, leaving out dead vectors costs more than it saves. */
 static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    if (WIDTH == 1 && tile->live) return false;
+    if (WIDTH == 1 && tile->terms.live) return false;
     if (!STEP(is_plain)(block, tile))
         STEP(softmax_with_terms)(block, tile);
-    else if (tile->live)
-        STEP(softmax_plain)(block, (STEP(extras)){.live = tile->live});
+    else if (tile->terms.live)
+        STEP(softmax_plain)(block, (STEP(extras)){.live = tile->terms.live});
     else
         STEP(softmax_plain)(block, (STEP(extras)){.live = NULL});
     return true;
@@ -332,7 +336,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
 #    endif
     assert(tile->layout == AM_PACKED || tile->layout == AM_PACKED_KEYS);
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->terms.live, AM_FLASH_TILE);
 
     prefetch_queue queue =
         prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
@@ -358,7 +362,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         const ptrdiff_t panel =
             column * (AM_FLASH_TILE / WIDTH); /* the first element of the panel in packed values */
         const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
-        if (tile->live && !tile->finite) {
+        if (tile->terms.live && !tile->finite) {
             STEP(add_live)(block, tile, column, v + panel);
             continue;
         }

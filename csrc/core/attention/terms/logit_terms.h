@@ -12,13 +12,6 @@ typedef struct {
     uint64_t *live, *kept, *row_keys;
 } am_logit_scratch;
 
-/* The terms of the logits of a tile; each is NULL if it does nothing. */
-typedef struct {
-    const uint64_t *live, *kept; /* a word a row */
-    const void *bias;            /* rows of AM_FLASH_TILE numbers of the arithmetic type, */
-    ptrdiff_t bias_stride;       /* so many numbers apart */
-} am_logit_terms;
-
 /* The key of one row for am_keep_bits. */
 uint64_t am_dropout_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
 

@@ -43,7 +43,7 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_stride, ptrd
  * again. */
 static void add_tile_f8x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
-    if (!tile->live) {
+    if (!tile->terms.live) {
         add_pairs_f8x2(block, tile, 0, AM_FLASH_TILE, prefetch);
         return;
     }

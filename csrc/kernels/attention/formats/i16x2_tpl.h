@@ -69,9 +69,9 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     one.logits = (float *)block->logits + row * AM_FLASH_TILE;
     one.out = (float *)block->out + row * block->out_dim;
     am_flash_tile its = *tile;
-    if (tile->live) its.live += row;
+    if (tile->terms.live) its.terms.live += row;
     prefetch_lines none = prefetch_nothing(tile->v.data);
-    if (!its.live || *its.live) SHARED(add_tile_i8)(&one, &its, &none);
+    if (!its.terms.live || *its.terms.live) SHARED(add_tile_i8)(&one, &its, &none);
 }
 
 /* Rounds some vectors of weights to i16x2; returns their unit, or NaN if they have none. */

@@ -61,14 +61,14 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof *v - column;
         const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof *v),
                        *in_runs = tile->v.run && keys > tile->v.run ? &runs : NULL;
-        const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
+        const bool whole = !tile->terms.live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         float *out = (float *)block->out + column;
         const operands_interleaved x =
             by_rows_interleaved(lanes, p, v + column, 2 * stride, out, block->out_dim);
         operands_bf16x2 of_panel = by_rows_bf16x2(lanes, p, panel, PANEL_f32, out, block->out_dim);
-        if (!tile->live && columns == VF_LANES) {
+        if (!tile->terms.live && columns == VF_LANES) {
             add_half_panel_bf16x2(rows, &x, prefetch, in_runs);
             continue;
         }
@@ -105,11 +105,11 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         for (ptrdiff_t i = 0, some = in_runs ? tile->v.run : keys; i < keys; i += some) {
             const uint16_t *row = row_at(&tile->v, begin + i);
             pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, stride, some, columns,
-                              tile->live ? nothing : NULL, prefetch);
+                              tile->terms.live ? nothing : NULL, prefetch);
         }
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
-            for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
+            for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->terms.live[r], begin, end);
             add_live_rows_bf16x2(rows, columns_at(block, column, PANEL_f32), live, &of_panel, 0);
             continue;
         }

@@ -70,7 +70,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(S)),
                        *in_runs = tile->v.run && keys > tile->v.run ? &runs : NULL;
         T *out = (T *)block->out + column;
-        const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
+        const bool wide = block->rows <= STRIP / 2 && !tile->terms.live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
 #ifdef WIDEN
         const ptrdiff_t v_stride = 2 * FN(PANEL);
@@ -82,12 +82,13 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const ptrdiff_t v_stride = row_stride;
 #endif
         FN(operands) of_panel = FN(by_rows)(keys, logits, panel, FN(PANEL), out, block->out_dim);
-        const bool packed = tile->live || width > columns;
+        const bool packed = tile->terms.live || width > columns;
         if (packed) {
             V nothing = WIDE(pack_panel)(panel, v, v_stride, keys, columns, VOP(set1)(0));
-            if (tile->live && VOP(total)(nothing) != 0) {
+            if (tile->terms.live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
-                for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
+                for (ptrdiff_t r = 0; r < block->rows; r++)
+                    live[r] = live_between(tile->terms.live[r], begin, end);
                 FN(add_live_rows)(block->rows, width, live, &of_panel, 0);
                 continue;
             }

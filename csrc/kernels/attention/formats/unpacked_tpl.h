@@ -321,7 +321,7 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
-    const bool at_once = !tile->live && AT_ONCE(block, tile);
+    const bool at_once = !tile->terms.live && AT_ONCE(block, tile);
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : end_of_run(&tile->v, begin, end);
         FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
