@@ -42,10 +42,6 @@ class Format(NamedTuple):
     def scaled(self) -> bool:
         return self.name in _LARGEST or self.group > 0
 
-    @property
-    def whole(self) -> bool:
-        return self.dtype.kind == "i"
-
     def elements(self, channels: int) -> int:
         """Return the length of the last axis of pages."""
         return channels // self.per_element
@@ -170,7 +166,7 @@ def quantize_kv(
         values = np.divide(wide, scale, out=allocate(wide.shape, np.float32, "x"))
     # The scale of numbers near the least ones of float32 is rounded so much that a quotient can be beyond the limit.
     np.clip(values, -limit, limit, out=values)
-    if target.whole:
+    if target.dtype.kind == "i":
         np.rint(values, out=values)
     return values.astype(target.dtype), scale
 

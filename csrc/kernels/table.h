@@ -370,9 +370,9 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    am_backward_sum d_k, d_v; /* of [columns][q.stride], [columns][d_out.stride]; or by channel, of panels of
-                               * [channel][AM_CHANNEL_STRIDE], of which columns behind the last are not
-                               * defined */
+    am_backward_sum d_k, d_v; /* of [columns][q.stride], [columns][d_out.stride]; or by channel,
+                               * [channel][AM_CHANNEL_STRIDE], where columns from `columns` on may hold
+                               * anything */
     am_logit_terms terms;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;

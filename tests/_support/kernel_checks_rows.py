@@ -332,7 +332,7 @@ def check_pack_i16x2(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
 def check_pack_for_halves(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
     """For keys of four bits: integers of two bytes, and their sums up to each 32 channels.
 
-    Of eight channels: the high bytes of the even ones, their low ones, and those of the odd ones.
+    Eight channels lie as four high and four low bytes of the even ones, then as many of the odd ones.
     """
     usual, units = check_units(dst, values, MOST_I4)
     high, low = np.moveaxis(dst.view(np.int8)[usual, : 2 * depth].reshape(-1, depth // 8, 2, 2, 4), 3, 0)

@@ -72,7 +72,7 @@ class Case(Told):
     types: tuple[np.dtype, np.dtype | str] = (F32, F32)
     heads: tuple[int, int] = (4, 2)
     depths: tuple[int, int] = (16, 16)
-    # Of each sequence; packed if there are several numbers, which take turns.
+    # New queries per sequence. Several numbers are taken in turn, and their queries are packed.
     queries: int | tuple[int, ...] = 1
     lengths: tuple[int, ...] = (0, 1, 63)  # before the call
     new: str | None = None

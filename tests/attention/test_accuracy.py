@@ -375,7 +375,7 @@ SWALLOWED = [
 @pytest.mark.parametrize("more", SWALLOWED, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
-    """In rows where the bias is, say, the lowest number of the type, all logits are equal and have the same weight."""
+    """A bias so large that adding q k does not change it makes all logits of a row equal."""
     arguments = tensors(40, 80, dtype=dtype) | more
     wide = accumulator(dtype)
     keep = attnmask.dropout_keep_mask(0, 0.3, (2, 4, 40, 80)) if "dropout_prob" in more else None

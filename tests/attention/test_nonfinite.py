@@ -142,6 +142,19 @@ def test_poison_in_a_dead_bias(isa, dtype):
 # Live pairs
 
 
+def seen_to_the_end(
+    queries: int, keys: int, dtype: np.dtype, soft_cap: float | None, normalize: bool, sinks: bool
+) -> dict:
+    """Arguments whose last query sees all keys."""
+    return tensors(queries, keys, dtype=dtype) | {
+        "causal": True,
+        "causal_offset": "bottom-right",
+        "logits_soft_cap": soft_cap,
+        "normalize_output": normalize,
+        "softmax_aux": np.ones(1, dtype) if sinks else None,
+    }
+
+
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
@@ -151,13 +164,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
     """NaN in a key or a query makes the whole row NaN; NaN in a value only its column; +inf gives +inf."""
     for queries, keys in SIZES:
         shape = (2, 4, queries, keys)
-        arguments = tensors(queries, keys, dtype=dtype) | {
-            "causal": True,
-            "causal_offset": "bottom-right",
-            "logits_soft_cap": soft_cap,
-            "normalize_output": normalize,
-            "softmax_aux": np.ones(1, dtype) if sinks else None,
-        }
+        arguments = seen_to_the_end(queries, keys, dtype, soft_cap, normalize, sinks)
         clean = attend(arguments)
         for at in (0, keys // 2, keys - 1):
             touched = live_of(arguments, shape)[:, :2, :, at]
@@ -353,13 +360,7 @@ def test_poison_in_the_dlse_of_dead_rows(isa, dtype, sinks):
 def test_live_nan_comes_through_to_gradients(isa, dtype, soft_cap, normalize):
     for queries, keys in SIZES:
         shape = (2, 4, queries, keys)
-        arguments = tensors(queries, keys, dtype=dtype) | {
-            "causal": True,
-            "causal_offset": "bottom-right",
-            "logits_soft_cap": soft_cap,
-            "normalize_output": normalize,
-            "softmax_aux": np.ones(1, dtype),
-        }
+        arguments = seen_to_the_end(queries, keys, dtype, soft_cap, normalize, sinks=True)
         live, dout = live_of(arguments, shape), dout_of(arguments)
         clean = gradients(arguments, dout)
         for name, at in itertools.product(("key", "value", "query", "dout"), (0, -1)):

@@ -373,7 +373,8 @@ AM_VARIANT(check_kvcache, call, true)
 static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
     static const int which[] = {K_CACHE, V_CACHE, KEY, VALUE, K_SCALE, V_SCALE};
-    enum { ARRAYS = sizeof which / sizeof *which, PARAMS = ARRAYS + 1 /* with slot_mapping */ };
+    enum { ARRAYS = sizeof which / sizeof *which };
+    enum { PARAMS = ARRAYS + 1 }; /* slot_mapping is the last */
     am_scoped(release) arguments a = {0};
     am_request *r = &a.mask.request;
     am_owned PyArrayObject *slots = NULL;

@@ -65,8 +65,7 @@ static int read_out(arguments *a, PyObject *object, const char *name, npy_intp i
     return 0;
 }
 
-/* The shape of an lse, [B, H, T] or [H, T]: that of an out without channels, and with its last axes swapped.
- */
+/* The shape of an lse, [B, H, T] or [H, T], from that of its out, [B, T, H, D] or [T, H, D]. */
 static void find_lse_shape(const arguments *a, npy_intp shape[3])
 {
     const int axes = a->ndim - 1;

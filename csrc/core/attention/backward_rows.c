@@ -20,7 +20,7 @@ static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const a
 }
 
 /* Transposes what is packed like values, panel by panel. */
-static void turn_panels(const am_backward_plan *p, char *to, const char *panels, ptrdiff_t dim)
+static void transpose_panels(const am_backward_plan *p, char *to, const char *panels, ptrdiff_t dim)
 {
     const ptrdiff_t panel = p->base.arithmetic->panel, lanes = TILE / am_width(&p->base), size = p->base.size;
     for (ptrdiff_t i = 0; i < dim * lanes * size; i += panel * lanes * size)
@@ -39,7 +39,7 @@ static am_backward_operand load_block(const am_backward_plan *p, const am_tokens
         const bool by_channel = p->base.arithmetic->by_channel;
         char *panels = by_channel ? scratch : packed;
         to.finite = am_kv_own(&p->base)->pack_values(panels, &rows, at->rows, to.dim, NULL);
-        if (by_channel) turn_panels(p, packed, panels, to.dim);
+        if (by_channel) transpose_panels(p, packed, panels, to.dim);
     } else {
         const am_rows rows = read_block(p, t, at, to.dim, scratch);
         to.finite = p->base.arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / p->base.size,

@@ -6,7 +6,7 @@
  * for the surviving one.
  *
  * Without it, the first loop of a child whose thread had a team in the parent never ends. With it, two
- * threads of a Zen 5 take 470 µs for the first call of a child (one thread 235, mostly page faults; the first
+ * threads of a Zen 5 take 470 µs for the first call of a child (one thread 235; the first
  * call of a new thread in the parent 215), and later ones 8 to 14 µs longer than in the parent, where one
  * takes 16.
  */

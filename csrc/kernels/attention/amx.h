@@ -12,10 +12,10 @@
  * that makes 68 loads and 20 stores of tile registers instead of 80 and 32 (head_dim 64), or 136 and 24
  * instead of 160 and 48 (128), for 64 or 128 products.
  *
- * Backward, P and dS are the right-hand factors of dVᵀ = dOᵀ P and dKᵀ = Qᵀ dS, as they are made: what is
- * transposed is Q and dO of a block, once for all tiles that a task takes. For 64 rows and 64 keys that saves
- * 1,900 of 8,600 vector instructions, of which transposing a block costs 1,600 (head_dim 64) or 3,200 (128):
- * 18 or 13 % less where a task takes four tiles, 4 % less or 15 % more where it takes one.
+ * Backward computes dVᵀ = dOᵀ P and dKᵀ = Qᵀ dS, so P and dS are right-hand factors and are not transposed.
+ * Q and dO are, once per block. By count, a step of 64 rows and 64 keys takes 6,700 vector instructions in
+ * place of 8,600, and a block takes 1,600 more (head_dim 64) or 3,200 more (128). If a task has four tiles,
+ * that is 18 or 13 % less in all; if it has one, 4 % less or 15 % more.
  */
 
 enum {
@@ -33,9 +33,9 @@ static _Thread_local amx_shape amx_now;
 
 static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
 {
-    const bool first_alone =
-        rows == AMX_TILE_ROWS && now->rows > rows; /* the second tiles may have any shape */
-    if ((now->rows == rows || first_alone) && now->lanes == lanes) return;
+    /* If all rows are in the first tiles, the second ones may have any shape. */
+    const bool has_rows = now->rows == rows || (rows == AMX_TILE_ROWS && now->rows > rows);
+    if (has_rows && now->lanes == lanes) return;
     const uint8_t high = (uint8_t)(rows < AMX_TILE_ROWS ? rows : AMX_TILE_ROWS), low = (uint8_t)(rows - high),
                   head_dim = (uint8_t)lanes;
     const uint16_t line = AMX_TILE_LANES * sizeof(float),
@@ -179,7 +179,8 @@ static void split_panel(const float *panel, float *finite, uint16_t *rest)
     memcpy(finite, numbers, sizeof numbers);
 }
 
-/* Weights of rows that see tokens, each two of which share a lane: P, or dS. Strides are in lanes. */
+/* P or dS: the weights of pairs of a row and a token. A lane has those of two tokens; strides are in lanes.
+ */
 typedef struct {
     const float *data;
     ptrdiff_t row, two_tokens;

@@ -15,7 +15,7 @@
 enum { SUBCHUNK = 16 };
 #endif
 
-/* What a chunk is made of. Matrices have the strides of the shape, and room for whole subchunks of rows. */
+/* The working memory of a chunk. Strides are those of the shape; matrices have room for whole subchunks. */
 typedef struct {
     T *decays;  /* D [tokens][token_stride], or not by channel */
     T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by

@@ -15,8 +15,8 @@ typedef struct {
     float units[4][4], offsets[4][4];              /* [group][row] */
 } weights_i4;
 
-/* What is computed at once: rows of a block from `row` on, with keys begin … end - 1 of a tile and a chunk of
- * channels. */
+/* A part of a step: rows of a block from `row` on, keys begin … end - 1 of a tile, and a chunk of channels.
+ */
 typedef struct {
     const am_flash_rows *block;
     const am_flash_tile *tile;
@@ -121,7 +121,7 @@ APART void prefetch_each_i4(next_scales_i4 *scales)
     }
 }
 
-/* What a row of queries has to prefetch. */
+/* Prefetches the share of one row of queries. */
 static inline void prefetch_scales_i4(next_scales_i4 *scales)
 {
     prefetch_lines *lines = &scales->lines;
