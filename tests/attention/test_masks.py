@@ -27,6 +27,33 @@ def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
     expected(arguments | {"attention_mask": live}, case=(offset, window, causal)).check(*got)
 
 
+# Tiles
+
+
+def scattered() -> dict:
+    """Of the second block of queries, the last pair lies one tile behind those that the window allows to be."""
+    live = np.zeros((1, 1, 72, 72), bool)
+    live[0, 0, [63, 64, 64], [63, 40, 64]] = True
+    return tensors(72, 72) | {"attention_mask": live, "sliding_window": (4, 2)}
+
+
+def windows_of_segments() -> dict:
+    ids = np.zeros((1, 79), np.int32)
+    ids[:, 8:16] = ids[:, 64:72] = 1
+    mask = attnmask.MaskInfo.from_segments(ids).apply_sliding_window((5, 19))
+    return tensors(79, 79) | {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("make", [scattered, windows_of_segments])
+def test_no_tile_is_left_out(isa, dtype, make):
+    """Where one term allows pairs of more tiles than all terms together."""
+    arguments = {
+        name: x.astype(dtype) if name in ("query", "key", "value") else x for name, x in make().items()
+    }
+    expected(arguments).check(*attend(arguments))
+
+
 # Rows without a live pair
 
 

@@ -28,7 +28,7 @@ static PyObject *task_data(const am_attn_base *base, const am_sections *sections
     PyObject *items = PyList_New(0);
     for (ptrdiff_t i = task_items.first; items && i < task_items.first + task_items.count; i++) {
         const am_attn_place at = am_item_place(base, sections, g, i);
-        const am_range seen = am_block_tiles(base, sections, g, &at);
+        const am_range seen = am_item_tiles(base, sections, g, &at);
         ptrdiff_t tiles = 0;
         for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
             if (!s->splits_are_tasks || split == task_items.split)
@@ -83,7 +83,7 @@ static PyObject *blocks_of(const am_backward_plan *p, const am_section *section)
     PyObject *blocks = PyList_New(0);
     for (ptrdiff_t block = section->blocks.begin; blocks && block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, 1);
-        const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
+        const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
         append(&blocks,
                Py_BuildValue("(nn)", tiles.begin - section->tiles.begin, tiles.end - section->tiles.begin));
     }

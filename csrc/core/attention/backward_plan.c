@@ -87,7 +87,7 @@ static sight sight_of(const am_backward_plan *p, const am_section *section)
     ptrdiff_t blocks = 0, all = 0, most = 0, first = PTRDIFF_MAX, last = 0;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
-        const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
+        const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
         if (am_length(tiles) <= 0) continue;
         blocks++, all += am_length(tiles), most = am_max(most, am_length(tiles));
         first = am_min(first, tiles.begin), last = am_max(last, tiles.end);
@@ -112,7 +112,7 @@ static am_range visits_seen(const am_backward_plan *p, const am_section *section
     am_range visits = {0, 0};
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
-        const am_range seen = am_tiles_seen(&p->base, &p->sections, &at);
+        const am_range seen = am_block_tiles(&p->base, &p->sections, &at);
         if (am_min(seen.end, tiles.end) <= am_max(seen.begin, tiles.begin)) continue;
         const ptrdiff_t first = (block - section->blocks.begin) * shared;
         if (visits.end == 0) visits.begin = first;
@@ -163,7 +163,7 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
     *many = false;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
-        const am_range tiles = am_tiles_seen(&p->base, &p->sections, &at);
+        const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
         if (am_length(tiles) <= 0) continue;
         const am_range sums = {am_sum_of_tile(p, section, tiles.begin),
                                am_sum_of_tile(p, section, tiles.end - 1) + 1};

@@ -160,7 +160,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn *f = p->base.attn;
     const am_attn_place place = am_backward_block(p, index), *at = &place;
-    const am_range tiles = am_tiles_seen(&p->base, &p->sections, at);
+    const am_range tiles = am_block_tiles(&p->base, &p->sections, at);
     am_rows_state *state = am_rows_state_of(p, at);
     state->first = am_sum_of_tile(p, at->section, tiles.begin);
     state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;

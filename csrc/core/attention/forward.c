@@ -413,7 +413,7 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
     const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
-    return (position){g, at, am_block_tiles(&f->base, &f->sections, g, &at),
+    return (position){g, at, am_item_tiles(&f->base, &f->sections, g, &at),
                       am_splits_are_tasks(&f->schedule, g) ? split : 0};
 }
 
@@ -461,7 +461,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
         const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
-        const ptrdiff_t splits = am_splits_of(g, am_block_tiles(&f->base, &f->sections, g, &at));
+        const ptrdiff_t splits = am_splits_of(g, am_item_tiles(&f->base, &f->sections, g, &at));
         for (ptrdiff_t split = 1; split < splits; split++) {
             const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
             f->base.arithmetic->merge(&whole, &other);

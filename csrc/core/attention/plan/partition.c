@@ -251,9 +251,17 @@ static am_status list_ranges(am_sections *sections, const am_mask *mask)
     return status;
 }
 
-/* Numbers ranges of 64 tokens. */
-static void number_ranges(am_sections *sections)
+static void number(am_ranges *ranges, ptrdiff_t batch)
 {
+    ranges->row = am_ceil_div(ranges->tokens, MOST);
+    ranges->count = batch * ranges->row;
+}
+
+/* Numbers ranges of 64 tokens. */
+static void number_ranges(am_sections *sections, ptrdiff_t batch)
+{
+    number(&sections->blocks, batch);
+    number(&sections->tiles, batch);
     for (am_section *section = sections->list; section < sections->list + sections->count; section++) {
         const ptrdiff_t block = section->b * sections->blocks.row, tile = section->b * sections->tiles.row;
         section->blocks = (am_range){block, block + sections->blocks.row};
@@ -261,6 +269,38 @@ static void number_ranges(am_sections *sections)
             (am_range){tile + section->keys.begin / MOST, tile + am_ceil_div(section->keys.end, MOST)};
         if (!sees_keys(section)) section->tiles.end = section->tiles.begin;
     }
+}
+
+/* The same for blocks whose answers are not known yet. */
+static am_range find_tiles(const am_sections *sections, const am_mask *mask, const am_section *section,
+                           ptrdiff_t block, am_range heads)
+{
+    if (am_length(section->blocks) == 1 && am_length(heads) == mask->own_heads) return section->tiles;
+    const am_range queries = am_range_at(&sections->blocks, block),
+                   keys = am_mask_seen(mask, section->b, heads, queries, 1).keys;
+    const ptrdiff_t begin = am_max(keys.begin, section->keys.begin),
+                    end = am_min(keys.end, section->keys.end);
+    if (begin >= end) return (am_range){section->tiles.begin, section->tiles.begin};
+    return (am_range){am_tile_index(sections, section, begin), am_tile_index(sections, section, end - 1) + 1};
+}
+
+am_range am_tiles_seen(const am_sections *sections, const am_mask *mask, const am_section *section,
+                       ptrdiff_t block, am_range heads)
+{
+    return sections->seen ? sections->seen[block] : find_tiles(sections, mask, section, block, heads);
+}
+
+/* Asks once for all heads where these see the same, and the mask has to be read to tell. */
+static am_status list_seen(am_sections *sections, const am_mask *mask)
+{
+    if (mask->exact_keys || mask->own_heads != 1) return AM_OK;
+    am_range *seen = malloc((size_t)am_max(sections->blocks.count, 1) * sizeof *seen);
+    if (!seen) return AM_NO_MEMORY;
+    for (const am_section *section = sections->list; section < sections->list + sections->count; section++)
+        for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++)
+            seen[block] = find_tiles(sections, mask, section, block, (am_range){0, 1});
+    sections->seen = seen;
+    return AM_OK;
 }
 
 am_status am_sections_make(am_sections *sections, const am_mask *mask, bool by_mask)
@@ -274,13 +314,12 @@ am_status am_sections_make(am_sections *sections, const am_mask *mask, bool by_m
     for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++)
         status = list_sections(sections, mask, b, &d);
     free(d.owners);
-    if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(sections, mask);
-    sections->blocks.row = am_ceil_div(mask->queries, MOST),
-    sections->tiles.row = am_ceil_div(mask->keys, MOST);
-    sections->blocks.count = mask->batch * sections->blocks.row;
-    sections->tiles.count = mask->batch * sections->tiles.row;
-    if (status == AM_OK) number_ranges(sections);
-    return status;
+    if (status != AM_OK) return status;
+    if (d.by_boundaries || d.has_rest)
+        status = list_ranges(sections, mask);
+    else
+        number_ranges(sections, mask->batch);
+    return status == AM_OK ? list_seen(sections, mask) : status;
 }
 
 void am_sections_free(am_sections *sections)
@@ -288,6 +327,7 @@ void am_sections_free(am_sections *sections)
     free(sections->list);
     free(sections->blocks.list);
     free(sections->tiles.list);
+    free(sections->seen);
 }
 
 ptrdiff_t am_tile_index(const am_sections *sections, const am_section *section, ptrdiff_t key)

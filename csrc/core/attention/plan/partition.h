@@ -37,6 +37,7 @@ typedef struct {
     am_ranges blocks, tiles;
     am_section *list; /* in the order of batch rows and keys; those without keys are anywhere in their row */
     ptrdiff_t count, capacity;
+    am_range *seen; /* am_tiles_seen of each block; NULL where the mask tells it at once, or for each head */
 } am_sections;
 
 /* The mask is prepared. `by_mask`: sections are sequences, and what is behind them; else whole batch rows. */
@@ -55,6 +56,12 @@ const am_section *am_section_of(const am_sections *sections, ptrdiff_t block);
 
 /* The index of the tile of a section that a key is in. */
 ptrdiff_t am_tile_index(const am_sections *sections, const am_section *section, ptrdiff_t key);
+
+/* The tiles of a section from the first to the last that any query of a block sees in some heads; none if
+ * begin == end. The only answer to this question: what forward and backward skip, split and sum follows from
+ * it. */
+am_range am_tiles_seen(const am_sections *sections, const am_mask *mask, const am_section *section,
+                       ptrdiff_t block, am_range heads);
 
 /* The most queries of a block of a section. */
 ptrdiff_t am_most_queries(const am_sections *sections, const am_section *section);

@@ -36,7 +36,7 @@ static ptrdiff_t count_tiles(const am_attn_base *base, const am_sections *sectio
     *most = 0;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(base, sections, section, block, 0, base->attn->heads);
-        const ptrdiff_t tiles = am_length(am_tiles_seen(base, sections, &at));
+        const ptrdiff_t tiles = am_length(am_block_tiles(base, sections, &at));
         all += tiles, *most = am_max(*most, tiles);
     }
     return all;
@@ -261,7 +261,7 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
         const am_scheduled *g = am_scheduled_of(s, task);
         const am_task_items some = am_items_of(g, task);
         const am_attn_place at = am_item_place(base, sections, g, some.first);
-        const am_range tiles = am_split_tiles(g, am_block_tiles(base, sections, g, &at), some.split);
+        const am_range tiles = am_split_tiles(g, am_item_tiles(base, sections, g, &at), some.split);
         works[task] = (task_work){some.count * at.rows * am_max(0, am_length(tiles)), task};
     }
     if (works && s->order) {
@@ -364,12 +364,10 @@ am_attn_place am_item_place(const am_attn_base *base, const am_sections *section
                        am_min(h->block_heads, base->heads_per_kv - in_kv_head));
 }
 
-am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
-                        const am_attn_place *at)
+am_range am_item_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
+                       const am_attn_place *at)
 {
-    if (g->shape.q_blocks == 1) return g->section.tiles;
-    return g->shape.splits == 1 ? am_tiles_within_reach(base, sections, at)
-                                : am_tiles_seen(base, sections, at);
+    return g->shape.q_blocks == 1 ? g->section.tiles : am_block_tiles(base, sections, at);
 }
 
 am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t first_task)

@@ -71,9 +71,10 @@ am_task_items am_items_of(const am_scheduled *section, ptrdiff_t task);
 am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections,
                             const am_scheduled *section, ptrdiff_t item);
 
-/* The tiles that a block sees; where it takes them all, also some that it does not. */
-am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
-                        const am_attn_place *at);
+/* The tiles that an item takes: those that its block sees; of a section's only block, which items of several
+ * heads take in lockstep, those that any head sees. */
+am_range am_item_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
+                       const am_attn_place *at);
 
 /* Those of a split, and the splits that have some, at least 1. Splits are counted from the block's first
  * tile. */

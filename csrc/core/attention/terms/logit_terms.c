@@ -82,38 +82,15 @@ am_status am_sum_sinks(const am_context *context, const am_attn_base *base, am_s
 
 /* --- Tiles --- */
 
-/* The tiles of a section that hold some keys. */
-static am_range tiles_with(const am_sections *sections, const am_section *section, am_range keys)
-{
-    const ptrdiff_t begin = am_max(keys.begin, section->keys.begin),
-                    end = am_min(keys.end, section->keys.end);
-    if (begin >= end) return (am_range){section->tiles.begin, section->tiles.begin};
-    return (am_range){am_tile_index(sections, section, begin), am_tile_index(sections, section, end - 1) + 1};
-}
-
 /* The heads of a block that may see different keys. */
 static am_range heads_of(const am_attn_base *base, const am_attn_place *at)
 {
     return (am_range){at->head, at->head + am_min(at->heads, base->attn->mask->own_heads)};
 }
 
-am_range am_tiles_seen(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
+am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
 {
-    const am_range queries = {at->q, at->q + at->queries};
-    const am_seen seen = am_mask_seen(base->attn->mask, at->b, heads_of(base, at), queries, 1);
-    return tiles_with(sections, at->section, seen.keys);
-}
-
-am_range am_tiles_within_reach(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
-{
-    const am_range heads = heads_of(base, at);
-    am_range reach = {PTRDIFF_MAX, 0};
-    for (ptrdiff_t h = heads.begin; h < heads.end; h++) {
-        const am_range keys = am_mask_keys(base->attn->mask, at->b, h, at->q, at->queries);
-        if (keys.begin >= keys.end) continue;
-        reach = (am_range){am_min(reach.begin, keys.begin), am_max(reach.end, keys.end)};
-    }
-    return tiles_with(sections, at->section, reach);
+    return am_tiles_seen(sections, base->attn->mask, at->section, at->block, heads_of(base, at));
 }
 
 ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, const am_section *section)
@@ -125,7 +102,7 @@ ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, c
     for (ptrdiff_t i = 0; heads > 0 && i < count && found < most; i++) {
         const ptrdiff_t block = section->blocks.begin + (count == 1 ? 0 : i * (blocks - 1) / (count - 1));
         const am_attn_place at = am_place_of(base, sections, section, block, i % heads, 1);
-        found = am_max(found, am_length(am_tiles_within_reach(base, sections, &at)));
+        found = am_max(found, am_length(am_block_tiles(base, sections, &at)));
     }
     return found;
 }

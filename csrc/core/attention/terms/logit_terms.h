@@ -22,11 +22,8 @@ void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am
 bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
                          const am_logit_scratch *scratch, am_logit_terms *terms);
 
-/* The tiles from the first to the last that any row of a block sees. Those within reach may be too many, and
- * so must not alter a sum: how many depends on what else is in the call. */
-am_range am_tiles_seen(const am_attn_base *base, const am_sections *sections, const am_attn_place *at);
-am_range am_tiles_within_reach(const am_attn_base *base, const am_sections *sections,
-                               const am_attn_place *at);
+/* The tiles from the first to the last that any row of a block sees. */
+am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_attn_place *at);
 
 /* An estimate from a few blocks of a section of the most tiles that a block may see. */
 ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, const am_section *section);
