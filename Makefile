@@ -6,7 +6,8 @@ PYTEST_ARGS ?= -n $(JOBS) --dist worksteal
 SLOWEST ?= 10
 BENCH_ARGS ?=
 COMPILERS ?= gcc clang
-FUZZ_ARGS ?=
+FUZZ_ARGS ?= # such as --seed 7 --table
+MASK_ARGS ?= # such as --seed 7 --cases 500000 --all-levels
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 VENV := .venv
@@ -58,7 +59,8 @@ frameworks: frameworks-installed # with the package that is built where it lies
 
 frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 
-fuzz: $(VENV)/installed $(VENV)/test.txt ## call everything with hostile arguments (FUZZ_ARGS='--seed 7 --table')
+fuzz: $(VENV)/installed $(VENV)/test.txt ## compare attention under random masks, and call all with hostile arguments
+	$(BIN)/python tests/fuzz/masks.py $(MASK_ARGS)
 	$(BIN)/python tests/fuzz --calls 200000 $(FUZZ_ARGS)
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)

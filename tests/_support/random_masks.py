@@ -8,7 +8,7 @@ from attnmask import MaskInfo
 
 Shape = tuple[int, int, int, int]  # batch rows, heads, queries, keys
 Rng = np.random.Generator
-LENGTHS = (1, 5, 12, 13, 16, 17, 20, 33, 63, 64, 65, 100, 127, 128, 129, 200, 257)
+LENGTHS = (1, 5, 12, 13, 16, 17, 20, 33, 63, 64, 65, 72, 79, 100, 127, 128, 129, 200, 257)
 
 
 def planes(rng: Rng, shape: Shape) -> tuple[int, int]:
@@ -28,6 +28,21 @@ def pairs(rng: Rng, shape: Shape) -> np.ndarray:
     return rng.random((*planes(rng, shape), *shape[2:])) < rng.choice([0.02, 0.3, 0.9])
 
 
+def points(rng: Rng, shape: Shape) -> np.ndarray:
+    """A few pairs."""
+    array = np.zeros((*planes(rng, shape), *shape[2:]), bool)
+    flat = array.reshape(-1)
+    flat[rng.integers(flat.size, size=rng.integers(1, 9))] = True
+    return array
+
+
+def band(rng: Rng, shape: Shape) -> np.ndarray:
+    """Of each plane the pairs near a diagonal."""
+    low = rng.integers(-80, 40, (*planes(rng, shape), 1, 1))
+    distance = np.arange(shape[3]) - np.arange(shape[2])[:, None]
+    return (low <= distance) & (distance <= low + rng.integers(0, 80))
+
+
 def from_array(array: np.ndarray, shape: Shape) -> MaskInfo:
     return MaskInfo.from_attention_mask(np.broadcast_to(array, (shape[0], *array.shape[1:])))
 
@@ -41,6 +56,24 @@ def from_ids(rng: Rng, shape: Shape, disorder: bool, by_head: bool = False) -> M
         ids[..., rng.integers(tokens + 1) :] = -1
         sides.append(ids)
     return MaskInfo.from_segments(*sides)
+
+
+def from_runs(rng: Rng, shape: Shape, by_head: bool = False) -> MaskInfo:
+    """Segments of a few runs each, so that one begins before another ends."""
+    lead, size = shape[: 2 if by_head else 1], int(rng.choice([4, 8, 30]))
+    most = -(-max(shape[2:]) // size)
+    ids = rng.integers(-1, rng.choice([1, 2, 3]), (*lead, most)).repeat(size, axis=-1)
+    return MaskInfo.from_segments(ids[..., : shape[2]], ids[..., : shape[3]])
+
+
+def packed(rng: Rng, shape: Shape) -> MaskInfo:
+    """Sequences laid end to end in one row, some of no tokens; of several rows, their ids in runs."""
+    if shape[0] > 1:
+        return from_ids(rng, shape, disorder=False)
+    count = int(rng.integers(1, 5))
+    ends = [np.sort(rng.integers(0, tokens + 1, count - 1)) for tokens in shape[2:]]
+    starts = [[0, *own.tolist(), tokens] for own, tokens in zip(ends, shape[2:], strict=True)]
+    return MaskInfo.from_cu_seqlens(starts[0], cu_seqlens_kv=starts[1], packed=True)
 
 
 def from_function(rng: Rng, shape: Shape) -> MaskInfo:
@@ -84,26 +117,83 @@ KINDS: dict[str, Callable[[Rng, Shape], MaskInfo]] = {
     "ids of heads": lambda rng, shape: from_ids(rng, shape, disorder=True, by_head=True),
     "function": from_function,
     "blocks": from_blocks,
+    "packed": packed,
+    "points": lambda rng, shape: from_array(points(rng, shape), shape),
+    "bands": lambda rng, shape: from_array(band(rng, shape), shape),
+    "runs that return": from_runs,
+    "runs of heads": lambda rng, shape: from_runs(rng, shape, by_head=True),
+    "causal within segments": lambda rng, shape: from_runs(rng, shape).apply_causal(
+        any_of(rng, (0, 3, "bottom-right")), within_segments=True
+    ),
+    "windows within segments": lambda rng, shape: from_runs(rng, shape).apply_sliding_window(
+        window(rng), within_segments=True
+    ),
+}  # fmt: skip
+
+
+def any_of(rng: Rng, options: tuple):
+    return options[rng.integers(len(options))]
+
+
+def window(rng: Rng) -> tuple[int | None, int | None]:
+    left, right = (None if rng.random() < 0.1 else int(rng.integers(0, 80)) for _ in range(2))
+    return left, right
+
+
+def windows_of_heads(rng: Rng, shape: Shape):
+    left, right = (rng.integers(0, 60, shape[1]) for _ in range(2))
+    return any_of(rng, (left, (left, right), (left, 5), (None, right)))
+
+
+def types_of(rng: Rng, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Of queries and keys: token by token, or in runs."""
+    size = int(rng.choice([1, 8, 30]))
+    types = rng.integers(-1, 3, (shape[0], -(-max(shape[2:]) // size))).repeat(size, axis=-1)
+    return types[:, : shape[2]], types[:, : shape[3]]
+
+
+def any_mask(rng: Rng, shape: Shape) -> MaskInfo:
+    return KINDS[str(rng.choice(list(KINDS)))](rng, shape)
+
+
+TERMS: dict[str, Callable[[Rng, MaskInfo, Shape], MaskInfo]] = {
+    "causal": lambda rng, mask, shape: mask.apply_causal(rng.integers(-30, 30, shape[0])),
+    "window": lambda rng, mask, shape: mask.apply_sliding_window(window(rng)),
+    "windows of heads": lambda rng, mask, shape: mask.apply_sliding_window(windows_of_heads(rng, shape)),
+    "chunks": lambda rng, mask, shape: mask.apply_chunked(int(rng.choice([7, 16, 64, 100]))),
+    "prefix": lambda rng, mask, shape: mask.apply_prefix(rng.integers(0, 50, shape[0])),
+    "token types": lambda rng, mask, shape: mask.apply_token_type_ids(
+        types_of(rng, shape), combine=any_of(rng, ("union", "intersect"))
+    ),
+    "key lengths": lambda rng, mask, shape: mask.apply_kv_lengths(rng.integers(0, shape[3] + 1, shape[0])),
+    "and": lambda rng, mask, shape: mask & any_mask(rng, shape),
+    "or": lambda rng, mask, shape: mask | any_mask(rng, shape),
+    "not": lambda rng, mask, shape: ~mask,
 }  # fmt: skip
 
 
 def with_terms(rng: Rng, mask: MaskInfo, shape: Shape) -> MaskInfo:
     """With up to three more terms."""
     for _ in range(int(rng.choice([0, 1, 1, 2, 3]))):
-        term, other = int(rng.integers(7)), KINDS[str(rng.choice(list(KINDS)))](rng, shape)
-        if term == 0:
-            mask = mask.apply_causal(rng.integers(-30, 30, shape[0]))
-        elif term == 1:
-            mask = mask.apply_sliding_window(tuple(rng.integers(0, 80, 2).tolist()))
-        elif term == 2:
-            mask = mask.apply_sliding_window(rng.integers(0, 60, shape[1]))
-        elif term == 3:
-            mask = mask.apply_chunked(int(rng.choice([7, 16, 64, 100])))
-        elif term == 4:
-            mask = mask.apply_prefix(rng.integers(0, 50, shape[0]))
-        else:
-            mask = mask & other if term == 5 else mask | other
+        mask = TERMS[str(rng.choice(list(TERMS)))](rng, mask, shape)
     return mask
+
+
+def expression(rng: Rng, shape: Shape, depth: int = 2) -> MaskInfo:
+    """Any mask with any terms; or a part of a larger one, or two of them joined."""
+    batch, heads, queries, keys = shape
+    kind = rng.random()
+    if depth == 0 or kind < 0.6:
+        return with_terms(rng, any_mask(rng, shape), shape)
+    if kind < 0.8:
+        one, other = (expression(rng, shape, depth - 1) for _ in range(2))
+        return one & other if kind < 0.7 else one | other
+    q, k = (int(rng.integers(0, 100)) for _ in range(2))
+    larger = expression(rng, (batch, heads, queries + q, keys + k), depth - 1)
+    if kind < 0.85:
+        lengths = rng.integers(0, keys + 1, batch)
+        return larger.apply_kv_lengths(lengths, q_len=queries)[..., :keys]
+    return larger[..., q:, k:]
 
 
 def ends(mask: MaskInfo, row: int) -> tuple[int, int]:
