@@ -129,6 +129,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def plain():
+    """Runs the test at the level that has no kernels."""
+    previous = _core.use_isa("plain")
+    yield
+    _core.use_isa(previous)
+
+
+@pytest.fixture
 def each_isa():
     """Sets each level in turn, for tests whose expected result takes longer than their call."""
 

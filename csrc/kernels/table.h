@@ -504,7 +504,7 @@ typedef void am_end_tiles(void);
 
 typedef struct {
     const char *name;
-    bool plain; /* attention is that of core/attention/plain.c */
+    bool plain; /* attention is that of core/attention/plain.c, linear attention of core/linear/plain.c */
     am_end_tiles *end_tiles;
     am_cumsum_kernels cumsum;
     am_copy_kernels copy;

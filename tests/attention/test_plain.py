@@ -18,13 +18,6 @@ pytestmark = pytest.mark.of_integers
 STEP = 20 if SANITIZED else 1
 
 
-@pytest.fixture
-def plain():
-    previous = _core.use_isa("plain")
-    yield
-    _core.use_isa(previous)
-
-
 @pytest.mark.parametrize("case", [*CASES[:: 2 * STEP], *GRADIENT_CASES[:: 2 * STEP]], ids=name_of)
 def test_results_and_gradients(plain, case):
     check_case(case)
@@ -39,7 +32,7 @@ def test_caches(plain, case):
 ERRORS = {F64: (1e-13, 1e-12), F32: (2e-6, 1e-5), F16: (1e-3, 2e-3), BF16: (1e-2, 2e-2)}
 NAMES = (
     "flash_attention", "flash_attention_vjp", "flash_attention_with_kvcache",
-    "flash_attention_with_kvcache of four bits",
+    "flash_attention_with_kvcache of four bits", "linear_attention", "linear_attention_vjp", "linear_attention_step",
 )  # fmt: skip
 
 

@@ -156,6 +156,13 @@ def test_by_the_recurrence(isa, case):
     check_gradients(arrays, given)
 
 
+@pytest.mark.parametrize("case", CASES[::3], ids=range(0, len(CASES), 3))
+def test_plain_by_the_recurrence(plain, case):
+    arrays, given = make(str(case), **case)
+    check(arrays, given)
+    check_gradients(arrays, given)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("beta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)

@@ -6,6 +6,7 @@
 #include "core/runtime/sizes.h"
 #include "core/attention/base.h"
 #include "core/linear/chains.h"
+#include "core/linear/plain.h"
 #include "core/sequences/packed.h"
 
 typedef struct {
@@ -280,6 +281,7 @@ static am_status sum_tokens(void *arg, ptrdiff_t head, am_team *team)
 am_status am_linear_backward_all(const am_context *context, const am_linear *linear,
                                  const am_linear_back *back)
 {
+    if (context->kernels->plain) return am_plain_linear(context, linear, NULL, back, NULL);
     backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
     am_status status = am_linear_begin(&job.base, context, linear, AM_LINEAR_BACKWARD);
     const ptrdiff_t tokens = tokens_of(linear);

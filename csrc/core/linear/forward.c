@@ -3,6 +3,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/linear/chains.h"
+#include "core/linear/plain.h"
 
 /* Where the state number `i` of a chain is computed: where it is kept if it is whole. */
 static char *state_of(const am_linear_results *to, const am_linear_link *l, ptrdiff_t i)
@@ -54,6 +55,7 @@ static void end(void *results, const am_linear_link *l)
 am_status am_linear_forward_all(const am_context *context, const am_linear *linear,
                                 const am_linear_results *results)
 {
+    if (context->kernels->plain) return am_plain_linear(context, linear, results, NULL, NULL);
     am_linear_base base;
     am_status status = am_linear_begin(&base, context, linear, AM_LINEAR_FORWARD);
     const am_linear_chains chains = {
@@ -119,6 +121,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step)
 {
     enum { MOST_STATES = 16, TASKS_PER_THREAD = 4 };
+    if (context->kernels->plain) return am_plain_linear(context, linear, NULL, NULL, step);
     step_job job = {.step = step, .states = am_product(linear->sequences, linear->heads, 1)};
     job.task_states =
         am_min(am_ceil_div(job.states, TASKS_PER_THREAD * (ptrdiff_t)context->threads), MOST_STATES);

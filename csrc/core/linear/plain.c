@@ -1,0 +1,369 @@
+/* plain.c – all of linear attention in plain C. Read this first: the rest of core/linear computes the same by
+ * chunks. The level `plain` runs it, and tests compare the other levels with it.
+ *
+ * Each token of a value head, with the state S [K, V] that the tokens before it leave, and f = e^decay of
+ * each row of S:
+ *
+ *     S' = f S                              row by row; f = 0 forgets NaN, too
+ *     u = v,  or with beta  u = beta error,  error = v - S'ᵀ k
+ *     S = S' + k uᵀ
+ *     out = scale Sᵀ q
+ *
+ * Backward, from the last token to the first, with dS of what comes behind it:
+ *
+ *     dq = scale S d_out,   dS += scale q d_outᵀ
+ *     dk = dS u,            du = dSᵀ k
+ *     dv = du,              or with beta:  d_beta = du·error,  dv = beta du,  dk -= S' dv,  dS -= k dvᵀ
+ *     d_decay = dS·S'       row by row, 0 where f is
+ *     dS = f dS
+ *
+ * The states of a chunk are computed again for that, from the one before it. */
+#include <math.h>
+#include <string.h>
+
+#include "core/linear/chunks.h"
+#include "core/linear/plain.h"
+
+/* What is computed: results, gradients, or one token of each sequence. */
+typedef struct {
+    const am_linear *l;
+    const am_kernels *kernels;
+    const am_linear_results *to;
+    const am_linear_back *back;
+    const am_linear_step *step;
+    ptrdiff_t longest, shared; /* the most tokens of a sequence; value heads of a key head */
+    am_workspaces workspaces;
+} plain;
+
+/* A token of a value head, and the memory for its sequence. */
+typedef struct {
+    ptrdiff_t b, first, t, head, key_head; /* first: of its sequence */
+    double *q, *k, *v, *factor;            /* factor: of each row of the state */
+    double beta, q_inverse, k_inverse;
+    double *decayed, *error, *u, *out; /* decayed: the state, then the token's */
+    double *states;                    /* before each token of a chunk, and behind the last */
+    double *kept;                      /* before each chunk */
+    double *d_state, *d_out, *d_v, *row;
+    double *d_q, *d_k; /* of each token, summed over the value heads of a key head */
+    double *d_decay;   /* of each of these heads, summed over all tokens */
+} token;
+
+/* --- Numbers in memory --- */
+
+static void read_row(const plain *p, const am_linear_array *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t head,
+                     ptrdiff_t count, double *to)
+{
+    am_linear_read(p->kernels, AM_FLOAT64, to, count, am_linear_rows_at(a, b, t, head), 1, count);
+}
+
+static void write_row(const plain *p, const am_linear_array *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t head,
+                      ptrdiff_t count, const double *from)
+{
+    if (a->data)
+        am_linear_write(p->kernels, AM_FLOAT64, am_linear_rows_at(a, b, t, head), from, count, 1, count);
+}
+
+/* Reads a state; zeros if there are none. */
+static void read_state(const plain *p, const am_linear_array *a, ptrdiff_t sequence, ptrdiff_t head,
+                       double *to)
+{
+    const ptrdiff_t rows = p->l->rows, channels = p->l->channels;
+    if (!a->data) memset(to, 0, (size_t)(rows * channels) * sizeof *to);
+    for (ptrdiff_t i = 0; a->data && i < rows; i++)
+        read_row(p, a, sequence, head, i, channels, to + i * channels); /* its axes are in this order */
+}
+
+static void write_state(const plain *p, const am_linear_array *a, ptrdiff_t sequence, ptrdiff_t head,
+                        const double *from)
+{
+    for (ptrdiff_t i = 0; i < p->l->rows; i++)
+        write_row(p, a, sequence, head, i, p->l->channels, from + i * p->l->channels);
+}
+
+static double dot(const double *a, const double *b, ptrdiff_t count)
+{
+    double sum = 0;
+    for (ptrdiff_t i = 0; i < count; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static void scale_row(double *row, ptrdiff_t count, double factor)
+{
+    for (ptrdiff_t i = 0; i < count; i++) row[i] *= factor;
+}
+
+/* Returns what a row is multiplied by to be normalized. */
+static double inverse_norm(const plain *p, const double *row)
+{
+    return p->l->normalize ? 1 / sqrt(dot(row, row, p->l->rows) + 1e-6) : 1;
+}
+
+/* Reads a token, with queries and keys normalized. */
+static void read_token(const plain *p, token *x, ptrdiff_t t)
+{
+    const am_linear *l = p->l;
+    x->t = t;
+    read_row(p, &l->query, x->b, t, x->key_head, l->rows, x->q);
+    read_row(p, &l->key, x->b, t, x->key_head, l->rows, x->k);
+    read_row(p, &l->value, x->b, t, x->head, l->channels, x->v);
+    scale_row(x->q, l->rows, x->q_inverse = inverse_norm(p, x->q));
+    scale_row(x->k, l->rows, x->k_inverse = inverse_norm(p, x->k));
+    x->beta = 1;
+    if (l->beta.data) read_row(p, &l->beta, x->b, t, x->head, 1, &x->beta);
+    for (ptrdiff_t i = 0; i < l->rows; i++) {
+        x->factor[i] = 0;
+        if (l->decay.data && (i == 0 || l->by_channel)) {
+            am_linear_array decay = l->decay;
+            decay.data += i * decay.stride[3];
+            read_row(p, &decay, x->b, t, x->head, 1, &x->factor[i]);
+        }
+        x->factor[i] = i == 0 || l->by_channel ? exp(x->factor[i]) : x->factor[0];
+    }
+}
+
+/* --- The recurrence --- */
+
+/* Takes a token to the state behind it; both may be the same. */
+static void advance(const plain *p, token *x, const double *state, double *next)
+{
+    const ptrdiff_t rows = p->l->rows, channels = p->l->channels;
+    for (ptrdiff_t i = 0; i < rows * channels; i++)
+        x->decayed[i] = x->factor[i / channels] == 0 ? 0 : x->factor[i / channels] * state[i];
+    for (ptrdiff_t j = 0; j < channels; j++) {
+        double known = 0;
+        for (ptrdiff_t i = 0; p->l->beta.data && i < rows; i++)
+            known += x->k[i] * x->decayed[i * channels + j];
+        x->error[j] = x->v[j] - known;
+        x->u[j] = x->beta * x->error[j];
+    }
+    for (ptrdiff_t i = 0; i < rows * channels; i++)
+        next[i] = x->decayed[i] + x->k[i / channels] * x->u[i % channels];
+}
+
+/* Takes a token, and reads its result from the state. */
+static void forward_token(const plain *p, token *x, ptrdiff_t t, double *state)
+{
+    const ptrdiff_t channels = p->l->channels;
+    read_token(p, x, t);
+    advance(p, x, state, state);
+    for (ptrdiff_t j = 0; j < channels; j++) {
+        x->out[j] = 0;
+        for (ptrdiff_t i = 0; i < p->l->rows; i++) x->out[j] += x->q[i] * state[i * channels + j];
+        x->out[j] *= p->l->scale;
+    }
+}
+
+/* The gradients of a token, from those of the state behind it to those of the state before it. */
+static void backward_token(const plain *p, token *x, const double *state)
+{
+    const am_linear *l = p->l;
+    const am_linear_back *g = p->back;
+    const ptrdiff_t rows = l->rows, channels = l->channels;
+    double *d_q = x->d_q + (x->t - x->first) * rows, *d_k = x->d_k + (x->t - x->first) * rows, d_beta;
+    read_row(p, &g->d_out, x->b, x->t, x->head, channels, x->d_out);
+    scale_row(x->d_out, channels, l->scale);
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        const double *next = state + i * channels;
+        double *d = x->d_state + i * channels;
+        d_q[i] += dot(next, x->d_out, channels);
+        for (ptrdiff_t j = 0; j < channels; j++) d[j] += x->q[i] * x->d_out[j];
+        d_k[i] += dot(d, x->u, channels);
+    }
+    for (ptrdiff_t j = 0; j < channels; j++) {
+        x->d_v[j] = 0;
+        for (ptrdiff_t i = 0; i < rows; i++) x->d_v[j] += x->k[i] * x->d_state[i * channels + j];
+    }
+    if (l->beta.data) {
+        d_beta = dot(x->d_v, x->error, channels);
+        write_row(p, &g->beta, x->b, x->t, x->head, 1, &d_beta);
+        scale_row(x->d_v, channels, x->beta);
+    }
+    write_row(p, &g->value, x->b, x->t, x->head, channels, x->d_v);
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        double *d = x->d_state + i * channels;
+        const double *decayed = x->decayed + i * channels;
+        if (l->beta.data) {
+            d_k[i] -= dot(decayed, x->d_v, channels);
+            for (ptrdiff_t j = 0; j < channels; j++) d[j] -= x->k[i] * x->d_v[j];
+        }
+        x->row[i] = x->factor[i] == 0 ? 0 : dot(d, decayed, channels);
+        for (ptrdiff_t j = 0; j < channels; j++) d[j] = x->factor[i] == 0 ? 0 : x->factor[i] * d[j];
+    }
+}
+
+/* Writes the gradient of a decay, that of its rows by channel or their sum. */
+static void write_decay(const plain *p, const token *x)
+{
+    double sum = 0;
+    for (ptrdiff_t i = 0; i < p->l->rows; i++) sum += x->row[i];
+    if (p->l->by_channel)
+        write_row(p, &p->back->decay, x->b, x->t, x->head, p->l->rows, x->row);
+    else if (p->back->decay_of_heads)
+        x->d_decay[x->head - x->key_head * p->shared] += sum;
+    else
+        write_row(p, &p->back->decay, x->b, x->t, x->head, 1, &sum);
+}
+
+/* --- Sequences of a value head --- */
+
+static am_status forward_sequence(const plain *p, token *x, ptrdiff_t sequence, ptrdiff_t count,
+                                  am_team *team)
+{
+    am_status status = am_checkpoint(team);
+    read_state(p, &p->l->state, sequence, x->head, x->states);
+    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++, status = am_checkpoint(team)) {
+        forward_token(p, x, x->first + i, x->states);
+        write_row(p, &p->to->out, x->b, x->t, x->head, p->l->channels, x->out);
+    }
+    if (status == AM_OK) write_state(p, &p->to->state, sequence, x->head, x->states);
+    return status;
+}
+
+static am_status backward_sequence(const plain *p, token *x, ptrdiff_t sequence, ptrdiff_t count,
+                                   am_team *team)
+{
+    const ptrdiff_t size = p->l->rows * p->l->channels, chunk = p->l->chunk;
+    const size_t bytes = (size_t)size * sizeof *x->states;
+    am_status status = am_checkpoint(team);
+    read_state(p, &p->l->state, sequence, x->head, x->states);
+    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++, status = am_checkpoint(team)) {
+        if (i % chunk == 0) memcpy(x->kept + i / chunk * size, x->states, bytes);
+        read_token(p, x, x->first + i);
+        advance(p, x, x->states, x->states);
+    }
+    read_state(p, &p->back->d_state, sequence, x->head, x->d_state);
+    for (ptrdiff_t c = am_ceil_div(count, chunk) - 1; status == AM_OK && c >= 0; c--) {
+        const ptrdiff_t tokens = am_min(chunk, count - c * chunk);
+        memcpy(x->states, x->kept + c * size, bytes);
+        for (ptrdiff_t i = 0; i < tokens; i++) {
+            read_token(p, x, x->first + c * chunk + i);
+            advance(p, x, x->states + i * size, x->states + (i + 1) * size);
+        }
+        for (ptrdiff_t i = tokens; status == AM_OK && i-- > 0; status = am_checkpoint(team)) {
+            read_token(p, x, x->first + c * chunk + i);
+            advance(p, x, x->states + i * size, x->states + (i + 1) * size);
+            backward_token(p, x, x->states + (i + 1) * size);
+            if (p->back->decay.data) write_decay(p, x);
+        }
+    }
+    if (status == AM_OK) write_state(p, &p->back->state, sequence, x->head, x->d_state);
+    return status;
+}
+
+static void step_sequence(const plain *p, token *x, ptrdiff_t sequence)
+{
+    const ptrdiff_t slot = p->step->slots ? p->step->slots[sequence] : sequence;
+    memset(x->out, 0, (size_t)p->l->channels * sizeof *x->out);
+    if (slot >= 0) {
+        read_state(p, &p->step->state, slot, x->head, x->states);
+        forward_token(p, x, 0, x->states);
+        write_state(p, &p->step->state, slot, x->head, x->states);
+    }
+    write_row(p, &p->step->out, x->b, 0, x->head, p->l->channels, x->out);
+}
+
+/* --- Key heads --- */
+
+/* Writes the gradients of the queries and keys of a sequence: those of their normalized rows so far. */
+static void write_keys(const plain *p, token *x, ptrdiff_t count)
+{
+    const ptrdiff_t rows = p->l->rows;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        double *d_q = x->d_q + i * rows, *d_k = x->d_k + i * rows;
+        read_row(p, &p->l->query, x->b, x->first + i, x->key_head, rows, x->q);
+        read_row(p, &p->l->key, x->b, x->first + i, x->key_head, rows, x->k);
+        const double q_inverse = inverse_norm(p, x->q), k_inverse = inverse_norm(p, x->k),
+                     q_part = p->l->normalize ? q_inverse * q_inverse * dot(x->q, d_q, rows) : 0,
+                     k_part = p->l->normalize ? k_inverse * k_inverse * dot(x->k, d_k, rows) : 0;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            d_q[r] = q_inverse * (d_q[r] - x->q[r] * q_part);
+            d_k[r] = k_inverse * (d_k[r] - x->k[r] * k_part);
+        }
+        write_row(p, &p->back->query, x->b, x->first + i, x->key_head, rows, d_q);
+        write_row(p, &p->back->key, x->b, x->first + i, x->key_head, rows, d_k);
+    }
+}
+
+static am_status take_sequence(const plain *p, token *x, ptrdiff_t sequence, am_team *team)
+{
+    const am_linear *l = p->l;
+    const ptrdiff_t count = l->starts ? l->starts[sequence + 1] - l->starts[sequence] : l->tokens;
+    const size_t bytes = (size_t)(count * l->rows) * sizeof *x->d_q;
+    am_status status = AM_OK;
+    x->b = l->starts ? 0 : sequence, x->first = l->starts ? l->starts[sequence] : 0;
+    if (p->back) memset(x->d_q, 0, bytes), memset(x->d_k, 0, bytes);
+    for (ptrdiff_t i = 0; status == AM_OK && i < p->shared; i++) {
+        x->head = x->key_head * p->shared + i;
+        if (p->step)
+            step_sequence(p, x, sequence);
+        else
+            status = (p->back ? backward_sequence : forward_sequence)(p, x, sequence, count, team);
+    }
+    if (p->back && status == AM_OK) write_keys(p, x, count);
+    return status == AM_OK ? am_checkpoint(team) : status;
+}
+
+static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plain *p = arg;
+    token x = *(const token *)am_workspace(&p->workspaces);
+    am_status status = AM_OK;
+    x.key_head = index;
+    if (p->back) memset(x.d_decay, 0, (size_t)p->shared * sizeof *x.d_decay);
+    for (ptrdiff_t s = 0; status == AM_OK && s < p->l->sequences; s++) status = take_sequence(p, &x, s, team);
+    for (ptrdiff_t i = 0; status == AM_OK && p->back && p->back->decay_of_heads && i < p->shared; i++)
+        write_row(p, &p->back->decay, 0, 0, index * p->shared + i, 1, &x.d_decay[i]);
+    return status;
+}
+
+/* Lays out the memory of a token and its sequence. */
+static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
+{
+    const plain *p = job;
+    const ptrdiff_t rows = p->l->rows, channels = p->l->channels, size = am_product(rows, channels, 1),
+                    keys = p->back ? am_product(p->longest, rows, 1) : 0,
+                    chunks = p->back ? am_ceil_div(p->longest, p->l->chunk) : 0;
+    token *x = parts;
+    const struct {
+        double **place;
+        ptrdiff_t count;
+    } list[] = {
+        {&x->q, rows},
+        {&x->k, rows},
+        {&x->factor, rows},
+        {&x->row, rows},
+        {&x->v, channels},
+        {&x->u, channels},
+        {&x->error, channels},
+        {&x->out, channels},
+        {&x->d_out, channels},
+        {&x->d_v, channels},
+        {&x->decayed, size},
+        {&x->d_state, size},
+        {&x->d_q, keys},
+        {&x->d_k, keys},
+        {&x->d_decay, p->shared},
+        {&x->kept, am_product(chunks, size, 1)},
+        {&x->states, am_product(p->back ? p->l->chunk + 1 : 1, size, 1)},
+    };
+    ptrdiff_t used = 0;
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++)
+        *list[i].place = (double *)am_take(memory, &used, am_product(list[i].count, sizeof(double), 1));
+    return used;
+}
+
+am_status am_plain_linear(const am_context *context, const am_linear *linear, const am_linear_results *to,
+                          const am_linear_back *back, const am_linear_step *step)
+{
+    const bool states = (to && to->state.data) || (back && back->state.data);
+    if (linear->key_heads == 0 || (!linear->starts && linear->tokens == 0 && !states)) return AM_OK;
+    plain p = {.l = linear, .kernels = context->kernels, .to = to, .back = back, .step = step};
+    p.shared = linear->heads / linear->key_heads;
+    p.longest = linear->starts ? 0 : linear->tokens;
+    for (ptrdiff_t s = 0; linear->starts && s < linear->sequences; s++)
+        p.longest = am_max(p.longest, linear->starts[s + 1] - linear->starts[s]);
+    am_status status = am_workspaces_make(&p.workspaces, context->threads, lay_out, &p, sizeof(token));
+    if (status == AM_OK) status = am_parallel(context, linear->key_heads, 1, head_task, &p);
+    am_workspaces_free(&p.workspaces);
+    return status;
+}
