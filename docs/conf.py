@@ -11,6 +11,7 @@ import numpy as np
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from sphinx.ext.autodoc.mock import _MockObject
 
 import attnmask
 from attnmask._attention import arguments
@@ -47,6 +48,8 @@ if "torch" in autodoc_mock_imports:
     autodoc_mock_imports.append("attnmask.torch._import")
 if {"torch", "transformers"} & set(autodoc_mock_imports):
     autodoc_mock_imports.append("attnmask.transformers._masks")
+# Types of what is not installed stand in unions, as other types do.
+_MockObject.__or__ = _MockObject.__ror__ = lambda self, other: self
 numpydoc_show_class_members = False
 
 html_theme = "furo"
