@@ -15,6 +15,7 @@ from sphinx.ext.autodoc.mock import _MockObject
 
 import attnmask
 from attnmask._attention import arguments
+from attnmask._masks.svg import thumbnail
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -74,14 +75,6 @@ class Mask(Directive):
         return [nodes.figure("", nodes.raw("", mask._repr_html_(), format="html"), caption, classes=["mask"])]
 
 
-def small(picture):
-    """A picture of a mask without the words around it."""
-    height = int(re.search('height="(\\d+)"', picture)[1])
-    legend = int(re.search(r'font-size="11"[^>]*><text x="(\d+)', picture)[1])
-    frame = f' viewBox="22 28 {legend - 52} {height - 36}"'
-    return re.sub(' width="[^"]*" height="[^"]*" viewBox="[^"]*"', frame, picture, count=1)
-
-
 class Gallery(Directive):
     """``.. gallery::`` draws the masks of gallery.py: a grid of small pictures, and a section for each."""
 
@@ -93,8 +86,9 @@ class Gallery(Directive):
             title, _, text = inspect.getdoc(make).partition("\n\n")
             code = textwrap.dedent(inspect.getsource(make).split('"""')[2]).strip()
             code, _, shown = code.rpartition("\nreturn ")
-            picture = make()._repr_html_()
-            grid += f'<a href="#{nodes.make_id(name)}">{small(picture)}<span>{title}</span></a>'
+            mask = make()
+            picture = mask._repr_html_()
+            grid += f'<a href="#{nodes.make_id(name)}">{thumbnail(mask)}<span>{title}</span></a>'
             section = nodes.section(ids=[nodes.make_id(name)], names=[name])
             section += nodes.title(title, title)
             section += nodes.paragraph(

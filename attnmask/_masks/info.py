@@ -1421,6 +1421,10 @@ class MaskInfo(OtherWays):
         self._state.shape("draw it")
         return self
 
+    @property
+    def _noun(self) -> str:
+        return self._state.labels.noun
+
     # Converting
 
     @property

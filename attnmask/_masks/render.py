@@ -62,6 +62,10 @@ class Drawable(Protocol):
     def labels(self, batch: int, head: int) -> tuple[Ids, Ids] | None:
         """Return segment ids of queries and keys, if they are known."""
 
+    @property
+    def _noun(self) -> str:
+        """What these number: "segment" or "chunk"."""
+
 
 # Arguments
 
@@ -119,9 +123,13 @@ def density(counts: Counts, queries: int, keys: int) -> float:
 
 
 class Segments:
-    """Which segments cells hold: from the lowest to the highest, or none if there is only padding (low > high)."""
+    """Which segments cells hold: from the lowest to the highest, or none if there is only padding (low > high).
 
-    def __init__(self, labels: tuple[Ids, Ids], q_cell: int, k_cell: int) -> None:
+    `noun` is what a segment is called.
+    """
+
+    def __init__(self, labels: tuple[Ids, Ids], q_cell: int, k_cell: int, noun: str) -> None:
+        self.noun = noun
         runs = [ids[np.append(True, ids[1:] != ids[:-1])] for ids in labels]
         ids = np.concatenate(runs)
         self.known = np.unique(ids[ids >= 0])
@@ -135,6 +143,11 @@ class Segments:
         starts = np.arange(0, len(ids), min(cell, len(ids)))
         low = np.minimum.reduceat(np.where(ids < 0, np.int32(2**31 - 1), ids), starts)
         return low, np.maximum.reduceat(np.maximum(ids, PAD), starts)
+
+    def named(self, low: int, high: int) -> str:
+        if low > high:
+            return "padding"
+        return f"{self.noun} {low}" if low == high else f"{self.noun}s {low}–{high}"
 
     def strip(self, ends: tuple[Ids, Ids]) -> NDArray[np.intp]:
         """Return the colours of the cells along one side."""
@@ -166,7 +179,7 @@ def segments_of(
     labels = info.labels(batch, head) if counts.size else None
     if labels is None:
         return None
-    segments = Segments(labels, q_cell, k_cell)
+    segments = Segments(labels, q_cell, k_cell, info._noun)
     low, high = segments.shared
     return segments if segments.differ and (segments.long or not counts[low > high].any()) else None
 
@@ -323,7 +336,9 @@ def visualize(
     lines.append(edge)
     legend = [f"'{glyphs[2]}' all allowed, '{glyphs[1]}' some allowed, '{glyphs[0]}' none"]
     if labels is not None:
-        legend.append("left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several")
+        legend.append(
+            f"left: {info._noun}s of queries, top: of keys; PAD or blank: padding; MIX or ??: several"
+        )
     elif show_segments:
         legend.append("no segments: the mask has none, and is too large to find rows that are alike")
     before, after = (_wrapped(part) if fits_terminal else part for part in ([title], legend))
@@ -382,5 +397,5 @@ def plot(info: Drawable, ax: Axes | None = None, batch: int = 0, head: int = 0) 
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     title = shown(info, batch, head, density(counts, queries, keys))
-    ax.set_title(title if segments is None else f"{title}; colours are segments", fontsize="medium")
+    ax.set_title(title if segments is None else f"{title}; colours are {segments.noun}s", fontsize="medium")
     return ax

@@ -42,20 +42,27 @@ DETAILS = (*POSITIONS, *FLAGS.values(), *AXES)
 
 
 class Labels:
-    """Segment ids of queries and keys, present or computed on request. Either may be missing."""
+    """Segment ids of queries and keys, present or computed on request. Either may be missing.
 
-    __slots__ = ("_compute", "_ids", "shapes")
+    `noun` is what they number: "segment" or "chunk".
+    """
 
-    def __init__(self, q_ids: MaybeIds = None, kv_ids: MaybeIds = None) -> None:
+    __slots__ = ("_compute", "_ids", "noun", "shapes")
+
+    def __init__(self, q_ids: MaybeIds = None, kv_ids: MaybeIds = None, noun: str = "segment") -> None:
         self._ids: tuple[MaybeIds, MaybeIds] | None = (q_ids, kv_ids)
         self._compute: Callable[[], tuple[MaybeIds, MaybeIds]] | None = None
         self.shapes: list[tuple[int, ...] | None] = [None if ids is None else ids.shape for ids in self._ids]
+        self.noun = noun
 
     @classmethod
     def later(
-        cls, shapes: list[tuple[int, ...] | None], compute: Callable[[], tuple[MaybeIds, MaybeIds]]
+        cls,
+        shapes: list[tuple[int, ...] | None],
+        compute: Callable[[], tuple[MaybeIds, MaybeIds]],
+        noun: str = "segment",
     ) -> "Labels":
-        labels = cls()
+        labels = cls(noun=noun)
         labels._ids, labels._compute, labels.shapes = None, compute, shapes
         return labels
 
@@ -78,8 +85,12 @@ class Labels:
         q_len: int,
         kv_len: int,
         lead: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape[:-1],
+        noun: str = "",
     ) -> "Labels":
-        """Return labels made from these, for so many tokens; `lead` gives the axes before tokens."""
+        """Return labels made from these, for so many tokens; `lead` gives the axes before tokens. They number what
+        these do, if no `noun` is given.
+        """
+        noun = noun or self.noun
 
         def compute() -> tuple[MaybeIds, MaybeIds]:
             q_ids, kv_ids = self.get()
@@ -89,9 +100,9 @@ class Labels:
             return new_q_ids, None if kv_ids is None else keys(kv_ids)
 
         if self._ids is not None:
-            return Labels(*compute())
+            return Labels(*compute(), noun)
         lengths = zip(self.shapes, (q_len, kv_len), strict=True)
-        return Labels.later([old and (*lead(old), length) for old, length in lengths], compute)
+        return Labels.later([old and (*lead(old), length) for old, length in lengths], compute, noun)
 
     def for_batch(self, batch: int) -> "Labels":
         """Repeat what one row has for all rows."""
@@ -101,7 +112,8 @@ class Labels:
 
         if all(shape is None or shape[0] == batch for shape in self.shapes):
             return self
-        return Labels(*(None if ids is None else repeated(ids) for ids in self.get()))
+        q_ids, kv_ids = (None if ids is None else repeated(ids) for ids in self.get())
+        return Labels(q_ids, kv_ids, self.noun)
 
 
 def ids_of_tokens(valid: ArrayLike) -> Ids:
@@ -293,7 +305,8 @@ def changed(state: State, given: Given) -> State:
     relabelled = any(ids is not None for ids in new)
     held = state.labels.get() if relabelled else (None, None)
     if relabelled:
-        changes["labels"] = Labels(*(_first(*pair) for pair in zip(new, held, strict=True)))
+        q_ids, kv_ids = (_first(*pair) for pair in zip(new, held, strict=True))
+        changes["labels"] = Labels(q_ids, kv_ids)
     attention_mask = given.get("attention_mask")
     if attention_mask is not None:
         mask = four_dimensions(mask_array(attention_mask, "attention_mask", ("[B, Q, K]", "[B, H, Q, K]")))

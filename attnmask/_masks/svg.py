@@ -12,6 +12,10 @@
 
 Lines and letters have the colour of the text around the picture, and cells are seen on any ground: so it fits a page
 that is light or dark. A row of cells tells on hovering which keys it sees, and the strips which segments they show.
+
+Edges of cells are between two pixels of the screen. A page may draw a picture smaller than it is, so where there are
+gaps between tokens, edges are smooth: each gap is as faint as it is narrow, and none is left out. Cells without gaps
+have sharp edges, as smooth ones would show seams.
 """
 
 import math
@@ -24,6 +28,7 @@ from attnmask._masks import render
 from attnmask._masks.render import BLANK, COLOURS, FIRST, PALETTE, SEVERAL, UNTOLD, Drawable, Ids
 
 _PLOT = 256  # pixels of the longer side, at most
+_SMALL = 96  # the same of a thumbnail
 _THIN = 24  # pixels of the shorter side, at least; and of one token, at most
 _GAP = 8  # pixels of a token from which on there is a gap between it and the next
 _BUDGET = 36_000  # characters for cells and titles; beyond that cells are drawn larger
@@ -60,17 +65,17 @@ class _Axis:
         return list(range(0, self.tokens + 1, step))
 
 
-def _axes(queries: int, keys: int, coarser: int) -> tuple[_Axis, _Axis]:
+def _axes(queries: int, keys: int, coarser: int, room: int) -> tuple[_Axis, _Axis]:
     """Return cells and pixels of both sides: the same for both, unless one would be too thin to see."""
     longest, shortest = max(queries, keys), min(queries, keys)
 
     def fit(pixels: int) -> _Axis:
-        if longest * pixels <= _PLOT:
-            return _Axis(longest, 1, min(_PLOT // max(longest, 1), _THIN))
-        return _Axis(longest, render.whole_tiles(render.cell_count(longest * pixels, _PLOT)), pixels)
+        if longest * pixels <= room:
+            return _Axis(longest, 1, min(room // max(longest, 1), _THIN))
+        return _Axis(longest, render.whole_tiles(render.cell_count(longest * pixels, room)), pixels)
 
     sizes = [fit(pixels * coarser) for pixels in (2, 3, 4)]
-    long = next((axis for axis in sizes if axis.length >= 0.8 * _PLOT), sizes[0])
+    long = next((axis for axis in sizes if axis.length >= 0.8 * room), sizes[0])
     short = _Axis(shortest, long.cell, long.pixels)
     if 0 < short.length < _THIN:
         cell = render.cell_count(shortest, 8)
@@ -126,19 +131,13 @@ def _coloured(colours: NDArray[np.intp], levels: NDArray[np.intp]) -> str:
     return "".join(stroke(*divmod(style, base), data) for style, data in strokes.items())
 
 
-def _segment(low: int, high: int) -> str:
-    if low > high:
-        return "padding"
-    return f"segment {low}" if low == high else f"segments {low}–{high}"
-
-
 def _strip(segments: render.Segments, ends: tuple[Ids, Ids], axis: _Axis, tokens: str) -> str:
     """Draw the segments along one side; hovering shows their tokens."""
     drawn, begin = "", 0
     cells = zip(segments.strip(ends).tolist(), *(end.tolist() for end in ends), strict=True)
     for (colour, low, high), run in groupby(cells):
         end = begin + sum(1 for _ in run)
-        title = f"{tokens} {axis.span(begin, end)}: {_segment(low, high)}"
+        title = f"{tokens} {axis.span(begin, end)}: {segments.named(low, high)}"
         drawn += stroke(colour, CELL_LEVELS + 1, f"M{begin} 0h{end - begin}", title)
         begin = end
     return drawn
@@ -147,9 +146,9 @@ def _strip(segments: render.Segments, ends: tuple[Ids, Ids], axis: _Axis, tokens
 class _Plane:
     """One plane as SVG: its cells, and strips for its segments along both sides."""
 
-    def __init__(self, info: Drawable, batch: int, head: int, coarser: int) -> None:
+    def __init__(self, info: Drawable, batch: int, head: int, coarser: int, room: int) -> None:
         batches, queries, keys = info.shape
-        self.q, self.k = q, k = _axes(queries, keys, coarser)
+        self.q, self.k = q, k = _axes(queries, keys, coarser, room)
         self.counts = counts = np.zeros((q.count, k.count), np.int64)
         if batches and info.heads:
             self.counts = counts = render.counted(info, batch, head, q.cell, k.cell)
@@ -178,13 +177,51 @@ class _Plane:
         text = f"{'query' if queries == 1 else 'queries'} {q.span(row, row + 1)}"
         if self.segments is not None:
             low, high = self.segments.queries
-            text += f" ({_segment(low[row], high[row])})"
+            text += f" ({self.segments.named(low[row], high[row])})"
         span = k.span(columns[0], columns[-1] + 1) if columns else ""
         if queries == 1:
             text += f" attends to {live} of {plural(k.tokens, 'key', 'keys')}"
             return f"{text}: {span}" if span else text
         text += f": {render.percent(live / max(queries * k.tokens, 1))} allowed"
         return f"{text}, keys {span}" if span else text
+
+    @property
+    def strip(self) -> int:
+        """The pixels between the corner of the picture and that of its cells."""
+        return 0 if self.segments is None else _STRIP + 2
+
+    def drawn(self, left: int, top: int, gaps: bool) -> str:
+        """Draw the strips and the cells, from a corner on. With gaps, these are a pixel wide, at the end of each token,
+        if that is large enough.
+        """
+        q, k = self.q, self.k
+        x, y = left + self.strip, top + self.strip
+        gapped = gaps and q.pixels >= _GAP and k.pixels >= _GAP
+        thick = 1 - 1 / q.pixels if gapped else 1.0
+        dash = f' stroke-dasharray="{1 - 1 / k.pixels:.4f} {1 / k.pixels:.4f}"' if gapped else ""
+        ground = f'<g stroke-opacity="{render.DEAD_OPACITY}">{self.ground}</g>'
+        cells = f'{ground}<g pointer-events="none">{self.cells}</g>'
+        on_end = f"scale({_STRIP} {q.pixels:.4g}) matrix(0 1 1 0 0 0)"
+        groups = "".join(
+            f'<g transform="translate({dx} {dy}) {scale} translate(0 {width / 2:.4g})" '
+            f'stroke-width="{width:.4g}"{dashes}>{paths}</g>'
+            for dx, dy, scale, paths, width, dashes in (
+                (x, y, f"scale({k.pixels:.4g} {q.pixels:.4g})", cells, thick, dash),
+                (left, y, on_end, self.q_strip, 1.0, ""),
+                (x, top, f"scale({k.pixels:.4g} {_STRIP})", self.k_strip, 1.0, ""),
+            )
+            if paths
+        )
+        edges = "" if gapped else ' shape-rendering="crispEdges"'
+        return f'<g fill="none" stroke="currentColor"{edges}>{groups}</g>'
+
+
+def _plane(info: Drawable, batch: int, head: int, room: int) -> _Plane:
+    """Return one plane in cells that are as small as its pixels and its characters allow."""
+    coarser = 1
+    while (plane := _Plane(info, batch, head, coarser, room)).size > _BUDGET:
+        coarser += 1
+    return plane
 
 
 # Words
@@ -222,12 +259,14 @@ def _legend(plane: _Plane) -> list[Entry]:
         known = segments.known.tolist()
         squares = [(FIRST + i, full) for i in range(min(len(known), len(PALETTE)))]
         if len(known) > len(PALETTE):
-            entries.append((squares, f"{len(known)} segments, colours repeat"))
+            entries.append((squares, f"{len(known)} {segments.noun}s, colours repeat"))
         else:
-            entries += [([square], f"segment {name}") for square, name in zip(squares, known, strict=True)]
+            entries += [
+                ([square], segments.named(name, name)) for square, name in zip(squares, known, strict=True)
+            ]
         sides = (segments.strip(segments.queries), segments.strip(segments.keys))
         if any((colours == SEVERAL).any() for colours in (plane.colours[live], *sides)):
-            entries.append(([(SEVERAL, full)], "several segments"))
+            entries.append(([(SEVERAL, full)], f"several {segments.noun}s"))
     elif live.any():
         entries.append(([(UNTOLD, full)], "allowed"))
     if (plane.levels[live] < full).any():
@@ -262,11 +301,12 @@ def words_beside(lines: list[str], entries: list[Entry], x: float) -> tuple[str,
 
 
 def frame(width: int, height: int, title: str, drawn: str) -> str:
-    """Return a picture in the colour of the text around it."""
+    """Return a picture in the colour of the text around it. Without a title it goes with words that say all."""
+    role, named = ('role="img"', f"<title>{title}</title>") if title else ('aria-hidden="true"', "")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" {role} width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" fill="currentColor" '
-        f'font-family="system-ui, sans-serif" font-size="10"><title>{title}</title>{drawn}</svg>'
+        f'font-family="system-ui, sans-serif" font-size="10">{named}{drawn}</svg>'
     )
 
 
@@ -275,29 +315,10 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
     batches, queries, keys = info.shape
     if batches and info.heads:
         batch, head = render.places(info, batch, head)
-    coarser = 1
-    while (plane := _Plane(info, batch, head, coarser)).size > _BUDGET:
-        coarser += 1
-
+    plane = _plane(info, batch, head, _PLOT)
     q, k = plane.q, plane.k
-    strip = _STRIP + 2 if plane.segments is not None else 0
     left, top = math.ceil(12 + _DIGIT * len(str(q.ticks(20)[-1]))), 31  # of the strips, or else of the cells
-    x, y = left + strip, top + strip
-
-    # Tokens that are large enough have gaps between them, a pixel wide.
-    gapped = q.pixels >= _GAP and k.pixels >= _GAP
-    thick, dash = (1 - 1 / q.pixels, f"{1 - 1 / k.pixels:.4f} {1 / k.pixels:.4f}") if gapped else (1, "none")
-    cells = f'<g stroke-opacity="{render.DEAD_OPACITY}">{plane.ground}</g><g pointer-events="none">{plane.cells}</g>'
-    drawn = (
-        (x, y, f"scale({k.pixels:.4g} {q.pixels:.4g})", cells, dash),
-        (left, y, f"scale({_STRIP} {q.pixels:.4g}) matrix(0 1 1 0 0 0)", plane.q_strip, "none"),
-        (x, top, f"scale({k.pixels:.4g} {_STRIP})", plane.k_strip, "none"),
-    )
-    groups = [
-        f'<g transform="translate({dx} {dy}) {scale} translate(0 .5)" stroke-dasharray="{dashes}">{paths}</g>'
-        for dx, dy, scale, paths, dashes in drawn
-        if paths
-    ]
+    x, y = left + plane.strip, top + plane.strip
 
     sizes = f"batch {batches}, {plural(info.heads, 'head', 'heads')}"
     shape = f"{plural(queries, 'query', 'queries')} × {plural(keys, 'key', 'keys')}"
@@ -311,9 +332,14 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
         width,
         height,
         f"Attention mask: {sizes}, {shape}; {shown}",
-        f'<g fill="none" stroke="currentColor" shape-rendering="crispEdges" '
-        f'stroke-width="{thick:.4g}">{"".join(groups)}</g>'
-        f'<g fill-opacity=".75"><text x="8" y="12">query ↓</text>'
+        f'{plane.drawn(left, top, gaps=True)}<g fill-opacity=".75"><text x="8" y="12">query ↓</text>'
         f'<text x="{_number(max(x + k.length / 2, 76))}" y="12" text-anchor="middle">key →</text>'
         f"{_ticks(q, False, left, y)}{_ticks(k, True, x, top)}</g>{legend}",
     )
+
+
+def thumbnail(info: Drawable) -> str:
+    """Return the first plane of a mask as a small square, without words."""
+    plane, size = _plane(info, 0, 0, _SMALL), _SMALL + _STRIP + 2
+    left, top = ((size - plane.strip - math.ceil(axis.length)) // 2 for axis in (plane.k, plane.q))
+    return frame(size, size, "", plane.drawn(left, top, gaps=False))

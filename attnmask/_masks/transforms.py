@@ -350,7 +350,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         ids = _held_segments(state)
         chunks = _chunks_of_segments(*ids, size, shift)
         nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
-        labels, extent = Labels(*chunks), _extent_with(state, nodes)
+        labels, extent = Labels(*chunks, "chunk"), _extent_with(state, nodes)
         return _with_terms(state, *nodes, kind="chunked", labels=labels, extent=extent)
     if have_other_starts(state):
         warn_once("packed sequences")
@@ -367,7 +367,9 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         return frozen(np.where(ids < 0, np.int32(-1), number.clip(max=_INT32_MAX).astype(np.int32)))
 
     still = isinstance(shift, int) and shift == 0
-    labels = labels_of_tokens(state).map(numbered if still else moved, numbered, shape[2], shape[3])
+    labels = labels_of_tokens(state).map(
+        numbered if still else moved, numbered, shape[2], shape[3], noun="chunk"
+    )
     return _with_terms(
         state, chunk(size, shift), "and", band(*up_to, shift), "and", kind="chunked", labels=labels
     )

@@ -80,17 +80,18 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
     for index, (name, layouts) in enumerate(_HELD.items(), 1):
         if leaves[index] is not None and index not in checked:
             checked[index] = shared_integers(leaves[index], name, layouts)
+    baked = frozenset(compress(FLAGS, details[len(AXES) :]))
     state = State(
         base=base,
         terms=Terms(*terms),
         segment_based=segment_based,
         dtype=dtype,
-        labels=Labels(checked.get(1), checked.get(2)),
+        labels=Labels(checked.get(1), checked.get(2), "chunk" if "chunked" in baked else "segment"),
         cu_seqlens_q=checked.get(3),
         cu_seqlens_kv=checked.get(4),
         q_positions=checked.get(5),
         kv_positions=checked.get(6),
-        baked=frozenset(compress(FLAGS, details[len(AXES) :])),
+        baked=baked,
         axes=tuple(details[: len(AXES)]),
     )
     known = [("the mask", (None if batch == 1 else batch, None, queries, keys))]

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import pickle
 import re
 import sys
 import time
@@ -26,12 +27,13 @@ GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
 class Held:
     """What `render` asks of a mask, answered from an array and a pair of ids."""
 
-    def __init__(self, mask, ids=None):
+    def __init__(self, mask, ids=None, noun="segment"):
         self.mask = np.asarray(mask, bool)
         self.mask = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)
         self.shape = (self.mask.shape[0], *self.mask.shape[2:])
         self.heads = self.mask.shape[1]
         self.ids = None if ids is None else tuple(np.asarray(side, np.int32) for side in ids)
+        self._noun = noun
         self.asked = []
 
     def grid(self, batch, head, q_cell, k_cell):
@@ -456,6 +458,75 @@ def test_svg_draws_the_live_pairs_of_small_masks(name):
     np.testing.assert_array_equal(live, scene.mask[0, 0])
 
 
+def edges(picture):
+    """Pixels at which the rows of cells begin and end, and the columns of the first row."""
+    numbers = r"translate\(([\d.]+) ([\d.]+)\) scale\(([\d.]+) ([\d.]+)\) translate\(0 ([\d.]+)\)"
+    cells = parts(picture)[0]
+    x, y, width, height, middle = map(float, re.fullmatch(numbers, cells.get("transform")).groups())
+    thick = float(cells.get("stroke-width"))
+    live, gap = map(float, cells.get("stroke-dasharray", "1 0").split())
+    assert live + gap == pytest.approx(1)
+    rows = [
+        (y + height * (row + middle - thick / 2), y + height * (row + middle + thick / 2))
+        for row in range(len(cells[0]))
+    ]
+    columns = int(re.search(r"h(\d+)", cells[0][0].get("d"))[1])
+    return rows, [(x + width * column, x + width * (column + live)) for column in range(columns)]
+
+
+@pytest.mark.parametrize("tokens", range(1, 41))
+def test_svg_edges_are_between_pixels(tokens):
+    """A line of the grid is a whole pixel: a stroke that reaches the middle of one more fills it."""
+    pixels = min(256 // tokens, 24)
+    for ends in edges(render_svg.svg(Held(causal(tokens)))):
+        assert len(ends) == tokens
+        np.testing.assert_allclose(ends, np.round(ends), atol=0.02)
+        begins, ends = np.round(ends).T
+        np.testing.assert_array_equal(np.diff(begins), pixels)
+        np.testing.assert_array_equal(ends - begins, pixels - 1 if pixels >= 8 else pixels)
+
+
+@pytest.mark.parametrize(("tokens", "smooth"), [(12, True), (32, True), (40, False), (700, False)])
+def test_svg_keeps_thin_gaps_where_it_is_drawn_smaller(tokens, smooth):
+    """With sharp edges, a gap of less than a pixel is drawn at some tokens and left out at others."""
+    rendering = ET.fromstring(render_svg.svg(Held(causal(tokens)))).find(f"{SVG}g").get("shape-rendering")
+    assert rendering == (None if smooth else "crispEdges")
+
+
+@pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if all(scene.mask.shape)])
+def test_thumbnails_are_squares_without_words(name):
+    picture = render_svg.thumbnail(SCENES[name])
+    root = ET.fromstring(picture)
+    size = float(root.get("width"))
+    assert root.get("viewBox") == f"0 0 {size:g} {size:g}"
+    assert root.find(f"{SVG}g").get("shape-rendering") == "crispEdges"
+    assert not list(root.iter(f"{SVG}text"))
+    for ends in edges(picture):
+        begins, ends = np.transpose(ends)
+        np.testing.assert_allclose(begins[1:], ends[:-1], atol=0.01)  # no gaps
+        assert 0 <= begins[0] < ends[-1] <= size
+        assert abs(begins[0] + ends[-1] - size) <= 9  # in the middle, beside a strip
+
+
+def test_chunks_are_called_chunks():
+    packed = MaskInfo.from_segments([[0] * 7 + [1] * 9])
+    full = MaskInfo.full(16)
+    chunked = [full.apply_chunked(6), packed.apply_chunked(6, within_segments=True)]
+    chunked += [chunked[0][..., 4:, 4:], chunked[0] & full, pickle.loads(pickle.dumps(chunked[0]))]
+    for mask in chunked:
+        picture = mask._repr_html_()
+        assert "segment" not in picture
+        assert "chunk 2" in legend(picture)
+        assert "left: chunks of queries" in mask.visualize(return_str=True)
+    many = legend(full.apply_chunked(2)._repr_html_())
+    assert "8 chunks, colours repeat" in many
+    later = packed & full.apply_chunked(6)
+    for mask in (packed, chunked[0].replace(q_segment_ids=np.arange(16)[None] // 8), later):
+        picture = mask._repr_html_()
+        assert "segment 1" in legend(picture)
+        assert "chunk" not in picture
+
+
 def test_svg_shades_by_share():
     mask = np.zeros((2000, 2000), bool)
     mask[:500, :500] = True
@@ -684,7 +755,8 @@ def test_info_is_drawn_like_its_array(pyplot, name):
     info = INFOS[name]
     mask = info.attention_mask
     for batch, head in {(0, 0), (len(mask) - 1, 0), (len(mask) - 1, mask.shape[1] - 1)}:
-        held = Held(mask != 0, info.labels(batch, head))
+        noun = "chunk" if info.chunked_mask_baked_in else "segment"
+        held = Held(mask != 0, info.labels(batch, head), noun)
         for block_size in (1, 7, 32):
             got = render.visualize(info, block_size, batch, head)
             assert got == render.visualize(held, block_size, batch, head)
