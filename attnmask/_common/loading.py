@@ -6,6 +6,7 @@ last thread of the region is waiting for. How long is read from the environment,
 """
 
 import os
+import sys
 
 from attnmask._common.processors import threads_in_container
 
@@ -17,6 +18,17 @@ _ours = [] if "OMP_WAIT_POLICY" in os.environ else [name for name in _SPIN if na
 os.environ.update({name: _SPIN[name] for name in _ours})
 try:
     from attnmask import _core
+except ImportError:
+    from importlib.util import find_spec
+
+    if find_spec("attnmask._core"):  # which is there and cannot be loaded
+        raise
+    _folder = os.path.abspath(f"{__file__}/../../..")
+    raise ImportError(
+        f"attnmask in {_folder} is not built for this Python, {sys.version.split()[0]}: run `pip install -e .` there, "
+        "or `make demo`, which builds it in an environment of its own, .venv. If attnmask is installed, run Python in "
+        "another folder"
+    ) from None
 finally:
     for name in _ours:
         del os.environ[name]

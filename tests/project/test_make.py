@@ -9,8 +9,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import environment
 import pytest
 from environment import ROOT, SANITIZED
+
+import attnmask
 
 MAKE = shutil.which("make")
 with_make = pytest.mark.skipif(not MAKE or SANITIZED, reason="needs make, and programs without a sanitizer")
@@ -24,6 +27,23 @@ NO_HEADERS = (
 NO_PYTHON = "attnmask needs Python 3.11 or newer, and {} is none: make PYTHON=python3.12"
 NO_GCC = "make sanitize needs gcc and its sanitizers: apt install gcc"
 NO_CLANG = "make tsan needs clang and its OpenMP: apt install clang libomp-dev"
+
+
+def test_a_checkout_that_is_not_built_says_what_to_run(tmp_path):
+    shutil.copytree(
+        Path(attnmask.__file__).parent,
+        tmp_path / "attnmask",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
+    # Without site-packages, where another checkout may have its C module.
+    result = environment.python("import attnmask", "-PBS", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(
+        f"ImportError: attnmask in {tmp_path} is not built for this Python, {platform.python_version()}"
+    )
+    assert "`pip install -e .`" in said
+    assert "`make demo`" in said
 
 
 def script(path: Path, text: str) -> Path:
