@@ -162,6 +162,14 @@ __all__ = [
     "write_kvcache",
 ]
 
+_MODULES = ("ejkernel", "jax", "operations", "torch", "transformers")
+
+
+def __dir__() -> list[str]:
+    """Return what completion offers."""
+    return [*__all__, *_MODULES]
+
+
 for _name in __all__:  # so that messages, pictures of types and pickles name what users import
     _thing = globals()[_name]
     if isinstance(_thing, type) and not issubclass(_thing, Warning):
@@ -178,7 +186,7 @@ if not TYPE_CHECKING:  # a checker would take every name
         import sys
         from importlib import import_module
 
-        if name in ("ejkernel", "jax", "operations", "torch", "transformers"):
+        if name in _MODULES:
             return import_module(f"attnmask.{name}")
         raise AttributeError(
             f"module 'attnmask' has no attribute {name!r}", name=name, obj=sys.modules[__name__]

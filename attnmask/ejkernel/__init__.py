@@ -11,6 +11,7 @@ from attnmask._common.types import AnyFunction
 from attnmask.ejkernel._import import kernels
 
 __all__ = ["register"]
+__dir__ = __all__.copy  # what completion offers
 
 
 def _is_ours(spec: Any) -> bool:

@@ -83,6 +83,7 @@ __all__ = [
     "short_convolution_step",
     "write_kvcache",
 ]
+__dir__ = __all__.copy  # what completion offers
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 

@@ -32,3 +32,4 @@ __all__ = [
     "OperationRegistry",
     "VanillaAttention",
 ]
+__dir__ = __all__.copy  # what completion offers

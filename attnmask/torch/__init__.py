@@ -52,6 +52,7 @@ __all__ = [
     "uninstall",
     "write_kvcache",
 ]
+__dir__ = __all__.copy  # what completion offers
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -20,6 +20,7 @@ from attnmask.transformers._linear import first_tokens, put_back, replace, resta
 from attnmask.transformers._masks import SymbolicMask, is_traced, masking_utils, symbolic_mask, transformers
 
 __all__ = ["PagedCache", "attention", "attention_mask", "register", "unregister"]
+__dir__ = __all__.copy  # what completion offers
 
 _names: set[str] = set()
 _logger = transformers.utils.logging.get_logger(__name__)

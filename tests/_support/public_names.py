@@ -34,11 +34,15 @@ def modules():
         return [attnmask, *(importlib.import_module(name) for name in names if not name.startswith(NOT_HERE))]
 
 
+def public_modules():
+    return [attnmask, *(module for module in modules() if module.__name__ in OFFERED)]
+
+
 def public():
     """What the package offers: by module, its functions and classes, and what these offer in turn, but not what they
     inherit from another package.
     """
-    for module in (attnmask, *(m for m in modules() if m.__name__ in OFFERED)):
+    for module in public_modules():
         for name in module.__all__:
             thing = getattr(module, name)
             if isinstance(thing, str):
