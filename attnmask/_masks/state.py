@@ -282,7 +282,10 @@ def four_dimensions(mask: Array) -> Array:
 
 
 def with_details(state: State, given: Given) -> State:
-    """Return `state` with the positions and axis names among the arguments `given`."""
+    """Return `state` with the positions and axis names among the arguments `given`, which seldom say anything new."""
+    axes = tuple(axis_name(given[name], name) for name in AXES)
+    if axes == state.axes and all(given[name] is None for name in POSITIONS):
+        return state
     return changed(state, {name: value for name, value in given.items() if name in DETAILS})
 
 

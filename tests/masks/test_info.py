@@ -20,6 +20,7 @@ from layouts import LAYOUTS, arrange
 from mask_programs import bases, programs
 
 from attnmask._masks import program as mask_program
+from attnmask._masks import state as mask_state
 from attnmask._masks import terms as mask_terms
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.sharding import MaskSharding
@@ -1105,6 +1106,27 @@ def test_arguments_of_cu_seqlens(holds):
 
 
 ENDLESS = np.broadcast_to(np.int8(0), (2**31, 2**31))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **details: MaskInfo.from_segments([[0, 0, 1]], **details),
+        lambda **details: MaskInfo.from_cu_seqlens([0, 2, 3], packed=True, **details),
+        lambda **details: MaskInfo.from_cu_seqlens([0, 2], max_q_len=3, packed=False, **details),
+    ],
+)
+def test_a_mask_is_fitted_once(make, monkeypatch):
+    """Details that nobody gave doubled the time of the constructors."""
+    fits = []
+    agree = mask_state.agree
+    monkeypatch.setattr(mask_state, "agree", lambda named: fits.append(named) or agree(named))
+    info = make()
+    assert len(fits) == 1
+    assert (info.batch_axis_name, info.sequence_axis_name, info.q_len) == (("dp", "fsdp"), "sp", 3)
+    given = make(batch_axis_name=["dp", "fsdp"], sequence_axis_name="x", q_positions=[[4, 5, 6]])
+    assert (given.batch_axis_name, given.sequence_axis_name) == (("dp", "fsdp"), "x")
+    assert given.get_or_compute_positions()[0].tolist() == [[4, 5, 6]]
 
 
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
