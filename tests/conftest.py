@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 import attnmask
 from attnmask import _core
+from attnmask._common import warnings as attnmask_warnings
 
 # Failures of asserts in these modules are shown in full, as in the tests themselves.
 pytest.register_assert_rewrite("flash_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels")
@@ -45,6 +46,12 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=3000, deadline=None, suppress_health_check=CHECKS)
 settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def _first_warnings():
+    """Lets each test get the warnings that are given once per process, whichever tests ran before it."""
+    attnmask_warnings.forget()
 
 
 @pytest.fixture(params=ISA_LEVELS)

@@ -56,6 +56,11 @@ class AttnmaskWarning(UserWarning):
     """
 
 
+def forget() -> None:
+    """Let each kind of warning be given once more, as the next test expects it."""
+    _not_yet_given.update(_MESSAGES)
+
+
 def warn_once(kind: str) -> None:
     """Warn at the user's line, unless this kind of warning was given before."""
     if kind not in _not_yet_given:

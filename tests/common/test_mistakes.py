@@ -328,12 +328,6 @@ def test_signatures_do_not_show_what_is_refused():
 one, cache = zeros(B, 1, H, D), zeros(B, TK, HKV, D)
 
 
-@pytest.fixture(autouse=True)
-def untold(monkeypatch):
-    """As in a new process: no warning was given yet."""
-    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
-
-
 def told(call) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -349,7 +343,7 @@ def told_once(call, *fragments: str) -> None:
     for fragment in fragments:
         assert fragment in str(warning.message)
     assert not told(call), "it was told before"
-    _warnings._not_yet_given.update(_warnings._MESSAGES)
+    _warnings.forget()
 
 
 def backward(**more):

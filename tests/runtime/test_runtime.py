@@ -38,10 +38,19 @@ from attnmask.operations import OperationImpl, OperationRegistry
 
 
 @without_sanitizer
-def test_import_takes_less_than_30_ms(tmp_path):
-    code = "import numpy, time; t = time.process_time(); import attnmask; print(time.process_time() - t)"
+def test_import_takes_less_than_half_of_numpys(tmp_path):
+    code = """if True:
+        from time import process_time
+        begin = process_time()
+        import numpy
+        between = process_time()
+        import attnmask
+        print(between - begin, process_time() - between)
+    """
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}  # as pip installs it
-    assert min(float(python(code, **compiled).stdout) for _ in range(7)) < 0.030
+    times = [tuple(map(float, python(code, **compiled).stdout.split())) for _ in range(7)]
+    numpys, ours = map(min, zip(*times, strict=True))
+    assert ours < numpys / 2  # usually a quarter
 
 
 def test_import_brings_in_nothing_but_numpy():

@@ -10,7 +10,6 @@ from environment import import_paths, python
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask._common import warnings as _warnings
 from attnmask._common.arguments import as_array
 
 pytestmark = pytest.mark.filterwarnings(
@@ -38,8 +37,7 @@ def test_memory_is_shared(torch):
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
-def test_a_warning_shows_the_line_of_the_user(torch, inputs, wants_gradient, monkeypatch):
-    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
+def test_a_warning_shows_the_line_of_the_user(torch, inputs, wants_gradient):
     query, key, value = (x.detach().requires_grad_(wants_gradient) for x in inputs[:3])
     with pytest.warns(attnmask.AttnmaskWarning, match="bottom-right") as caught:
         attnmask.torch.flash_attention(query[:, :1], key, value, causal=True)

@@ -221,14 +221,13 @@ def test_sdpa(torch, calls, kind, transposed):
 
 
 @pytest.mark.usefixtures("installed")
-def test_sdpa_of_many_heads_and_few_tokens(torch, monkeypatch):
+def test_sdpa_of_many_heads_and_few_tokens(torch):
     """They are not mistaken for tokens and heads, which are read in another order elsewhere."""
-    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
     query, key, value = inputs(torch, heads=72, kv_heads=72, queries=9)
     sdpa(torch, query, key, value)
     query, key, value = (x.detach().transpose(1, 2) for x in (query, key, value))
     for more in ({}, {"return_lse": True}):
-        monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
+        _warnings.forget()
         with pytest.warns(attnmask.AttnmaskWarning, match=r"Write x\.swapaxes\(1, 2\)"):
             attnmask.torch.flash_attention(query, key, value, **more)
 
