@@ -259,7 +259,7 @@ def flash_attention(
     if not compiling:
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):
-        operators.check_tensors(given)
+        meta = operators.on_meta(given)
         if not more.keys() <= DEFAULTS.keys():
             reject_unknown("flash_attention", [name for name in more if name not in DEFAULTS], DEFAULTS)
         operator = (
@@ -267,7 +267,7 @@ def flash_attention(
             if operators.is_differentiated()
             else torch.ops.attnmask.flash_attention
         )
-        results = operator(*_operands(given))
+        results = operators.call_operator(operator, _operands(given), meta)
         return results[:2] if with_lse else results[0]
     if "out" in more:  # the other names are checked where arrays are
         reject_unknown("flash_attention", ["out"], DEFAULTS)

@@ -74,10 +74,7 @@ def _ways(
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
         check_no_gradient(tensors, function)
-    if not (compiling or needs_operator(tensors.values())):
-        return tensors, False
-    operators.check_tensors(given)
-    return tensors, True
+    return tensors, compiling or needs_operator(tensors.values())
 
 
 def _tell_written(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> None:
@@ -291,9 +288,11 @@ def flash_attention_with_kvcache(
     given = _KEYWORDS.complete(flash_attention_with_kvcache, own, more)
     tensors, in_graph = _ways(given, _MUST_BE_TENSORS, "flash_attention_with_kvcache")
     if in_graph:
+        meta = operators.on_meta(given)
         if out is not None:
             _check_out(out, query, v_cache)
-        result, lse = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
+        operator = torch.ops.attnmask.flash_attention_with_kvcache
+        result, lse = operators.call_operator(operator, _operands(given), meta)
         result = result if out is None else out.copy_(result)
         return (result, lse) if with_lse else result
     if isinstance(attention_mask, MaskTensors):
@@ -393,7 +392,8 @@ def write_kvcache(
     }
     tensors, in_graph = _ways(given, (*_WRITTEN, "key", "value"), "write_kvcache")
     if in_graph:
+        meta = operators.on_meta(given)
         given["slot_mapping"] = operand(slot_mapping)
-        torch.ops.attnmask.write_kvcache(*given.values())
+        operators.call_operator(torch.ops.attnmask.write_kvcache, [*given.values()], meta)
     else:
         _write(given, tensors)

@@ -212,9 +212,9 @@ class _Function:
             check_no_tangents(given, given.values(), self.name)
         traced = compiling or needs_operator(given.values())
         if traced:
-            operators.check_tensors(given)
+            meta = operators.on_meta(given)
             operator = self.transformed.apply if operators.is_differentiated() else self.operator
-            results = operator(*_operands(self.names, given))
+            results = operators.call_operator(operator, _operands(self.names, given), meta)
         elif torch.is_grad_enabled() and self.parameters.learn(given):
             results = _Learning.apply(self, *_operands(self.names, given))
         else:
@@ -333,8 +333,8 @@ class _Step:
         if not compiling:
             self.check_no_gradient(given)
         if compiling or needs_operator(given.values()):
-            operators.check_tensors(given)
-            return self.operator(*_operands(self.names, given))
+            meta = operators.on_meta(given)
+            return operators.call_operator(self.operator, _operands(self.names, given), meta)
         return self.compute(given)
 
 

@@ -123,16 +123,29 @@ def check_no_gradient(tensors: dict[str, torch.Tensor], function: str, trained: 
 def check_tensor(x: object, name: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {describe(x)}")
-    check_kind_of_tensor(x, name)
+    if x.is_nested or not x.is_meta:
+        check_kind_of_tensor(x, name)
 
 
-def check_tensors(given: Given) -> None:
-    """Check tensors: if another device takes part in a call, PyTorch would compute no numbers at all."""
-    for name, x in given.items():
-        tensors = x.tensors if isinstance(x, MaskTensors) else (x,)
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                check_kind_of_tensor(tensor, name)
+def on_meta(given: Given) -> bool:
+    """Check tensors, which must be on one device: PyTorch computes no numbers if another one takes part in a call.
+    Return whether that is `meta`, where tensors are shapes alone.
+    """
+    parts = {name: x.tensors if isinstance(x, MaskTensors) else (x,) for name, x in given.items()}
+    tensors = [(name, x) for name, several in parts.items() for x in several if isinstance(x, torch.Tensor)]
+    for name, x in tensors:
+        check_tensor(x, name)
+    if not any(x.is_meta for _, x in tensors):
+        return False
+    check_devices(*zip(*tensors, strict=True))
+    return True
+
+
+def call_operator(operator: AnyFunction, operands: Sequence[object], meta: bool) -> Any:
+    """Call an operator; on `meta` with all operands there, also those that were made of arrays."""
+    if meta:
+        operands = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), operands)
+    return operator(*operands)
 
 
 def _seed(value: object, name: str) -> int:

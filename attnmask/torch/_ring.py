@@ -664,6 +664,10 @@ def ring_attention(
 def _attend(
     tensors: Arguments, given: Arguments, group: "_Group | DeviceMesh"
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if operators.on_meta(tensors):  # the shapes of attention within the shard, without a message
+        from attnmask.torch import flash_attention
+
+        return flash_attention(**tensors, return_lse=True)
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if torch.distributed.get_rank(group) < 0:

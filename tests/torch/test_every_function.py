@@ -129,6 +129,68 @@ def test_operators_on_other_devices(torch, name):
                 call([place])
 
 
+NO_TENSORS = {"MaskTensors", "install", "installed", "mask_tensors", "uninstall"}  # among their arguments
+
+
+def test_all_functions_are_looked_at():
+    functions = {name.partition(" of ")[0] for name in NAMES} | {"ring_attention"}
+    assert functions | NO_TENSORS == set(attnmask.torch.__all__)
+
+
+def on_meta(torch, tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), tree)
+
+
+def assert_shapes(torch, got, right):
+    for one, other in zip(leaves(torch, got), leaves(torch, right), strict=True):
+        assert (one.device.type, one.shape, one.dtype) == ("meta", other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_alone(torch, name):
+    """On `meta`, of results and gradients; lists and arrays among the arguments are no tensors of another device."""
+    for seed in range(12):
+        function, given = made(torch, name, seed)
+        given = with_both_results(name, given)
+        shapes = {
+            key: on_meta(torch, x) if key in (*WRITTEN, *floats(torch, given)) or isinstance(x, list) else x
+            for key, x in given.items()
+        }
+        arrays = {key: x.numpy() for key, x in shapes.items() if isinstance(x, torch.Tensor) and x.is_cpu}
+        learned, other_learned = learn(torch, name, given), learn(torch, name, shapes)
+        right = function(**given)
+        for more in (arrays, on_meta(torch, {key: given[key] for key in arrays})):
+            got = function(**shapes | more)
+            assert_shapes(torch, got, right)
+            if learned:
+                grads = torch.autograd.grad(right, learned, right, retain_graph=True)
+                assert_shapes(torch, torch.autograd.grad(got, other_learned, got), grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_and_numbers(torch, name):
+    """A tensor of one device among those of another is named."""
+    function, given = made(torch, name, 2)
+    for key, x in given.items():
+        if isinstance(x, torch.Tensor):
+            for mixed in (given | {key: on_meta(torch, x)}, on_meta(torch, given) | {key: x}):
+                with pytest.raises(
+                    TypeError, match=r"^\w+ must be on (cpu|meta) as \w+, got a tensor on (cpu|meta)"
+                ):
+                    function(**mixed)
+
+
+def test_shapes_of_a_ring(torch):
+    query, key = torch.empty(2, 5, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")
+    value = torch.empty(2, 5, 2, 3, device="meta").requires_grad_()
+    out, lse = attnmask.torch.ring_attention(query, key, value, causal=True, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 5, 4, 3), (2, 4, 5))
+    (grad,) = torch.autograd.grad(out, value, out)
+    assert (grad.device.type, grad.shape) == ("meta", value.shape)
+    with pytest.raises(TypeError, match="key must be on meta as query, got a tensor on cpu"):
+        attnmask.torch.ring_attention(query, torch.ones(2, 5, 2, 8), value)
+
+
 def test_an_operator_that_writes_to_out(torch):
     calls = [calls_of(torch, "flash_attention", seed)[0] for seed in range(8)]
     calls = [operands for operator, operands in calls if "wide" not in operator.name()]  # which has none
