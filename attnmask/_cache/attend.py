@@ -24,7 +24,7 @@ def table_of(block_table: Array, given: object) -> Array:
     if block_table.dtype in (np.int32, np.int64):
         return block_table
     most = min(np.iinfo(block_table.dtype).max, np.iinfo(np.int64).max)
-    return block_table.clip(None, most).astype(np.int64)
+    return np.asarray(block_table.clip(None, most), np.int64)  # of a table without axes, clip makes a scalar
 
 
 def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:

@@ -417,7 +417,7 @@ def mask_array(value: object, name: str, layouts: Sequence[str] | None = None) -
             wide = array.astype(np.float64)
         wide = np.where(np.isfinite(array), wide.clip(limits.min, limits.max), wide)
         _core.check_mask(np.where(array < 0, np.minimum(wide, -limits.smallest_subnormal), wide), name)
-        live: NDArray[np.bool_] = array != 0
+        live: NDArray[np.bool_] = np.asarray(array != 0)  # of an array without axes, a scalar
         return live
     if is_floating(array.dtype):
         _core.check_mask(array, name)

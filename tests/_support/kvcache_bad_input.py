@@ -63,6 +63,8 @@ def ones(*shape, last=1.0) -> np.ndarray:
     return array
 
 
+NUMBERS = (1, np.int32(1), np.uint8(1), np.array(1, np.int16), 2**63)  # given for a table
+
 # The kind of call, what is wrong in it, the error, and what it says.
 BAD = [
     # Queries
@@ -103,6 +105,8 @@ BAD = [
     ("paged", {"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table, got None"),
     # Tables
     ("paged", {"block_table": table([0, 1, 2])}, ValueError, r"block_table must be of shape \(2, max_pages\), got"),
+    *(("paged", {"block_table": number}, ValueError, r"block_table must be of shape \(2, max_pages\), got .*\(\)")
+      for number in NUMBERS),
     ("paged", {"block_table": table([5, 6, -1], [0, 4, 2])}, IndexError,
      r"block_table must be from 0 to 5, got 6 at index \(0, 1\)"),
     ("paged", {"block_table": table([5, 1, -1], [0, 4, -1])}, IndexError,

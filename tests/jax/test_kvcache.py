@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 from flash_cases import BF16, F16, F32
+from kvcache_bad_input import NUMBERS
 from kvcache_cases import Case, arguments_of
 
 import attnmask
@@ -42,6 +43,19 @@ def test_what_is_not_rotated(name, value, error, words):
     function, traced = compiled(arguments | {name: value})
     with pytest.raises(error, match=words):
         function(traced)
+
+
+def test_numbers_as_tables():
+    """Given as they are, and to a compiled function."""
+    x = np.zeros((1, 1, 1, 4), F32)
+    for table in (*NUMBERS, jax.numpy.int16(1)):
+        arguments = {"query": x, "k_cache": x, "v_cache": x, "cache_seqlens": 0, "block_table": table}
+        words = r"block_table must be of shape \(1, max_pages\), got"
+        with pytest.raises(ValueError, match=words):
+            attnmask.jax.flash_attention_with_kvcache(**arguments)
+        if table is not NUMBERS[-1]:
+            with pytest.raises(ValueError, match=words):
+                jax.jit(lambda given: attnmask.jax.flash_attention_with_kvcache(**given))(arguments)
 
 
 def test_a_traced_mask_of_too_many_keys():

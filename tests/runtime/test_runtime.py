@@ -25,6 +25,7 @@ from environment import (
     Alarm,
     alarm,
     python,
+    run_apart,
     with_threads,
     without_sanitizer,
 )
@@ -595,6 +596,45 @@ def test_use_needs_all_helpers():
         _core.use(threading.main_thread().ident)
     with pytest.raises(TypeError):
         _core.use("main")
+
+
+def wrong_answers() -> None:
+    """Each helper in turn answers what C cannot read, in a process of its own: helpers stay, and this may crash."""
+    from attnmask._cache import attend
+    from attnmask._common import arguments
+
+    x, wide = np.zeros((1, 1, 1, 4), np.float32), np.ones((2, 3), np.longdouble)
+
+    def cached(**more):
+        return attnmask.flash_attention_with_kvcache(x, x, x, **more)
+
+    class OfAnotherLibrary:
+        def __dlpack__(self): ...
+
+    interleaved = np.zeros((1, 8), np.int32)
+    helpers = {
+        "describe": (arguments, lambda: _core.cdiv(x, 1)),
+        "as_array": (arguments, lambda: _core.cdiv(OfAnotherLibrary(), 1)),
+        "mask_array": (arguments, lambda: _core.prepare_lens_from_mask(wide)),
+        "share_memory": (
+            arguments,
+            lambda: _core.segment_ids(interleaved[:, ::2], "ids", interleaved[:, 1::2]),
+        ),
+        "table_of": (attend, lambda: cached(cache_seqlens=0, block_table=np.zeros((1, 1), np.int16))),
+        "tokens_before": (attend, lambda: cached(cache_seqlens=[0])),
+        "options": (attend, lambda: cached(cache_seqlens=0, sliding_window=3)),
+        "mask_program": (attend, lambda: cached(cache_seqlens=0, attention_mask=np.ones((1, 1), bool))),
+    }
+    right = {name: getattr(module, name) for name, (module, _) in helpers.items()}
+    for name, (_, call) in helpers.items():
+        for answer in (np.int64(1), None, 2.5, object()):
+            _core.use(threading.main_thread().ident, **right | {name: lambda *_, answer=answer: answer})
+            with pytest.raises(TypeError, match=rf"{name}\(\) must return a.*, got an object of type"):
+                call()
+
+
+def test_answers_of_helpers_are_checked():
+    run_apart(wrong_answers)
 
 
 def test_c_imports_nothing():

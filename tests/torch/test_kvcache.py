@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from doors import changed, drawn
-from kvcache_bad_input import HKV, TQ, B, D, H, good
+from kvcache_bad_input import HKV, NUMBERS, TQ, B, D, H, good
 from kvcache_cases import F32, Case, arguments_of
 from tensors import tensor
 
@@ -232,6 +232,10 @@ def test_bad_values(torch):
         ({"rotate": True}, ValueError, "the channels of v_cache must be a power of two to be rotated, got 5"),
         ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table"),
         ({"cache_seqlens": [4, 10]}, ValueError, "room for, 12 per sequence"),
+        *(
+            ({"block_table": x}, ValueError, r"block_table must be of shape \(2, max_pages\), got")
+            for x in (*NUMBERS, torch.tensor(1, dtype=torch.int16))
+        ),
         ({"block_table": torch.tensor([[5, 6, -1], [0, 4, 2]])}, IndexError, "block_table must be from 0 to 5"),
         ({"query": arguments["query"].double()}, TypeError, "query must be .* bfloat16 with a k_cache of float32"),
         ({"query": arguments["query"].to(torch.float8_e4m3fn)}, TypeError, "query must be of float16, bfloat16"),

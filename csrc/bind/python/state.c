@@ -18,11 +18,16 @@ static atomic_ulong main_thread;
 static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thread_ident()); }
 static void watch_forks(void) { pthread_atfork(NULL, NULL, stay_main_thread); }
 
-static const char *const helper_names[AM_HELPERS] = {
-    [AM_DESCRIBE] = "describe",     [AM_AS_ARRAY] = "as_array",
-    [AM_MASK_ARRAY] = "mask_array", [AM_SHARE_MEMORY] = "share_memory",
-    [AM_TABLE] = "table_of",        [AM_TOKENS_BEFORE] = "tokens_before",
-    [AM_OPTIONS] = "options",       [AM_MASK_PROGRAM] = "mask_program",
+/* Each helper's name, and what it must return, as C reads that without another look. */
+typedef enum { TEXT, ARRAY, TUPLE, TRUTH } answer;
+static const struct {
+    const char *name;
+    answer answer;
+} helper_rows[AM_HELPERS] = {
+    [AM_DESCRIBE] = {"describe", TEXT},      [AM_AS_ARRAY] = {"as_array", ARRAY},
+    [AM_MASK_ARRAY] = {"mask_array", ARRAY}, [AM_SHARE_MEMORY] = {"share_memory", TRUTH},
+    [AM_TABLE] = {"table_of", ARRAY},        [AM_TOKENS_BEFORE] = {"tokens_before", ARRAY},
+    [AM_OPTIONS] = {"options", TUPLE},       [AM_MASK_PROGRAM] = {"mask_program", TUPLE},
 };
 static PyObject *helpers[AM_HELPERS]; /* kept for good, as the handlers of forks are */
 
@@ -34,13 +39,30 @@ PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords)
     (void)module;
     if (!PyArg_ParseTuple(args, "k:use", &ident)) return NULL;
     for (int i = 0; i < AM_HELPERS; i++) {
-        found[i] = keywords ? PyDict_GetItemString(keywords, helper_names[i]) : NULL;
-        if (!found[i]) return PyErr_Format(PyExc_TypeError, "use() needs %s=", helper_names[i]);
+        found[i] = keywords ? PyDict_GetItemString(keywords, helper_rows[i].name) : NULL;
+        if (!found[i]) return PyErr_Format(PyExc_TypeError, "use() needs %s=", helper_rows[i].name);
     }
     for (int i = 0; i < AM_HELPERS; i++) Py_XSETREF(helpers[i], Py_NewRef(found[i]));
     atomic_store(&main_thread, ident);
     pthread_once(&once, watch_forks);
     Py_RETURN_NONE;
+}
+
+/* Returns the object if it is what the helper must return; else NULL with the exception set. */
+static PyObject *checked(am_helper helper, PyObject *object)
+{
+    static const char *const words[] = {
+        [TEXT] = "a string", [ARRAY] = "an array", [TUPLE] = "a tuple", [TRUTH] = "a bool"};
+    const answer expected = helper_rows[helper].answer;
+    const bool right[] = {[TEXT] = PyUnicode_Check(object),
+                          [ARRAY] = PyArray_Check(object),
+                          [TUPLE] = PyTuple_Check(object),
+                          [TRUTH] = PyBool_Check(object)};
+    if (right[expected]) return object;
+    am_fail(PyExc_TypeError, "%s() must return %s, got an object of type %s", helper_rows[helper].name,
+            words[expected], Py_TYPE(object)->tp_name);
+    Py_DECREF(object);
+    return NULL;
 }
 
 PyObject *am_ask(am_helper helper, const char *format, ...)
@@ -51,8 +73,9 @@ PyObject *am_ask(am_helper helper, const char *format, ...)
     va_end(values);
     if (!given) return NULL;
     /* While the package is being imported, an argument is at most a variable of the environment. */
-    return helpers[helper] ? PyObject_CallObject(helpers[helper], given)
-                           : PyObject_Repr(PyTuple_GET_ITEM(given, 0));
+    PyObject *object = helpers[helper] ? PyObject_CallObject(helpers[helper], given)
+                                       : PyObject_Repr(PyTuple_GET_ITEM(given, 0));
+    return object ? checked(helper, object) : NULL;
 }
 
 /* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's

@@ -54,7 +54,7 @@ typedef enum {
 /* The method `use`, which attnmask/__init__.py calls once: takes the thread that handles signals, and all
  * helpers by their names. */
 PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords);
-/* Calls a helper with a tuple of arguments. */
+/* Calls a helper with a tuple of arguments. What it returns is of the type that state.c's table says. */
 PyObject *am_ask(am_helper helper, const char *format, ...);
 
 /* Between am_enter and am_leave the GIL is released, unless `work`, a number of elements, is too little to be
