@@ -442,6 +442,16 @@ def test_a_gradient_of_no_state():
         vjp(out, given["initial_state"])
 
 
+@pytest.mark.parametrize("axis", ["batch", "tokens", "heads", "rows", "channels"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients_of_nothing_are_zero(axis, decay):
+    """An axis of length 0: what the result does not depend on has gradients of 0."""
+    arrays, given = make("empty", **{"key_heads": 2, "decay": decay} | {axis: 0})
+    out, vjp = attnmask.linear_attention_vjp(*arrays, **given)
+    for name, gradient in vjp(out)._asdict().items():
+        assert gradient is None or not gradient.any(), name
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 def test_small_gradients_of_strong_decays(isa, delta, by_channel):

@@ -242,6 +242,7 @@ static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t shared = linear->heads / linear->key_heads;
     double sums[PIECE], piece[PIECE];
     (void)team;
+    if (!shared) memset(sums, 0, sizeof sums);
     for (ptrdiff_t h = 0; h < linear->key_heads; h++) {
         for (ptrdiff_t begin = 0; begin < linear->rows; begin += PIECE) {
             const ptrdiff_t count = am_min(linear->rows - begin, PIECE);
