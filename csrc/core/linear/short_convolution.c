@@ -91,10 +91,10 @@ static am_status convolve(const conv_job *job, const am_conv_place *p, const buf
             tile.dst_stride = c->out.token / job->size;
             tile.stream = job->stream && (uintptr_t)dst % LINE == 0;
         }
-        am_conv_kernel(p)(dst, src, &tile);
-        if (!job->dst_direct) am_conv_store(p, p->type, &c->out, t, dst, count);
-        am_status status = am_checkpoint(team);
+        am_status status = am_conv_results(p, dst, src, tile, team);
+        if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
+        if (!job->dst_direct) am_conv_store(p, p->type, &c->out, t, dst, count);
     }
     return AM_OK;
 }

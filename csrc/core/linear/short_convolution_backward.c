@@ -69,15 +69,33 @@ static void load_weights(am_conv_place *p, const buffers *b)
 }
 
 /* dz of `count` tokens from `token` on, and the window that they are made of. */
-static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, ptrdiff_t count)
+static am_status find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, ptrdiff_t count,
+                         am_team *team)
 {
     const am_short_conv *c = p->conv;
     am_conv_load_window(p, b->window, token, count);
     am_conv_load(p, p->type, c->silu ? b->dout : b->dz, &c->out, token, count);
-    if (!c->silu) return;
-    const am_conv_tile tile = am_conv_tile_of(p, count);
-    am_conv_kernel(p)(b->dz, b->window, &tile);
-    am_conv_kernels_of(p->kernels, c->type)->silu_gradient(b->dz, b->dout, count * p->lanes);
+    if (!c->silu) return AM_OK;
+    const am_status status = am_conv_results(p, b->dz, b->window, am_conv_tile_of(p, count), team);
+    if (status == AM_OK)
+        am_conv_kernels_of(p->kernels, c->type)->silu_gradient(b->dz, b->dout, count * p->lanes);
+    return status;
+}
+
+/* Adds up the gradients of the weights: of `count` tokens, whose dz and window are known. */
+static am_status add_sums(const am_conv_place *p, const buffers *b, double *sums, ptrdiff_t count,
+                          am_team *team)
+{
+    am_conv_tile tile = am_conv_tile_of(p, count);
+    const ptrdiff_t most = am_conv_portion(&tile);
+    am_status status = AM_OK;
+    for (ptrdiff_t t = 0; t < count && status == AM_OK; t += most) {
+        tile.steps = am_min(count - t, most);
+        am_conv_kernels_of(p->kernels, p->conv->type)
+            ->sums(sums, b->dz + t * p->row, b->window + t * p->row, &tile);
+        if (t + most < count) status = am_checkpoint(team);
+    }
+    return status;
 }
 
 /* The gradients of `count` rows from `row` on, where row W - 1 is that of the first token, and those before
@@ -87,15 +105,17 @@ typedef struct {
     ptrdiff_t count, terms, first_dz, first_weight;
 } sums_of_rows;
 
-static void add_terms(const am_conv_place *p, const buffers *b, void *to, const void *more, sums_of_rows s)
+static am_status add_terms(const am_conv_place *p, const buffers *b, void *to, const void *more,
+                           sums_of_rows s, am_team *team)
 {
     am_conv_tile tile = am_conv_tile_of(p, s.count);
     tile.width = s.terms, tile.weight = b->reversed + s.first_weight * p->row, tile.bias = more;
-    am_conv_kernel(p)(to, b->dz + s.first_dz * p->row, &tile);
+    return am_conv_results(p, to, b->dz + s.first_dz * p->row, tile, team);
 }
 
-/* The gradient of one row near an end of the sequence; dz begins at `token`. */
-static void find_edge(const am_conv_place *p, const buffers *b, void *to, ptrdiff_t row, ptrdiff_t token)
+/* The gradient of row number `i` of those near an end of the sequence, at `row`; dz begins at `token`. */
+static am_status find_edge(const am_conv_place *p, const buffers *b, void *to, ptrdiff_t i, ptrdiff_t row,
+                           ptrdiff_t token, am_team *team)
 {
     const am_short_conv *c = p->conv;
     const ptrdiff_t history = c->width - 1, first = am_max(history - row, 0),
@@ -106,7 +126,9 @@ static void find_edge(const am_conv_place *p, const buffers *b, void *to, ptrdif
         more = b->after;
     }
     const sums_of_rows s = {1, am_max(last - first, 0), am_max(row + first - history - token, 0), first};
-    add_terms(p, b, to, more, s);
+    const am_conv_tile tile = am_conv_tile_of(p, 1);
+    const am_status status = add_terms(p, b, to, more, s, team);
+    return status == AM_OK && (i + 1) % am_conv_portion(&tile) == 0 ? am_checkpoint(team) : status;
 }
 
 /* The gradients of x, of tokens first … last - 1 of a sequence; adds up those of the weights. */
@@ -117,15 +139,16 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
     const ptrdiff_t history = c->width - 1;
     for (ptrdiff_t t = first; t < last; t += job->chunk) {
         const ptrdiff_t count = am_min(job->chunk, last - t);
-        find_dz(p, b, t, am_min(count + history, p->length - t));
-        const am_conv_tile tile = am_conv_tile_of(p, count);
-        am_conv_kernels_of(p->kernels, c->type)->sums(sums, b->dz, b->window, &tile);
         const ptrdiff_t whole = am_max(am_min(count, p->length - history - t), 0);
-        add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0});
-        for (ptrdiff_t i = whole; i < count; i++) find_edge(p, b, b->dx + i * p->row, t + i + history, t);
-        am_conv_store(p, c->type, &job->gradients->d_x, t, b->dx, count);
-        am_status status = am_checkpoint(team);
+        am_status status = find_dz(p, b, t, am_min(count + history, p->length - t), team);
+        if (status == AM_OK) status = add_sums(p, b, sums, count, team);
+        if (status == AM_OK)
+            status = add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0}, team);
+        for (ptrdiff_t i = whole; status == AM_OK && i < count; i++)
+            status = find_edge(p, b, b->dx + i * p->row, i, t + i + history, t, team);
+        if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
+        am_conv_store(p, c->type, &job->gradients->d_x, t, b->dx, count);
     }
     return AM_OK;
 }
@@ -170,8 +193,10 @@ static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
             am_conv_store(&p, AM_FLOAT64, &job->gradients->d_weight, j, row, 1);
         else if (job->gradients->d_bias.data)
             am_conv_store(&p, AM_FLOAT64, &job->gradients->d_bias, 0, row, 1);
+        const am_status status = j % 256 == 0 ? am_checkpoint(team) : AM_OK;
+        if (status != AM_OK) return status;
     }
-    return am_checkpoint(team);
+    return AM_OK;
 }
 
 /* The gradient of the state before a sequence. */
@@ -184,12 +209,12 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
     const buffers *b = am_workspace(&job->workspaces);
     load_weights(&p, b);
-    find_dz(&p, b, 0, am_min(p.length, c->width - 1));
-    for (ptrdiff_t row = 0; row < c->width - 1; row++) {
-        find_edge(&p, b, b->dx, row, 0);
-        am_conv_store(&p, c->type, &job->gradients->d_before, row, b->dx, 1);
+    am_status status = find_dz(&p, b, 0, am_min(p.length, c->width - 1), team);
+    for (ptrdiff_t row = 0; status == AM_OK && row < c->width - 1; row++) {
+        status = find_edge(&p, b, b->dx, row, row, 0, team);
+        if (status == AM_OK) am_conv_store(&p, c->type, &job->gradients->d_before, row, b->dx, 1);
     }
-    return am_checkpoint(team);
+    return status == AM_OK ? am_checkpoint(team) : status;
 }
 
 am_status am_short_conv_backward(const am_context *context, const am_short_conv_gradients *gradients)

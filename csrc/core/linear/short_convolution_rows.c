@@ -45,6 +45,26 @@ am_conv *am_conv_kernel(const am_conv_place *p)
     return am_conv_kernels_of(p->kernels, p->conv->type)->forward[p->type];
 }
 
+ptrdiff_t am_conv_portion(const am_conv_tile *tile)
+{
+    enum { PRODUCTS = 1 << 22, ROWS = 8 }; /* ROWS: kernels compute up to so many at once */
+    return am_max(PRODUCTS / ROWS / am_max(tile->width * tile->lanes, 1), 1) * ROWS;
+}
+
+am_status am_conv_results(const am_conv_place *p, void *to, const void *from, am_conv_tile tile,
+                          am_team *team)
+{
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(p->type), all = tile.steps, most = am_conv_portion(&tile);
+    am_status status = AM_OK;
+    for (ptrdiff_t t = 0; t < all && status == AM_OK; t += most) {
+        tile.steps = am_min(all - t, most);
+        am_conv_kernel(p)((char *)to + t * tile.dst_stride * size,
+                          (const char *)from + t * tile.src_stride * size, &tile);
+        if (t + most < all) status = am_checkpoint(team);
+    }
+    return status;
+}
+
 static am_strided rows_of(const am_conv_place *p, const am_conv_array *array, ptrdiff_t token, ptrdiff_t rows)
 {
     return (am_strided){

@@ -40,6 +40,14 @@ const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype ty
 /* The kernel for rows of the place's type. */
 am_conv *am_conv_kernel(const am_conv_place *place);
 
+/* How many steps of a tile take a few milliseconds at most, however many taps there are. Longer work looks
+ * for signals every so many steps. */
+ptrdiff_t am_conv_portion(const am_conv_tile *tile);
+
+/* Computes the results of a tile whose rows are of the place's type. */
+am_status am_conv_results(const am_conv_place *place, void *to, const void *from, am_conv_tile tile,
+                          am_team *team);
+
 /* The place of a token in memory. */
 char *am_conv_at(const am_conv_place *place, const am_conv_array *array, ptrdiff_t token);
 
