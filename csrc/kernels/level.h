@@ -36,6 +36,25 @@
 #    define SHARED_BF16X2(name) AM_TOPIC(name, baseline)
 #endif
 
+/* Sums in float64, to which vectors are added: in registers, as many as a vector takes; and in memory. */
+static inline void vf_add_wide(vd *sums, vf x)
+{
+    sums[0] = vd_add(sums[0], vf_widen_low(x));
+    sums[1] = vd_add(sums[1], vf_widen_high(x));
+}
+static inline void vd_add_wide(vd *sums, vd x) { sums[0] = vd_add(sums[0], x); }
+static inline vf vf_carry_load(const double *carry)
+{
+    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
+}
+static inline void vf_carry_add(double *carry, vf sum)
+{
+    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
+    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
+}
+static inline vd vd_carry_load(const double *carry) { return vd_load(carry); }
+static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
+
 /* Missing lanes are 0. */
 static inline vf vf_load_part_i8(const int8_t *p, ptrdiff_t count)
 {

@@ -91,6 +91,17 @@ def check(arrays, given):
     assert_near(state, expected_state, OUT[dtype], "state", np.abs(expected).max(initial=0))
 
 
+def assert_gradients_near(grads, expected, arrays, given, tolerance):
+    of_arguments = dict(zip(NAMES, arrays, strict=False)) | given
+    for name in NAMES:
+        got = getattr(grads, name)
+        assert (got is None) == (expected[name] is None), name
+        if got is not None:
+            assert got.dtype == of_arguments[name].dtype, name
+            size = 0.1 * expected["decay_size"] if name == "decay" else None
+            assert_near(got, expected[name], tolerance, name, size)
+
+
 def check_gradients(arrays, given, with_state=True, tolerance=None):
     dtype = arrays[0].dtype.name
     random = random_of("gradients")
@@ -102,15 +113,7 @@ def check_gradients(arrays, given, with_state=True, tolerance=None):
     dout = random.standard_normal(out.shape).astype(out.dtype)
     dstate = random.standard_normal(state.shape).astype(state.dtype) if with_state else None
     expected = problem.backward(dout, dstate)
-    grads = vjp(dout, dstate)
-    of_arguments = dict(zip(NAMES, arrays, strict=False)) | given
-    for name in NAMES:
-        got = getattr(grads, name)
-        assert (got is None) == (expected[name] is None), name
-        if got is not None:
-            assert got.dtype == of_arguments[name].dtype, name
-            size = 0.1 * expected["decay_size"] if name == "decay" else None
-            assert_near(got, expected[name], tolerance or GRADIENT[dtype], name, size)
+    assert_gradients_near(vjp(dout, dstate), expected, arrays, given, tolerance or GRADIENT[dtype])
 
 
 BY_TOKEN, GATED, KINDS = ("BTH", "BTHK"), ("float32", "float64"), ("float32", "bfloat16")
@@ -323,6 +326,28 @@ def test_long_sequence():
     arrays, given = make("long", tokens=4096, heads=1, rows=32, channels=32, low=-0.2, initial=False)
     check(arrays, given)
     check_gradients(arrays, given, with_state=False)
+
+
+@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize("decay", DECAYS[1:])
+@pytest.mark.parametrize("limits", [(-1e-5,), (-1e-4,), (-1e-3,), (-1e-2,), (-1e-4, -10.0), (1e-5,), (1e-3,)])
+def test_equal_decays_of_many_tokens(each_isa, limits, decay, beta):
+    """Where a factor is that of all tokens, its rounding is, too, and must not add up from token to token."""
+    heads, rows = 3, 16
+    random = random_of((limits, decay))
+    sizes = random.uniform(*np.log(np.abs([limits[0], limits[-1]])), (heads, rows))
+    same = np.sign(limits[0]) * np.exp(sizes if decay == "BTHK" else sizes[:, 0])
+    case = {"tokens": 4096, "heads": heads, "rows": rows, "channels": 16, "initial": False}
+    arrays, given = make("equal", decay=decay, beta=beta, same=same, **case)
+    problem = reference(arrays, given)
+    expected, expected_state = problem.forward()
+    dout = random.standard_normal(expected.shape).astype(np.float32)
+    gradients = problem.backward(dout)
+    for isa in each_isa():
+        (out, state), vjp = attnmask.linear_attention_vjp(*arrays, **given, return_state=True)
+        assert_near(out, expected, 1.2e-5, (isa, "out"))
+        assert_near(state, expected_state, 1.2e-5, (isa, "state"), np.abs(expected).max())
+        assert_gradients_near(vjp(dout), gradients, arrays, given, GRADIENT["float32"])
 
 
 def test_gradients_of_the_reference():

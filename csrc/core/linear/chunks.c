@@ -158,7 +158,8 @@ static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
     const ptrdiff_t keys = s->token_stride * s->row_stride * base->size;
     const ptrdiff_t values = s->token_stride * s->channel_stride * base->size,
                     tokens = s->token_stride * base->size;
-    const ptrdiff_t decays = base->linear->by_channel ? keys : tokens;
+    const bool by_channel = base->linear->by_channel;
+    const ptrdiff_t decays = by_channel ? keys : tokens, wide = sizeof(double);
     const ptrdiff_t state = s->row_stride * s->channel_stride * base->size;
     ptrdiff_t scratch = uses & AM_LINEAR_FIND ? base->scratch.find : 0;
     if (uses & AM_LINEAR_TAKE) scratch = am_max(scratch, base->scratch.forward);
@@ -172,6 +173,9 @@ static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
         {&b->k, keys, AM_LINEAR_READ},
         {&b->decay, decays, AM_LINEAR_READ},
         {&b->factor, decays, AM_LINEAR_READ},
+        {&b->whole, by_channel ? s->row_stride * base->size : 0, AM_LINEAR_READ},
+        {&b->exact, by_channel ? 0 : s->token_stride * wide, AM_LINEAR_READ},
+        {&b->sums, (by_channel ? s->row_stride : AM_LINEAR_PAD) * wide, AM_LINEAR_READ},
         {&b->beta, tokens, AM_LINEAR_READ},
         {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
@@ -241,28 +245,44 @@ static void read_channel_decay(const am_linear_base *base, const am_linear_buffe
                    base->shape.rows);
 }
 
+static void read_factors_by_channel(const am_linear_base *base, const am_linear_buffers *b,
+                                    const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
+{
+    const am_strided from = am_linear_rows_at(&base->linear->decay, at->batch, token, at->head);
+    const ptrdiff_t stride = base->shape.row_stride;
+    const bool in_place = is_plain(base, &from, base->type) && base->shape.rows == stride;
+    if (!in_place) read_channel_decay(base, b, at, token, count);
+    double *sums = (double *)b->sums;
+    base->kernels->factors(b->factor, sums, in_place ? from.data : b->decay,
+                           in_place ? from.row / base->size : stride, count, stride);
+    base->kernels->exp_of_sums(b->whole, sums, stride);
+}
+
+static void read_factors(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
+                         ptrdiff_t token, ptrdiff_t count)
+{
+    const ptrdiff_t stride = base->shape.token_stride;
+    const bool wide = base->type == AM_FLOAT64;
+    if (base->linear->decay.data)
+        read_tokens(base, &base->linear->decay, at, token, count, b->decay);
+    else
+        memset(b->decay, 0, (size_t)(stride * base->size));
+    double *exact = (double *)b->exact;
+    for (ptrdiff_t i = 0; i < stride; i++)
+        exact[i] = wide ? ((double *)b->decay)[i] : (double)((float *)b->decay)[i];
+    base->all_kernels->linear_f64->factors(exact, (double *)b->sums, exact, AM_LINEAR_PAD,
+                                           stride / AM_LINEAR_PAD, AM_LINEAR_PAD);
+    for (ptrdiff_t i = 0; i < stride && !wide; i++) ((float *)b->factor)[i] = (float)exact[i];
+    if (wide) memcpy(b->factor, exact, (size_t)stride * sizeof *exact);
+}
+
 static void read_decay(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
                        ptrdiff_t token, ptrdiff_t count)
 {
-    const am_linear *linear = base->linear;
-    const am_linear_shape *s = &base->shape;
-    if (!linear->decay.data) {
-        memset(b->decay, 0, (size_t)(s->token_stride * base->size));
-        base->kernels->exp(b->factor, b->decay, s->token_stride);
-    } else if (linear->by_channel) {
-        const am_strided from = am_linear_rows_at(&linear->decay, at->batch, token, at->head);
-        if (is_plain(base, &from, base->type) && s->rows == s->row_stride) {
-            for (ptrdiff_t r = 0; r < count; r++)
-                base->kernels->exp(b->factor + r * s->row_stride * base->size, from.data + r * from.row,
-                                   s->row_stride);
-            return;
-        }
-        read_channel_decay(base, b, at, token, count);
-        base->kernels->exp(b->factor, b->decay, count * s->row_stride);
-    } else {
-        read_tokens(base, &linear->decay, at, token, count, b->decay);
-        base->kernels->exp(b->factor, b->decay, s->token_stride);
-    }
+    if (base->linear->by_channel)
+        read_factors_by_channel(base, b, at, token, count);
+    else
+        read_factors(base, b, at, token, count);
 }
 
 /* Queries, or keys. */
@@ -306,6 +326,7 @@ am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffe
 {
     const am_linear_shape *s = &base->shape;
     am_linear_chunk chunk = {.shape = s, .q = b->q, .k = b->k, .factor = b->factor};
+    chunk.exact = (const double *)b->exact, chunk.whole = b->whole;
     chunk.tokens = am_min(s->tokens, at->end - token);
     if (base->unscaled) {
         chunk.q = unscaled_keys(base, false, at, token, b->q);

@@ -63,6 +63,8 @@ typedef struct {
 /* Numbers of one chunk, and memory for the kernels. */
 typedef struct {
     char *q, *k, *v, *out, *decay, *factor, *reset, *beta;
+    char *exact, *whole;         /* not by channel; by channel */
+    char *sums;                  /* of decays, float64 */
     char *q_inverse, *k_inverse; /* of the norms; NULL: none */
     char *states[2];
     char *pairs, *scratch;

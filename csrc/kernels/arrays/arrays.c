@@ -9,15 +9,6 @@
 #define V vf
 #define VOP(op) vf_##op
 #define LANES VF_LANES
-static inline vf vf_carry_load(const double *carry)
-{
-    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
-}
-static inline void vf_carry_add(double *carry, vf sum)
-{
-    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
-    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
-}
 #define T uint16_t
 #define MEM(op) vf_##op##_f16
 #define FN(name) name##_f16
@@ -40,8 +31,6 @@ static inline void vf_carry_add(double *carry, vf sum)
 #define V vd
 #define VOP(op) vd_##op
 #define LANES VD_LANES
-static inline vd vd_carry_load(const double *carry) { return vd_load(carry); }
-static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
 #define T double
 #define MEM(op) vd_##op
 #define FN(name) name##_f64

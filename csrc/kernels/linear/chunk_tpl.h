@@ -365,7 +365,8 @@ static const am_linear_kernels FN(kernels) = {
     .backward_state = FN(backward_state),
     .backward_tokens = FN(backward_tokens),
     .keep_finite = FN(keep_finite),
-    .exp = FN(exp),
+    .factors = FN(factors),
+    .exp_of_sums = FN(exp_of_sums),
     .scale_rows = FN(scale_rows),
     .scale_rows_back = FN(scale_rows_back),
 };

@@ -1,12 +1,6 @@
 /* conv_f32.c – short convolutions in float32. */
 #include "kernels/attention/f32.h"
 #include "kernels/attention/product_tpl.h"
-
-static inline void add_to_doubles_f32(double *to, vf sum)
-{
-    vd_store(to, vd_add(vd_load(to), vf_widen_low(sum)));
-    vd_store(to + VD_LANES, vd_add(vd_load(to + VD_LANES), vf_widen_high(sum)));
-}
 #include "kernels/linear/conv_tpl.h"
 
 #define S float

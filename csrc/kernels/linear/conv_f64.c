@@ -1,8 +1,6 @@
 /* conv_f64.c – short convolutions in float64. */
 #include "kernels/attention/f64.h"
 #include "kernels/attention/product_tpl.h"
-
-static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(vd_load(to), sum)); }
 #include "kernels/linear/conv_tpl.h"
 
 #define S double

@@ -51,7 +51,7 @@ INLINE void FN(add_products)(double *sums, ptrdiff_t sums_stride, const T *dz, c
             sum[j] = src ? VOP(fma)(d, GET(src + (t + j) * tile->src_stride), sum[j]) : VOP(add)(sum[j], d);
     }
     UNROLL(16)
-    for (int j = 0; j < count; j++) FN(add_to_doubles)(sums + j * sums_stride, sum[j]);
+    for (int j = 0; j < count; j++) VOP(carry_add)(sums + j * sums_stride, sum[j]);
 }
 
 static void FN(conv_sums)(double *sums, const void *dz, const void *src, const am_conv_tile *tile)

@@ -152,8 +152,8 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
  * those up to there, into the key. Pairs of the last few tokens are taken one by one. */
 enum { LEAF = 8 };
 
-/* Queries and keys of tokens times the factors since `from`; `whole` becomes the product of all factors. */
-static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, float *whole)
+/* Queries and keys of tokens times the factors since `from`. */
+static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to)
 {
     const ptrdiff_t stride = c->shape->row_stride;
     const uint16_t *const rows[] = {c->q, c->k};
@@ -169,7 +169,6 @@ static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from,
                 vf_store(w->heads[side] + at / 2, vf_narrow_bf16x2(left, right));
             }
         }
-        if (whole) vf_store(whole + r, since[0]), vf_store(whole + r + VF_LANES, since[1]);
     }
 }
 
@@ -200,7 +199,7 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
     const am_linear_shape *s = c->shape;
     const ptrdiff_t stride = s->row_stride / 2, begin = middle - half;
     const ptrdiff_t end = middle + half < c->tokens ? middle + half : c->tokens;
-    decay_heads(c, w, middle, end, NULL);
+    decay_heads(c, w, middle, end);
     decay_tails(c, w, begin, middle, false);
     turn_f32(w->turned, s->token_stride, w->keys + begin * stride, stride, half, stride);
     product_f32 product = {.c = w->products + middle * s->token_stride + begin,
@@ -259,7 +258,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
         else
             leaf_row(c, w, from, i, LEAF - 1);
     }
-    decay_heads(c, w, 0, n, w->whole);
+    decay_heads(c, w, 0, n);
     decay_tails(c, w, 0, n, true);
 }
 
@@ -275,20 +274,22 @@ static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scrat
         products_by_channel(c, &w);
     else
         products_by_token(c, &w);
-    float since = 1;
+    double whole = 1;
     memset(w.tail, 0, (size_t)s->token_stride * sizeof *w.tail);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const float q_scale = scale_of(s, (const float *)c->q + i * stride, s->scale);
         const float k_scale = scale_of(s, (const float *)c->k + i * stride, 1);
         const float factor = by_channel ? 1 : ((const float *)c->factor)[i];
-        since *= factor;
+        whole *= by_channel ? 1 : c->exact[i];
+        const float since = (float)whole;
         w.q_since[i] = since * q_scale, w.k_since[i] = since * k_scale;
         for (ptrdiff_t j = 0; j < i && !by_channel; j += VF_LANES)
             vf_store(w.tail + j, vf_mul(vf_set1(factor), vf_load(w.tail + j)));
         w.tail[i] = k_scale;
         pair_row(c, &w, i, q_scale, k_scale);
     }
-    for (ptrdiff_t r = 0; r < s->rows && !by_channel; r++) w.whole[r] = since;
+    for (ptrdiff_t r = 0; r < s->rows; r++)
+        w.whole[r] = by_channel ? ((const float *)c->whole)[r] : (float)whole;
 }
 
 /* Rounds two rows of channels to one of bf16x2; there may be no second. */

@@ -58,16 +58,34 @@ static T FN(scale_of)(const am_linear_shape *s, const T *row, double scale)
 static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, const T *scales)
 {
     const am_linear_shape *s = c->shape;
-    const T *factor = c->factor;
     const ptrdiff_t stride = s->token_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *row = w->decays + i * stride;
-        const V by = VOP(set1)(factor[i]);
+        const T factor = (T)c->exact[i];
+        const V by = VOP(set1)(factor), lost = VOP(set1)((T)(c->exact[i] - (double)factor));
         memset(row, 0, (size_t)stride * sizeof *row);
-        for (ptrdiff_t j = 0; j < i; j += LANES)
-            VOP(store)(row + j, VOP(mul)(by, VOP(load)(row - stride + j)));
+        for (ptrdiff_t j = 0; j < i; j += LANES) {
+            const V before = VOP(load)(row - stride + j);
+            VOP(store)(row + j, VOP(fma)(by, before, VOP(mul)(lost, before)));
+        }
         row[i] = scales ? scales[i] : 1;
     }
+}
+
+/* What comes of all factors: up to a token, times the scales of its query and key; behind it, times that of
+ * its key; and of the chunk. */
+static void FN(multiply_factors)(const am_linear_chunk *c, const FN(work) * w, T *of_q, T *of_k)
+{
+    double since = 1, follow = 1;
+    for (ptrdiff_t i = c->tokens - 1; i >= 0; i--) {
+        w->behind[i] = (T)(follow * (double)of_k[i]);
+        follow *= c->exact[i];
+    }
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        since *= c->exact[i];
+        of_q[i] = (T)(since * (double)of_q[i]), of_k[i] = (T)(since * (double)of_k[i]);
+    }
+    for (ptrdiff_t r = 0; r < c->shape->row_stride; r++) w->whole[r] = (T)since;
 }
 
 /* Multiplies the lower triangle of a matrix by D and by the scale of each row (NULL: 1), and makes the rest
@@ -105,7 +123,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->row_stride;
-    const T *q = c->q, *k = c->k, *factor = c->factor;
+    const T *q = c->q, *k = c->k;
     FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
     FN(product)
     product = {.c = w->p,
@@ -119,7 +137,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
                .soon = c->soon};
     spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     FN(multiply)(&product);
-    T *of_q = w->since, *of_k = w->since + s->token_stride, since = 1;
+    T *of_q = w->since, *of_k = w->since + s->token_stride;
     for (ptrdiff_t i = 0; i < n; i++) {
         of_q[i] = FN(scale_of)(s, q + i * stride, s->scale);
         of_k[i] = FN(scale_of)(s, k + i * stride, 1);
@@ -131,12 +149,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         FN(multiply)(&product);
         FN(decay_pairs)(c, w, w->m, of_k, true);
     }
-    for (ptrdiff_t i = 0; i < n; i++) {
-        since *= factor[i];
-        of_q[i] *= since, of_k[i] *= since;
-    }
-    memcpy(w->behind, w->decays + (n - 1) * s->token_stride, (size_t)n * sizeof *factor);
-    for (ptrdiff_t r = 0; r < stride; r++) w->whole[r] = since;
+    FN(multiply_factors)(c, w, of_q, of_k);
 }
 
 /* Backwards, what not by channel are heads and tail. */
@@ -321,7 +334,7 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
         FN(multiply_row)(w->subchunk_k + row, k + row, subchunk_since, stride);
         if (s->delta) FN(multiply_row)(w->heads + n * stride + row, k + row, since, stride);
     }
-    memcpy(w->whole, w->since + (n - 1) * stride, (size_t)stride * sizeof *k);
+    memcpy(w->whole, c->whole, (size_t)stride * sizeof *k);
     for (ptrdiff_t from = 0; from < n; from += SUBCHUNK) {
         const ptrdiff_t end = FN(subchunk_end)(c, from);
         if (from > 0) FN(pairs_across_subchunks)(c, w, from, end - from);

@@ -179,19 +179,61 @@ static ptrdiff_t FN(lay_out)(const FN(buffer) * buffers, size_t count, char *mem
     return bytes;
 }
 
-static void FN(exp)(void *dst, const void *src, ptrdiff_t count)
+/* e^(x + low), where x + low is x; `low` is NULL for 0. */
+INLINE V FN(exp_of)(V x, const V *low)
 {
     const double log2_e = 1.4426950408889634;
-    const V high = VOP(set1)((T)log2_e), low = VOP(set1)((T)(log2_e - (double)(T)log2_e));
+    const V high = VOP(set1)((T)log2_e), rest = VOP(set1)((T)(log2_e - (double)(T)log2_e));
     const V least = VOP(set1)(-(T)MIN_POWER), most = VOP(set1)((T)(MIN_POWER / log2_e + 2)); /* 0 and Inf */
+    V whole;
+    x = VOP(max)(least, x);
+    x = VOP(pick_less)(most, x, most, x);
+    V power = VOP(mul)(x, high); /* and what its rounding loses */
+    V lost = VOP(fma)(x, rest, VOP(fma)(x, high, VOP(sub)(VOP(set1)(0), power)));
+    if (low) lost = VOP(fma)(*low, high, lost);
+    FN(exp2_begin)(&power, &whole, 1);
+    power = VOP(add)(power, lost);
+    FN(exp2_end)(&power, &whole, 1, FN(exp2_terms), COUNT_OF(FN(exp2_terms)));
+    return power;
+}
+
+/* Some rows, whose sums stay in registers. */
+INLINE void FN(factors_of_rows)(T *factor, double *sums, const T *decay, ptrdiff_t stride, const int rows,
+                                ptrdiff_t columns)
+{
+    for (ptrdiff_t c = 0; c < columns; c += LANES) {
+        vd sum[LANES / VD_LANES];
+        for (int j = 0; j < LANES / VD_LANES; j++) sum[j] = vd_load(sums + c + j * VD_LANES);
+        UNROLL(4)
+        for (int r = 0; r < rows; r++) {
+            const V x = VOP(load)(decay + r * stride + c);
+            VOP(add_wide)(sum, x);
+            VOP(store)(factor + r * columns + c, FN(exp_of)(x, NULL));
+        }
+        for (int j = 0; j < LANES / VD_LANES; j++) vd_store(sums + c + j * VD_LANES, sum[j]);
+    }
+}
+
+static void FN(factors)(void *factor, double *sums, const void *decay, ptrdiff_t stride, ptrdiff_t rows,
+                        ptrdiff_t columns)
+{
+    const T *from = decay;
+    T *to = factor;
+    memset(sums, 0, (size_t)columns * sizeof *sums);
+    for (; rows >= 4; rows -= 4, from += 4 * stride, to += 4 * columns)
+        FN(factors_of_rows)(to, sums, from, stride, 4, columns);
+    for (; rows > 0; rows--, from += stride, to += columns)
+        FN(factors_of_rows)(to, sums, from, stride, 1, columns);
+}
+
+static void FN(exp_of_sums)(void *dst, double *sums, ptrdiff_t count)
+{
+    const double most = MIN_POWER; /* e^-most is 0, e^most Inf */
+    for (ptrdiff_t i = 0; i < count; i++) sums[i] = sums[i] < -most ? -most : sums[i] > most ? most : sums[i];
     for (ptrdiff_t i = 0; i < count; i += LANES) {
-        V x = VOP(max)(least, VOP(load)((const T *)src + i)), whole;
-        x = VOP(pick_less)(most, x, most, x);
-        V power = VOP(mul)(x, high); /* and what its rounding loses */
-        const V lost = VOP(fma)(x, low, VOP(fma)(x, high, VOP(sub)(VOP(set1)(0), power)));
-        FN(exp2_begin)(&power, &whole, 1);
-        power = VOP(add)(power, lost);
-        FN(exp2_end)(&power, &whole, 1, FN(exp2_terms), COUNT_OF(FN(exp2_terms)));
-        VOP(store)((T *)dst + i, power);
+        const V high = VOP(carry_load)(sums + i);
+        VOP(carry_add)(sums + i, VOP(sub)(VOP(set1)(0), high));
+        const V low = VOP(carry_load)(sums + i);
+        VOP(store)((T *)dst + i, FN(exp_of)(high, &low));
     }
 }
