@@ -133,16 +133,8 @@ static am_line line_of(const am_attn *f, const am_logit_term *term, const row *r
 {
     const am_places *places = &f->terms.places;
     const ptrdiff_t x = am_row_of_query(places, r->b, r->q);
-    const ptrdiff_t first = am_row_of_term(term)->acts == AM_ADDS_BY_KEY
-                                ? places->first_key - am_keys_of_query(f, r->b, r->q).begin
-                                : -r->q - am_offset_of_row(places, x);
-    return (am_line){
-        .term = term,
-        .numbers = (const double *)(term->array.data + x * term->array.batch + r->head * term->array.head),
-        .factor = 1,
-        .first = k + first,
-        .count = 1,
-    };
+    const bool by_key = am_row_of_term(term)->acts == AM_ADDS_BY_KEY;
+    return am_line_of(f, term, x, r->head, by_key ? k : k - r->q - am_offset_of_row(places, x));
 }
 
 /* What is added to the product of a pair. -INFINITY makes it dead. */

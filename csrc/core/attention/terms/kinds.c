@@ -48,12 +48,12 @@ static void alibi_add(const am_line *line, double *numbers)
 /* The place of a distance in the table: its ends stand for all that is farther. */
 static ptrdiff_t table_index(const am_line *line, ptrdiff_t distance)
 {
-    return am_max(0, am_min(distance - line->term->integer, line->term->shape[3] - 1));
+    return am_max(0, am_min(distance - line->term->integer, line->length - 1));
 }
 
 static void relative_bias_add(const am_line *line, double *numbers)
 {
-    const ptrdiff_t length = line->term->shape[3], from = line->first - line->term->integer,
+    const ptrdiff_t length = line->length, from = line->first - line->term->integer,
                     begin = am_max(0, am_min(-from, line->count)),
                     end = am_max(begin, am_min(length - from, line->count));
     const double first = am_line_number(line, 0), last = am_line_number(line, length - 1);
@@ -72,6 +72,49 @@ static void relative_bias_learn(const am_line *line, const double *d_numbers, am
 
 /* --- The table --- */
 
-#define ROW(kind, ...) [AM_LOGIT_##kind] = {__VA_ARGS__},
-const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(ROW)};
-#undef ROW
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Woverride-init" /* a row cannot name what its form says */
+#define AXES(batch, heads, queries, last)                                                                    \
+    .axes = {AM_AXIS_##batch, AM_AXIS_##heads, AM_AXIS_##queries, AM_AXIS_##last}
+#define NO_LINE .add = NULL, .learn = NULL, .finite = false
+#define NUMBER(kind, does, ...) [AM_LOGIT_##kind] = {.acts = does, NO_LINE, __VA_ARGS__},
+#define ARRAY(kind, does, batch, heads, queries, last, ...)                                                  \
+    [AM_LOGIT_##kind] = {.acts = does, AXES(batch, heads, queries, last), NO_LINE, __VA_ARGS__},
+#define LINE(kind, does, batch, heads, last, adds, ...)                                                      \
+    [AM_LOGIT_##kind] = {.acts = does, AXES(batch, heads, 1, last), .add = adds, .learn = NULL, __VA_ARGS__},
+#define LEARNED(kind, does, last, adds, learns, ...)                                                         \
+    [AM_LOGIT_##kind] = {.acts = does, AXES(1, H, 1, last), .add = adds, .learn = learns, __VA_ARGS__},
+const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)};
+#undef NUMBER
+#undef ARRAY
+#undef LINE
+#undef LEARNED
+#pragma GCC diagnostic pop
+
+/* --- What goes together --- */
+
+#define IS(axis, letter) (AM_AXIS_##axis == AM_AXIS_1 || AM_AXIS_##axis == AM_AXIS_##letter)
+#define NUMBER(kind, acts, ...)                                                                              \
+    _Static_assert((acts) == AM_CAPS || (acts) == AM_DROPS, #kind ": what acts so has an array");
+#define ARRAY(kind, acts, batch, heads, queries, last, ...)                                                  \
+    _Static_assert((acts) == AM_ADDS_PAIRS || (acts) == AM_SINKS, #kind ": what acts so is no ARRAY");       \
+    _Static_assert((acts) == AM_SINKS || (IS(batch, B) && IS(heads, H) && IS(queries, Q) && IS(last, K)),    \
+                   #kind ": pairs have axes B, H, Q, K");                                                    \
+    _Static_assert((acts) == AM_ADDS_PAIRS ||                                                                \
+                       (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N)),                      \
+                   #kind ": sinks have axes 1, H, 1, N");
+#define LINE(kind, acts, batch, heads, last, ...)                                                            \
+    _Static_assert((acts) == AM_ADDS_BY_DISTANCE || (acts) == AM_ADDS_BY_KEY,                                \
+                   #kind ": what acts so has no lines");                                                     \
+    _Static_assert(IS(batch, R) && (IS(heads, H) || IS(heads, KV)), #kind ": lines have axes R, H or KV");   \
+    _Static_assert(IS(last, N) || ((acts) == AM_ADDS_BY_KEY && IS(last, K)),                                 \
+                   #kind ": the last axis of a line is N, or by key K");
+#define LEARNED(kind, acts, last, ...) LINE(kind, acts, 1, H, last, )
+AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)
+
+#define PLUS(kind, acts, ...) +(1 << (acts))
+#define OR(kind, acts, ...) | 1 << (acts)
+#define NOTHING(kind, ...)
+_Static_assert((0 AM_LOGIT_KINDS(PLUS, PLUS, NOTHING, NOTHING)) ==
+                   (0 AM_LOGIT_KINDS(OR, OR, NOTHING, NOTHING)),
+               "several kinds that act alike must be lines, whose numbers are added up");

@@ -43,34 +43,37 @@ static ptrdiff_t line_length(const line_form *form, const row_span *span, ptrdif
     return form->stride * (1 - span->rows) + keys;
 }
 
-/* The line of a term that begins with key `k`. */
+/* The line of a term for some keys of a span. */
 static am_line line_of(const am_attn_base *base, const line_form *form, const am_logit_term *term,
-                       const row_span *span, ptrdiff_t k)
+                       const row_span *span, am_range keys)
 {
-    const am_tokens *array = &term->array;
-    const ptrdiff_t *starts = base->attn->pages.starts;
-    const ptrdiff_t first_key = base->attn->terms.places.first_key - (starts ? starts[span->row] : 0);
-    const ptrdiff_t first = form->stride < 0 ? span->distance : first_key;
-    return (am_line){
-        .term = term,
-        .numbers = (const double *)(array->data + span->row * array->batch + span->head * array->head),
-        .factor = AM_LOG2_E / base->unit,
-        .first = first + k,
-    };
+    const ptrdiff_t at = keys.begin + (form->acts == AM_ADDS_BY_KEY ? 0 : span->distance);
+    am_line line = am_line_of(base->attn, term, span->row, span->head, at);
+    line.factor = AM_LOG2_E / base->unit;
+    line.count = line_length(form, span, am_length(keys));
+    return line;
 }
 
-/* Fills in the window for `count` numbers, in the unit of logits; returns whether any is -INFINITY. */
+/* The keys of a tile that the rows of a span have: tiles are whole, and may hold keys of other sequences. */
+static am_range keys_of(const am_attn_base *base, const row_span *span, am_range keys)
+{
+    const am_range all = am_keys_of_row(base->attn, span->row);
+    return (am_range){am_max(keys.begin, all.begin), am_min(keys.end, all.end)};
+}
+
+/* Fills in the window of a tile, in the unit of logits; returns whether any number is -INFINITY. */
 static bool fill_window(const am_attn_base *base, const line_form *form, const row_span *span, ptrdiff_t k,
-                        ptrdiff_t count, void *window)
+                        void *window)
 {
     const am_terms *terms = &base->attn->terms;
+    const am_range keys = keys_of(base, span, (am_range){k, k + TILE});
+    const ptrdiff_t count = line_length(form, span, TILE);
     double sums[WINDOW];
     memset(sums, 0, (size_t)count * sizeof *sums);
     for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++) {
-        if (am_row_of_term(term)->acts != form->acts) continue;
-        am_line line = line_of(base, form, term, span, k);
-        line.count = count;
-        am_row_of_term(term)->add(&line, sums);
+        if (am_row_of_term(term)->acts != form->acts || keys.begin >= keys.end) continue;
+        const am_line line = line_of(base, form, term, span, keys);
+        am_row_of_term(term)->add(&line, sums + (keys.begin - k));
     }
     int any = 0;
     float *narrow = window;
@@ -99,7 +102,7 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
         char *to = scratch->bias + r * TILE * base->size;
         const bool one = !added->rows && span.rows == 1; /* whose window is the row itself */
         first = one ? to : window;
-        const bool infinite = fill_window(base, form, &span, k, line_length(form, &span, TILE), first);
+        const bool infinite = fill_window(base, form, &span, k, first);
         first += form->stride * (1 - span.rows) * base->size;
         if (added->rows)
             base->arithmetic->add_rows(to, TILE, first, form->stride, span.rows, TILE);
@@ -162,7 +165,7 @@ am_line_sums *am_line_sums_take(const am_line_gradients *g, char *memory, ptrdif
 
 /* Adds dS of a tile to the sums of one term. */
 static void learn_term(const am_attn_base *base, const am_logit_term *term, const am_attn_place *at,
-                       am_range keys, const char *d_s, char *window, am_line_sums *sums)
+                       am_range tile, const char *d_s, char *window, am_line_sums *sums)
 {
     const am_logit_row *row = am_row_of_term(term);
     const line_form *form = row->acts == AM_ADDS_BY_KEY ? &by_key : &by_distance;
@@ -170,11 +173,13 @@ static void learn_term(const am_attn_base *base, const am_logit_term *term, cons
     row_span span;
     for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
         span = span_from(base, at, r);
-        am_line line = line_of(base, form, term, &span, keys.begin);
-        line.count = line_length(form, &span, am_length(keys));
+        const am_range keys = keys_of(base, &span, tile);
+        if (keys.begin >= keys.end) continue;
+        const am_line line = line_of(base, form, term, &span, keys);
         memset(window, 0, (size_t)(line.count * base->size));
         base->arithmetic->add_rows(window + form->stride * (1 - span.rows) * base->size, form->stride,
-                                   d_s + r * TILE * base->size, TILE, span.rows, am_length(keys));
+                                   d_s + (r * TILE + keys.begin - tile.begin) * base->size, TILE, span.rows,
+                                   am_length(keys));
         for (ptrdiff_t i = 0; i < line.count; i++) d_numbers[i] = am_number(base, window, i);
         row->learn(&line, d_numbers, sums);
     }

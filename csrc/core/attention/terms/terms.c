@@ -31,12 +31,33 @@ ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q)
     return places->starts ? am_sequence_of(places->starts, places->sequences, q) : b;
 }
 
-am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q)
+am_range am_keys_of_row(const am_attn *attn, ptrdiff_t row)
 {
     const ptrdiff_t *starts = attn->pages.starts;
-    if (!starts) return (am_range){0, attn->keys};
-    const ptrdiff_t s = am_row_of_query(&attn->terms.places, b, q);
-    return (am_range){starts[s], starts[s + 1]};
+    return starts ? (am_range){starts[row], starts[row + 1]} : (am_range){0, attn->keys};
+}
+
+am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q)
+{
+    return am_keys_of_row(attn, attn->pages.starts ? am_row_of_query(&attn->terms.places, b, q) : 0);
+}
+
+am_line am_line_of(const am_attn *attn, const am_logit_term *term, ptrdiff_t row, ptrdiff_t head,
+                   ptrdiff_t at)
+{
+    const am_logit_row *kind = am_row_of_term(term);
+    const am_tokens *array = &term->array;
+    if (kind->axes[1] == AM_AXIS_KV) head /= attn->heads / attn->kv_heads;
+    if (kind->acts == AM_ADDS_BY_KEY) at -= am_keys_of_row(attn, row).begin;
+    if (kind->acts == AM_ADDS_BY_KEY && kind->axes[3] != AM_AXIS_K) at += attn->terms.places.first_key;
+    return (am_line){
+        .term = term,
+        .numbers = (const double *)(array->data + row * array->batch + head * array->head),
+        .length = term->shape[3],
+        .factor = 1,
+        .first = at,
+        .count = 1,
+    };
 }
 
 double *am_line_sums_in(am_line_sums *s, am_range wanted)
@@ -59,18 +80,22 @@ static bool is_key_count(const am_attn *attn, ptrdiff_t length)
 }
 
 /* Whether an axis is 1, or as long as its letter says. */
-static bool is_length(const am_attn *attn, char axis, ptrdiff_t length)
+static bool is_length(const am_attn *attn, am_axis axis, ptrdiff_t length)
 {
     const am_places *places = &attn->terms.places;
+    if (length == 1) return true;
     switch (axis) {
-    case 'B': return length == 1 || length == attn->batch;
-    case 'R': return length == 1 || length == (places->starts ? places->sequences : attn->batch);
-    case 'H': return length == 1 || length == attn->heads;
-    case 'Q': return length == 1 || length == attn->queries;
-    case 'K': return length == 1 || is_key_count(attn, length);
-    case 'N': return length > 0;
-    default: return length == 1;
+    case AM_AXIS_B: return length == attn->batch;
+    case AM_AXIS_R: return length == (places->starts ? places->sequences : attn->batch);
+    case AM_AXIS_H: return length == attn->heads;
+    case AM_AXIS_KV: return length == attn->kv_heads;
+    case AM_AXIS_Q: return length == attn->queries;
+    case AM_AXIS_K: return is_key_count(attn, length);
+    case AM_AXIS_N: return length > 0;
+    case AM_AXIS_1:
+    case AM_NO_AXIS: return false;
     }
+    return false;
 }
 
 bool am_term_fits(const am_attn *attn, const am_logit_term *term)
@@ -79,7 +104,7 @@ bool am_term_fits(const am_attn *attn, const am_logit_term *term)
     const am_tokens *array = &term->array;
     if (row->acts == AM_CAPS && !(term->number > 0)) return false;
     if (row->acts == AM_DROPS && !(term->number > 0 && term->number < 1)) return false;
-    if (!*row->axes) return !array->data;
+    if (row->axes[0] == AM_NO_AXIS) return !array->data;
     const bool fits =
         row->acts == AM_ADDS_PAIRS
             ? am_is_floating(array->type)

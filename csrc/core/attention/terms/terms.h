@@ -2,6 +2,8 @@
 #ifndef AM_CORE_ATTENTION_TERMS_TERMS_H
 #define AM_CORE_ATTENTION_TERMS_TERMS_H
 
+#include <assert.h>
+
 #include "core/attention/attention.h"
 #include "core/masks/mask.h"
 
@@ -19,27 +21,53 @@ typedef enum {
 /* Where the greatest logits of a row are likely to be: with them first, the row is seldom rescaled. */
 typedef enum { AM_ANY_FIRST, AM_NEAREST_FIRST } am_first_keys;
 
+/* The axes of an array, by the letters of kinds.h. */
+typedef enum {
+    AM_NO_AXIS,
+    AM_AXIS_1,
+    AM_AXIS_B,
+    AM_AXIS_R,
+    AM_AXIS_H,
+    AM_AXIS_KV,
+    AM_AXIS_Q,
+    AM_AXIS_K,
+    AM_AXIS_N,
+} am_axis;
+
 /* Some numbers along a line: those of the pairs of a head at distances from `first` on, or of its keys from
- * `first` on. Tiles are whole, so a line may go beyond the keys that there are; what is added there does not
- * matter. */
+ * `first` on, which are keys that there are. */
 typedef struct {
     const am_logit_term *term;
     const double *numbers; /* of the term for this head, and batch row or sequence */
+    ptrdiff_t length;      /* of these: of the last axis */
     double factor;         /* from these to the unit of logits */
     ptrdiff_t first, count;
 } am_line;
 
-/* A number of the term in the unit of logits. */
+/* The line at a distance, or a key of the call, for a head and a batch row or sequence; `count` and `factor`
+ * are 1. */
+am_line am_line_of(const am_attn *attn, const am_logit_term *term, ptrdiff_t row, ptrdiff_t head,
+                   ptrdiff_t at);
+
+/* Where number i is in an array, which may have one for all. */
+static inline ptrdiff_t am_line_index(const am_line *line, ptrdiff_t i)
+{
+    assert(line->length == 1 || (i >= 0 && i < line->length));
+    return line->length == 1 ? 0 : i;
+}
+
+/* That number in the unit of logits. */
 static inline double am_line_number(const am_line *line, ptrdiff_t i)
 {
-    return line->numbers[i] * line->factor;
+    return line->numbers[am_line_index(line, i)] * line->factor;
 }
 
 /* The batch row of a query, or its sequence, and that row's offset. */
 ptrdiff_t am_row_of_query(const am_places *places, ptrdiff_t b, ptrdiff_t q);
 
-/* The keys that a bias has numbers for in the row of a query: all, or those of its sequence where sequences
- * lie one behind the other in pages. */
+/* The keys that a term has numbers for in a batch row or sequence, or in the row of a query: all, or those of
+ * the sequence where sequences lie one behind the other in pages. */
+am_range am_keys_of_row(const am_attn *attn, ptrdiff_t row);
 am_range am_keys_of_query(const am_attn *attn, ptrdiff_t b, ptrdiff_t q);
 static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
 {
@@ -57,7 +85,8 @@ typedef struct {
 double *am_line_sums_in(am_line_sums *sums, am_range wanted);
 
 typedef struct {
-    const char *name, *axes;
+    const char *name;
+    am_axis axes[4]; /* AM_NO_AXIS: it has a number instead */
     bool finite;
     am_acts acts;
     am_first_keys first;
