@@ -531,7 +531,7 @@ def _d_sinks(
 
 
 class _Kept(Context, Protocol):
-    task: _Task
+    task: "_Task | None"  # None on `meta`
 
 
 class _RingAttention(torch.autograd.Function):
@@ -539,8 +539,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: _Kept, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *tensors, task = inputs
         query, key, value, softmax_aux, table = map(operators.detached, tensors)
-        sinks = _sinks(softmax_aux, query)
-        kept, lse = _forward(task, [query, key, value], sinks, table)
+        if task is None:
+            kept, lse = operators.new_results(query, value)
+        else:
+            sinks = _sinks(softmax_aux, query)
+            kept, lse = _forward(task, [query, key, value], sinks, table)
         out = kept.to(query.dtype)  # rounded, it would be the largest error of gradients
         ctx.task = task
         ctx.save_for_backward(*tensors, kept, lse)
@@ -552,6 +555,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: _Kept, dout: MaybeTensor, dlse: MaybeTensor) -> tuple[MaybeTensor, ...]:
         *tensors, softmax_aux, table, out, lse = map(operators.detached, ctx.saved_tensors)
         wanted = ctx.needs_input_grad
+        if ctx.task is None:
+            return *(x if x is None else torch.empty_like(x) for x in (*tensors, softmax_aux, table)), None
         given = torch.zeros_like(out, dtype=tensors[0].dtype) if dout is None else dout, dlse
         grads, d_table = _backward(ctx.task, tensors, table, (out, lse), given, wanted[4])
         d_sinks: MaybeTensor = None
@@ -664,10 +669,8 @@ def ring_attention(
 def _attend(
     tensors: Arguments, given: Arguments, group: "_Group | DeviceMesh"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if operators.on_meta(tensors):  # the shapes of attention within the shard, without a message
-        from attnmask.torch import flash_attention
-
-        return flash_attention(**tensors, return_lse=True)
+    if operators.on_meta(tensors):  # shapes alone, which need no message
+        return _RingAttention.apply(*map(operators.operand, tensors.values()), None)
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if torch.distributed.get_rank(group) < 0:
