@@ -398,9 +398,11 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_stride, const voi
  * as these are copied or packed; or by the step, into products and P. */
 typedef enum { AM_SCALE_NUMBERS, AM_SCALE_PRODUCTS } am_scaling;
 
-/* Attention in one arithmetic: what it takes, how numbers lie in lanes, and its kernels. */
+typedef struct am_linear_kernels am_linear_kernels; /* kernels/linear/table.h */
+
+/* Attention in one arithmetic: what it takes, how numbers lie in lanes, and its kernels; and those of linear
+ * attention for the same types. */
 typedef struct {
-    const char *name;
     am_dtype type;    /* of sums and logits, as large as a lane */
     am_dtype factors; /* of what is multiplied, queries and packed keys and values; if it is not `type`,
                        * weights are rounded to it */
@@ -423,6 +425,7 @@ typedef struct {
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
+    const am_linear_kernels *linear_forward, *linear_backward;
 } am_arithmetic;
 
 /* Convolutions of each channel along time, of `width` steps:
@@ -458,7 +461,6 @@ typedef struct {
     am_silu_gradient *silu_gradient;
     am_conv_sums *sums;
 } am_conv_kernels;
-typedef struct am_linear_kernels am_linear_kernels;
 
 typedef struct {
     am_cumsum_rows *rows[AM_OTHER]; /* by am_dtype: of floating-point numbers */
@@ -518,10 +520,6 @@ typedef struct {
      * numbers are counted, and queries are packed for them. */
     am_arithmetic flash_bf16x2, flash_amx;
     am_conv_kernels conv_f32, conv_f64;
-    const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
-    /* Where the processor multiplies bfloat16: chunks of it forward, with a decay per token; and chunks of
-     * float32 that round. */
-    const am_linear_kernels *linear_bf16x2, *linear_rounded;
 } am_kernels;
 
 /* The arithmetics of a level, of which the first that takes a call computes it. The level `plain` needs none:
@@ -536,6 +534,14 @@ static inline const am_arithmetic *am_arithmetic_at(const am_kernels *kernels, i
 
 /* Whether a type is in a set of bits. */
 static inline bool am_is_among(uint32_t types, am_dtype type) { return types >> type & 1; }
+
+/* The arithmetic of linear attention: the first that takes a type. */
+static inline const am_arithmetic *am_arithmetic_for(const am_kernels *kernels, am_dtype type)
+{
+    int i = 0;
+    while (!am_is_among(am_arithmetic_at(kernels, i)->queries, type)) i++;
+    return am_arithmetic_at(kernels, i);
+}
 
 /* A table of one topic at one level, which is empty but for its kernels. */
 #define AM_TOPIC(topic, level) am_##topic##_##level

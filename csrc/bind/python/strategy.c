@@ -1,7 +1,11 @@
-/* strategy.c – the choice of a strategy as plain data, for tests: numbers in, numbers out. */
+/* strategy.c – the choice of a strategy, and of kernels, as plain data, for tests. */
 #include "bind/python/state.h"
+#include "core/attention/base.h"
 #include "core/attention/plan/strategy.h"
 #include "core/cache/formats.h"
+#include "core/linear/chunks.h"
+#include "core/linear/short_convolution_rows.h"
+#include "core/runtime/isa.h"
 
 typedef enum { COUNT, NUMBER, FLAG, TYPE } kind;
 
@@ -80,10 +84,72 @@ static PyObject *attention_strategy(PyObject *module, PyObject *args)
         h.float_weights ? Py_True : Py_False);
 }
 
+/* The place of a level among those that this build has; -1 with ValueError. */
+static int built_level(const char *name)
+{
+    const am_kernels *kernels;
+    for (int level = 0; (kernels = am_isa_built(level)); level++)
+        if (strcmp(kernels->name, name) == 0) return level;
+    return PyErr_Format(PyExc_ValueError, "this build has no level %s", name), -1;
+}
+
+static PyObject *chosen_kernels(PyObject *module, PyObject *args)
+{
+    const char *name;
+    PyObject *types[2];
+    am_dtype query, key;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "sOO:chosen_kernels", &name, &types[0], &types[1])) return NULL;
+    const int level = built_level(name);
+    if (level < 0 || read_type(types[0], &query) < 0 || read_type(types[1], &key) < 0) return NULL;
+    const am_kernels *kernels = am_isa_built(level);
+    const am_context context = {.kernels = kernels};
+    const am_attn attn = {.q.type = query, .k.type = key, .head_dim = 64};
+    const am_attn_base base = am_attn_base_of(&context, &attn);
+    const am_linear linear = {.query.type = query, .key.type = query, .value.type = query};
+    const struct {
+        const char *use;
+        const void *word;
+    } rows[] = {
+        {"attention", &base.arithmetic->step},
+        {"attention, gradients", &base.arithmetic->backward},
+        {"attention, packed keys", &base.kv->pack_keys},
+        {"attention, rows of keys", &base.kv_rows->step_unpacked},
+        {"linear attention", am_linear_chosen(kernels, &linear, AM_LINEAR_FORWARD)},
+        {"linear attention, gradients", am_linear_chosen(kernels, &linear, AM_LINEAR_BACKWARD)},
+        {"linear attention, a token", am_linear_chosen(kernels, &linear, AM_LINEAR_STEP)},
+        {"short convolution", &am_conv_kernels_of(kernels, query)->forward[query]},
+    };
+    am_owned PyObject *chosen = PyDict_New();
+    for (size_t i = 0; chosen && i < sizeof rows / sizeof *rows; i++) {
+        const char *origin = am_isa_origin(kernels, rows[i].word);
+        am_owned PyObject *text = Py_BuildValue("z", origin);
+        if (!text || PyDict_SetItemString(chosen, rows[i].use, text) < 0) return NULL;
+    }
+    return Py_XNewRef(chosen);
+}
+
+static PyObject *best_isa(PyObject *module, PyObject *args)
+{
+    const char *name;
+    int intel;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "sp:best_isa", &name, &intel)) return NULL;
+    const int level = built_level(name);
+    if (level < 0) return NULL;
+    return PyUnicode_FromString(am_isa_built(am_isa_best_of(level, intel ? AM_INTEL : AM_ANY_VENDOR))->name);
+}
+
 PyMethodDef am_strategy_methods[] = {
     {"attention_strategy", attention_strategy, METH_VARARGS,
      "attention_strategy($module, numbers, all, most, /)\n--\n\nHow a section of these numbers is computed, "
      "whose blocks "
      "see `all` tiles together, and `most` at most"},
+    {"best_isa", best_isa, METH_VARARGS,
+     "best_isa($module, highest, intel, /)\n--\n\nThe level that is chosen where `highest` is the last that "
+     "runs"},
+    {"chosen_kernels", chosen_kernels, METH_VARARGS,
+     "chosen_kernels($module, level, query, key, /)\n--\n\nThe kernels for these types at a level that this "
+     "build has, by use: the topic and the level for which it is compiled"},
     {.ml_name = NULL},
 };

@@ -42,14 +42,14 @@ static ptrdiff_t longest_of(const am_linear *linear)
     return longest;
 }
 
-/* Kernels for bfloat16; NULL: those of the type of sums. */
-static const am_linear_kernels *chunks_of(const am_kernels *kernels, const am_linear *linear,
-                                          am_linear_way way)
+const am_linear_kernels *const *am_linear_chosen(const am_kernels *kernels, const am_linear *linear,
+                                                 am_linear_way way)
 {
-    if (linear->query.type != AM_BFLOAT16 || linear->key.type != AM_BFLOAT16 ||
-        linear->value.type != AM_BFLOAT16 || way == AM_LINEAR_STEP)
-        return NULL;
-    return way == AM_LINEAR_FORWARD ? kernels->linear_bf16x2 : kernels->linear_rounded;
+    const am_dtype type = linear->query.type;
+    const bool alike = linear->key.type == type && linear->value.type == type;
+    const am_arithmetic *chosen =
+        am_arithmetic_for(kernels, alike && way != AM_LINEAR_STEP ? type : am_linear_type(linear));
+    return way == AM_LINEAR_BACKWARD ? &chosen->linear_backward : &chosen->linear_forward;
 }
 
 /* What both kinds of kernels need. */
@@ -69,12 +69,11 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
     *base = (am_linear_base){
         .linear = linear,
         .all_kernels = context->kernels,
-        .kernels = type == AM_FLOAT64 ? context->kernels->linear_f64 : context->kernels->linear_f32,
+        .kernels = *am_linear_chosen(context->kernels, linear, AM_LINEAR_STEP),
+        .chunks = *am_linear_chosen(context->kernels, linear, way),
         .type = type,
         .size = (ptrdiff_t)am_size_of(type),
     };
-    const am_linear_kernels *chunks = chunks_of(context->kernels, linear, way);
-    base->chunks = chunks ? chunks : base->kernels;
     if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
     const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
     base->unscaled = way == AM_LINEAR_FORWARD && (!linear->by_channel || base->chunks->rows != type);
@@ -270,8 +269,9 @@ static void read_factors(const am_linear_base *base, const am_linear_buffers *b,
     double *exact = (double *)b->exact;
     for (ptrdiff_t i = 0; i < stride; i++)
         exact[i] = wide ? ((double *)b->decay)[i] : (double)((float *)b->decay)[i];
-    base->all_kernels->linear_f64->factors(exact, (double *)b->sums, exact, AM_LINEAR_PAD,
-                                           stride / AM_LINEAR_PAD, AM_LINEAR_PAD);
+    am_arithmetic_for(base->all_kernels, AM_FLOAT64)
+        ->linear_forward->factors(exact, (double *)b->sums, exact, AM_LINEAR_PAD, stride / AM_LINEAR_PAD,
+                                  AM_LINEAR_PAD);
     for (ptrdiff_t i = 0; i < stride && !wide; i++) ((float *)b->factor)[i] = (float)exact[i];
     if (wide) memcpy(b->factor, exact, (size_t)stride * sizeof *exact);
 }

@@ -79,6 +79,11 @@ typedef struct {
 /* What chunks are taken for. */
 typedef enum { AM_LINEAR_FORWARD, AM_LINEAR_BACKWARD, AM_LINEAR_STEP } am_linear_way;
 
+/* Where a table holds the kernels for chunks: those of the arithmetic that takes the type of queries, keys
+ * and values. If these differ, or for steps, those of the type of sums. */
+const am_linear_kernels *const *am_linear_chosen(const am_kernels *kernels, const am_linear *linear,
+                                                 am_linear_way way);
+
 /* Fills in the base; release it also after a failure. */
 am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear,
                           am_linear_way way);

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
+enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS, TOP = LEVELS - 1 };
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
@@ -58,106 +58,139 @@ static int highest_level(void)
     return has_tiles(leaf7_edx) ? AMX : AVX512BF16;
 }
 
-static bool is_intel(void)
+static am_vendor vendor(void)
 {
     unsigned a, b, c, d;
-    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx ? AM_INTEL : AM_ANY_VENDOR;
 }
 #else
 static int highest_level(void) { return BASELINE; }
-static bool is_intel(void) { return false; }
+static am_vendor vendor(void) { return AM_ANY_VENDOR; }
 #endif
 
 bool am_prefetch_near;
 
-/* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
+/* Levels, and whose processors have better kernels at the level below. Intel's start a dot product of
+ * bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of float32 every cycle, which are as many
+ * products in half the time. Measured without tiles: attention takes 1.3 to 1.5 times as long as by float32.
+ * So no kernels at `amx`, which only Intel's processors have, are of bf16x2 but for what tiles share. */
+static const struct {
+    const char *name;
+    am_vendor unless; /* AM_ANY_VENDOR: nobody */
+} levels[LEVELS] = {
+    {"baseline", AM_ANY_VENDOR},   {"avx2", AM_ANY_VENDOR},  {"avx512", AM_ANY_VENDOR},
+    {"avx512vnni", AM_ANY_VENDOR}, {"avx512bf16", AM_INTEL}, {"amx", AM_ANY_VENDOR},
+};
+
+/* The highest that this build has: a compiler that cannot build one level cannot build those above it. */
+#if defined AM_HAVE_AMX
+enum { BUILT = AMX };
+#elif defined AM_HAVE_AVX512BF16
+enum { BUILT = AVX512BF16 };
+#elif defined AM_HAVE_AVX512VNNI
+enum { BUILT = AVX512VNNI };
+#elif defined AM_HAVE_AVX512
+enum { BUILT = AVX512 };
+#elif defined AM_HAVE_AVX2
+enum { BUILT = AVX2 };
+#else
+enum { BUILT = BASELINE };
+#endif
+
+/* A part of the tables of some levels: the words that are not 0 of a topic, or of the table itself so far.
+ * Later rows go over earlier ones. Numbers that share a word must be of one topic. */
+typedef struct {
+    const char *name;        /* of the topic, and of the level for which it is compiled */
+    const am_kernels *topic; /* NULL: the table itself */
+    size_t from, to, bytes;  /* what becomes what */
+    int first, last;         /* levels */
+} row;
+
+#define SIZE_OF(member) sizeof(((am_kernels *)0)->member)
+#define PLACES(from, to) offsetof(am_kernels, from), offsetof(am_kernels, to), SIZE_OF(to)
+#define WHOLE(topic, level, first, last)                                                                     \
+    {#topic " " #level, &AM_TOPIC(topic, level), 0, 0, sizeof(am_kernels), first, last}
+#define PART(topic, level, from, to, at)                                                                     \
+    {#topic " " #level, &AM_TOPIC(topic, level), PLACES(from, to), at, at}
+#define SHARE(from, to, at) {NULL, NULL, PLACES(from, to), at, at}
+
+/* bfloat16 by two in a lane: what it has in common with float32, as sums are float32, and its own topics. */
+#define BY_BF16X2(member, level, at)                                                                         \
+    SHARE(flash_f32.merge, member.merge, at),                                                                \
+        SHARE(flash_f32.kv[AM_FLOAT32].pack_keys, member.kv[AM_BFLOAT16].pack_keys, at), /* of lanes */      \
+        SHARE(flash_f32.numbers, member.numbers, at), SHARE(flash_f32.load_rows, member.load_rows, at),      \
+        SHARE(flash_f32.add_rows, member.add_rows, at), SHARE(flash_f32.dot_rows, member.dot_rows, at),      \
+        PART(flash_bf16x2, level, flash_bf16x2, member, at),                                                 \
+        PART(kv_bf16x2, level, flash_bf16x2, member, at)
+
+/* clang-format off */
+#define FROM_BASELINE(topic, level) WHOLE(topic, level, BASELINE, TOP),
+#define FROM_AVX2(topic, level) WHOLE(topic, level, AVX2, TOP),
+#define FROM_AVX512(topic, level) WHOLE(topic, level, AVX512, TOP),
+static const row rows[] = {
+    AM_EACH_TOPIC(FROM_BASELINE, baseline)
+#ifdef AM_EMULATE
+    BY_BF16X2(flash_bf16x2, baseline, BASELINE),
+    WHOLE(linear_bf16x2, baseline, BASELINE, BASELINE),
+#endif
+#ifdef AM_HAVE_AVX2
+    AM_EACH_TOPIC(FROM_AVX2, avx2)
+#endif
+#ifdef AM_HAVE_AVX512
+    AM_EACH_TOPIC(FROM_AVX512, avx512)
+#endif
+#ifdef AM_HAVE_AVX512VNNI
+    WHOLE(kv_i16x2, avx512vnni, AVX512VNNI, TOP),
+#endif
+#ifdef AM_HAVE_AVX512BF16
+    BY_BF16X2(flash_bf16x2, avx512bf16, AVX512BF16),
+    WHOLE(linear_bf16x2, avx512bf16, AVX512BF16, AVX512BF16),
+    SHARE(flash_f32.kv[AM_INT8], flash_bf16x2.kv[AM_INT8], AVX512BF16), /* but for those that pack */
+    SHARE(flash_f32.kv[AM_INT4], flash_bf16x2.kv[AM_INT4], AVX512BF16),
+    WHOLE(kv_f8x2, avx512bf16, AVX512BF16, AVX512BF16),
+#endif
+#ifdef AM_HAVE_AMX
+    BY_BF16X2(flash_amx, avx512bf16, AMX),
+    SHARE(flash_f32.kv[AM_INT4], flash_amx.kv[AM_INT4], AMX),
+    PART(kv_f8x2, avx512bf16, flash_bf16x2.kv[AM_INT4], flash_amx.kv[AM_INT4], AMX),
+    PART(kv_f8x2, avx512bf16, flash_bf16x2.widen, flash_amx.widen, AMX),
+    SHARE(flash_f32.linear_forward, flash_amx.linear_forward, AMX),
+    SHARE(flash_f32.linear_backward, flash_amx.linear_backward, AMX),
+    WHOLE(flash_amx, amx, AMX, AMX),
+#endif
+};
+/* clang-format on */
+enum { ROWS = sizeof rows / sizeof *rows };
+
 static am_kernels ladder[LEVELS], plain;
-static int built; /* the highest of them that this build has */
 
-/* Copies the words that are not 0 from a topic to the table of a level; the others come from other topics.
- * Numbers that share a word must be of one topic. */
-static void add_topic(am_kernels *to, const am_kernels *topic)
+static bool has_word(const am_kernels *table, size_t at)
 {
-    uintptr_t words[sizeof *to / sizeof(uintptr_t)], more[sizeof words / sizeof *words];
-    _Static_assert(sizeof words == sizeof *to, "a table is made of whole words");
-    memcpy(words, to, sizeof words);
-    memcpy(more, topic, sizeof more);
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
-        if (more[i]) words[i] = more[i];
-    memcpy(to, words, sizeof words);
+    uintptr_t word;
+    memcpy(&word, (const char *)table + at, sizeof word);
+    return word != 0;
 }
-#define ADD(topic, level) add_topic(to, &AM_TOPIC(topic, level));
 
-/* The table of a level, which begins as that of the level below. */
-static am_kernels *begin_level(int level, const char *name)
+static void join_level(int level)
 {
     am_kernels *to = &ladder[level];
-    if (level > 0) *to = ladder[level - 1];
-    to->name = name;
-    built = level;
-    return to;
-}
-
-/* What bf16x2 has in common with float32, as sums are float32. */
-static void share_float32(am_kernels *to)
-{
-    const am_arithmetic *from = &to->flash_f32;
-    am_arithmetic *bf16x2 = &to->flash_bf16x2;
-    bf16x2->merge = from->merge;
-    bf16x2->kv[AM_BFLOAT16].pack_keys = from->kv[AM_FLOAT32].pack_keys; /* of lanes, whatever is in them */
-    memcpy(bf16x2->numbers, from->numbers, sizeof from->numbers);
-    bf16x2->load_rows = from->load_rows;
-    bf16x2->add_rows = from->add_rows;
-    bf16x2->dot_rows = from->dot_rows;
+    for (const row *r = rows; r < rows + ROWS; r++) {
+        const am_kernels *topic = r->topic ? r->topic : to;
+        for (size_t at = 0; at < r->bytes && level >= r->first && level <= r->last; at += sizeof(uintptr_t)) {
+            if (has_word(topic, r->from + at))
+                memcpy((char *)to + r->to + at, (const char *)topic + r->from + at, sizeof(uintptr_t));
+        }
+    }
+    to->name = levels[level].name;
 }
 
 static void join_levels(void)
 {
-    am_kernels *to = begin_level(BASELINE, "baseline");
-    AM_EACH_TOPIC(ADD, baseline)
-    plain = *to;
+    for (int level = 0; level <= BUILT; level++) join_level(level);
+    plain = ladder[BASELINE];
     plain.name = "plain", plain.plain = true;
-#ifdef AM_EMULATE
-    share_float32(to);
-    ADD(flash_bf16x2, baseline)
-    ADD(kv_bf16x2, baseline)
-    ADD(linear_bf16x2, baseline)
-#endif
-#ifdef AM_HAVE_AVX2
-    to = begin_level(AVX2, "avx2");
-    to->flash_bf16x2 = (am_arithmetic){0};
-    to->linear_bf16x2 = NULL;
-    AM_EACH_TOPIC(ADD, avx2)
-#endif
-#ifdef AM_HAVE_AVX512
-    to = begin_level(AVX512, "avx512");
-    AM_EACH_TOPIC(ADD, avx512)
-#endif
-#ifdef AM_HAVE_AVX512VNNI
-    to = begin_level(AVX512VNNI, "avx512vnni");
-    ADD(kv_i16x2, avx512vnni)
-#endif
-#ifdef AM_HAVE_AVX512BF16
-    to = begin_level(AVX512BF16, "avx512bf16");
-    share_float32(to);
-    to->flash_bf16x2.kv[AM_INT8] = to->flash_f32.kv[AM_INT8]; /* but for those that pack */
-    to->flash_bf16x2.kv[AM_INT4] = to->flash_f32.kv[AM_INT4];
-    ADD(flash_bf16x2, avx512bf16)
-    ADD(kv_bf16x2, avx512bf16)
-    ADD(linear_bf16x2, avx512bf16)
-    ADD(kv_f8x2, avx512bf16)
-#endif
-#ifdef AM_HAVE_AMX
-    to = begin_level(AMX, "amx");
-    to->flash_amx = to->flash_bf16x2; /* the topic replaces its products */
-    /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
-    to->flash_amx.kv[AM_INT8] = to->flash_amx.kv[AM_FLOAT8_E4M3] = (am_kv_kernels){0};
-    to->flash_bf16x2 = (am_arithmetic){0};
-    to->linear_bf16x2 = NULL;
-    ADD(flash_amx, amx)
-#endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-    am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 && !is_intel();
+    am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 && vendor() != AM_INTEL;
 #endif
 }
 
@@ -168,20 +201,20 @@ void am_isa_begin(void)
     pthread_once(&once, join_levels);
 }
 
-const am_kernels *am_isa_level(int level)
+const am_kernels *am_isa_built(int level) { return level <= BUILT ? &ladder[level] : NULL; }
+
+const am_kernels *am_isa_level(int level) { return level <= highest_level() ? am_isa_built(level) : NULL; }
+
+int am_isa_best_of(int highest, am_vendor vendor)
 {
-    return level <= built && level <= highest_level() ? &ladder[level] : NULL;
+    return vendor != AM_ANY_VENDOR && levels[highest].unless == vendor ? highest - 1 : highest;
 }
 
-/* Intel's processors start a dot product of bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of
- * float32 every cycle, which are as many products in half the time. Measured without tiles: attention
- * takes 1.3 to 1.5 times as long as by float32. */
 const am_kernels *am_isa_best(void)
 {
     int level = 0;
     while (am_isa_level(level + 1)) level++;
-    const bool by_bf16 = level == AVX512BF16;
-    return &ladder[by_bf16 && is_intel() ? AVX512VNNI : level];
+    return &ladder[am_isa_best_of(level, vendor())];
 }
 
 const am_kernels *am_isa_find(const char *name)
@@ -191,4 +224,18 @@ const am_kernels *am_isa_find(const char *name)
         if (strcmp(kernels->name, name) == 0) return kernels;
     }
     return strcmp(name, plain.name) == 0 ? &plain : NULL;
+}
+
+const char *am_isa_origin(const am_kernels *kernels, const void *word)
+{
+    const int level = (int)(kernels - ladder);
+    size_t at = (size_t)((const char *)word - (const char *)kernels);
+    for (const row *r = rows + ROWS; r-- > rows;) {
+        if (level < r->first || level > r->last || at < r->to || at >= r->to + r->bytes) continue;
+        const size_t from = at - r->to + r->from;
+        if (!has_word(r->topic ? r->topic : kernels, from)) continue;
+        if (r->topic) return r->name;
+        at = from;
+    }
+    return NULL;
 }

@@ -11,8 +11,18 @@ void am_isa_begin(void);
 /* The kernels of a level, from the plainest (0) to the last that runs here; NULL past the end. */
 const am_kernels *am_isa_level(int level);
 
-/* The fastest level, which is the last one as a rule. */
+/* The same of levels that this build has, whether the processor runs them or not. */
+const am_kernels *am_isa_built(int level);
+
+/* Of whom the choice of kernels depends. */
+typedef enum { AM_ANY_VENDOR, AM_INTEL } am_vendor;
+
+/* The fastest level, which is the last one as a rule; and that of a processor whose last one is `highest`. */
 const am_kernels *am_isa_best(void);
+int am_isa_best_of(int highest, am_vendor vendor);
+
+/* The topic and level from which a word of the table of a level comes; NULL if it is 0. */
+const char *am_isa_origin(const am_kernels *kernels, const void *word);
 
 /* The level called `name`, or NULL if it is unknown or does not run here. Beside those above there is
  * `plain`, whose attention is core/attention/plain.c, and whose other kernels are those of level 0. */

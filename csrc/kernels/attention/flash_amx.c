@@ -15,7 +15,6 @@ const am_kernels TABLE(flash_amx) = {
     .end_tiles = end_tiles,
     .flash_amx =
         {
-            .name = "amx",
             .queries = 1 << AM_BFLOAT16,
             .scaling = AM_SCALE_PRODUCTS,
             .packed_alone = true,

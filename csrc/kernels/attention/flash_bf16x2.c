@@ -20,7 +20,6 @@ void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, const o
 const am_kernels TABLE(flash_bf16x2) = {
     .flash_bf16x2 =
         {
-            .name = "bf16x2",
             .type = AM_FLOAT32,
             .factors = AM_BFLOAT16,
             .width = 2,

@@ -32,7 +32,6 @@ void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, const operands_f3
 const am_kernels TABLE(flash_f32) = {
     .flash_f32 =
         {
-            .name = "float32",
             .type = AM_FLOAT32,
             .factors = AM_FLOAT32,
             .width = 1,

@@ -26,7 +26,6 @@
 const am_kernels TABLE(flash_f64) = {
     .flash_f64 =
         {
-            .name = "float64",
             .type = AM_FLOAT64,
             .factors = AM_FLOAT64,
             .width = 1,

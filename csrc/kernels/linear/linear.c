@@ -11,4 +11,7 @@
 #include "kernels/linear/pairs_tpl.h"
 #include "kernels/linear/chunk_tpl.h"
 
-const am_kernels TABLE(linear) = {.linear_f32 = &kernels_f32, .linear_f64 = &kernels_f64};
+const am_kernels TABLE(linear) = {
+    .flash_f32 = {.linear_forward = &kernels_f32, .linear_backward = &kernels_f32},
+    .flash_f64 = {.linear_forward = &kernels_f64, .linear_backward = &kernels_f64},
+};

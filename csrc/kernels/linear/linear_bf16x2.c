@@ -454,4 +454,6 @@ static void multiply_rounded(const product_f32 *p, float *memory)
 #include "kernels/linear/pairs_tpl.h"
 #include "kernels/linear/chunk_tpl.h"
 
-const am_kernels TABLE(linear_bf16x2) = {.linear_bf16x2 = &kernels, .linear_rounded = &kernels_f32};
+const am_kernels TABLE(linear_bf16x2) = {
+    .flash_bf16x2 = {.linear_forward = &kernels, .linear_backward = &kernels_f32},
+};
