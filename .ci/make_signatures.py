@@ -1,11 +1,15 @@
-"""Write the .pyi files of attention from the table of arguments; tests/common/test_signatures.py checks them."""
+"""Write the .pyi files of what is made from tables and rows; tests/common/test_signatures.py checks them."""
 
-from inspect import Parameter
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from pathlib import Path
 
 from attnmask._attention import arguments as table
+from attnmask._faces import linear, rows
+from attnmask._faces.rows import NUMPY, Face, Row
 
 PACKAGE = Path(__file__).parents[1] / "attnmask"
+WIDTH = 110
 ATTENTION = """
 from typing import Literal, SupportsIndex, overload
 
@@ -27,46 +31,123 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
-STUBS = {  # path: imports, functions
-    PACKAGE / "_attention" / "flash_attention.pyi": (
-        ATTENTION,
-        table.FLASH_ATTENTION,
-        table.FLASH_ATTENTION_FWD,
-        table.FLASH_ATTENTION_VJP,
-        table.FLASH_ATTENTION_BWD,
-    ),
-    PACKAGE / "_cache" / "flash_attention_with_kvcache.pyi": (CACHE, table.FLASH_ATTENTION_WITH_KVCACHE),
-}
+LINEAR = """
+from typing import Literal, overload
+
+from numpy.typing import ArrayLike
+
+from attnmask._common.types import Array
+from attnmask._linear.grads import {grads}Grads, Vjp, VjpWithState
+"""
+TORCH = """
+from typing import Literal, overload
+
+import torch
+from numpy.typing import ArrayLike
+"""
+JAX = """
+from typing import Literal, overload
+
+import jax
+import numpy.typing as npt
+from jax.typing import ArrayLike
+"""
+# How the libraries write types, without the libraries.
+IN_TORCH = NUMPY._replace(array="torch.Tensor", state="torch.Tensor", result="torch.Tensor", imports="torch")
+IN_JAX = NUMPY._replace(
+    array="ArrayLike",
+    state="ArrayLike",
+    integers="npt.ArrayLike",
+    result="jax.Array",
+    returns_state=True,
+    imports="jax",
+)
+IN_FACES = (
+    linear.LINEAR_ATTENTION, linear.LINEAR_ATTENTION_STEP, linear.SHORT_CONVOLUTION, linear.SHORT_CONVOLUTION_STEP
+)  # fmt: skip
 RESULT = "Array"
 
 
-def declared(function: table.Function, lse: bool | None) -> str:
-    """Return the signature for ``return_lse=lse``; None leaves the annotation as it is."""
-    lines, by_name = [f"def {function.name}("], False
-    for row in function.signature.parameters.values():
+def declared(name: str, signature: Signature, result: str, flag: str = "", value: bool | None = None) -> str:
+    """Return a signature for ``flag=value``; None leaves the annotation as it is."""
+    parts, by_name = [], False
+    for row in signature.parameters.values():
         annotation, default = row.annotation, "" if row.default is Parameter.empty else f" = {row.default!r}"
         if row.kind is Parameter.KEYWORD_ONLY and not by_name:
-            lines.append("    *,")
+            parts.append("*")
             by_name = True
-        if row.name == "return_lse" and lse is not None:
-            annotation, default = f"Literal[{lse}]", "" if lse else default
-        lines.append(f"    {row.name}: {annotation}{default},")
-    result = function.signature.return_annotation
-    both = f"tuple[{RESULT}, {RESULT}]"
-    if lse is not None:
-        result = result.replace(f"{RESULT} | {both}", both if lse else RESULT)
-    return "\n".join([*lines, f") -> {result}: ..."])
+        if row.name == flag and value is not None:
+            annotation, default = f"Literal[{value}]", "" if value else default
+        parts.append(f"{row.name}: {annotation}{default}")
+    lines = ["   "]
+    for part in parts:
+        if len(lines[-1]) + len(part) + 2 > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {part},"
+    return "\n".join([f"def {name}(", *lines, f") -> {result}: ..."])
 
 
-def stub(imports: str, *functions: table.Function) -> str:
-    texts = ['"""Written by .ci/make_signatures.py."""', imports]
-    for function in functions:
-        if "return_lse" in function.names:
-            texts += [f"@overload\n{declared(function, lse)}" for lse in (False, True, None)]
-        else:
-            texts.append(declared(function, None))
-    return "\n".join(texts) + "\n"
+def overloaded(name: str, signature: Signature, flag: str, result: Callable[[bool | None], str]) -> list[str]:
+    """Return a signature for each value of a flag, if there is one."""
+    if not flag:
+        return [declared(name, signature, result(None))]
+    return [
+        f"@overload\n{declared(name, signature, result(value), flag, value)}" for value in (False, True, None)
+    ]
 
+
+def of_function(function: table.Function) -> list[str]:
+    def result(lse: bool | None) -> str:
+        either, both = function.signature.return_annotation, f"tuple[{RESULT}, {RESULT}]"
+        return either if lse is None else either.replace(f"{RESULT} | {both}", both if lse else RESULT)
+
+    flag = "return_lse" if "return_lse" in function.names else ""
+    return overloaded(function.name, function.signature, flag, result)
+
+
+def of_row(row: Row, face: Face) -> list[str]:
+    return overloaded(
+        row.name, rows.signature(row, face), row.all, lambda every: rows.returned(row, face, every)
+    )
+
+
+def stub(imports: str, *functions: list[str]) -> str:
+    texts = ['"""Written by .ci/make_signatures.py."""\n# fmt: off', imports]
+    return "\n".join(texts + [text for function in functions for text in function]) + "\n"
+
+
+STUBS = {  # path: imports, functions
+    PACKAGE / "_attention" / "flash_attention.pyi": (
+        ATTENTION,
+        *map(
+            of_function,
+            (
+                table.FLASH_ATTENTION,
+                table.FLASH_ATTENTION_FWD,
+                table.FLASH_ATTENTION_VJP,
+                table.FLASH_ATTENTION_BWD,
+            ),
+        ),
+    ),
+    PACKAGE / "_cache" / "flash_attention_with_kvcache.pyi": (
+        CACHE,
+        of_function(table.FLASH_ATTENTION_WITH_KVCACHE),
+    ),
+    PACKAGE / "_linear" / "attention.pyi": (
+        LINEAR.format(grads="LinearAttention"),
+        of_row(linear.LINEAR_ATTENTION, NUMPY),
+        of_row(linear.LINEAR_ATTENTION_VJP, NUMPY),
+        of_row(linear.LINEAR_ATTENTION_STEP, NUMPY),
+    ),
+    PACKAGE / "_linear" / "short_convolution.pyi": (
+        LINEAR.format(grads="ShortConvolution"),
+        of_row(linear.SHORT_CONVOLUTION, NUMPY),
+        of_row(linear.SHORT_CONVOLUTION_VJP, NUMPY),
+        of_row(linear.SHORT_CONVOLUTION_STEP, NUMPY),
+    ),
+    PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in IN_FACES)),
+    PACKAGE / "jax" / "_linear.pyi": (JAX, *(of_row(row, IN_JAX) for row in IN_FACES)),
+}
 
 if __name__ == "__main__":
     for path, contents in STUBS.items():

@@ -27,9 +27,8 @@ from attnmask._common.pickles import made as _made
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
 from attnmask._linear.attention import linear_attention, linear_attention_step, linear_attention_vjp
-from attnmask._linear.grads import LinearAttentionGrads
+from attnmask._linear.grads import LinearAttentionGrads, ShortConvolutionGrads
 from attnmask._linear.short_convolution import (
-    ShortConvolutionGrads,
     short_convolution,
     short_convolution_step,
     short_convolution_vjp,

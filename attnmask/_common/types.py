@@ -1,7 +1,7 @@
 """Types that many modules use."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ else:  # these need not be installed, and take long to load
     Axes = BlockMask = JaxArray = PartitionSpec = object
 
 __all__ = [
+    "Activation",
     "AnyFunction",
     "Arguments",
     "Array",
@@ -27,6 +28,7 @@ __all__ = [
     "Tree",
 ]
 
+Activation: TypeAlias = Literal["silu"] | None
 Array: TypeAlias = NDArray[Any]
 DType: TypeAlias = np.dtype[Any]
 AnyFunction: TypeAlias = Callable[..., Any]

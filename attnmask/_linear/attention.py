@@ -9,81 +9,19 @@ For each sequence and value head, with ``S = initial_state`` or 0, for each toke
     out = scale · Sᵀ query
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import Any, Literal, TypeAlias, Unpack, overload
-
-from numpy.typing import ArrayLike
-
-from attnmask._common.arguments import as_array, check_apart, flag
-from attnmask._common.docstrings import with_parameters
-from attnmask._common.loading import _core
-from attnmask._common.types import Arguments, Array
-from attnmask._linear.grads import LinearAttentionGrads, Vjp, VjpWithState
-from attnmask._linear.options import PROBLEM, LinearInto
-
-_Vjp: TypeAlias = Vjp[LinearAttentionGrads]
-_VjpWithState: TypeAlias = VjpWithState[LinearAttentionGrads]
-_PARAMETERS = """
-    query, key : array_like, shape [B, T, Hk, K]
-        Read in place, whatever their strides. float16, bfloat16, float32 or float64.
-    value : array_like, shape [B, T, H, V]
-        Same dtype as `query`. `H` is a multiple of `Hk`: value head `h` uses key head ``h // (H // Hk)``.
-    decay : array_like, shape [H], [B, T, H] or [B, T, H, K], optional
-        The logarithm of what the state is multiplied by before each token: per head, per token, or per token and row
-        of the state. ``-inf`` forgets all that came before. float32, or the dtype of `query`.
-    beta : array_like, shape [B, T, H], optional
-        The strength of the delta rule. Without it the values themselves are added. float32, or the dtype of `query`.
-    scale : float, optional
-        Multiplied into the queries; ``1 / sqrt(K)`` if not given.
-    initial_state : array_like, shape [N, H, K, V], optional
-        The state before each of `N` sequences (the batch rows, without `cu_seqlens`). float32; float64 for float64.
-    cu_seqlens : array_like of integers, shape [N + 1], optional
-        The batch is one row of packed sequences. Each starts from its own state.
-    normalize_qk : bool
-        Divide each query and key by ``sqrt(sum(x**2) + 1e-6)`` first.
-    chunk_size : int
-        A hint, a power of two from 16 to 256. It changes rounding only.
-"""
+from attnmask._faces.arrays import numpy_face
+from attnmask._faces.linear import LINEAR_ATTENTION, LINEAR_ATTENTION_STEP, LINEAR_ATTENTION_VJP
 
 
-@overload
-def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[False]]]
-) -> Array: ...
-@overload
-def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[True]]]
-) -> tuple[Array, Array]: ...
-@overload
-def linear_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[bool]]
-) -> Array | tuple[Array, Array]: ...
-@with_parameters(_PARAMETERS)
-def linear_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    initial_state: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
-    return_state: bool = False,
-    out: Array | None = None,
-) -> Array | tuple[Array, Array]:
+@numpy_face(LINEAR_ATTENTION)
+def linear_attention(*args: Any, **given: Any) -> Any:
     """Linear attention with decays and the delta rule, in O(T) time.
 
     Parameters
     ----------
     <parameters>
-    return_state : bool
-        Return the state after each sequence as well.
-    out : ndarray, optional
-        Takes the result, and is returned. Of the result's shape and dtype, sharing no memory with the inputs.
 
     Returns
     -------
@@ -131,50 +69,10 @@ def linear_attention(
     ... ).ravel()
     array([20.])
     """
-    return _core.linear_attention(
-        query,
-        key,
-        value,
-        decay,
-        beta,
-        scale,
-        initial_state,
-        cu_seqlens,
-        normalize_qk,
-        chunk_size,
-        return_state,
-        out,
-    )
 
 
-@overload
-def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[False]]]
-) -> tuple[Array, _Vjp]: ...
-@overload
-def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[Literal[True]]]
-) -> tuple[tuple[Array, Array], _VjpWithState]: ...
-@overload
-def linear_attention_vjp(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Unpack[LinearInto[bool]]
-) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]: ...
-@with_parameters(_PARAMETERS)
-def linear_attention_vjp(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    initial_state: ArrayLike | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    normalize_qk: bool = False,
-    chunk_size: int = 64,
-    return_state: bool = False,
-    out: Array | None = None,
-) -> tuple[Array | tuple[Array, Array], _Vjp | _VjpWithState]:
+@numpy_face(LINEAR_ATTENTION_VJP)
+def linear_attention_vjp(*args: Any, **given: Any) -> Any:
     """`linear_attention` and its gradients.
 
     Chunks are computed again for the gradients. What is kept is the arguments, not copied, and one state per chunk:
@@ -183,10 +81,6 @@ def linear_attention_vjp(
     Parameters
     ----------
     <parameters>
-    return_state : bool
-        Return the state after each sequence as well.
-    out : ndarray, optional
-        Takes the result, and is returned.
 
     Returns
     -------
@@ -209,64 +103,17 @@ def linear_attention_vjp(
     >>> grads.decay
     array([4.])
     """
-    with_state = flag(return_state, "return_state")
-    arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
-    arrays |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    check_apart(out, arrays.items())
-    given: Arguments = {name: x if x is None else as_array(x, name) for name, x in arrays.items()}
-    if cu_seqlens is not None:
-        given["cu_seqlens"] = given["cu_seqlens"].copy()  # vjp may be called after it has changed
-    given |= {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
-    core: Any = _core
-    problem = [given[name] for name in PROBLEM]
-    result, state, kept = core.linear_forward_vjp(*problem, out)
-
-    def vjp(dout: ArrayLike, dstate: ArrayLike | None = None) -> LinearAttentionGrads:
-        if dstate is not None and not with_state:
-            raise ValueError("dstate must be None without return_state=True")
-        return LinearAttentionGrads(*core.linear_backward(*problem, kept, dout, dstate))
-
-    return (result, state) if with_state else result, vjp
 
 
-def linear_attention_step(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    state: Array,
-    *,
-    decay: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    state_indices: ArrayLike | None = None,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(LINEAR_ATTENTION_STEP)
+def linear_attention_step(*args: Any, **given: Any) -> Any:
     """Linear attention of one token per batch row, with the states updated in place.
 
     The result of a row is the same bits whatever it is computed with.
 
     Parameters
     ----------
-    query, key : array_like, shape [B, Hk, K]
-        float16, bfloat16, float32 or float64.
-    value : array_like, shape [B, H, V]
-        Same dtype as `query`. Value head `h` uses key head ``h // (H // Hk)``.
-    state : ndarray, shape [slots, H, K, V]
-        Updated in place. float32; float64 for float64.
-    decay : array_like, shape [H], [B, H] or [B, H, K], optional
-        See `linear_attention`.
-    beta : array_like, shape [B, H], optional
-        See `linear_attention`.
-    scale : float, optional
-        ``1 / sqrt(K)`` if not given.
-    normalize_qk : bool
-        Divide each query and key by ``sqrt(sum(x**2) + 1e-6)`` first.
-    state_indices : array_like of integers, shape [B], optional
-        The slot of each batch row, each at most once. -1 leaves a row out: its result is 0. Without them there are as
-        many slots as batch rows.
-    out : ndarray, optional
-        Takes the result, and is returned.
+    <parameters>
 
     Returns
     -------
@@ -289,6 +136,3 @@ def linear_attention_step(
     >>> out.ravel(), state.ravel()
     (array([30.], dtype=float32), array([30.,  0.], dtype=float32))
     """
-    return _core.linear_attention_step(
-        query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out
-    )

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._common.types import AnyFunction, Arguments, Array
-from attnmask._linear.options import Activation
+from attnmask._common.types import Activation, AnyFunction, Arguments, Array
 from attnmask.torch import linear_attention, linear_attention_step, short_convolution, short_convolution_step
 from attnmask.torch._import import torch
 from attnmask.transformers._masks import is_traced, transformers

@@ -71,9 +71,6 @@ static int check(arguments *a, bool step)
     {                                                                                                        \
         "chunk_size", to_chunk_size, &(a)->chunk                                                             \
     }
-#define PROBLEM_NAMES                                                                                        \
-    "query, key, value, decay, beta, scale, initial_state, cu_seqlens, normalize_qk, chunk_size"
-#define STEP_NAMES "query, key, value, state, decay, beta, scale, normalize_qk, state_indices, out"
 
 enum { PROBLEM_PARAMS = 10 };
 
@@ -141,15 +138,19 @@ static PyObject *check_linear_attention(PyObject *module, PyObject *const *args,
                                                         : PyErr_NoMemory();
 }
 
+/* Returns what linear_attention returns, and what its gradients need. */
 static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_scoped(release) arguments a = {0};
-    const am_param params[] = {PROBLEM(&a), {"out", am_to_out, &a.out}};
-    if (am_parse("linear_forward_vjp", args, nargs, params, PROBLEM_PARAMS + 1) < 0 || check(&a, false) < 0)
+    am_owned PyArrayObject *state = NULL, *kept = NULL;
+    const am_param params[] = {
+        PROBLEM(&a), {"return_state", am_to_bool, &a.with_state}, {"out", am_to_out, &a.out}};
+    if (am_parse("linear_forward_vjp", args, nargs, params, PROBLEM_PARAMS + 2) < 0 || check(&a, false) < 0 ||
+        (a.with_state && !(state = new_states(&a))) || !(kept = new_kept(&a)))
         return NULL;
-    am_owned PyArrayObject *state = new_states(&a), *kept = state ? new_kept(&a) : NULL;
-    am_owned PyObject *out = kept ? compute(module, &a, state, kept) : NULL;
-    return out ? PyTuple_Pack(3, out, state, kept) : NULL;
+    am_owned PyObject *out = compute(module, &a, state, kept);
+    if (!out) return NULL;
+    return state ? Py_BuildValue("(OO)O", out, state, kept) : PyTuple_Pack(2, out, kept);
 }
 
 /* --- Gradients --- */
@@ -244,7 +245,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     return am_returned(&a->out, out);
 }
 
-/* `compute_it` is NULL where the arguments are only checked. */
+/* `compute_it` is NULL where the arguments are only checked, and there is no `out`. */
 static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
                            PyObject *(*compute_it)(PyObject *, arguments *))
 {
@@ -261,7 +262,7 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"state_indices", am_to_array_or_none, &a.arrays[INDICES]},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 10) < 0 || check_step(&a) < 0) return NULL;
+    if (am_parse(name, args, nargs, params, compute_it ? 10 : 9) < 0 || check_step(&a) < 0) return NULL;
     return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
@@ -269,11 +270,7 @@ AM_VARIANT(linear_attention_step, take_step, "linear_attention_step", compute_st
 AM_VARIANT(check_linear_attention_step, take_step, "check_linear_attention_step", NULL)
 
 PyMethodDef am_linear_attention_methods[] = {
-    AM_METHOD(linear_attention, PROBLEM_NAMES ", return_state, out"),
-    AM_METHOD(check_linear_attention, PROBLEM_NAMES),
-    AM_METHOD(linear_forward_vjp, PROBLEM_NAMES ", out"),
-    AM_METHOD(linear_backward, PROBLEM_NAMES ", kept, dout, dstate"),
-    AM_METHOD(linear_attention_step, STEP_NAMES),
-    AM_METHOD(check_linear_attention_step, STEP_NAMES),
+    AM_ENTRY(linear_attention), AM_ENTRY(check_linear_attention), AM_ENTRY(linear_forward_vjp),
+    AM_ENTRY(linear_backward),  AM_ENTRY(linear_attention_step),  AM_ENTRY(check_linear_attention_step),
     {.ml_name = NULL},
 };

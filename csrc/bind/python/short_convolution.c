@@ -13,6 +13,14 @@ typedef struct {
     const ptrdiff_t *slots; /* of a step; NULL: each row has its own */
 } arguments;
 
+/* bool *: whether there is an activation. */
+static int to_silu(PyObject *object, const char *name, void *dst)
+{
+    bool *silu = dst;
+    *silu = PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "silu") == 0;
+    return *silu || object == Py_None ? 0 : am_reject(PyExc_ValueError, name, "one of None, 'silu'", object);
+}
+
 static void release(arguments *a)
 {
     PyArrayObject *const owned[] = {a->x,      a->weight,  a->bias,      a->initial,    a->dout,
@@ -101,13 +109,13 @@ static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t na
         {"x", am_to_array, &a.x},
         {"weight", am_to_array, &a.weight},
         {"bias", am_to_array_or_none, &a.bias},
-        {"silu", am_to_bool, &a.silu},
+        {"activation", to_silu, &a.silu},
         {"cu_seqlens", am_to_starts_or_none, &a.starts},
         {"initial_state", am_to_array_or_none, &a.initial},
         {"return_state", am_to_bool, &a.return_state},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 8) < 0 || check_sequences(&a) < 0) return NULL;
+    if (am_parse(name, args, nargs, params, compute_it ? 8 : 6) < 0 || check_sequences(&a) < 0) return NULL;
     return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
@@ -141,7 +149,7 @@ static PyObject *short_convolution_backward(PyObject *module, PyObject *const *a
         {"x", am_to_array, &a.x},
         {"weight", am_to_array, &a.weight},
         {"bias", am_to_array_or_none, &a.bias},
-        {"silu", am_to_bool, &a.silu},
+        {"activation", to_silu, &a.silu},
         {"cu_seqlens", am_to_starts_or_none, &a.starts},
         {"initial_state", am_to_array_or_none, &a.initial},
         {"dout", am_to_array, &a.dout},
@@ -187,10 +195,10 @@ static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t n
     const am_param params[] = {
         {"x", am_to_array, &a.x},         {"weight", am_to_array, &a.weight},
         {"state", am_to_state, &a.state}, {"bias", am_to_array_or_none, &a.bias},
-        {"silu", am_to_bool, &a.silu},    {"state_indices", am_to_array_or_none, &a.indices},
+        {"activation", to_silu, &a.silu}, {"state_indices", am_to_array_or_none, &a.indices},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse(name, args, nargs, params, 7) < 0 || check_step(&a) < 0) return NULL;
+    if (am_parse(name, args, nargs, params, compute_it ? 7 : 6) < 0 || check_step(&a) < 0) return NULL;
     return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
 }
 
@@ -198,10 +206,10 @@ AM_VARIANT(short_convolution_step, take_step, "short_convolution_step", compute_
 AM_VARIANT(check_short_convolution_step, take_step, "check_short_convolution_step", NULL)
 
 PyMethodDef am_short_convolution_methods[] = {
-    AM_METHOD(short_convolution, "x, weight, bias, silu, cu_seqlens, initial_state, return_state, out"),
-    AM_METHOD(short_convolution_backward, "x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate"),
-    AM_METHOD(short_convolution_step, "x, weight, state, bias, silu, state_indices, out"),
-    AM_METHOD(check_short_convolution, "x, weight, bias, silu, cu_seqlens, initial_state, return_state, out"),
-    AM_METHOD(check_short_convolution_step, "x, weight, state, bias, silu, state_indices, out"),
+    AM_ENTRY(short_convolution),
+    AM_ENTRY(short_convolution_backward),
+    AM_ENTRY(short_convolution_step),
+    AM_ENTRY(check_short_convolution),
+    AM_ENTRY(check_short_convolution_step),
     {.ml_name = NULL},
 };

@@ -96,6 +96,10 @@ PyArrayObject *am_of_memory(PyObject *array);
     {#name, (PyCFunction)(void *)name, METH_FASTCALL,                                                        \
      #name "($module, " parameters ", /)\n--\n\n" __VA_ARGS__}
 
+/* The same of a function whose arguments are those of a row (attnmask/_faces/), in its order. */
+#define AM_ENTRY(name)                                                                                       \
+    {#name, (PyCFunction)(void *)name, METH_FASTCALL, #name "($module, /, *arguments)\n--\n\n"}
+
 /* A function that calls another one with its own arguments and some more. */
 #define AM_VARIANT(name, function, ...)                                                                      \
     static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)                         \

@@ -1,0 +1,1 @@
+"""Public functions as rows, and what makes their faces from them."""

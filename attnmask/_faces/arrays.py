@@ -1,0 +1,55 @@
+"""Functions of NumPy arrays, made from their rows."""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from attnmask._common.arguments import as_array, check_apart, flag
+from attnmask._common.types import AnyFunction, Arguments
+from attnmask._faces.rows import ARRAYS, NUMPY, Kind, Row, function, parameters
+
+
+def numpy_face(row: Row) -> Callable[[AnyFunction], Any]:
+    """Return what makes a function of a row from one that is only documented; ``<parameters>`` are the row's."""
+
+    def make(described: AnyFunction) -> Any:
+        doc = described.__doc__
+        if doc:  # python -OO removes docstrings
+            doc = doc.replace("<parameters>", "\n    ".join(parameters(row.arguments, NUMPY)))
+        made = function(row, NUMPY, row.entry, doc)
+        made.__module__ = described.__module__
+        return made
+
+    return make
+
+
+def with_gradient(row: Row) -> Row:
+    """Return the row of a function that returns what that of `row` does, and what computes its gradients."""
+    names = tuple(argument.name for argument in row.problem)
+    arrays = row.of(*ARRAYS)
+    starts = row.of(Kind.STARTS)
+
+    def compute(*arguments: Any) -> tuple[Any, AnyFunction]:
+        *problem, every, out = arguments
+        with_all = flag(every, row.all)
+        given: Arguments = dict(zip(names, problem, strict=True))
+        check_apart(out, ((name, given[name]) for name in arrays))
+        for name in arrays:
+            if given[name] is not None:
+                array = as_array(given[name], name)
+                given[name] = array.copy() if name in starts else array  # vjp may be called after they change
+        problem = list(given.values())
+        results, *kept = (
+            row.keep(*problem, with_all, out) if row.keep else (row.entry(*problem, with_all, out),)
+        )
+
+        def vjp(dout: Any, dstate: Any = None) -> Any:
+            if dstate is not None and not with_all:
+                raise ValueError(f"dstate must be None without {row.all}=True")
+            return row.grads(*row.backward(*problem, *kept, dout, dstate))
+
+        return results, vjp
+
+    made = copy(row)
+    made.name, made.entry, made.returns_vjp = f"{row.name}_vjp", compute, True
+    return made

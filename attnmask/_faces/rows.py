@@ -1,0 +1,312 @@
+"""A public function as one row, from which its faces in NumPy, PyTorch and JAX follow: see `Row`."""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from inspect import Parameter, Signature
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from numpy.typing import ArrayLike
+
+from attnmask._common.keywords import reject_unknown
+from attnmask._common.types import AnyFunction, Array, Given
+from attnmask._linear.grads import Vjp, VjpWithState
+
+
+class Kind(Enum):
+    LEARNED = "learned"  # an array that has a gradient if the function has one
+    STATE = "state"  # an array that is written to
+    STARTS = "starts"  # of sequences: integers, maybe in a list
+    SLOTS = "slots"  # of rows: integers, maybe in a list
+    SCALE = "scale"  # a number; 1 / sqrt(K) for None
+    SIZE = "size"
+    FLAG = "flag"
+    CHOICE = "choice"
+    ALL = "all"  # a flag: whether all results are returned
+    OUT = "out"  # takes the result, in NumPy
+
+
+TENSORS = (Kind.LEARNED, Kind.STATE)
+INTEGERS = (Kind.STARTS, Kind.SLOTS)
+ARRAYS = TENSORS + INTEGERS
+
+
+class Argument(NamedTuple):
+    name: str
+    kind: Kind
+    layout: str = ""  # such as "[H], [B, T, H] or [B, T, H, K]"
+    default: Any = Parameter.empty
+    about: str = ""
+
+    @property
+    def choices(self) -> tuple[str | None, ...]:
+        return literal_eval(self.layout) if self.kind is Kind.CHOICE else ()
+
+    @property
+    def optional(self) -> bool:
+        return self.default is None
+
+
+def arguments(text: str) -> tuple[Argument, ...]:
+    """Return the arguments of a text with a line for each, and indented lines that describe it::
+
+    query, key : learned [B, T, Hk, K]
+        Read in place, whatever their strides.
+    chunk_size : size = 64
+    """
+    found: list[Argument] = []
+    for line in text.strip().splitlines():
+        if line.startswith(" "):
+            last = found.pop()
+            found.append(last._replace(about=f"{last.about}{line.strip()}\n"))
+            continue
+        names, _, rest = line.partition(" : ")
+        told, _, default = rest.partition(" = ")
+        kind, _, layout = told.partition(" ")
+        value = literal_eval(default) if default else Parameter.empty
+        found += (Argument(name, Kind(kind), layout, value) for name in names.split(", "))
+    return tuple(found)
+
+
+class Result(NamedTuple):
+    name: str
+    layout: str
+    wide: bool = False  # float32, or float64 for float64; else of the type of the first argument
+
+
+class Face(NamedTuple):
+    """How a library writes the types of arguments and results, in signatures and in documentation."""
+
+    array: str
+    state: str
+    integers: str
+    result: str
+    types: Given  # by the names that signatures use
+    given: str
+    integers_given: str
+    returned: str
+    imports: str = ""
+    returns_state: bool = False  # a new one, and writes to none
+
+    def type_of(self, argument: Argument) -> str:
+        name = {
+            Kind.LEARNED: self.array,
+            Kind.STATE: self.state,
+            Kind.STARTS: self.integers,
+            Kind.SLOTS: self.integers,
+            Kind.SCALE: "float",
+            Kind.SIZE: "int",
+            Kind.CHOICE: "Literal[{}]".format(", ".join(repr(x) for x in argument.choices if x)),
+            Kind.OUT: "Array",
+        }.get(argument.kind, "bool")
+        return f"{name} | None" if argument.optional else name
+
+    def described(self, argument: Argument) -> str:
+        """Return the type of an argument as it is documented."""
+        choices = ", ".join(f'"{x}"' if x else "None" for x in argument.choices)
+        name = {
+            Kind.LEARNED: self.given,
+            Kind.STATE: self.returned,
+            Kind.STARTS: self.integers_given,
+            Kind.SLOTS: self.integers_given,
+            Kind.SCALE: "float",
+            Kind.SIZE: "int",
+            Kind.CHOICE: f"{{{choices}}}",
+            Kind.OUT: self.returned,
+        }.get(argument.kind, "bool")
+        shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""
+        return name + shape + (", optional" if argument.optional and not argument.choices else "")
+
+
+NUMPY = Face(
+    array="ArrayLike",
+    state="Array",
+    integers="ArrayLike",
+    result="Array",
+    types={
+        "Array": Array,
+        "ArrayLike": ArrayLike,
+        "Literal": Literal,
+        "Vjp": Vjp,
+        "VjpWithState": VjpWithState,
+    },
+    given="array_like",
+    integers_given="array_like of integers",
+    returned="ndarray",
+)
+
+
+class Row:
+    """A public function: its arguments in the order of its signature and of the core, and its results.
+
+    Functions of the core take all arguments by position: `entry` those of the NumPy function; `check`, which computes
+    nothing, those of the problem, which are all but flags of results and `out`. Differentiable functions have more:
+
+    ``keep(*problem, all results, out)``
+        what `entry` returns, and what gradients need; None if they need nothing
+    ``backward(*problem, *kept, dout, dstate)``
+        the gradients, which are `grads`
+
+    `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
+    position, `handler` begins the names of XLA's handlers, and `examples` are those of other libraries.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        results: Sequence[Result],
+        *,
+        places: int,
+        entry: AnyFunction,
+        check: Any = None,
+        keep: Any = None,
+        backward: Any = None,
+        grads: AnyFunction = tuple,
+        cast: Sequence[str] = (),
+        handler: str = "",
+        examples: Given | None = None,
+    ) -> None:
+        self.name, self.arguments, self.results, self.places = name, arguments(text), tuple(results), places
+        self.entry, self.check, self.keep, self.backward, self.grads = entry, check, keep, backward, grads
+        self.cast, self.handler, self.examples = cast, handler, examples or {}
+        self.trained = name.removesuffix("_step")  # the function that has gradients
+        self.returns_vjp = False
+        self.all = "".join(self.of(Kind.ALL))
+        self.problem = tuple(x for x in self.arguments if x.kind not in (Kind.ALL, Kind.OUT))
+
+    def of(self, *kinds: Kind) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments if argument.kind in kinds)
+
+    def sizes(self, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Return the sizes that layouts name, for the shapes of arguments. N is the number of states."""
+        found: dict[str, Any] = {}
+        sequences = None
+        for argument in self.problem:
+            shape = shapes.get(argument.name)
+            if shape is None:
+                continue
+            layouts = [axes for axes in axes_of(argument.layout) if len(axes) == len(shape)]
+            if argument.kind is Kind.STARTS:
+                sequences = shape[0] - 1
+            elif not layouts:
+                raise LayoutError(argument)
+            else:
+                for axis, size in zip(layouts[0], shape, strict=True):
+                    found.setdefault(axis, size)
+        return found | {"N": found["B"] if sequences is None else sequences}
+
+    def shapes(self, shapes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Return the shapes of the results, for those of arguments."""
+        sizes = self.sizes(shapes)
+        return [tuple(_size(axis, sizes) for axis in axes_of(result.layout)[0]) for result in self.results]
+
+
+class LayoutError(ValueError):
+    """An argument has another number of axes."""
+
+    def __init__(self, argument: Argument) -> None:
+        super().__init__(argument.name)
+        self.argument = argument
+
+
+def axes_of(layout: str) -> list[list[str]]:
+    """Return the names of axes, one list for each of the layouts that an argument may have."""
+    return [axes.split(", ") for axes in re.findall(r"\[(.*?)\]", layout)]
+
+
+def _size(axis: str, sizes: Mapping[str, Any]) -> Any:
+    name, _, less = axis.partition(" - ")
+    return sizes[name] - int(less or 0) if less else sizes[name]
+
+
+def parameters(arguments: Iterable[Argument], face: Face) -> list[str]:
+    """Return the lines that document arguments; those that follow each other with the same type are one."""
+    lines = []
+    for kind, group in groupby(arguments, face.described):
+        same = list(group)
+        lines.append(f"{', '.join(argument.name for argument in same)} : {kind}")
+        lines += (f"    {line}" for argument in same for line in argument.about.splitlines())
+    return lines
+
+
+def signature(row: Row, face: Face) -> Signature:
+    kinds = [Parameter.POSITIONAL_OR_KEYWORD] * row.places + [Parameter.KEYWORD_ONLY] * len(row.arguments)
+    shown = [x for x in row.arguments if face is NUMPY or x.kind is not Kind.OUT]
+    return Signature(
+        [
+            Parameter(x.name, kind, default=x.default, annotation=face.type_of(x))
+            for x, kind in zip(shown, kinds, strict=False)
+        ],
+        return_annotation=returned(row, face),
+    )
+
+
+def returned(row: Row, face: Face, every: bool | None = None) -> str:
+    """Return the type of what a call returns: with all results or the first alone, or either."""
+    count = len(row.results) + (len(row.of(Kind.STATE)) if face.returns_state else 0)
+    both = f"tuple[{', '.join([face.result] * count)}]" if count > 1 else face.result
+    grads = row.grads.__name__
+    ways = [(face.result if row.all else both, both), (f"Vjp[{grads}]", f"VjpWithState[{grads}]")]
+    found = [" | ".join(dict.fromkeys(way)) if every is None else way[every] for way in ways]
+    return f"tuple[{', '.join(found)}]" if row.returns_vjp else found[0]
+
+
+def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
+    """Return a function of the row's arguments. It gives NumPy's arguments by position to `call`, others in a dict.
+
+    It is compiled from text, so that Python itself binds arguments, which nothing written in Python does as fast.
+    """
+    shown = signature(row, face)
+    names = tuple(shown.parameters)
+    heads = [
+        name if x.default is Parameter.empty else f"{name}={x.default!r}"
+        for name, x in shown.parameters.items()
+    ]
+    heads[row.places :] = ["*", *heads[row.places :]] if len(heads) > row.places else []
+    given = ", ".join(names) if face is NUMPY else f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
+    lines = (
+        f"def {row.name}({', '.join(heads)}, **unknown):",
+        "    if unknown:",
+        f"        reject_unknown({row.name!r}, unknown, names)",
+        f"    return call({given})",
+    )
+    scope: dict[str, Any] = {**face.types, row.grads.__name__: row.grads}
+    scope |= {"call": call, "names": names, "reject_unknown": reject_unknown}
+    exec(compile("\n".join(lines), f"<attnmask {row.name}>", "exec"), scope)
+    made = scope[row.name]
+    made.__signature__, made.__doc__ = shown, doc
+    made.__annotations__ = {name: x.annotation for name, x in shown.parameters.items()}
+    made.__annotations__["return"] = shown.return_annotation
+    return made
+
+
+def library_doc(row: Row, face: Face, about: str, static: str = "") -> str:
+    """Return the documentation of another library's function: what differs, shapes, and the row's example.
+
+    `static` is what there is to say of arguments that are no arrays.
+    """
+    arrays = [x._replace(about="") for x in row.problem if x.kind in ARRAYS]
+    others = [x.name for x in row.arguments if x.kind not in (*ARRAYS, Kind.OUT)]
+    states = [x for x in arrays if x.kind is Kind.STATE and face.returns_state]
+    one = f"{face.returned}, shape {row.results[0].layout}"
+    if row.all:
+        returned = [f"{face.returned}, or tuple of {('two', 'three')[len(row.results) - 2]} if `{row.all}`"]
+    elif states:
+        returned = [f"out : {one}", *parameters(states, face)]
+    else:
+        returned = [one]
+    library = f"attnmask.{face.imports.split(',')[0]}"
+    lines = [
+        *about.splitlines(),
+        *("", "Parameters", "----------", *parameters(arrays, face)),
+        *(", ".join(others), f"    All of these as in `attnmask.{row.name}`. {static}".rstrip()),
+        *("", "Returns", "-------", *returned),
+        *("", "Examples", "--------", f">>> import {face.imports}", f">>> import {library}"),
+        *row.examples[library.partition(".")[2]].strip().splitlines(),
+    ]
+    return "\n    ".join(lines) + "\n    "

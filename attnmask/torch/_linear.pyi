@@ -1,0 +1,56 @@
+"""Written by .ci/make_signatures.py."""
+# fmt: off
+
+from typing import Literal, overload
+
+import torch
+from numpy.typing import ArrayLike
+
+@overload
+def linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None, scale: float | None = None, initial_state: torch.Tensor | None = None,
+    cu_seqlens: ArrayLike | None = None, normalize_qk: bool = False, chunk_size: int = 64,
+    return_state: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None, scale: float | None = None, initial_state: torch.Tensor | None = None,
+    cu_seqlens: ArrayLike | None = None, normalize_qk: bool = False, chunk_size: int = 64,
+    return_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None, scale: float | None = None, initial_state: torch.Tensor | None = None,
+    cu_seqlens: ArrayLike | None = None, normalize_qk: bool = False, chunk_size: int = 64,
+    return_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def linear_attention_step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor, *,
+    decay: torch.Tensor | None = None, beta: torch.Tensor | None = None, scale: float | None = None,
+    normalize_qk: bool = False, state_indices: ArrayLike | None = None,
+) -> torch.Tensor: ...
+@overload
+def short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: Literal['silu'] | None = None, cu_seqlens: ArrayLike | None = None,
+    initial_state: torch.Tensor | None = None, return_state: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: Literal['silu'] | None = None, cu_seqlens: ArrayLike | None = None,
+    initial_state: torch.Tensor | None = None, return_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: Literal['silu'] | None = None, cu_seqlens: ArrayLike | None = None,
+    initial_state: torch.Tensor | None = None, return_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def short_convolution_step(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: Literal['silu'] | None = None, state_indices: ArrayLike | None = None,
+) -> torch.Tensor: ...
