@@ -29,7 +29,7 @@ ROWS = {
     'LINE(MORE, AM_ADDS_BY_KEY, R, KV, K, alibi_add, .name = "more", .bound = no_bound)': None,
     'LINE(MORE, AM_ADDS_BY_KEY, 1, 1, N, alibi_add, .name = "more", .bound = no_bound)': None,
     'LINE(MORE, AM_ADDS_BY_DISTANCE, R, H, N, alibi_add, .name = "more", .bound = no_bound)': None,
-    'LEARNED(MORE, AM_ADDS_BY_KEY, K, alibi_add, relative_bias_learn, .name = "more", .bound = no_bound)': None,
+    "LEARNED(MORE, AM_ADDS_BY_KEY, K, alibi_add, relative_bias_learn, .bound = no_bound)": None,
     # A gradient of one batch row
     'LINE(MORE, AM_ADDS_BY_KEY, R, H, K, alibi_add, .name = "more", .learn = relative_bias_learn)': "overrid",
     "LEARNED(MORE, AM_ADDS_BY_KEY, K, alibi_add, relative_bias_learn, .axes = {AM_AXIS_R})": "overrid",
@@ -49,7 +49,7 @@ ROWS = {
     "ARRAY(MORE, AM_ADDS_PAIRS, B, H, Q, K, .finite = true)": "overrid",
     # The second of a kind of which there is one
     'NUMBER(MORE, AM_CAPS, .name = "more", .bound = no_bound)': "several kinds that act alike",
-    'ARRAY(MORE, AM_ADDS_PAIRS, B, H, Q, K, .name = "more", .bound = no_bound)': "several kinds that act alike",
+    'ARRAY(MORE, AM_ADDS_PAIRS, B, H, Q, K, .name = "more")': "several kinds that act alike",
 }
 
 
@@ -141,7 +141,8 @@ static void try(bool packed)
                                      .sequences = ROWS} : (am_pages){0},
         .terms = {.count = 2,
                   .list = {{.kind = AM_LOGIT_KEYED, .shape = {ROWS, KV, 1, longest},
-                            .array = {(char *)by_row, AM_FLOAT64, KV * longest * size, 0, longest * size, size}},
+                            .array = {(char *)by_row, AM_FLOAT64, KV * longest * size, 0, longest * size,
+                                      size}},
                            {.kind = AM_LOGIT_TAUGHT, .shape = {1, HEADS, 1, longest}, .gradient = gradient,
                             .array = {(char *)by_head, AM_FLOAT64, 0, 0, longest * size, size}}},
                   .places = {.starts = packed ? query_starts : NULL, .sequences = ROWS}},
@@ -189,7 +190,7 @@ static void try(bool packed)
             free(memory);
         }
     }
-    for (int i = 0; i < HEADS * longest; i++) check(fabs(gradient[i] - right[i]) < 1e-6, "a gradient differs");
+    for (int i = 0; i < HEADS * longest; i++) check(fabs(gradient[i] - right[i]) < 1e-6, "a gradient");
     am_line_gradients_free(&gradients);
     free(by_row), free(by_head);
 }
@@ -204,7 +205,7 @@ int main(void)
 
 
 def test_lines_end_where_their_arrays_do(tmp_path):
-    """Terms by key, of key heads, and learned: tiles hold more keys than there are, and those of other sequences."""
+    """Terms by key, of key heads, and learned; tiles hold more keys than there are, or of other sequences."""
     rows = """LINE(KEYED, AM_ADDS_BY_KEY, R, KV, K, keyed_add, .name = "keyed", .bound = no_bound)
         LEARNED(TAUGHT, AM_ADDS_BY_KEY, K, keyed_add, keyed_learn, .name = "taught", .bound = no_bound)"""
     (tmp_path / "program.c").write_text(PROGRAM)

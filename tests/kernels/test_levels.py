@@ -1,4 +1,4 @@
-"""Which kernels a level, type and use get, and which level a processor, for all that are known, here or not."""
+"""Which kernels a level, type and use get, and which level a processor: all that are known, here or not."""
 
 import pytest
 from environment import ISA_LEVELS, multiplies_bf16

@@ -73,17 +73,21 @@ static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w, co
 }
 
 /* What comes of all factors: up to a token, times the scales of its query and key; behind it, times that of
- * its key; and of the chunk. */
+ * its key; and of the chunk. The two products do not wait for each other. D is no longer needed. */
 static void FN(multiply_factors)(const am_linear_chunk *c, const FN(work) * w, T *of_q, T *of_k)
 {
+    T *restrict behind = w->behind, *restrict up_to = w->decays;
+    const ptrdiff_t n = c->tokens;
     double since = 1, follow = 1;
-    for (ptrdiff_t i = c->tokens - 1; i >= 0; i--) {
-        w->behind[i] = (T)(follow * (double)of_k[i]);
-        follow *= c->exact[i];
-    }
-    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+    for (ptrdiff_t i = 0; i < n; i++) {
+        behind[n - 1 - i] = (T)follow;
+        follow *= c->exact[n - 1 - i];
         since *= c->exact[i];
-        of_q[i] = (T)(since * (double)of_q[i]), of_k[i] = (T)(since * (double)of_k[i]);
+        up_to[i] = (T)since;
+    }
+    for (ptrdiff_t i = 0; i < n; i++) {
+        behind[i] *= of_k[i];
+        of_q[i] *= up_to[i], of_k[i] *= up_to[i];
     }
     for (ptrdiff_t r = 0; r < c->shape->row_stride; r++) w->whole[r] = (T)since;
 }
