@@ -45,13 +45,6 @@ bool am_check_packed(am_request *r, const char *name, const am_view *v, const pt
                                       tokens, name, end, sequences);
 }
 
-const ptrdiff_t *am_starts_of_rows(am_request *r, ptrdiff_t rows, ptrdiff_t tokens)
-{
-    ptrdiff_t *starts = am_keep(r, rows + 1, sizeof *starts);
-    for (ptrdiff_t i = 0; starts && i < rows; i++) starts[i + 1] = starts[i] + tokens;
-    return starts;
-}
-
 bool am_has_numbers(const am_view *v)
 {
     return v->data && v->shape[0] && v->shape[1] && v->shape[2] && v->shape[3];

@@ -16,8 +16,6 @@ bool am_check_shape(am_request *r, const am_view *v, const char *name, const cha
 /* Checks that packed sequences are those of one row and end with it; `starts` may be NULL. */
 bool am_check_packed(am_request *r, const char *name, const am_view *v, const ptrdiff_t *starts,
                      ptrdiff_t sequences);
-/* Each row as a sequence. */
-const ptrdiff_t *am_starts_of_rows(am_request *r, ptrdiff_t rows, ptrdiff_t tokens);
 bool am_has_numbers(const am_view *v); /* false for no array, too */
 
 /* The slot of each of `rows` batch rows, from -1, which leaves a row out, to slots - 1, each at most once. */

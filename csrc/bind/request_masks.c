@@ -128,7 +128,7 @@ static bool read_ids(am_request *r, const am_operand *o, ptrdiff_t tokens, am_to
         return reject(r, "segment ids must be [batch, tokens] or [batch, heads, tokens]");
     if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "segment ids must be integers");
     int32_t *ids = am_keep(r, am_product(rows, heads, tokens), sizeof *ids);
-    for (ptrdiff_t i = 0; ids && i < rows * heads; i++) {
+    for (ptrdiff_t i = 0; ids && tokens && i < rows * heads; i++) {
         const char *from = v->data + i / heads * v->stride[0] + (v->axes == 3 ? i % heads * v->stride[1] : 0);
         if (!copy_row(r, ids + i * tokens, from, v, tokens)) return false;
     }

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,19 @@ def run_apart(*functions) -> None:
 
 class Alarm(Exception):
     pass
+
+
+def assert_heard(call, after: float = 0.2, within: float = 0.3) -> None:
+    """That a signal ends a call, soon after it came: 0.1 s, if the machine has nothing else to do."""
+
+    def ring(*_):
+        raise Alarm
+
+    begin = time.perf_counter()
+    with alarm(ring, after), pytest.raises(Alarm):
+        call()
+    late = time.perf_counter() - begin - after
+    assert late < within, f"{late:.2f} s late"
 
 
 @contextlib.contextmanager

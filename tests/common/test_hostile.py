@@ -1,6 +1,7 @@
 """Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
 
 import contextlib
+import signal
 import sys
 import time
 import warnings
@@ -8,7 +9,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from environment import SANITIZED, alarm, python, run_apart
+from environment import SANITIZED, alarm, assert_heard, python, run_apart
 from hostile import Subclass
 from numpy.lib.stride_tricks import as_strided
 
@@ -287,6 +288,52 @@ def test_what_is_empty_takes_no_time():
     assert attnmask.flash_attention(x, x, x[..., :0]).shape == (1, 2**50, 1, 0)
     few, lse, long = huge("f2", 1, 3, 1, 0), huge("f4", 1, 1, 3), huge("f2", 1, 2**50, 1, 0)
     assert attnmask.flash_attention_bwd(few, few, long, long, few, lse).key.shape == long.shape
+
+
+def linear_gradients(batch, tokens, heads, rows, channels, **more) -> attnmask.LinearAttentionGrads:
+    x, value = np.zeros((batch, tokens, heads, rows), F32), np.zeros((batch, tokens, heads, channels), F32)
+    return attnmask.linear_attention_vjp(x, x, value, decay=np.zeros(heads, F32), **more)[1](value)
+
+
+def many_empty_rows() -> None:
+    """Rows that take no memory, of which there are more than any loop could visit. Ends like this or not at all."""
+    signal.alarm(20)
+    for sizes in ((0, 1, 0, 4), (0, 1, 4, 0), (0, 2, 0, 0), (0, 0, 4, 4), (1, 0, 4, 4)):
+        assert not linear_gradients(2**40, *sizes).decay.any()
+    for rows in (2**30, 2**40):
+        x = np.zeros((rows, 0, 4), F32)
+        for width in (1, 3):
+            gradients = attnmask.short_convolution_vjp(x, np.zeros((4, width), F32))[1](x)
+            assert not gradients.weight.any()
+        assert attnmask.segment_ids_to_mask(np.zeros((rows, 0), np.int32)).shape == (rows, 1, 0, 0)
+    assert attnmask.MaskInfo.dynamic_init(inputs_embeds=x).attention_mask.shape == (2**40, 1, 0, 0)
+    query, key = np.zeros((2, 2**40, 0, 4), F32), np.zeros((2, 7, 2, 4), F32)
+    assert not attnmask.flash_attention_vjp(query, key, key)[1](query).key.any()
+
+
+def test_empty_rows_take_no_time():
+    run_apart(many_empty_rows)
+
+
+def interrupted_calls() -> None:
+    """Results of gigabytes, and many parts, in pieces: Ctrl-C is heard in between."""
+    many = huge("f4", 2**23, 1, 1, 1), huge("f4", 2**23, 1, 1)
+    wide = huge("f4", 2**15, 2**15)
+    for call in (
+        lambda: attnmask.mask_to_segment_ids(np.zeros((2**15, 0, 2**15), np.int8)),
+        lambda: attnmask.attention_mask_to_padding_segment_ids(np.zeros((0, 2**30), np.int8)),
+        lambda: attnmask.attention_mask_to_padding_segment_ids(huge("?", 2**15, 6, 2**15)),
+        lambda: attnmask.merge_attention_states(*many),
+        lambda: attnmask.short_convolution_vjp(np.zeros((1, 0, 2**15), F32), wide)[1](
+            np.zeros((1, 0, 2**15), F32)
+        ),
+    ):
+        assert_heard(call)
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory and time")
+def test_long_calls_hear_signals():
+    run_apart(interrupted_calls)
 
 
 LONG_AMONG_MANY = """

@@ -6,10 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_short_convolution as reference
+from environment import assert_heard, without_sanitizer
 from layouts import arrange
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
+from attnmask import _core
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16), np.dtype(np.float64)]
@@ -373,6 +375,18 @@ def test_bad_steps(changed, error, message):
     with pytest.raises(error, match=message):
         attnmask.short_convolution_step(**arguments)
     assert (STATE == 0).all()
+
+
+@without_sanitizer
+def test_signals_are_heard_among_many_taps():
+    x, weight = np.ones((1, 2**17, 16), np.float16), np.full((16, 2**15), 1e-3, np.float16)
+    assert_heard(lambda: attnmask.short_convolution(x, weight, activation="silu"))
+    few, state = x[:, :3000], np.zeros((1, 16, 2**15 - 1), np.float16)
+    for these, before in ((few, state), (x, None)):
+        problem = these, weight, None, True, None, before
+        assert_heard(
+            lambda problem=problem, dout=these: _core.short_convolution_backward(*problem, dout, None)
+        )
 
 
 def test_widths_that_no_memory_holds():

@@ -97,12 +97,15 @@ static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i
 
 typedef int reader(arguments *a, PyObject *object, const char *name, npy_intp i);
 
-static int read_each(arguments *a, PyObject *tuple, const char *name, reader *read)
+/* Of a tuple, or of a stack, whose views are made one by one: there may be millions. */
+static int read_each(arguments *a, PyObject *list, const char *name, reader *read)
 {
     for (npy_intp i = 0; i < a->count; i++) {
         char part[NAME];
         snprintf(part, NAME, "%s[%td]", name, (ptrdiff_t)i);
-        if (read(a, PyTuple_GET_ITEM(tuple, i), part, i) < 0) return -1;
+        am_owned PyObject *object = PySequence_GetItem(list, i);
+        if (!object || read(a, object, part, i) < 0) return -1;
+        if (i % 1024 == 1023 && PyErr_CheckSignals() < 0) return -1;
     }
     return 0;
 }
@@ -117,13 +120,20 @@ static npy_intp count_of(PyObject *list, const char *name, int axes, const char 
     return am_reject(PyExc_ValueError, name, layouts, list);
 }
 
+/* Sequences of arrays as they are now: a tuple, or a view of a stack. Others are refused by count_of. */
+static PyObject *fixed(PyObject *list)
+{
+    return PyArray_Check(list) ? PyArray_View((PyArrayObject *)list, NULL, &PyArray_Type) : Py_NewRef(list);
+}
+
 static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
 {
-    am_owned PyObject *all = NULL, *stats = NULL;
-    a->count = count_of(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
+    am_owned PyObject *all = fixed(outs), *stats = all ? fixed(lses) : NULL;
+    if (!stats) return -1;
+    a->count = count_of(all, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
     if (a->count < 0) return -1;
     if (a->count == 0) return am_fail(PyExc_ValueError, "outs must be one array or more, got none");
-    const npy_intp others = count_of(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
+    const npy_intp others = count_of(stats, "lses", 4, "[N, B, H, T] or [N, H, T]");
     if (others < 0) return -1;
     if (others != a->count)
         return am_fail(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
@@ -131,9 +141,6 @@ static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
     a->parts = am_new(am_merge_part, a->count + 1); /* before the views of a stack, which take memory, too */
     if (!a->arrays) return -1;
     if (!a->parts) return am_raise(AM_NO_MEMORY);
-    if (!(all = PySequence_Tuple(outs)) || !(stats = PySequence_Tuple(lses))) return -1;
-    if (PyTuple_GET_SIZE(all) != a->count || PyTuple_GET_SIZE(stats) != a->count)
-        return am_fail(PyExc_ValueError, "outs and lses must keep their shapes during the call");
     return read_each(a, all, "outs", read_out) < 0 ? -1 : read_each(a, stats, "lses", read_lse);
 }
 

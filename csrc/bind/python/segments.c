@@ -65,8 +65,11 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
             (strict && !am_computed(module, work, am_find_ungrouped, &dense, grouped.heads, q, k, &found)))
             return NULL;
     } else { /* the mask has no pairs */
-        memset(PyArray_DATA(q_ids), 0xff, (size_t)PyArray_NBYTES(q_ids));
-        memset(PyArray_DATA(k_ids), 0xff, (size_t)PyArray_NBYTES(k_ids));
+        PyArrayObject *const both[] = {q_ids, k_ids};
+        for (int i = 0; i < 2; i++) {
+            const npy_intp count = PyArray_SIZE(both[i]);
+            if (!am_computed(module, count, am_mark_all_padding, PyArray_DATA(both[i]), count)) return NULL;
+        }
     }
     if (found.any && reject_ungrouped(mask, &dense, &found) < 0) return NULL;
     return PyTuple_Pack(2, q_ids, k_ids);
@@ -82,8 +85,8 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     q_ids = am_new_array_of(2, (npy_intp[]){dense.batch, dense.queries}, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, (npy_intp[]){dense.batch, dense.keys}, NPY_INT32) : NULL;
     if (!k_ids) return NULL;
-    return am_computed(module, PyArray_SIZE(mask), am_mark_padding, &dense, PyArray_DATA(q_ids),
-                       PyArray_DATA(k_ids))
+    const npy_intp work = am_max(PyArray_SIZE(mask), PyArray_SIZE(q_ids) + PyArray_SIZE(k_ids));
+    return am_computed(module, work, am_mark_padding, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids))
                ? PyTuple_Pack(2, q_ids, k_ids)
                : NULL;
 }

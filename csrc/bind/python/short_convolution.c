@@ -1,6 +1,7 @@
 /* short_convolution.c – bindings of short convolutions, their gradients and their steps. */
 #include "bind/python/arguments.h"
 #include "bind/request_linear.h"
+#include "core/runtime/sizes.h"
 
 typedef struct {
     PyArrayObject *x, *weight, *bias, *initial, *dout, *dstate;
@@ -50,7 +51,7 @@ static bool check_others(arguments *a, const am_view *x)
     const am_view before = am_view_of(a->initial), d_out = am_view_of(a->dout),
                   d_after = am_view_of(a->dstate);
     const ptrdiff_t rows = a->starts.array ? a->starts.sequences : x->shape[0];
-    a->conv.sequences = rows, a->conv.starts = a->starts.starts;
+    a->conv.sequences = rows, a->conv.starts = a->starts.starts, a->conv.tokens = x->shape[1];
     if (!am_check_packed(r, "x", x, a->starts.starts, rows) ||
         (before.data && !am_check_tail(r, &before, "initial_state", &a->conv, rows, x)) ||
         (d_out.data && !am_check_shape(r, &d_out, "dout", "", 3, x->shape, false)))
@@ -69,18 +70,17 @@ static int check_sequences(arguments *a)
     return 0;
 }
 
-/* The starts of rows, which are sequences. */
-static int find_starts(arguments *a)
-{
-    am_short_conv *conv = &a->conv;
-    if (!conv->starts) conv->starts = am_starts_of_rows(&a->request, conv->sequences, PyArray_DIM(a->x, 1));
-    return am_raise_refused(&a->request, conv->starts);
-}
-
 static PyArrayObject *new_state(const arguments *a)
 {
     npy_intp const shape[] = {a->conv.sequences, a->conv.channels, a->conv.width - 1};
     return am_new_array(3, shape, PyArray_DESCR(a->x));
+}
+
+/* About how many products a call takes: also of the weights alone, whose gradients are there without tokens.
+ */
+static npy_intp work_of(const arguments *a)
+{
+    return am_product(am_max(PyArray_SIZE(a->x), a->conv.channels), a->conv.width, 1);
 }
 
 static PyObject *compute(PyObject *module, arguments *a)
@@ -89,10 +89,9 @@ static PyObject *compute(PyObject *module, arguments *a)
                            *state = out && a->return_state ? new_state(a) : NULL;
     if (!out || (a->return_state && !state)) return NULL;
     if (PyArray_SIZE(a->x) > 0 || (state && PyArray_SIZE(state) > 0)) {
-        if (find_starts(a) < 0) return NULL;
         a->conv.out = tokens_of(a, out);
         a->conv.after = am_conv_array_of(am_view_of(state), 0, 2, 1);
-        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_forward, &a->conv)) return NULL;
+        if (!am_computed(module, work_of(a), am_short_conv_forward, &a->conv)) return NULL;
     }
     am_owned PyObject *result = am_returned(&a->out, out);
     return state ? PyTuple_Pack(2, result, state) : Py_NewRef(result);
@@ -129,7 +128,6 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
     am_owned PyObject *result = am_new_like(4, of, grads);
     if (!result) return NULL;
     if (PyArray_SIZE(a->weight) > 0) {
-        if (find_starts(a) < 0) return NULL;
         am_short_conv_gradients job = {.conv = a->conv,
                                        .d_x = tokens_of(a, grads[0]),
                                        .d_weight = am_conv_array_of(am_view_of(grads[1]), -1, 1, 0),
@@ -137,7 +135,7 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
                                        .d_before = am_conv_array_of(am_view_of(grads[3]), 0, 2, 1)};
         job.conv.out = tokens_of(a, a->dout);
         job.conv.after = am_conv_array_of(am_view_of(a->dstate), 0, 2, 1);
-        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_backward, &job)) return NULL;
+        if (!am_computed(module, work_of(a), am_short_conv_backward, &job)) return NULL;
     }
     return Py_NewRef(result);
 }
@@ -183,7 +181,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     if (!out) return NULL;
     if (PyArray_SIZE(a->x) > 0) {
         a->conv.out = am_conv_array_of(am_view_of(out), 0, -1, 1);
-        if (!am_computed(module, PyArray_SIZE(a->x), am_short_conv_step, &a->conv, a->slots)) return NULL;
+        if (!am_computed(module, work_of(a), am_short_conv_step, &a->conv, a->slots)) return NULL;
     }
     return am_returned(&a->out, out);
 }

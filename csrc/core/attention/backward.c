@@ -122,6 +122,12 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
+    if (f->heads == 0 && f->queries > 0) { /* queries that take no memory, of any number */
+        am_mask mask = *f->mask;
+        am_attn_gradients none = *problem;
+        none.forward.queries = mask.queries = 0, none.forward.mask = &mask;
+        return backward(context, &none);
+    }
     if (context->kernels->plain) return am_plain_backward(context, problem);
     bool learned = false;
     for (int i = 0; i < f->terms.count; i++) learned |= am_is_learned(&f->terms.list[i]);

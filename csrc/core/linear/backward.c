@@ -7,7 +7,6 @@
 #include "core/attention/base.h"
 #include "core/linear/chains.h"
 #include "core/linear/plain.h"
-#include "core/sequences/packed.h"
 
 typedef struct {
     am_linear_base base;
@@ -180,9 +179,9 @@ static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
     const am_linear_base *base = &job->base;
     am_linear_buffers *b = am_workspace(&job->workspaces);
     const ptrdiff_t heads = base->linear->heads, slot = index / heads;
-    const ptrdiff_t sequence = am_sequence_of(base->offsets, base->linear->sequences, slot);
+    const ptrdiff_t sequence = am_linear_sequence_of(base, slot);
     const am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
-    const ptrdiff_t i = slot - base->offsets[sequence], token = am_linear_token(base, &at, i);
+    const ptrdiff_t i = slot - am_linear_offset(base, sequence), token = am_linear_token(base, &at, i);
     if (i == am_linear_chunks(base, &at)) return AM_OK; /* the state behind the last chunk */
     const am_linear_link link = {.base = base, .at = &at, .b = b, .pairs = b->pairs, .index = i};
     am_linear_chunk chunk = am_linear_load(base, b, &at, token);
@@ -266,7 +265,7 @@ static am_status sum_tokens(void *arg, ptrdiff_t head, am_team *team)
     const sum_job *job = arg;
     const am_linear_base *base = job->base;
     double sum = 0;
-    for (ptrdiff_t b = 0; b < batch_of(base->linear); b++) {
+    for (ptrdiff_t b = 0; job->tokens && b < batch_of(base->linear); b++) {
         for (ptrdiff_t t = 0; t < job->tokens; t++) {
             double number;
             if (t % 4096 == 0 && am_checkpoint(team) != AM_OK) return am_checkpoint(team);

@@ -201,6 +201,9 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_chains
 {
     const am_linear_base *base = chains->base;
     const ptrdiff_t heads = heads_of(base);
+    const am_linear *linear = base->linear;
+    const bool any_tokens = linear->starts || linear->tokens;
+    if (!any_tokens && !(linear->rows && linear->channels)) return AM_OK; /* rows that take no memory */
     if (!am_linear_in_rounds(context, base)) return run_heads(context, chains);
     if (heads == 0) return AM_OK;
     ptrdiff_t longest = 0;

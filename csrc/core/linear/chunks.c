@@ -9,6 +9,7 @@
 #include "core/runtime/sizes.h"
 #include "core/attention/base.h"
 #include "core/arrays/convert.h"
+#include "core/sequences/packed.h"
 
 /* More channels are refused as AM_NO_MEMORY. Up to here no length overflows. */
 static const ptrdiff_t MOST_CHANNELS = 1 << 20;
@@ -23,15 +24,21 @@ static ptrdiff_t length_of(const am_linear *linear, ptrdiff_t sequence)
     return linear->starts ? linear->starts[sequence + 1] - linear->starts[sequence] : linear->tokens;
 }
 
+/* The states that are kept of a sequence and head: before each chunk, and after the last. */
+static ptrdiff_t states_of(const am_linear *linear, ptrdiff_t sequence)
+{
+    return am_ceil_div(length_of(linear, sequence), linear->chunk) + 1;
+}
+
 bool am_linear_kept(const am_linear *linear, ptrdiff_t *states, ptrdiff_t *numbers)
 {
     ptrdiff_t count = 0;
-    bool fits = linear->rows <= MOST_CHANNELS && linear->channels <= MOST_CHANNELS;
-    for (ptrdiff_t s = 0; s < linear->sequences && fits; s++)
-        fits = !__builtin_add_overflow(count, am_ceil_div(length_of(linear, s), linear->chunk) + 1, &count);
+    if (linear->rows > MOST_CHANNELS || linear->channels > MOST_CHANNELS) return false;
+    for (ptrdiff_t s = 0; linear->starts && s < linear->sequences; s++) count += states_of(linear, s);
+    if (!linear->starts) count = am_product(linear->sequences, states_of(linear, 0), 1);
     *states = am_product(count, linear->heads, 1);
-    *numbers = fits ? linear->rows * padded(linear->channels) : 0;
-    return fits;
+    *numbers = linear->rows * padded(linear->channels);
+    return count < PTRDIFF_MAX;
 }
 
 static ptrdiff_t longest_of(const am_linear *linear)
@@ -93,10 +100,11 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
     find_scratch(base);
     base->slices = 1;
     base->kept_stride = base->shape.channel_stride;
+    if (!linear->starts) return AM_OK;
     base->offsets = calloc((size_t)linear->sequences + 1, sizeof *base->offsets);
     if (!base->offsets) return AM_NO_MEMORY;
     for (ptrdiff_t s = 0; s < linear->sequences; s++)
-        base->offsets[s + 1] = base->offsets[s] + am_ceil_div(length_of(linear, s), linear->chunk) + 1;
+        base->offsets[s + 1] = base->offsets[s] + states_of(linear, s);
     return AM_OK;
 }
 
@@ -482,10 +490,21 @@ void am_linear_write_state(const am_linear_base *base, const am_linear_array *st
                     at->channels);
 }
 
+ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence)
+{
+    return base->offsets ? base->offsets[sequence] : sequence * states_of(base->linear, 0);
+}
+
+ptrdiff_t am_linear_sequence_of(const am_linear_base *base, ptrdiff_t state)
+{
+    return base->offsets ? am_sequence_of(base->offsets, base->linear->sequences, state)
+                         : state / states_of(base->linear, 0);
+}
+
 char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,
                            ptrdiff_t index)
 {
-    const ptrdiff_t number = (base->offsets[at->sequence] + index) * base->linear->heads + at->head;
+    const ptrdiff_t number = (am_linear_offset(base, at->sequence) + index) * base->linear->heads + at->head;
     return (char *)kept + (number * base->shape.rows * base->kept_stride + at->channel) * base->size;
 }
 

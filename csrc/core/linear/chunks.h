@@ -49,7 +49,7 @@ typedef struct {
     am_linear_scratch scratch;
     am_dtype type;         /* of sums */
     ptrdiff_t size;        /* of their elements */
-    ptrdiff_t *offsets;    /* [sequences + 1]: states that are kept before each sequence */
+    ptrdiff_t *offsets;    /* [sequences + 1]: states that are kept before each packed sequence */
     ptrdiff_t slices;      /* of the channels of values, which do not meet: a task takes one */
     ptrdiff_t kept_stride; /* from row to row of a state that is kept */
     bool unscaled;         /* queries and keys of chunks are as in memory */
@@ -141,6 +141,10 @@ void am_linear_write_state(const am_linear_base *base, const am_linear_array *st
 
 /* Rows of an array of values, or of one state. */
 am_strided am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token);
+
+/* The number of states that are kept before a sequence, for each head; and the sequence of one. */
+ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence);
+ptrdiff_t am_linear_sequence_of(const am_linear_base *base, ptrdiff_t state);
 
 /* State `index` of a sequence among those that are kept. */
 char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,

@@ -12,7 +12,6 @@
 #include "core/runtime/workspaces.h"
 #include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
-#include "core/sequences/packed.h"
 
 enum {
     DIRECT_LANES =
@@ -105,12 +104,12 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
     const am_short_conv *c = job->conv;
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
-                    end = am_min(begin + job->tokens, c->starts[c->sequences]);
+                    end = am_min(begin + job->tokens, am_conv_start(c, c->sequences));
     const buffers *b = am_workspace(&job->workspaces);
     am_conv_load_weights(&p, b->weight, false);
     am_status status = AM_OK;
-    for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
-         status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
+    for (ptrdiff_t n = am_conv_sequence_of(c, begin);
+         status == AM_OK && n < c->sequences && am_conv_start(c, n) < end; n++) {
         ptrdiff_t first, last;
         am_conv_part(&p, n, begin, end, &first, &last);
         status = convolve(job, &p, b, first, last, team);
@@ -125,7 +124,7 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     const am_short_conv *c = job->conv;
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
-    am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
+    am_conv_part(&p, index / job->bands, 0, am_conv_start(c, c->sequences), &first, &last);
     const buffers *b = am_workspace(&job->workspaces);
     am_conv_load_window(&p, b->window, p.length, 0);
     am_conv_store(&p, p.type, &c->after, 0, b->window, c->width - 1);
@@ -137,7 +136,7 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
 static void choose_stream(conv_job *job)
 {
     const am_conv_array *out = &job->conv->out;
-    const ptrdiff_t tokens = job->conv->starts[job->conv->sequences];
+    const ptrdiff_t tokens = am_conv_start(job->conv, job->conv->sequences);
     const uintptr_t places =
         (uintptr_t)out->sequence | (uintptr_t)out->token | (uintptr_t)(job->lanes * job->size);
     job->stream = job->dst_direct && places % LINE == 0 && tokens > 0 &&
@@ -164,7 +163,7 @@ am_status am_short_conv_forward(const am_context *context, const am_short_conv *
     if (conv->channels == 0) return AM_OK;
     if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
     conv_job job = job_of(context, conv);
-    const ptrdiff_t tokens = conv->starts[conv->sequences];
+    const ptrdiff_t tokens = am_conv_start(conv, conv->sequences);
     job.tokens = am_max(am_max(AM_CONV_TASK / job.lanes, 8 * conv->width), 1);
     job.pieces = am_ceil_div(tokens, job.tokens);
     choose_stream(&job);

@@ -20,7 +20,8 @@ typedef struct {
 typedef struct {
     am_dtype type; /* of the sums: AM_FLOAT32 or AM_FLOAT64 */
     ptrdiff_t channels, width, sequences;
-    const ptrdiff_t *starts; /* sequence n has tokens starts[n] … starts[n + 1] - 1, packed or not */
+    const ptrdiff_t *starts; /* [sequences + 1] of packed sequences, or NULL: rows of `tokens` each */
+    ptrdiff_t tokens;
     bool silu;
     am_conv_array x, weight, bias, before; /* before: the states */
     am_conv_array out, after;              /* the result, and the states at the end */

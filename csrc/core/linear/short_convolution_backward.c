@@ -15,7 +15,6 @@
 #include "core/runtime/workspaces.h"
 #include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
-#include "core/sequences/packed.h"
 
 enum { MOST_PIECES = 64 }; /* whose sums are kept at once */
 
@@ -159,14 +158,14 @@ static am_status gradient_task(void *arg, ptrdiff_t index, am_team *team)
     const am_short_conv *c = &job->gradients->conv;
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
-                    end = am_min(begin + job->tokens, c->starts[c->sequences]);
+                    end = am_min(begin + job->tokens, am_conv_start(c, c->sequences));
     double *sums = job->sums + index * (c->width + 1) * am_conv_sums_stride(job->lanes);
     memset(sums, 0, (size_t)((c->width + 1) * am_conv_sums_stride(p.lanes)) * sizeof *sums);
     const buffers *b = am_workspace(&job->workspaces);
     load_weights(&p, b);
     am_status status = AM_OK;
-    for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
-         status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
+    for (ptrdiff_t n = am_conv_sequence_of(c, begin);
+         status == AM_OK && n < c->sequences && am_conv_start(c, n) < end; n++) {
         ptrdiff_t first, last;
         am_conv_part(&p, n, begin, end, &first, &last);
         status = find_gradients(job, &p, b, first, last, sums, team);
@@ -206,7 +205,7 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     const am_short_conv *c = &job->gradients->conv;
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
-    am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
+    am_conv_part(&p, index / job->bands, 0, am_conv_start(c, c->sequences), &first, &last);
     const buffers *b = am_workspace(&job->workspaces);
     load_weights(&p, b);
     am_status status = find_dz(&p, b, 0, am_min(p.length, c->width - 1), team);
@@ -227,7 +226,7 @@ am_status am_short_conv_backward(const am_context *context, const am_short_conv_
     job.lanes = am_conv_lanes(c, AM_CONV_LANES);
     job.bands = am_ceil_div(c->channels, job.lanes);
     job.chunk = am_conv_tokens(c->width);
-    const ptrdiff_t tokens = c->starts[c->sequences];
+    const ptrdiff_t tokens = am_conv_start(c, c->sequences);
     job.tokens =
         am_max(am_max(AM_CONV_TASK / job.lanes, 16 * (c->width + 1)), am_ceil_div(tokens, MOST_PIECES));
     job.pieces = am_ceil_div(tokens, job.tokens);

@@ -5,6 +5,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/strided.h"
+#include "core/sequences/packed.h"
 
 am_conv_place am_conv_place_of(const am_short_conv *conv, const am_kernels *kernels, ptrdiff_t channel,
                                ptrdiff_t lanes, am_dtype type)
@@ -117,14 +118,24 @@ void am_conv_load_weights(am_conv_place *p, void *to, bool reversed)
     p->bias = bias;
 }
 
+ptrdiff_t am_conv_start(const am_short_conv *c, ptrdiff_t n)
+{
+    return c->starts ? c->starts[n] : n * c->tokens;
+}
+
+ptrdiff_t am_conv_sequence_of(const am_short_conv *c, ptrdiff_t token)
+{
+    return c->starts ? am_sequence_of(c->starts, c->sequences, token) : token / c->tokens;
+}
+
 void am_conv_part(am_conv_place *p, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
                   ptrdiff_t *last)
 {
-    const ptrdiff_t *starts = p->conv->starts + sequence;
+    const ptrdiff_t start = am_conv_start(p->conv, sequence);
     p->sequence = sequence;
-    p->length = starts[1] - starts[0];
-    *first = am_max(begin, starts[0]) - starts[0];
-    *last = am_min(end, starts[1]) - starts[0];
+    p->length = am_conv_start(p->conv, sequence + 1) - start;
+    *first = am_max(begin - start, 0);
+    *last = am_min(end - start, p->length);
 }
 
 ptrdiff_t am_conv_tokens(ptrdiff_t width) { return am_max(AM_CONV_TOKENS, width); }

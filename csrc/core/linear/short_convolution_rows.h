@@ -65,6 +65,10 @@ void am_conv_load_window(const am_conv_place *place, void *to, ptrdiff_t token, 
  * those of gradients. */
 void am_conv_load_weights(am_conv_place *place, void *to, bool reversed);
 
+/* The number of tokens before a sequence; and the sequence of a token that there is. */
+ptrdiff_t am_conv_start(const am_short_conv *conv, ptrdiff_t sequence);
+ptrdiff_t am_conv_sequence_of(const am_short_conv *conv, ptrdiff_t token);
+
 /* The sequence's part of tokens begin … end - 1 of all: *first … *last - 1 of its own. */
 void am_conv_part(am_conv_place *place, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
                   ptrdiff_t *last);

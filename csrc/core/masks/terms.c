@@ -190,7 +190,7 @@ static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
 static am_status summarize_side(const am_mask *mask, am_token_ids *side, ptrdiff_t length, int32_t least)
 {
     const ptrdiff_t heads = side->head ? mask->heads : 1, blocks = am_ceil_div(length, BLOCK),
-                    rows = (side->batch ? mask->batch : 1) * heads;
+                    rows = blocks ? (side->batch ? mask->batch : 1) * heads : 0;
     side->blocks = malloc((size_t)am_max(rows * blocks, 1) * sizeof *side->blocks);
     for (ptrdiff_t i = 0; side->blocks && i < rows; i++)
         summarize_ids(side->blocks + i * blocks, side->ids + i / heads * side->batch + i % heads * side->head,
@@ -284,8 +284,8 @@ static int32_t least_id(const am_node *node) { return node->equal.exclude_zero ?
 
 static am_status summarize_blocks(const am_mask *mask, am_node *node)
 {
-    const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k.batch, node->equal.k.head),
-                    blocks = am_ceil_div(mask->keys, BLOCK), wide_blocks = am_ceil_div(blocks, WIDE);
+    const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), wide_blocks = am_ceil_div(blocks, WIDE),
+                    planes = blocks ? am_distinct_rows(mask, node->equal.k.batch, node->equal.k.head) : 0;
     am_id_block *wide = malloc((size_t)am_max(planes * wide_blocks, 1) * sizeof *wide);
     node->equal.k_wide_blocks = wide;
     if (!wide) return AM_NO_MEMORY;

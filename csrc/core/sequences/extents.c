@@ -200,7 +200,7 @@ typedef struct {
     ptrdiff_t task_rows, tasks; /* rows of a task; tasks of a batch row */
     ptrdiff_t words;
     _Atomic uint64_t *columns; /* [batch, words]: bit i is set if column i has a live pair */
-    int32_t *row_ids;
+    int32_t *row_ids, *column_ids;
 } padding_job;
 
 /* A task takes some rows of one batch row, piece by piece, so that the marks of a piece's columns stay in the
@@ -249,27 +249,70 @@ static void ids_to_array_order(int32_t *ids, const am_axis *axis)
     }
 }
 
-static void write_column_ids(const padding_job *job, ptrdiff_t b, int32_t *ids)
+/* Writes the ids of a batch row's columns, and brings those of its rows to the order of the array. */
+static am_status order_task(void *arg, ptrdiff_t b, am_team *team)
 {
+    const padding_job *job = arg;
+    int32_t *ids = job->column_ids + b * job->mask_rows.columns.length;
+    (void)team;
     for (ptrdiff_t w = 0; w < job->words; w++) {
         uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
         ptrdiff_t count = am_min(WORD, job->mask_rows.columns.count - w * WORD);
         job->mask_rows.kernels->masks.expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
     }
     ids_to_array_order(ids, &job->mask_rows.columns);
+    ids_to_array_order(job->row_ids + b * job->mask_rows.rows.length, &job->mask_rows.rows);
+    return AM_OK;
+}
+
+/* Copies of the first row, for rows that share its memory. */
+typedef struct {
+    int32_t *ids[2];
+    ptrdiff_t lengths[2], distinct;
+} copy_job;
+
+static am_status copy_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const copy_job *job = arg;
+    (void)team;
+    for (int side = 0; side < 2; side++)
+        memcpy(job->ids[side] + (job->distinct + index) * job->lengths[side], job->ids[side],
+               (size_t)job->lengths[side] * sizeof(int32_t));
+    return AM_OK;
+}
+
+typedef struct {
+    int32_t *ids;
+    ptrdiff_t count;
+} mark_job;
+
+enum { MARKED = 1 << 14 }; /* ids of a task */
+
+static am_status mark_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const mark_job *job = arg;
+    (void)team;
+    memset(job->ids + index * MARKED, 0xff,
+           (size_t)am_min(MARKED, job->count - index * MARKED) * sizeof *job->ids);
+    return AM_OK;
+}
+
+am_status am_mark_all_padding(const am_context *context, int32_t *ids, ptrdiff_t count)
+{
+    mark_job job = {ids, count};
+    return am_parallel_bytes(context, am_ceil_div(count, MARKED), MARKED * sizeof *ids, mark_task, &job);
 }
 
 am_status am_mark_padding(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
 {
     if (mask->batch == 0) return AM_OK;
     if (mask->heads == 0 || mask->queries == 0 || mask->keys == 0) {
-        memset(q_ids, 0xff, (size_t)(mask->batch * mask->queries) * sizeof *q_ids);
-        memset(k_ids, 0xff, (size_t)(mask->batch * mask->keys) * sizeof *k_ids);
-        return AM_OK;
+        const am_status status = am_mark_all_padding(context, q_ids, mask->batch * mask->queries);
+        return status == AM_OK ? am_mark_all_padding(context, k_ids, mask->batch * mask->keys) : status;
     }
     padding_job job = {.mask_rows = am_mask_rows_of(context->kernels, mask)};
     const ptrdiff_t batch = job.mask_rows.batch;
-    int32_t *column_ids = job.mask_rows.transposed ? q_ids : k_ids;
+    job.column_ids = job.mask_rows.transposed ? q_ids : k_ids;
     job.row_ids = job.mask_rows.transposed ? k_ids : q_ids;
     job.task_rows = task_rows_of(&job.mask_rows);
     job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
@@ -278,14 +321,11 @@ am_status am_mark_padding(const am_context *context, const am_dense *mask, int32
     if (!job.columns) return AM_NO_MEMORY;
     am_status status =
         am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows), padding_task, &job);
-    for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
-        ids_to_array_order(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
-        write_column_ids(&job, b, column_ids + b * job.mask_rows.columns.length);
-    }
-    for (ptrdiff_t b = batch; b < mask->batch && status == AM_OK; b++) {
-        memcpy(q_ids + b * mask->queries, q_ids, (size_t)mask->queries * sizeof *q_ids);
-        memcpy(k_ids + b * mask->keys, k_ids, (size_t)mask->keys * sizeof *k_ids);
-    }
+    const ptrdiff_t row_bytes = (mask->queries + mask->keys) * (ptrdiff_t)sizeof *q_ids;
+    if (status == AM_OK) status = am_parallel_bytes(context, batch, row_bytes, order_task, &job);
+    copy_job copies = {{q_ids, k_ids}, {mask->queries, mask->keys}, batch};
+    if (status == AM_OK)
+        status = am_parallel_bytes(context, mask->batch - batch, row_bytes, copy_task, &copies);
     free(job.columns);
     return status;
 }

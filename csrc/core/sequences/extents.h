@@ -20,4 +20,7 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
 /* Writes 0 for tokens that have a live pair in any head, and -1 for the others; [batch, tokens]. */
 am_status am_mark_padding(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids);
 
+/* Writes -1 for all tokens. */
+am_status am_mark_all_padding(const am_context *context, int32_t *ids, ptrdiff_t count);
+
 #endif
