@@ -26,6 +26,7 @@ from attnmask._common.pickles import by_public_path
 from attnmask._common.pickles import made as _made
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
+from attnmask._faces import habits
 from attnmask._linear.attention import linear_attention, linear_attention_step, linear_attention_vjp
 from attnmask._linear.grads import LinearAttentionGrads, ShortConvolutionGrads
 from attnmask._linear.short_convolution import (
@@ -85,8 +86,9 @@ _core.use(  # so that C imports nothing
     tokens_before=attend.tokens_before,
     options=attend.options,
     mask_program=attend.mask_program,
+    habit=habits.ask,
 )
-del arguments, attend, main_thread
+del arguments, attend, habits, main_thread
 
 __all__ = [
     "AttnmaskWarning",

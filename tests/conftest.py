@@ -65,8 +65,11 @@ def isa(request):
 
 
 # A warning in a test is an error, one of a plugin that happens to be installed is not. `torch.jit` is used by PyTorch
-# itself, which warns of it from 2.13 on.
-WARNINGS = pytest.mark.filterwarnings("error", "ignore:`torch.jit")
+# itself, which warns of it from 2.13 on. Tests make calls of any kind, also those that look like another library's
+# habits; tests of habits make errors of these warnings.
+WARNINGS = pytest.mark.filterwarnings(
+    "error", "ignore:`torch.jit", "ignore::attnmask._common.warnings.AttnmaskWarning"
+)
 
 
 def pytest_itemcollected(item) -> None:

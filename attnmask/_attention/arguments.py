@@ -25,7 +25,7 @@ from typing import (
 from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
-from attnmask._common.arguments import Offsets
+from attnmask._common.arguments import TOP_LEFT, Offsets
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import Keywords, reject_unknown, types_of
 from attnmask._common.types import AnyFunction, Arguments, Array, Given
@@ -137,15 +137,6 @@ class Kind(Enum):
     SEED = 3  # a number that may be traced
     NUMBER = 4  # fixed at compile time
     HINT = 5  # does not change results beyond rounding
-
-
-class _NotGiven(int):
-    """A default that differs from the same number given explicitly."""
-
-    __slots__ = ()
-
-
-TOP_LEFT = _NotGiven(0)
 
 
 class Argument(NamedTuple):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import ARRAYS, TOP_LEFT
+from attnmask._attention.arguments import ARRAYS
 from attnmask._attention.hints import check_hints
 from attnmask._attention.terms import Places, Range, Sizes, Term, four_axes, numbers_of, terms_of
 from attnmask._common.arguments import (
+    TOP_LEFT,
     as_array,
     check_apart,
     check_mask_type,
@@ -32,7 +33,7 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import Array, Given
-from attnmask._common.warnings import warn_once
+from attnmask._faces.habits import ask
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import AXES, Program, Shape, arrays
 from attnmask._masks.terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
@@ -138,11 +139,11 @@ def mask_nodes(attention_mask: object, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
-        if array.ndim == 0:
-            hint = "; write None for no mask, and dropout_prob= for dropout, which is FlashAttention's fourth argument"
-            raise ValueError(f"attention_mask must have axes, got {describe(attention_mask)}{hint}")
-        array = four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
-        return (dense(mask_array(array, "attention_mask")),)
+        ask("axes", array.ndim, "attention_mask", describe(attention_mask) if array.ndim == 0 else "")
+        mask = four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
+        mask = mask_array(mask, "attention_mask")
+        ask("mask", array, shape[0])
+        return (dense(mask),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
         came = f"a MaskInfo of shape {given}{_shape_hint(given, shape)}"
@@ -221,14 +222,6 @@ def both_starts(cum_seqlens_q: object, cum_seqlens_k: object, shape: Shape) -> S
 _DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
 
 
-def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
-    """Return whether there is one query for several keys, as with a cache, or one in each packed sequence."""
-    queries, keys = shape[2:]
-    if starts is None:
-        return queries == 1 < keys
-    return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
-
-
 def distances(given: Given) -> tuple[int | None, int | None]:
     """Return how far a key may be from the diagonal, to the left and to the right."""
     causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
@@ -240,8 +233,6 @@ def _offset(given: Given, starts: Starts | None, shape: Shape) -> PerRow:
     """Return `causal_offset`, one for all batch rows or sequences, or one for each."""
     causal_offset = given["causal_offset"]
     if causal_offset is TOP_LEFT:
-        if flag(given["causal"], "causal", _DIAGONAL) and _is_one_query(starts, shape):
-            warn_once("one query")
         return 0
     if is_bottom_right(causal_offset, "causal_offset"):
         return shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
@@ -250,15 +241,18 @@ def _offset(given: Given, starts: Starts | None, shape: Shape) -> PerRow:
     return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
 
 
-def _allowed(given: Given, starts: Starts | None, offset: PerRow) -> Node | None:
+def _allowed(given: Given, starts: Starts | None, offset: PerRow, shape: Shape) -> Node | None:
     """Return what sequences, the diagonal and the window allow; None for everything."""
     low, high = distances(given)
-    if starts is None:
-        if low is None and high is None:
-            return None
+    if low is not None or high is not None:
         mask = given["attention_mask"]
-        if isinstance(mask, MaskInfo) and have_other_starts(mask._state):
-            warn_once("packed sequences")
+        differ = starts is None and isinstance(mask, MaskInfo) and have_other_starts(mask._state)
+        lengths = shape[2:] if starts is None else map(np.diff, starts)
+        by_default = given["causal"] and given["causal_offset"] is TOP_LEFT
+        ask("diagonal", differ, by_default, *lengths, offset="causal_offset")
+    elif starts is None:
+        return None
+    if starts is None:
         return band(low, high, offset)
     limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
     return sequences(*starts, *limits)
@@ -272,7 +266,7 @@ def _program(given: Given, shape: Shape, starts: Starts | None, offset: PerRow) 
     q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
     terms = (
         None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
-        _allowed(given, starts, offset),
+        _allowed(given, starts, offset, shape),
     )
     for term in terms:
         if term is not None:
@@ -336,9 +330,7 @@ def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -
     """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = check_layout(arrays, packed, is_floating)
-    (tokens, heads), others = arrays[0].shape[-3:-1], arrays[1].shape[-3]
-    if 2 <= tokens == others and heads > 64 and heads >= 8 * tokens and not packed:
-        warn_once("heads before tokens")
+    ask("tokens", arrays[0].shape[-3:-1], arrays[1].shape[-3:-1], packed)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 

@@ -22,7 +22,7 @@ from attnmask._common.arguments import (
     real,
 )
 from attnmask._common.types import Array, DType, Given
-from attnmask._common.warnings import warn_once
+from attnmask._faces.habits import ask
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Shape
 
@@ -110,6 +110,8 @@ def four_axes(array: Array, name: str, shape: Shape) -> Array:
 
 def _bias(bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
     given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
+    if not isinstance(given, MaskInfo):
+        ask("axes", given.ndim, "bias", describe(bias) if given.ndim == 0 else "")
     if isinstance(given, MaskInfo) or not is_floating(given.dtype):
         hint = ""
         if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
@@ -130,6 +132,7 @@ def dropout_of(prob: object, seed: object, names: tuple[str, str]) -> tuple[floa
 def _dropout(dropout_prob: object, _: Sizes, given: Given) -> Term | None:
     names = ("dropout_prob", "dropout_seed")
     chance, seed = dropout_of(dropout_prob, given["dropout_seed"], names)
+    ask("dropout", chance, given["dropout_seed"])
     return Term(names[0], number=chance, integer=seed) if chance else None
 
 
@@ -157,8 +160,7 @@ def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Given) -> Term | None:
         raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
     if array.shape[-1] == 0:
         return None
-    if array.shape == (heads,) and heads > 1:
-        warn_once("sinks")
+    ask("sinks", array.shape, heads)
     sinks = allocate(array.shape, np.float64, "softmax_aux")
     sinks[...] = array
     most = sizes.numbers.greatest

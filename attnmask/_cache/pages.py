@@ -36,7 +36,7 @@ from attnmask._common.arguments import (
     per_row,
     place,
 )
-from attnmask._common.keywords import reject_unknown
+from attnmask._common.keywords import advises, reject_unknown
 from attnmask._common.types import Arguments, Array
 
 __all__ = ["KVCache", "KVCacheStep"]
@@ -161,6 +161,7 @@ class KVCache:
     10
     """
 
+    @advises
     def __init__(
         self,
         kv_heads: int,

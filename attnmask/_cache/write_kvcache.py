@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 from numpy.typing import ArrayLike
 
 from attnmask._cache.quantize import check_written, rotated, rotated_tokens
 from attnmask._common.arguments import as_array, flag, integer_array, suit_hint
 from attnmask._common.graphs import left_to_python
+from attnmask._common.keywords import hides, refuse
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
 
 
+@hides("unknown")
 def write_kvcache(
     k_cache: Array,
     v_cache: Array,
@@ -21,6 +25,7 @@ def write_kvcache(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     rotate: bool = False,
+    **unknown: Never,
 ) -> None:
     """Write keys and values to the slots of a cache, one per token, as vLLM's ``reshape_and_cache`` does.
 
@@ -67,6 +72,8 @@ def write_kvcache(
            [ 0.,  0.,  0.,  0.],
            [ 0.,  0., 10.,  0.]])
     """
+    if unknown:
+        refuse(write_kvcache, unknown)
     try:
         slots = integer_array(slot_mapping, "slot_mapping")
         if flag(rotate, "rotate"):

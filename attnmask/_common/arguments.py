@@ -17,6 +17,15 @@ AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, severa
 
 # One offset, or one per batch row. `ArrayLike` would also accept any string, and only "bottom-right" is an offset.
 Offsets: TypeAlias = int | np.integer | Sequence[int] | NDArray[np.integer]
+
+
+class _NotGiven(int):
+    """A default that differs from the same number given explicitly."""
+
+    __slots__ = ()
+
+
+TOP_LEFT = _NotGiven(0)
 Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
 
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.

@@ -1,35 +1,41 @@
 """Keywords that functions take without listing them, and keywords of other libraries: what to write instead."""
 
 from collections.abc import Callable, Collection
+from functools import wraps
 from inspect import Parameter, signature
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from attnmask._common.types import AnyFunction, Arguments, Given
 
 _Function = TypeVar("_Function", bound=AnyFunction)
 
+_LENGTHS = "lengths follow from where sequences start"
 _LEAVE_OUT = {
     "enable_gqa": "key and value may have fewer heads than query",
-    "max_seqlen_q": "lengths follow from cum_seqlens_q",
-    "max_seqlen_k": "lengths follow from cum_seqlens_k",
-    "max_q": "lengths follow from cum_seqlens_q",
-    "max_k": "lengths follow from cum_seqlens_k",
+    **dict.fromkeys(
+        ("max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "max_length_q", "max_length_k"), _LENGTHS
+    ),
     "deterministic": "results are the same bits in every run",
     "training": "dropout_prob is 0.0 unless it is given",
     "implementation": "the package has one",
     "slot_mapping": "attnmask.write_kvcache writes new tokens to slots",
     "out": "the result is a new array",
     "layout": "arrays are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2) for heads first",
+    "head_first": "arrays are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2) for heads first",
+    "device": "memory is the CPU's",
+    "num_splits": "it is chosen, and changes no bits",
 }
-_WRITE = {
+_IN_CONFIG = "config=, the model's, which says so"
+_WRITE = {  # of several, that which the function has
     "q": "query=",
     "k": "key=",
     "v": "value=",
     "is_causal": "causal=",
     "use_causal_mask": "causal=",
     "scale": "softmax_scale=",
-    "scaling": "softmax_scale=",
-    "sm_scale": "softmax_scale=",
+    "scaling": "softmax_scale= | scale=",
+    "sm_scale": "softmax_scale= | scale=",
+    "softmax_scale": "scale=",
     "mask": "attention_mask=",
     "attention_mask": "mask=",  # an operator calls it so
     "attn_mask": "attention_mask= for a mask of allowed pairs, or bias= for what is added to logits",
@@ -45,12 +51,18 @@ _WRITE = {
     "dropout": "dropout_prob=",
     "dropout_p": "dropout_prob=",
     "dropout_rate": "dropout_prob=",
+    "p": "dropout_prob=",
     "seed": "dropout_seed=",
-    "cu_seqlens_q": "cum_seqlens_q=",
-    "cu_seqlens_k": "cum_seqlens_k=",
-    "cu_seqlens_kv": "cum_seqlens_k=",
-    "cu_seq_q": "cum_seqlens_q=",
-    "cu_seq_k": "cum_seqlens_k=",
+    "cu_seqlens": "cum_seqlens_q= | cu_seqlens_q=",
+    "cu_seqlens_q": "cum_seqlens_q= | cu_seqlens=",
+    "cu_seqlens_k": "cum_seqlens_k= | cu_seqlens_k_new= | cu_seqlens=",
+    "cu_seqlens_kv": "cum_seqlens_k= | cu_seqlens=",
+    "cu_seq_q": "cum_seqlens_q= | cu_seqlens_q= | cu_seqlens=",
+    "cu_seq_k": "cum_seqlens_k= | cu_seqlens=",
+    "cu_seq_lens_q": "cum_seqlens_q= | cu_seqlens_q= | cu_seqlens=",
+    "cu_seq_lens_k": "cum_seqlens_k= | cu_seqlens=",
+    "cum_seqlens_q": "cu_seqlens_q= | cu_seqlens=",
+    "seq_idx": "cu_seqlens=, where sequences start",
     "segment_ids": "q_segment_ids=",
     "query_seq_lengths": "q_segment_ids=, with -1 for padding",
     "key_value_seq_lengths": "kv_segment_ids=, with -1 for padding",
@@ -61,6 +73,44 @@ _WRITE = {
     "return_softmax_lse": "return_lse=",
     "return_residual": "return_lse=",
     "return_aux": "return_lse=",
+    # Caches
+    "page_table": "block_table=",
+    "block_tables": "block_table=",
+    "seqused_k": "cache_seqlens=",
+    "seq_lens": "cache_seqlens=",
+    "context_lens": "cache_seqlens=",
+    "k_descale": "k_scale=",
+    "v_descale": "v_scale=",
+    "num_layers": f"layers= | {_IN_CONFIG}",
+    "num_hidden_layers": f"layers= | {_IN_CONFIG}",
+    "head_dim": f"depth= | {_IN_CONFIG}",
+    "head_size": f"depth= | {_IN_CONFIG}",
+    "v_head_dim": "value_depth=",
+    "num_key_value_heads": f"kv_heads= | {_IN_CONFIG}",
+    "num_kv_heads": f"kv_heads= | {_IN_CONFIG}",
+    "num_heads": f"kv_heads= | {_IN_CONFIG}",
+    "num_pages": "pages=",
+    "num_blocks": "pages=",
+    "max_cache_len": "pages=, as many as hold the tokens of all sequences",
+    "max_seq_len": "pages=, as many as hold the tokens of all sequences",
+    "block_size": "page_size=",
+    "cache_dtype": "dtype=",
+    # Linear attention and short convolutions
+    "g": "decay=",
+    "gk": "decay=",
+    "g_gamma": "decay=",
+    "h0": "initial_state=",
+    "initial_states": "initial_state=",
+    "recurrent_state": "state= | initial_state=",
+    "ssm_state": "state= | initial_state=",
+    "conv_state": "state= | initial_state=",
+    "conv_state_indices": "state_indices=",
+    "cache_indices": "state_indices=",
+    "output_final_state": "return_state=",
+    "return_final_states": "return_state=",
+    "use_qk_l2norm_in_kernel": "normalize_qk=",
+    "use_qk_l2norm": "normalize_qk=",
+    "offsets": "cu_seqlens=",
 }
 
 
@@ -76,16 +126,39 @@ def hides(name: str) -> Callable[[_Function], _Function]:
     return hide
 
 
+def advises(function: _Function) -> _Function:
+    """Say of wrong keywords what to write instead, in a function for whose calls half a microsecond is nothing."""
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def call(*args: object, **given: object) -> Any:
+        try:
+            return function(*args, **given)
+        except TypeError:
+            parameters = signature(function).parameters
+            unknown = [key for key in given if key not in parameters]
+            if unknown:
+                reject_unknown(name, unknown, parameters)
+            raise
+
+    return cast(_Function, call)
+
+
+def refuse(function: AnyFunction, unknown: Collection[str]) -> NoReturn:
+    """Refuse keywords that a function collects only to refuse them."""
+    reject_unknown(function.__name__, unknown, signature(function).parameters)
+
+
 def advice(name: str, parameters: Collection[str]) -> str:
     """Return what to write instead of the keyword `name`, given the function's `parameters`."""
     if name in _LEAVE_OUT:
         return f"; leave it out, as {_LEAVE_OUT[name]}"
-    instead = _WRITE.get(name, "")
-    if instead.partition("=")[0] not in parameters:
-        from difflib import get_close_matches  # takes a millisecond, which most programs do not need
+    for instead in _WRITE.get(name, "").split(" | "):
+        if instead.partition("=")[0] in parameters:
+            return f"; write {instead}"
+    from difflib import get_close_matches  # takes a millisecond, which most programs do not need
 
-        instead = "".join(f"{close}=" for close in get_close_matches(name, parameters, 1))
-    return f"; write {instead}" if instead else ""
+    return "".join(f"; write {close}=" for close in get_close_matches(name, parameters, 1))
 
 
 def types_of(options: AnyFunction, array: str) -> dict[str, str]:
@@ -116,7 +189,7 @@ class Keywords:
         """Return all arguments of a call: its `own`, and these; or refuse those that `function` does not take."""
         if more and not more.keys() <= self.defaults.keys():
             unknown = [name for name in more if name not in self.defaults]
-            reject_unknown(function.__name__, unknown, signature(function).parameters)
+            refuse(function, unknown)
         return {**own, **self.defaults, **more}
 
 

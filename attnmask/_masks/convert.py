@@ -34,9 +34,11 @@ from typing import Literal, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from attnmask._common.arguments import as_array
 from attnmask._common.debug import traced
 from attnmask._common.loading import _core
 from attnmask._common.types import Array
+from attnmask._faces.habits import ask
 
 
 @traced
@@ -362,6 +364,16 @@ def attention_mask_to_qkv_cu_seqlens(
     return _core.attention_mask_to_qkv_cu_seqlens(attention_mask, reduce_heads, out_dtype)
 
 
+def _look_at_pairs(**pairs: ArrayLike) -> None:
+    arrays = [as_array(x, name) for name, x in pairs.items()]
+    if all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays):
+        instead = (
+            "For sequences laid end to end in one row, MaskInfo.from_cu_seqlens(cu_seqlens, packed=True) makes the "
+            "mask of pairs, and prepare_lens the lengths"
+        )
+        ask("pairs", *arrays, name=next(iter(pairs)), instead=instead)
+
+
 @traced
 def cu_seqlens_to_mask(
     cu_seqlens: ArrayLike, max_len: SupportsIndex, dtype: DTypeLike = np.bool_, out: Array | None = None
@@ -395,6 +407,7 @@ def cu_seqlens_to_mask(
     array([[0, 0, 1, 1, 1, 0],
            [1, 1, 0, 0, 0, 0]], dtype=uint8)
     """
+    _look_at_pairs(cu_seqlens=cu_seqlens)
     return _core.cu_seqlens_to_mask(cu_seqlens, max_len, dtype, out)
 
 
@@ -439,6 +452,7 @@ def qkv_cu_seqlens_to_qkv_masks(
     """
     kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     kv_len = max_q_len if max_kv_len is None else max_kv_len
+    _look_at_pairs(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=kv)
     return _core.qkv_cu_seqlens_to_qkv_masks(cu_seqlens_q, max_q_len, kv, kv_len, dtype)
 
 
@@ -488,6 +502,7 @@ def qkv_cu_seqlens_to_attention_mask(
     """
     kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     kv_len = max_q_len if max_kv_len is None else max_kv_len
+    _look_at_pairs(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=kv)
     return _core.qkv_cu_seqlens_to_attention_mask(cu_seqlens_q, max_q_len, kv, kv_len, dtype, out)
 
 

@@ -23,11 +23,12 @@ from typing import Any, Literal, Never, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._common.arguments import AxisName, Offsets, describe, flag
+from attnmask._common.arguments import TOP_LEFT, AxisName, Offsets, describe, flag
 from attnmask._common.debug import traced
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import hides
 from attnmask._common.types import AnyFunction, Array, Axes, BlockMask
+from attnmask._faces.habits import ask
 from attnmask._masks import derived, sources, transforms
 from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
@@ -149,7 +150,7 @@ class MaskInfo(OtherWays):
         cls,
         q_len: int,
         kv_len: int | None = None,
-        offset: Offsets | Literal["bottom-right"] = 0,
+        offset: Offsets | Literal["bottom-right"] = TOP_LEFT,
         batch: int = 1,
     ) -> Self:
         """Let queries attend only to keys up to their own position: `full` with `apply_causal`.
@@ -536,7 +537,7 @@ class MaskInfo(OtherWays):
     # Narrowing and combining
 
     def apply_causal(
-        self, offset: Offsets | Literal["bottom-right"] = 0, *, within_segments: bool = False
+        self, offset: Offsets | Literal["bottom-right"] = TOP_LEFT, *, within_segments: bool = False
     ) -> Self:
         """Let queries attend only to keys up to their own position: ``k <= q + offset``.
 
@@ -1276,6 +1277,7 @@ class MaskInfo(OtherWays):
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskInfo):
+            ask("comparison", other)
             return NotImplemented
         return derived.are_equal(self._state, other._state)
 
@@ -1538,6 +1540,18 @@ class MaskInfo(OtherWays):
         return shardings(self._state, sequence_parallel, mesh)
 
 
+class _Constructor(classmethod):  # type: ignore[type-arg]
+    """A class method that a mask refuses: called on one, it would ignore it."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        made = super().__get__(None, MaskInfo if owner is None else owner)
+        if instance is None:
+            return made
+        name = self.__func__.__name__
+        instead = "mask.apply_causal(...) to narrow that one, or " if name == "causal" else ""
+        return lambda *_, **__: ask("constructor", name, instead=instead)
+
+
 _LEFT_TO_PYTHON = ("__init__", "__getitem__", "__and__", "__or__", "__invert__")  # and all that is public
 
 # Every public member is logged in debug mode, by the name of this class.
@@ -1548,6 +1562,8 @@ for _name, _member in {**vars(Held), **vars(OtherWays), **vars(MaskInfo)}.items(
     _function.__qualname__ = f"MaskInfo.{_name}"
     if not _name.startswith("_"):
         _member = traced(_member)
+        if isinstance(_member, classmethod) and _name != "tree_unflatten":
+            _member = _Constructor(_member.__func__)
         setattr(MaskInfo, _name, _member)
     if isinstance(_member, property) or (_name.startswith("_") and _name not in _LEFT_TO_PYTHON):
         continue

@@ -23,8 +23,7 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Array
-from attnmask._common.warnings import warn_once
-from attnmask._masks import convert as masks
+from attnmask._faces.habits import ask
 from attnmask._masks.program import LONGEST, Shape, Terms, axis_length, fill
 from attnmask._masks.state import (
     BOOL,
@@ -78,21 +77,12 @@ def _segment_ids(ids: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
     return integers(ids, name, layouts, "; a padding mask goes with is_attn_mask=True")
 
 
-def _is_triangle(ids: Ids) -> bool:
-    """Return whether padding ids are those of ``np.tri(n)``, which is more likely a causal mask than a batch."""
-    rows, tokens = ids.shape
-    if not 2 <= rows == tokens or ids[0, 0] != 0 or ids[0, 1] == 0:  # the usual case
-        return False
-    return np.array_equal(ids == 0, np.tri(rows, dtype=bool))
-
-
 def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
     mask = mask_array(attention_mask, "attention_mask", ("[B, T]", "[B, Q, K]", "[B, H, Q, K]"))
     valid = flag(mask_is_valid, "mask_is_valid")
     if mask.ndim == 2:
         ids = _padding_ids(mask, "attention_mask", ("[B, T]",), valid)
-        if _is_triangle(ids):
-            warn_once("causal array")
+        ask("mask of tokens", ids + 1)
         return _of_ids(ids, ids)
     mask = four_dimensions(mask)
     base, terms, dtype = dense(mask), Terms() if valid else Terms("not"), mask.dtype if valid else BOOL
@@ -143,13 +133,8 @@ def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: st
     return pairs, integer(length, length_name, 0)
 
 
-def _could_be_starts(pairs: Ids) -> bool:
-    """Return whether pairs are also legal starts of sequences; a single pair means the same in either form."""
-    return len(pairs) > 2 and pairs[0] == 0 and bool((pairs[1:] >= pairs[:-1]).all())
-
-
 def _row_ids(pairs: Ids, places: int, _: str) -> Ids:
-    return ids_of_tokens(masks.cu_seqlens_to_mask(pairs, places))
+    return ids_of_tokens(_core.cu_seqlens_to_mask(pairs, places, BOOL, None))
 
 
 def _starts(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
@@ -202,8 +187,9 @@ def of_cu_seqlens(
         raise ValueError(
             f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
         )
-    if packed is None and _could_be_starts(q_cu) and _could_be_starts(kv_cu):
-        warn_once("pairs")
+    if packed is None:
+        instead = "Write packed=True for sequences laid end to end in one row, or packed=False for pairs"
+        ask("pairs", q_cu, kv_cu, name="cu_seqlens_q", instead=instead)
     if packed and (q_len, kv_len) == (q_cu[-1], kv_cu[-1]):
         state = _of_starts(q_cu, kv_cu)
     else:

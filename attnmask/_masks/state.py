@@ -20,8 +20,9 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array, DType, Given
-from attnmask._masks.program import Program, Shape, Terms, agree, arrays, extents, words
-from attnmask._masks.terms import Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
+from attnmask._faces.habits import ask
+from attnmask._masks.program import Program, Shape, Terms, agree, arrays, cropped, extents, words
+from attnmask._masks.terms import Crop, Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
 
 _T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]
@@ -166,8 +167,27 @@ class State:
         """
         kept = self.kept
         if kept is None or kept[0] != shape:
+            ask("mask", self, shape[0])
             kept = self.kept = (shape, _core.mask_prepare(shape, program))
         return kept[1]
+
+    def allows_future_alone(self) -> bool:
+        """Return whether this is a square mask that allows pairs, but none on or below the diagonal."""
+        batch, heads, queries, keys = self.shape("look at it")
+        kinds = {node if isinstance(node, str) else node[0] for node in self.program}
+        if not 2 <= queries == keys or kinds.isdisjoint(("dense", "not", "tiles")) or self.dtype != BOOL:
+            return False
+
+        def allows(program: Program, q_len: int = queries, kv_len: int = keys) -> bool:
+            return bool(_core.mask_count((batch, heads, q_len, kv_len), program).any())
+
+        def part(crop: Crop) -> bool:
+            return allows(cropped(self.program, crop), crop.q_len, crop.kv_len)
+
+        if part(Crop(queries - 1, 1, 0, keys)) or part(Crop(0, queries, 0, 1)):  # the usual case
+            return False
+        up_to = ("band", None, 0, 0), "and"
+        return allows(self.program) and not allows((*self.program, *up_to))
 
     def once(self, key: str, compute: Callable[[], _T]) -> _T:
         """Return what `compute` gives, computed once: if two threads compute it, one result is kept."""

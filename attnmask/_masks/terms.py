@@ -43,6 +43,7 @@ from attnmask._common.arguments import (
     describe,
     frozen,
     integer_array,
+    is_floating,
     mask_array,
     per_row,
     read_only,
@@ -179,6 +180,11 @@ def _checked_diagonals(value: object) -> NDArray[np.int32]:
 
 
 def _checked_mask(value: object) -> Array:
+    array = as_array(value, "attention_mask")
+    if (
+        array.ndim == 4 and is_floating(array.dtype) and not array.any()
+    ):  # such as a mask that has got this type
+        return read_only(array)
     return mask_array(value, "attention_mask", ("[B, H, Q, K]",))
 
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import (
     FARTHEST,
+    TOP_LEFT,
     Limit,
     describe,
     flag,
@@ -25,7 +26,7 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array
-from attnmask._common.warnings import warn_once
+from attnmask._faces.habits import ask
 from attnmask._masks.derived import labels_of_tokens, mask_of_dtype, segment_ids
 from attnmask._masks.program import Shape, Terms, agree, axis_length, cropped, extents, fill, join, same
 from attnmask._masks.state import BOOL, Ids, Labels, State
@@ -237,12 +238,14 @@ def _near(
     batch, _, queries, keys = state.extent
     assert batch is not None
     bottom_right = is_bottom_right(offset, "offset")
-    shift = 0 if bottom_right else per_row(offset, "offset", batch)
-    if flag(within_segments, "within_segments") and not _is_one_segment(state):
+    shift = 0 if bottom_right or offset is TOP_LEFT else per_row(offset, "offset", batch)
+    apart = flag(within_segments, "within_segments")
+    lengths = map(np.diff, _starts(state)) if apart and _is_packed(state) else (queries, keys)
+    differ = not apart and have_other_starts(state)
+    ask("diagonal", differ, offset is TOP_LEFT and limits == (None, 0), *lengths, offset="offset")
+    if apart and not _is_one_segment(state):
         q_ids, kv_ids = _held_segments(state)
         return equal(q_ids, kv_ids), "and", _within(q_ids, kv_ids, limits, shift, bottom_right), "and"
-    if have_other_starts(state):
-        warn_once("packed sequences")
     if bottom_right:
         assert queries is not None
         assert keys is not None
@@ -256,14 +259,23 @@ def _is_one_segment(state: State) -> bool:
     return kind == "all" and not state.labels.complete
 
 
+def _is_packed(state: State) -> bool:
+    return isinstance(state.base, tuple) and state.base[0] == "sequences"
+
+
+def _starts(state: State) -> tuple[Any, Any]:
+    """Return where sequences of queries and keys start, or None; or pairs, one for each batch row."""
+    if not _is_packed(state):
+        return state.cu_seqlens_q, state.cu_seqlens_kv
+    _, q_starts, k_starts, *_ = state.base  # type: ignore[misc, str-unpack]
+    return q_starts, k_starts
+
+
 def have_other_starts(state: State) -> bool:
     """Return whether queries and keys are packed and some sequence starts at different positions in both."""
-    starts = state.cu_seqlens_q, state.cu_seqlens_kv
-    if isinstance(state.base, tuple) and state.base[0] == "sequences":
-        starts = state.base[1:3]
-    elif state.extent[0] != 1:  # they are pairs, one for each batch row
+    if not _is_packed(state) and state.extent[0] != 1:  # they are pairs, one for each batch row
         return False
-    one, other = starts
+    one, other = _starts(state)
     return one is not other and not (one is None or other is None or np.array_equal(one[:-1], other[:-1]))
 
 
@@ -352,8 +364,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
         labels, extent = Labels(*chunks, "chunk"), _extent_with(state, nodes)
         return _with_terms(state, *nodes, kind="chunked", labels=labels, extent=extent)
-    if have_other_starts(state):
-        warn_once("packed sequences")
+    ask("diagonal", have_other_starts(state), False, shape[2], shape[3])
 
     def numbered(ids: Ids) -> Ids:
         number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, _INT32_MAX)) + np.int32(1)

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.problem import starts_of
-from attnmask._common.arguments import describe, integer, place
+from attnmask._common.arguments import as_array, describe, integer, place
 from attnmask._common.array_kinds import any_array, concatenated, taken
+from attnmask._faces.habits import ask
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.plan import ShardPlan, layout_plan, processes
 
@@ -98,6 +99,8 @@ def shard_sequence(
     (4, 4, 32)
     """
     array: Any = _array(x, "x")
+    given = None if cu_seqlens is None else as_array(cu_seqlens, "cu_seqlens")
+    ask("tokens to divide", tuple(array.shape), axis, given)
     tokens = _axis(array, "x", axis)
     length = array.shape[tokens]
     count = processes(world)

@@ -97,7 +97,7 @@ def _check_kinds(arrays: Arguments, static: Arguments) -> None:
             raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
     for name, x in static.items():
         if name not in DEFAULTS:
-            reject_unknown("flash_attention", [name], DEFAULTS)
+            reject_unknown("flash_attention", [name], (*DEFAULTS, "return_lse"))
         check_known(x, name)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._attention.terms import Term
-from attnmask._common.arguments import flag, is_floating, is_number
+from attnmask._common.arguments import TOP_LEFT, flag, is_floating, is_number
 from attnmask._common.types import Array, Given, Tree
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program, mapped
@@ -107,16 +107,20 @@ def check(given: Given) -> tuple[Problem, bool]:
             known[name] = mask_like(value)
         elif name in ("cum_seqlens_q", "cum_seqlens_k"):
             known[name] = starts_like(value, tokens["query" if name == "cum_seqlens_q" else "key"])
+            if given["causal_offset"] is TOP_LEFT:
+                known["causal_offset"] = 0  # whether a sequence has fewer queries than keys is not known
         elif name == "dropout_seed":
             known[name] = np.zeros(value.shape, value.dtype)[()]
+        elif name == "attention_mask":
+            known[name] = like(value, 1)
         else:
             known[name] = like(value)
     return read_problem(known)
 
 
-def like(value: AnyArray) -> Array:
+def like(value: AnyArray, number: int = 0) -> Array:
     """Return an array of this type and shape that needs no memory."""
-    return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    return np.broadcast_to(np.array(number, value.dtype), value.shape)
 
 
 def starts_like(value: AnyArray, tokens: int) -> Array:

@@ -269,6 +269,4 @@ def _known(name: str, value: Any, given: Given) -> Any:
         return starts_like(value, tokens.shape[0] if getattr(tokens, "ndim", 0) else 0)
     if name == "slot_mapping" and value.dtype.kind in "iu":
         return np.full(value.shape, -1)  # which may occur twice
-    if name in ("k_scale", "v_scale"):
-        return np.broadcast_to(np.ones((), value.dtype), value.shape)
-    return like(value)
+    return like(value, 1 if name in ("k_scale", "v_scale", "attention_mask") else 0)

@@ -70,13 +70,15 @@ class _Function:
         return {name: x if isinstance(x, jax.Array) else as_array(x, name) for name, x in arrays}, static
 
     def placeholder(self, argument: Argument, x: AnyArray, tokens: int) -> Array:
-        """Return what stands for an array in checks of types and shapes. Known integers stay: their values count."""
+        """Return what stands for an array in checks of types and shapes. What is known stays: its values may count."""
         if argument.kind is Kind.STARTS:
             return starts_like(x, tokens) if is_traced(x) else as_array(x, argument.name)
         if argument.kind is Kind.SLOTS:
             known = not is_traced(x) or x.dtype.kind != "i"
             return as_array(x, argument.name) if known else np.full(x.shape, -1, x.dtype)
-        return np.zeros(x.shape, x.dtype) if argument.kind is Kind.STATE else like(x)
+        if argument.kind is Kind.STATE:
+            return np.zeros(x.shape, x.dtype)
+        return like(x) if is_traced(x) else as_array(x, argument.name)
 
     def check(self, arrays: AnyByName, static: Arguments) -> Any:
         """Check a traced call, and return what the core says of it."""

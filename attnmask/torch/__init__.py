@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, OPTIONS, TOP_LEFT, Call
+from attnmask._attention.arguments import ARRAYS, DEFAULTS, HINTS, LEARNED, OPTIONS, Call
 from attnmask._attention.hints import check_hints
 from attnmask._common.arguments import flag, is_bottom_right
 from attnmask._common.keywords import reject_unknown
@@ -102,7 +102,7 @@ class _FlashAttention(torch.autograd.Function):
 def _operands(given: Arguments) -> tuple[object, ...]:
     """Return the operator's operands for arguments of `attnmask.flash_attention`."""
     check_hints({name: given.get(name) for name in HINTS})
-    offset = given.get("causal_offset", 0)
+    offset = given.get("causal_offset")
     starts = [given.get(name) for name in ("cum_seqlens_q", "cum_seqlens_k")]
     if is_bottom_right(offset, "causal_offset"):
         if starts == [None, None]:
@@ -112,7 +112,7 @@ def _operands(given: Arguments) -> tuple[object, ...]:
                 torch.diff(operand(x if x is not None else y)) for x, y in (starts, starts[::-1])
             )
             offset = k_lengths - q_lengths
-    is_number = isinstance(offset, (int, torch.SymInt, np.integer))
+    is_number = offset is None or isinstance(offset, (int, torch.SymInt, np.integer))
     operands = {
         **{
             name: operand(given.get(name))
@@ -121,7 +121,7 @@ def _operands(given: Arguments) -> tuple[object, ...]:
         },
         **operators.mask_operands(given["attention_mask"]),
         "causal_offset": None if is_number else operand(offset),
-        "offset": offset if is_number else 0,
+        "offset": offset if is_number else None,
         **operators.window_operands(given.get("sliding_window")),
         **operators.numbers(given),
     }
@@ -207,7 +207,8 @@ def flash_attention(
     `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
     `return_lse`. Higher-order gradients and forward mode are not supported. ``torch.autocast`` casts `query`, `key` and
     `value` as for ``scaled_dot_product_attention``, and nothing else. ``torch.compile``, ``torch.export`` and other
-    tracers see one operator; ``torch.func`` can transform it.
+    tracers see one operator; ``torch.func`` can transform it. With dropout and no `dropout_seed`, PyTorch's generator
+    draws the seed, which ``torch.manual_seed`` decides.
 
     Parameters
     ----------
@@ -244,10 +245,10 @@ def flash_attention(
     if return_lse is False and _is_plain(tensors, (attention_mask, bias), more):
         causal, scale = more.get("causal", False), more.get("softmax_scale")
         if compiling:
-            return plain_operator(*tensors, causal, more.get("causal_offset", 0), scale)
+            return plain_operator(*tensors, causal, more.get("causal_offset"), scale)
         check_no_tangents(LEARNED, tensors)
         if more.keys() <= _PLAIN_OPTIONS and not needs_operator(tensors):
-            return operators.plain(*tensors, causal, more.get("causal_offset", TOP_LEFT), scale)
+            return operators.plain(*tensors, causal, more.get("causal_offset"), scale)
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     with_lse = flag(return_lse, "return_lse")
@@ -258,10 +259,15 @@ def flash_attention(
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)
     if not compiling:
         check_no_tangents(given, given.values())
-    if compiling or needs_operator(given.values()):
+    in_graph = compiling or needs_operator(given.values())
+    if "dropout_prob" in more:
+        given["dropout_seed"] = operators.seed_of(more["dropout_prob"], more.get("dropout_seed"), in_graph)
+    if in_graph:
         meta = operators.on_meta(given)
         if not more.keys() <= DEFAULTS.keys():
-            reject_unknown("flash_attention", [name for name in more if name not in DEFAULTS], DEFAULTS)
+            reject_unknown(
+                "flash_attention", [name for name in more if name not in DEFAULTS], (*DEFAULTS, "return_lse")
+            )
         operator = (
             operators.Transformed.apply
             if operators.is_differentiated()

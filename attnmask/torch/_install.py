@@ -63,6 +63,7 @@ def _or_own(name: str, kernel: AnyFunction, inputs: int) -> AnyFunction:
         shared = {
             "bias": None if attn_mask is None else attn_mask.detach(),
             "causal": causal,
+            "causal_offset": 0,
             "softmax_scale": scale,
         }
         return kernel(*(x.detach() for x in tensors), **shared)

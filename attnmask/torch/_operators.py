@@ -1,8 +1,8 @@
 """The operators ``attnmask::flash_attention`` and ``attnmask::flash_attention_backward``, and their rules.
 
 They take what `attnmask.flash_attention` takes, as far as PyTorch has types for it: a `MaskInfo` is a specification and
-a list of tensors, a window two integers, and a causal offset a tensor or, where that is None, an integer. Both results
-are always there::
+a list of tensors, a window two integers, and a causal offset a tensor or, where that is None, an integer; neither is
+given if the call has none. Both results are always there::
 
     out, lse = torch.ops.attnmask.flash_attention(query, key, value, ...)
     gradients = torch.ops.attnmask.flash_attention_backward(dout, dlse, out, lse, query, key, value, ..., wanted)
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import ARGUMENTS, ARRAYS, LEARNED, NUMBERS, OF_CACHES
+from attnmask._attention.arguments import ARGUMENTS, ARRAYS, DEFAULTS, LEARNED, NUMBERS, OF_CACHES
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.forward import attend_for_gradients as attend_in_numpy
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
@@ -50,7 +50,7 @@ _ROWS = {row.name: row for row in (*ARGUMENTS, *OF_CACHES)}
 _PARAMETERS = ", ".join(
     (
         *(_ROWS[name].of_operator for name in ARRAYS),
-        "Tensor[] mask_tensors, str mask_specification, SymInt offset, SymInt? window_left, SymInt? window_right",
+        "Tensor[] mask_tensors, str mask_specification, SymInt? offset, SymInt? window_left, SymInt? window_right",
         *(_ROWS[name].of_operator for name in NUMBERS),
     )
 )
@@ -65,6 +65,7 @@ _TYPES = (*_OF_NUMPY, torch.bfloat16)
 NO_FORWARD = "attnmask.torch.{} has no forward-mode derivative: {} must have no tangent"
 NO_SECOND = "attnmask.torch.{} has no second derivative"
 _ATTENTION = "flash_attention"
+_SEEDS = 2**62
 
 _library = torch.library.Library("attnmask", "DEF")
 
@@ -154,6 +155,17 @@ def _seed(value: object, name: str) -> int:
     return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
 
 
+def seed_of(prob: object, seed: object, in_graph: bool = False) -> Any:
+    """Return the seed of dropout, drawn from PyTorch's generator if something is dropped and none is given."""
+    if seed is not None or not real(prob, "dropout_prob"):
+        return seed
+    return torch.ops.attnmask.dropout_seed(torch.empty(0, device="cpu")) if in_graph else _draw()
+
+
+def _draw(_: object = None) -> int:
+    return int(torch.randint(_SEEDS, (), dtype=torch.int64, device="cpu"))
+
+
 _CHECKS = {"bool": flag, "float": real, "SymInt": integer}
 
 
@@ -228,7 +240,7 @@ def _given(arguments: Sequence[object]) -> Arguments:
     if specification:
         given["attention_mask"] = restored(specification, tensors)
     if given["causal_offset"] is None:
-        given["causal_offset"] = offset
+        given["causal_offset"] = DEFAULTS["causal_offset"] if offset is None else offset
     return given if window == (None, None) else given | {"sliding_window": window}
 
 
@@ -271,11 +283,12 @@ def _plain_on_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool,
-    offset: int,
+    offset: "int | None",
     scale: "float | None",
 ) -> torch.Tensor:
     given: Arguments = {"query": query, "key": key, "value": value, "attention_mask": None}
-    return call(given | {"causal": causal, "causal_offset": offset, "softmax_scale": scale}, False)
+    given |= {} if offset is None else {"causal_offset": offset}
+    return call(given | {"causal": causal, "softmax_scale": scale}, False)
 
 
 # The same in C, which leaves to it what is unusual, or wrong.
@@ -631,6 +644,13 @@ def _cast(
 
 # Registration
 
+# A number that no graph knows. Inductor asks for a tensor, which tells it the device.
+_library.define("dropout_seed(Tensor like) -> SymInt", tags=(torch.Tag.nondeterministic_seeded,))
+_library.impl("dropout_seed", _draw, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "attnmask::dropout_seed", lambda _: torch.library.get_ctx().new_dynamic_size(max=_SEEDS), lib=_library
+)
+
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are read as they lie
 
 
@@ -707,7 +727,7 @@ def _register() -> None:
     forward, wide, backward = "flash_attention", "flash_attention_wide", "flash_attention_backward"
     of_results = f"Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_PARAMETERS}, bool[] wanted"
     plain_parameters = (
-        "Tensor query, Tensor key, Tensor value, bool causal, SymInt offset, float? softmax_scale"
+        "Tensor query, Tensor key, Tensor value, bool causal, SymInt? offset, float? softmax_scale"
     )
     into = f"{_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse"
     wide_results = "(Tensor out, Tensor lse, Tensor wide_out)"

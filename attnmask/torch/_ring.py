@@ -93,20 +93,20 @@ def _digest(given: Given) -> int:
     return zlib.crc32(repr(said).encode())
 
 
-_NUMBERS = 8  # tokens, batch rows, heads, channels, heads of keys, channels of values, type, digest
+_NUMBERS = 9  # tokens, a seed, batch rows, heads, channels, heads of keys, channels of values, type, digest
 _TYPES = {dtype: number for number, dtype in enumerate(operators._TYPES)}
 
 
-def _agreed(group: _Group, numbers: list[int] | None) -> list[int]:
-    """Return how many tokens each process has if all have the same `numbers` except for the first, which is that; None
-    if the arguments of this process are refused.
+def _agreed(group: _Group, numbers: list[int] | None) -> tuple[list[int], int]:
+    """Return how many tokens each process has, and the seed of the first, if all have the same `numbers` except for
+    these two, with which they begin; None if the arguments of this process are refused.
     """
     rank = torch.distributed.get_rank(group)
     mine = torch.tensor([0] * (1 + _NUMBERS) if numbers is None else [1, *numbers])
     all_of_them = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(all_of_them, mine, group=group)
     if numbers is None:
-        return []
+        return [], 0
     rows = [of_one.tolist() for of_one in all_of_them]
     for other, row in enumerate(rows):
         if not row[0]:
@@ -114,12 +114,12 @@ def _agreed(group: _Group, numbers: list[int] | None) -> list[int]:
                 f"ring_attention was refused in process {other} of the group; see the error there"
             )
     for other, row in enumerate(rows):
-        if row[2:] != rows[rank][2:]:
+        if row[3:] != rows[rank][3:]:
             raise ValueError(
                 f"all arguments must be alike in all processes, but process {other} of the group has other shapes, "
                 f"types or arguments than process {rank}"
             )
-    return [row[1] for row in rows]
+    return [row[1] for row in rows], rows[0][2]
 
 
 def _check(tensors: Arguments, given: Given) -> None:
@@ -144,18 +144,25 @@ def _check(tensors: Arguments, given: Given) -> None:
     check_whole(given, query.shape[0])
 
 
-def _task(tensors: Arguments, given: Given, group: _Group) -> _Task:
+def _task(tensors: Arguments, given: Arguments, group: _Group) -> _Task:
     """Return the call with these arguments, once all processes know each other's."""
     world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    given, said = (
+        given | {"dropout_seed": operators.seed_of(given["dropout_prob"], given["dropout_seed"])},
+        given,
+    )
+    drawn = given["dropout_seed"] is not said["dropout_seed"]
     try:
         _check(tensors, given)
         query = tensors["query"]
         shapes = [*query.shape[0:1], *query.shape[2:], *tensors["value"].shape[2:]]
-        numbers = [query.shape[1], *shapes, _TYPES[query.dtype], _digest(given)]
+        seed = given["dropout_seed"] if drawn else 0
+        numbers = [query.shape[1], seed, *shapes, _TYPES[query.dtype], _digest(said)]
     except BaseException:
         _agreed(group, None)
         raise
-    lengths = _agreed(group, numbers)
+    lengths, seed = _agreed(group, numbers)
+    given |= {"dropout_seed": seed} if drawn else {}
     length, batch, heads = sum(lengths), query.shape[0], query.shape[2]
     relative = tensors["relative_bias"] is not None
     task = _Task(**vars(described(given, (batch, heads, length), world, relative)), group=group, rank=rank)

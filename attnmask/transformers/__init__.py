@@ -237,8 +237,8 @@ def attention(
         given["causal"] = causal
         if sliding_window is not None:
             given["sliding_window"] = (sliding_window - 1, sliding_window - 1)
-        if query.shape[2] == 1 or packed:  # the last of its sequence; several are the first
-            given["causal_offset"] = "bottom-right"
+        # One is the last of its sequence; several are the first.
+        given["causal_offset"] = "bottom-right" if query.shape[2] == 1 or packed else 0
     elif attention_mask.is_floating_point():
         bias = attention_mask if bias is None else bias + attention_mask
     else:
@@ -248,7 +248,7 @@ def attention(
     elif causal and not complete and not is_traced() and not in_step:
         given["q_segment_ids"] = _sequences(position_ids, query, key)
     if dropout:
-        given |= {"dropout_prob": dropout, "dropout_seed": int(torch.randint(2**62, ()))}
+        given["dropout_prob"] = dropout
     given |= {
         "softmax_scale": scaling,
         "logits_soft_cap": softcap,

@@ -19,6 +19,7 @@ from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kv
 from attnmask._cache.pages import KVCache, KVCacheStep
 from attnmask._cache.quantize import dequantized, rotated
 from attnmask._common.arguments import check_form, describe, frozen
+from attnmask._common.keywords import advises
 from attnmask._common.types import Arguments, Array
 from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._cache import check_no_gradient
@@ -332,6 +333,7 @@ class PagedCache(Cache):
     (torch.Size([1, 3, 9]), array([3], dtype=int32))
     """
 
+    @advises
     def __init__(
         self,
         config: Any,

@@ -87,7 +87,7 @@ FACTORS: dict[str, tuple] = {
         "[Tq, Tk] float32", "segments", "segments of heads, causal", "window", "chunks", "dense", "dense or causal",
     ),
     "bias": (
-        None, "[B, H, Tq, Tk]", "[1, H, Tq, Tk]", "[B, 1, 1, Tk]", "[H, 1, Tk]", "[Tq, Tk]", "[1, 1, 1, 1]", "[]",
+        None, "[B, H, Tq, Tk]", "[1, H, Tq, Tk]", "[B, 1, 1, Tk]", "[H, 1, Tk]", "[Tq, Tk]", "[1, 1, 1, 1]", "[1]",
         "[B, H, Tq, Tk] with -inf", "[B, 1, 1, Tk] with -inf",
     ),
     "segments": (False, True),

@@ -66,7 +66,7 @@ def test_calls_that_the_core_takes_by_itself(monkeypatch, dtype):
     arguments = tensors(dtype=dtype)
     cases = [
         {},
-        {"causal": True},
+        {"causal": True, "causal_offset": 0},
         {"causal": True, "causal_offset": 7, "softmax_scale": 0.3},
         {"causal": True, "causal_offset": -(2**40)},
         {"causal": True, "causal_offset": "bottom-right"},

@@ -185,7 +185,7 @@ def test_gradients_of_sequences_of_any_length(isa, set_threads, dtype, name, seg
 # Blocks and threads
 
 SHARED = (
-    "[1, H, Tq, Tk]", "[1, 1, Tq, Tk]", "[B, 1, Tq, 1]", "[1, H, Tq, 1]", "[H, 1, Tk]", "[1, 1, 1, Tk]", "[]",
+    "[1, H, Tq, Tk]", "[1, 1, Tq, Tk]", "[B, 1, Tq, 1]", "[1, H, Tq, 1]", "[H, 1, Tk]", "[1, 1, 1, Tk]", "[1]",
 )  # fmt: skip
 SHARED_BIAS = [
     Case(dtype, 300, 350, 16, 16, 2, (4, 2), causal=True, offset=40, bias=shape, seed=1)

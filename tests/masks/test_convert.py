@@ -29,8 +29,8 @@ LENGTHS = [0, 1, 2, 5, 63, 64, 65, 130]
 
 
 def filled(live: np.ndarray, dtype, rng: np.random.Generator) -> np.ndarray:
-    """Numbers of any size where `live` is true, and zeros of either sign elsewhere."""
-    if dtype == "bool":
+    """Numbers of any size where `live` is true, and zeros of either sign elsewhere; zeros alone are not floats."""
+    if dtype == "bool" or not (dtype in INTEGERS or live.any()):
         return live
     if dtype in INTEGERS:
         return (live * rng.integers(1, 128, live.shape)).astype(dtype)
@@ -45,7 +45,10 @@ def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
         axis = int(layout.split()[-1])
         if values.ndim + axis < 0 or not values.shape[axis]:
             return values
-        return np.broadcast_to(np.take(values, [0], axis), values.shape)
+        constant = np.take(values, [0], axis)
+        return np.broadcast_to(
+            constant if constant.any() or values.dtype.kind in "biu" else constant != 0, values.shape
+        )
     if layout == "transposed":
         return np.ascontiguousarray(values.swapaxes(-1, -2)).swapaxes(-1, -2)
     if layout == "backwards":
@@ -164,7 +167,7 @@ def test_large_masks(isa, set_threads, kind):
         elif kind == "repeated":
             mask[:] = (rng.random((50, keys)) < 0.5)[np.arange(queries) % 50]
         expected = ref.mask_to_segment_ids(mask)
-        twins = mask, np.asfortranarray(mask), mask.astype(np.float32)
+        twins = mask, np.asfortranarray(mask), mask.astype(np.float32 if mask.any() else np.int32)
         for threads, values in [(1, mask), *((3, twin) for twin in twins)]:
             set_threads(threads)
             assert_both(attnmask.mask_to_segment_ids(values), expected, (isa, kind, queries, keys, threads))

@@ -19,7 +19,7 @@ def test_unsharding_gives_the_sequence_back(data, length, world):
     """Of arrays of one to five axes, whose tokens each process keeps in order."""
     layout, cu_seqlens = data.draw(layouts(length, world))
     for shape, axis in (
-        ((length,), None), ((2, length), None), ((2, length, 3), None), ((2, length, 1, 3), None),
+        ((length,), None), ((2, length), None), ((2, length, 3), 1), ((2, length, 1, 3), None),
         ((1, length, 1, 1, 2), None), ((length, 2, 3), 0), ((2, length), 1), ((2, 3, length), -1), ((length,), -1),
     ):  # fmt: skip
         x = np.arange(np.prod(shape)).reshape(shape)

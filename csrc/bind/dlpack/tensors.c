@@ -127,7 +127,7 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
     c->causal = args[CAUSAL] == Py_True;
     attn->normalize = true;
     return am_read_inputs(&c->request, &v[QUERY], &v[KEY], &v[VALUE]) && !am_heads_seem_first(attn) &&
-           am_usual_diagonal(args[OFFSET], c->causal, attn, &c->diagonal) &&
+           am_usual_diagonal(args[OFFSET] == Py_None ? NULL : args[OFFSET], c->causal, attn, &c->diagonal) &&
            am_usual_scale(args[SCALE], attn->head_dim, &attn->scale);
 }
 

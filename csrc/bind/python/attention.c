@@ -46,8 +46,8 @@ npy_intp am_attn_work(const am_attn *attn)
 
 bool am_heads_seem_first(const am_attn *attn)
 {
-    return attn->queries == attn->keys && attn->queries > 1 && attn->heads > 64 &&
-           attn->heads / 8 >= attn->queries;
+    return attn->queries > 1 && attn->heads > 64 && attn->heads / 2 >= attn->queries &&
+           attn->kv_heads == attn->heads;
 }
 
 /* Reads query, key and value; all else looks at what has been read. */
@@ -199,6 +199,9 @@ bool am_usual_scale(PyObject *object, npy_intp head_dim, double *scale)
 
 bool am_usual_diagonal(PyObject *offset, bool causal, const am_attn *attn, npy_intp *diagonal)
 {
+    const bool warns = causal && attn->queries > 0 && attn->queries < attn->keys; /* of the default */
+    *diagonal = 0;
+    if (!offset) return !warns;
     if (PyUnicode_Check(offset)) {
         *diagonal = attn->keys - attn->queries;
         return PyUnicode_CompareWithASCIIString(offset, "bottom-right") == 0;
@@ -209,9 +212,7 @@ bool am_usual_diagonal(PyObject *offset, bool causal, const am_attn *attn, npy_i
         PyErr_Clear();
         return false;
     }
-    const bool warns =
-        causal && !PyLong_CheckExact(offset) && attn->queries == 1 && attn->keys > 1; /* of the default */
-    return am_abs(*diagonal) < AM_FAR / 2 && !warns;
+    return am_abs(*diagonal) < AM_FAR / 2 && (PyLong_CheckExact(offset) || !warns);
 }
 
 /* The arguments that a usual call may have; all others are None. */
@@ -273,9 +274,7 @@ static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
     const bool causal = taken[CAUSAL] == Py_True;
     attn->normalize = true;
     if (!am_usual_scale(taken[SCALE] ? taken[SCALE] : Py_None, attn->head_dim, &attn->scale)) return false;
-    if (taken[OFFSET] ? !am_usual_diagonal(taken[OFFSET], causal, attn, high)
-                      : causal && attn->queries == 1 && attn->keys > 1) /* of which Python warns */
-        return false;
+    if (!am_usual_diagonal(taken[OFFSET], causal, attn, high)) return false;
     PyObject *const out = taken[OUT];
     if (!out || out == Py_None) return true;
     if (!PyArray_CheckExact(out) || am_to_out(out, "out", &a->out) < 0) return false;

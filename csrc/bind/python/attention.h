@@ -14,7 +14,8 @@ bool am_heads_seem_first(const am_attn *attn);
 /* Reads the scale, None or a float; false if it is unusual. */
 bool am_usual_scale(PyObject *object, npy_intp head_dim, double *scale);
 
-/* Reads where the diagonal is; false if the offset is unusual, or calls for a warning. */
+/* Reads where the diagonal is, which is 0 where no offset is given; false if it is unusual, or Python may
+ * warn of it. */
 bool am_usual_diagonal(PyObject *offset, bool causal, const am_attn *attn, npy_intp *diagonal);
 
 #endif

@@ -1,5 +1,6 @@
 /* linear_attention.c – bindings of linear attention, its gradients, and one token of it. */
 #include <math.h>
+#include <string.h>
 
 #include "bind/python/arguments.h"
 #include "bind/request_linear.h"
@@ -42,6 +43,33 @@ static int wide_type(const arguments *a)
     return am_linear_type(&a->linear) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT;
 }
 
+/* As signed integers, floating-point numbers above zero are so too. */
+static bool begins_above_zero(PyArrayObject *array)
+{
+    const void *number = PyArray_DATA(array);
+    int16_t half;
+    int32_t single;
+    int64_t whole;
+    switch (PyArray_ITEMSIZE(array)) {
+    case 2: return memcpy(&half, number, sizeof half), half > 0;
+    case 4: return memcpy(&single, number, sizeof single), single > 0;
+    default: return memcpy(&whole, number, sizeof whole), whole > 0;
+    }
+}
+
+/* Asks for habits of other libraries, where there may be one: [B, H, T, D], and decays that are not
+ * logarithms. */
+static int look_for_habits(const arguments *a, bool step)
+{
+    const am_linear *linear = &a->linear;
+    PyArrayObject *decay = a->arrays[AM_DECAY];
+    const ptrdiff_t tokens = step ? 1 : linear->tokens, heads = linear->heads;
+    if (tokens > 1 && heads > 64 && heads / 2 >= tokens && !linear->starts &&
+        am_habit("(s(nn)(nn)i)", "tokens", tokens, heads, tokens, linear->key_heads, 0) < 0)
+        return -1;
+    return decay && PyArray_SIZE(decay) && begins_above_zero(decay) ? am_habit("(sO)", "decay", decay) : 0;
+}
+
 /* Checks the inputs. Those of a step have no axis of tokens. */
 static int check(arguments *a, bool step)
 {
@@ -57,7 +85,7 @@ static int check(arguments *a, bool step)
     linear->scale = a->scale.given ? a->scale.value : 1 / sqrt((double)am_max(linear->rows, 1));
     linear->normalize = a->normalize;
     linear->chunk = a->chunk;
-    return 0;
+    return look_for_habits(a, step);
 }
 
 /* The arguments of all but a step. */

@@ -15,11 +15,13 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
         .strides = PyArray_STRIDES(array),
     };
     if (!am_is_floating(numbers.type)) return 0;
-    ptrdiff_t index;
-    if (!am_computed(module, PyArray_SIZE(array), am_find_additive, &numbers, &index)) return -1;
-    return index < 0 ? 0
-                     : am_reject_element(name, "be zero for what is masked out and positive for the rest",
-                                         array, index, "; if it is to be added to logits, pass it as `bias`");
+    am_additive found;
+    if (!am_computed(module, PyArray_SIZE(array), am_find_additive, &numbers, &found)) return -1;
+    if (found.index >= 0)
+        return am_reject_element(name, "be zero for what is masked out and positive for the rest", array,
+                                 found.index, "; if it is to be added to logits, pass it as `bias`");
+    return found.none_allowed || found.graded ? am_habit("(sis)", "floating mask", found.none_allowed, name)
+                                              : 0;
 }
 
 int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense)

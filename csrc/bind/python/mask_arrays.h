@@ -5,8 +5,8 @@
 #include "bind/python/arguments.h"
 #include "core/arrays/mask_rows.h"
 
-/* Refuses an array that must be an additive bias rather than a mask: one with a negative or non-finite
- * number; 0 or -1. */
+/* Refuses an array that must be an additive bias rather than a mask: a floating one with a negative or
+ * non-finite number, or with zeros alone; 0 or -1. */
 int am_check_mask(PyObject *module, PyArrayObject *array, const char *name);
 
 /* Describes a mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K], and checks the same. `dense`

@@ -19,7 +19,7 @@ static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thr
 static void watch_forks(void) { pthread_atfork(NULL, NULL, stay_main_thread); }
 
 /* Each helper's name, and what it must return, as C reads that without another look. */
-typedef enum { TEXT, ARRAY, TUPLE, TRUTH } answer;
+typedef enum { TEXT, ARRAY, TUPLE, TRUTH, NOTHING } answer;
 static const struct {
     const char *name;
     answer answer;
@@ -28,6 +28,7 @@ static const struct {
     [AM_MASK_ARRAY] = {"mask_array", ARRAY}, [AM_SHARE_MEMORY] = {"share_memory", TRUTH},
     [AM_TABLE] = {"table_of", ARRAY},        [AM_TOKENS_BEFORE] = {"tokens_before", ARRAY},
     [AM_OPTIONS] = {"options", TUPLE},       [AM_MASK_PROGRAM] = {"mask_program", TUPLE},
+    [AM_HABIT] = {"habit", NOTHING},
 };
 static PyObject *helpers[AM_HELPERS]; /* kept for good, as the handlers of forks are */
 
@@ -51,13 +52,17 @@ PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords)
 /* Returns the object if it is what the helper must return; else NULL with the exception set. */
 static PyObject *checked(am_helper helper, PyObject *object)
 {
-    static const char *const words[] = {
-        [TEXT] = "a string", [ARRAY] = "an array", [TUPLE] = "a tuple", [TRUTH] = "a bool"};
+    static const char *const words[] = {[TEXT] = "a string",
+                                        [ARRAY] = "an array",
+                                        [TUPLE] = "a tuple",
+                                        [TRUTH] = "a bool",
+                                        [NOTHING] = "None"};
     const answer expected = helper_rows[helper].answer;
     const bool right[] = {[TEXT] = PyUnicode_Check(object),
                           [ARRAY] = PyArray_Check(object),
                           [TUPLE] = PyTuple_Check(object),
-                          [TRUTH] = PyBool_Check(object)};
+                          [TRUTH] = PyBool_Check(object),
+                          [NOTHING] = object == Py_None};
     if (right[expected]) return object;
     am_fail(PyExc_TypeError, "%s() must return %s, got an object of type %s", helper_rows[helper].name,
             words[expected], Py_TYPE(object)->tp_name);
@@ -65,17 +70,32 @@ static PyObject *checked(am_helper helper, PyObject *object)
     return NULL;
 }
 
-PyObject *am_ask(am_helper helper, const char *format, ...)
+static PyObject *ask(am_helper helper, const char *format, va_list values)
 {
-    va_list values;
-    va_start(values, format);
     am_owned PyObject *given = Py_VaBuildValue(format, values);
-    va_end(values);
     if (!given) return NULL;
     /* While the package is being imported, an argument is at most a variable of the environment. */
     PyObject *object = helpers[helper] ? PyObject_CallObject(helpers[helper], given)
                                        : PyObject_Repr(PyTuple_GET_ITEM(given, 0));
     return object ? checked(helper, object) : NULL;
+}
+
+PyObject *am_ask(am_helper helper, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyObject *found = ask(helper, format, values);
+    va_end(values);
+    return found;
+}
+
+int am_habit(const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    am_owned PyObject *found = ask(AM_HABIT, format, values);
+    va_end(values);
+    return found ? 0 : -1;
 }
 
 /* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's

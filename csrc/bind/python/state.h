@@ -48,6 +48,7 @@ typedef enum {
     AM_TOKENS_BEFORE,
     AM_OPTIONS,
     AM_MASK_PROGRAM,
+    AM_HABIT,
     AM_HELPERS,
 } am_helper;
 
@@ -56,6 +57,10 @@ typedef enum {
 PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords);
 /* Calls a helper with a tuple of arguments. What it returns is of the type that state.c's table says. */
 PyObject *am_ask(am_helper helper, const char *format, ...);
+/* Has Python look for habits of other libraries: 0, or -1 where one is an error. `format` is a tuple of a
+ * kind of habits (attnmask/_faces/habits.py) and of what they look at. Ask where a cheap test finds it
+ * possible. */
+int am_habit(const char *format, ...);
 
 /* Between am_enter and am_leave the GIL is released, unless `work`, a number of elements, is too little to be
  * worth it. Floating-point exceptions do not trap, and am_leave restores their flags. */

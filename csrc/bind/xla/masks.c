@@ -8,12 +8,16 @@ static bool check_additive(am_xla_call *c, const am_view *v)
     if (!am_is_floating(v->type)) return true;
     const am_numbers numbers = {
         .data = v->data, .type = v->type, .axes = v->axes, .shape = v->shape, .strides = v->stride};
-    ptrdiff_t index;
-    if (!am_refuse_status(&c->request, am_find_additive(&c->context, &numbers, &index))) return false;
-    return index < 0 ||
-           am_xla_fail(c,
-                       "attention_mask must be zero for what is masked out and positive for the rest; if it "
-                       "is to be added to logits, pass it as `bias`");
+    am_additive found;
+    if (!am_refuse_status(&c->request, am_find_additive(&c->context, &numbers, &found))) return false;
+    if (found.index >= 0)
+        return am_xla_fail(
+            c, "attention_mask must be zero for what is masked out and positive for the rest; if it "
+               "is to be added to logits, pass it as `bias`");
+    return !found.none_allowed ||
+           am_xla_fail(
+               c, "attention_mask must have a number other than zero, or be bool if nothing may attend; if "
+                  "it is to be added to logits, pass it as `bias`");
 }
 
 static bool read_term(am_xla_call *c, const am_node_row *term)

@@ -13,8 +13,14 @@ typedef struct {
     int axes;
     ptrdiff_t shape[AM_ADDITIVE_AXES], strides[AM_ADDITIVE_AXES];
     ptrdiff_t row_pieces;
-    atomic_ptrdiff_t first; /* by these axes; PTRDIFF_MAX for none */
+    atomic_ptrdiff_t first;  /* by these axes; PTRDIFF_MAX for none */
+    atomic_bool any, graded; /* numbers other than 0; other than 0 and 1 */
 } scan;
+
+/* Whether there are numbers other than 0, and other than 0 and 1. */
+typedef struct {
+    bool any, graded;
+} contents;
 
 /* As unsigned integers, numbers from INFINITY on are NaN or negative, all but -0. */
 #define T uint16_t
@@ -27,13 +33,13 @@ typedef struct {
 #define FN(name) name##_64
 #include "core/arrays/additive_tpl.h"
 
-static ptrdiff_t first_of(am_dtype type, const char *row, ptrdiff_t stride, ptrdiff_t count)
+static ptrdiff_t first_of(am_dtype type, const char *row, ptrdiff_t stride, ptrdiff_t count, contents *seen)
 {
     switch (type) {
-    case AM_FLOAT16: return first_additive_16(row, stride, count, 0x7c00);
-    case AM_BFLOAT16: return first_additive_16(row, stride, count, 0x7f80);
-    case AM_FLOAT32: return first_additive_32(row, stride, count, 0x7f800000);
-    default: return first_additive_64(row, stride, count, 0x7ff0000000000000);
+    case AM_FLOAT16: return first_additive_16(row, stride, count, 0x7c00, 0x3c00, seen);
+    case AM_BFLOAT16: return first_additive_16(row, stride, count, 0x7f80, 0x3f80, seen);
+    case AM_FLOAT32: return first_additive_32(row, stride, count, 0x7f800000, 0x3f800000, seen);
+    default: return first_additive_64(row, stride, count, 0x7ff0000000000000, 0x3ff0000000000000, seen);
     }
 }
 
@@ -48,7 +54,10 @@ static am_status scan_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t rest = row;
     for (int axis = last - 1; axis >= 0; rest /= s->shape[axis--])
         data += rest % s->shape[axis] * s->strides[axis];
-    const ptrdiff_t found = first_of(s->numbers->type, data, stride, count);
+    contents seen = {false, false};
+    const ptrdiff_t found = first_of(s->numbers->type, data, stride, count, &seen);
+    if (seen.any) atomic_store_explicit(&s->any, true, memory_order_relaxed);
+    if (seen.graded) atomic_store_explicit(&s->graded, true, memory_order_relaxed);
     if (found >= 0) am_lower_to(&s->first, row * s->shape[last] + begin + found);
     return am_checkpoint(team);
 }
@@ -89,23 +98,25 @@ static am_status look(const am_context *context, scan *s, bool by_memory)
     return am_parallel(context, rows * s->row_pieces, am_max(1, PIECE / row), scan_task, s);
 }
 
-am_status am_find_additive(const am_context *context, const am_numbers *numbers, ptrdiff_t *index)
+am_status am_find_additive(const am_context *context, const am_numbers *numbers, am_additive *found)
 {
-    *index = -1;
+    *found = (am_additive){.index = -1};
     for (int axis = 0; axis < numbers->axes; axis++) {
         if (numbers->shape[axis] == 0) return AM_OK;
     }
     scan s = {.numbers = numbers};
     am_status status = look(context, &s, true);
+    found->none_allowed = !atomic_load(&s.any);
+    found->graded = atomic_load(&s.graded);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status;
     status = look(context, &s, false);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status; /* other threads may write */
     /* From a place among the axes that were followed to one among all. */
     ptrdiff_t rest = atomic_load(&s.first), stride = 1;
-    *index = 0;
+    found->index = 0;
     for (int axis = numbers->axes - 1; axis >= 0; stride *= numbers->shape[axis--]) {
         if (numbers->shape[axis] == 1 || numbers->strides[axis] == 0) continue;
-        *index += rest % numbers->shape[axis] * stride;
+        found->index += rest % numbers->shape[axis] * stride;
         rest /= numbers->shape[axis];
     }
     return AM_OK;

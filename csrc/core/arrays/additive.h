@@ -15,7 +15,13 @@ typedef struct {
     const ptrdiff_t *shape, *strides;
 } am_numbers;
 
-/* The index in C order of the first number that is negative, infinite or NaN, or -1. */
-am_status am_find_additive(const am_context *context, const am_numbers *numbers, ptrdiff_t *index);
+typedef struct {
+    ptrdiff_t index;   /* in C order, of the first number that is negative, infinite or NaN; -1 for none */
+    bool none_allowed; /* there are numbers, and all are 0 */
+    bool graded;       /* some are neither 0 nor 1 */
+} am_additive;
+
+/* What speaks for an additive mask. */
+am_status am_find_additive(const am_context *context, const am_numbers *numbers, am_additive *found);
 
 #endif
