@@ -195,7 +195,7 @@ HABITS = (
         "comparison with an array",
         "comparison",
         lambda other: hasattr(other, "__array__") and not isinstance(other, type),
-        "a MaskInfo is compared with another one: write np.array_equal(mask, array) to compare it with an array",
+        "other must be a MaskInfo, not an array: write np.array_equal(mask, array) to compare allowed pairs",
         TypeError,
     ),
     Habit(

@@ -200,7 +200,7 @@ def gradients(batch, queries, depth, value_depth, **more) -> attnmask.FlashAtten
     lambda: MaskInfo.from_segments(huge("u8", 1, 2**40)),
     lambda: MaskInfo(q_segment_ids=huge("i8", 1, WIDE)),
     lambda: MaskInfo(q_positions=huge("i8", 1, WIDE)),
-    lambda: MaskInfo.from_attention_mask(huge("f4", 1, 2**40)),
+    lambda: MaskInfo.from_attention_mask(huge("f4", 1, 2**40, value=1)),
     lambda: MaskInfo.from_segments(huge("?", 1, 2**40), is_attn_mask=True),
     lambda: MaskInfo.from_cu_seqlens(huge("i8", WIDE), packed=True),
     lambda: MaskInfo.dynamic_init(input_ids=huge("i4", 1, 2**40)),

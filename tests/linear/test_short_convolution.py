@@ -383,7 +383,7 @@ def test_signals_are_heard_among_many_taps():
     assert_heard(lambda: attnmask.short_convolution(x, weight, activation="silu"))
     few, state = x[:, :3000], np.zeros((1, 16, 2**15 - 1), np.float16)
     for these, before in ((few, state), (x, None)):
-        problem = these, weight, None, True, None, before
+        problem = these, weight, None, "silu", None, before
         assert_heard(
             lambda problem=problem, dout=these: _core.short_convolution_backward(*problem, dout, None)
         )
