@@ -59,11 +59,14 @@ _SCHEMAS = {  # the types of operators' arguments
 _CHECKS: dict[Kind, AnyFunction] = {Kind.SCALE: real, Kind.SIZE: integer, Kind.FLAG: flag}
 
 
-def _checked(argument: Argument, value: object) -> object:
-    if argument.kind is Kind.CHOICE:
-        one_of(value, argument.name, argument.choices)
+def _check(argument: Argument) -> AnyFunction:
+    """Return what checks an argument that is no tensor, given it and its name."""
+
+    def choice(value: object, name: str, choices: tuple[str | None, ...] = argument.choices) -> object:
+        one_of(value, name, choices)
         return value
-    return _CHECKS[argument.kind](value, argument.name)
+
+    return _CHECKS.get(argument.kind, choice)
 
 
 class _Function:
@@ -71,32 +74,30 @@ class _Function:
 
     def __init__(self, row: Row) -> None:
         self.row, self.name = row, row.name
-        groups = [
-            [x for x in row.problem if x.kind in kinds]
-            for kinds in (TENSORS, INTEGERS, (*_CHECKS, Kind.CHOICE))
-        ]
-        self.tensors, integers, self.others = groups
-        self.operands = list(itertools.chain(*groups))
-        self.names = tuple(argument.name for argument in self.operands)
-        self.integers = {argument.name for argument in integers}
+        others = (*_CHECKS, Kind.CHOICE)
+        operands = [x for kinds in (TENSORS, INTEGERS, others) for x in row.problem if x.kind in kinds]
+        self.tensors = [(x.name, x.optional) for x in operands if x.kind in TENSORS]
+        self.checks = [(x.name, x.optional, _check(x)) for x in operands if x.kind in others]
+        self.integers = {*row.of(*INTEGERS)}
+        self.names = tuple(x.name for x in operands)
         self.written = row.of(Kind.STATE)
         self.order = [argument.name for argument in row.problem]
         self.starts = row.of(Kind.STARTS)
-        types = (_SCHEMAS.get(x.kind, "Tensor") + "?" * x.optional for x in self.operands)
+        types = (_SCHEMAS.get(x.kind, "Tensor") + "?" * x.optional for x in operands)
         self.schema = ", ".join(map(" ".join, zip(types, self.names, strict=True)))
 
     def prepared(self, given: Arguments) -> Arguments:
         """Return checked arguments. Under autocast, cast tensors that the row says, and those of 16-bit types that are
         not written to.
         """
-        for argument in self.tensors:
-            x = given[argument.name]
-            if x is not None or not argument.optional:
-                check_tensor(x, argument.name)
-        for argument in self.others:
-            x = given[argument.name]
-            if x is not None or not argument.optional:
-                given[argument.name] = _checked(argument, x)
+        for name, optional in self.tensors:
+            x = given[name]
+            if x is not None or not optional:
+                check_tensor(x, name)
+        for name, optional, check in self.checks:
+            x = given[name]
+            if x is not None or not optional:
+                given[name] = check(x, name)
         if not torch.is_autocast_enabled("cpu"):
             return given
         return given | {
@@ -106,16 +107,18 @@ class _Function:
         }
 
     def by_name(self, arguments: Iterable[object]) -> Arguments:
-        return dict(zip(self.names, arguments, strict=True))
+        """Return operands by name, in the order of the row."""
+        given = dict(zip(self.names, arguments, strict=True))
+        return {name: given[name] for name in self.order}
 
     def call(self, entry: AnyFunction, given: Arguments, more: Arguments) -> Any:
         """Call a function of the core with the problem in `given` and what follows it, tensors in place."""
-        every = {name: given[name] for name in self.order} | more
         try:
-            tensors = (
-                operators.in_place(x, name) if isinstance(x, torch.Tensor) else x for name, x in every.items()
-            )
-            return entry(*tensors)
+            values = [
+                operators.in_place(x, name) if isinstance(x, torch.Tensor) else x
+                for name, x in (given | more).items()
+            ]
+            return entry(*values)
         except (TypeError, ValueError) as error:
             suit_hint(error, given)
             raise
@@ -259,7 +262,7 @@ class _Differentiable(_Function):
             operator = self.transformed.apply if operators.is_differentiated() else self.operator
             results = self.applied(operator, given)
         elif torch.is_grad_enabled() and any(
-            given[x.name] is not None and given[x.name].requires_grad for x in self.tensors
+            given[name] is not None and given[name].requires_grad for name, _ in self.tensors
         ):
             results = _Learning.apply(self, *self.ordered(given))
         else:
