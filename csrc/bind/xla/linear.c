@@ -1,7 +1,7 @@
 /* linear.c – linear attention and short convolutions, called by XLA. The bindings of Python check all that is
  * known when a function is traced.
  *
- * `words` (attnmask/jax/_linear.py) are VERSION, flags, the bits of the double scale, and the size of chunks.
+ * `words` (attnmask/jax/_faces.py) are VERSION, flags, the bits of the double scale, and the size of chunks.
  *
  * Attention takes query, key and value; decay, beta, starts of sequences and the initial state, each if its
  * flag is set; and for gradients the states that were kept, dout, and dstate if its flag is set. Results are
