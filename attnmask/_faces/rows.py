@@ -38,9 +38,9 @@ ARRAYS = TENSORS + INTEGERS
 class Argument(NamedTuple):
     name: str
     kind: Kind
-    layout: str = ""  # such as "[H], [B, T, H] or [B, T, H, K]"
-    default: Any = Parameter.empty
-    about: str = ""
+    layout: str  # such as "[H], [B, T, H] or [B, T, H, K]"
+    default: Any  # Parameter.empty if it must be given
+    about: str
 
     @property
     def choices(self) -> tuple[str | None, ...]:
@@ -68,7 +68,7 @@ def arguments(text: str) -> tuple[Argument, ...]:
         told, _, default = rest.partition(" = ")
         kind, _, layout = told.partition(" ")
         value = literal_eval(default) if default else Parameter.empty
-        found += (Argument(name, Kind(kind), layout, value) for name in names.split(", "))
+        found += (Argument(name, Kind(kind), layout, value, "") for name in names.split(", "))
     return tuple(found)
 
 
