@@ -5,7 +5,7 @@ Switches, read from the environment; what was compiled with others is compiled a
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers (or thread)
 ATTNMASK_WERROR=1                      warnings are errors
-ATTNMASK_FAULTS=1                      allocations fail on request, for tests/runtime/test_allocation_faults.py
+ATTNMASK_FAULTS=1                      allocations fail and threads are late on request (csrc/faults.c)
 ATTNMASK_SYMBOLS=1                     keep the symbols of functions and the numbers of lines, for profilers
 
 The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.

@@ -1,5 +1,5 @@
-/* faults.h – a build in which allocations fail on request. With ATTNMASK_FAULTS=1 setup.py includes it before
- * every source; the tests ask for faults through what faults.c exports. */
+/* faults.h – a build in which allocations fail, and threads are late, on request. With ATTNMASK_FAULTS=1
+ * setup.py includes it before every source; the tests ask for faults through what faults.c exports. */
 #ifndef AM_FAULTS_H
 #define AM_FAULTS_H
 
@@ -31,6 +31,11 @@ void *am_fault_calloc(am_fault_site *site, size_t count, size_t size);
 void *am_fault_realloc(am_fault_site *site, void *memory, size_t size);
 int am_fault_memalign(am_fault_site *site, void **memory, size_t alignment, size_t size);
 void am_fault_free(void *memory);
+
+/* Places where the tests make threads late, and count how often they come by (core/runtime/threads.h). */
+enum { AM_FIRST_PART_IS_KNOWN, AM_PART_IS_KNOWN, AM_TILES_END, AM_PLACES };
+void am_come_by(int place);
+#define AM_COME_BY(place) am_come_by(place)
 
 #define malloc(size) am_fault_malloc(AM_FAULT_SITE, size)
 #define calloc(count, size) am_fault_calloc(AM_FAULT_SITE, count, size)

@@ -134,7 +134,7 @@ static void add_to_first(const am_backward_plan *p, const am_key_task *task, ptr
 }
 
 /* Ends a part that is a task, and adds it and those behind it that are computed if all parts before them have
- * been added. Returns whether these are all; then the total is s->total. */
+ * been added. Returns whether it has added the last one; then the total is s->total. */
 static bool end_part_task(const am_backward_plan *p, const am_key_task *task, ptrdiff_t kv_head,
                           am_backward_workspace *s)
 {
@@ -144,14 +144,19 @@ static bool end_part_task(const am_backward_plan *p, const am_key_task *task, pt
     for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
         if (s->tiles[i].open) state |= (unsigned)PART_TILE << i;
     atomic_store(&parts[task->turn].state, state);
+    if (task->turn == 0) AM_COME_BY(AM_FIRST_PART_IS_KNOWN);
+    AM_COME_BY(AM_PART_IS_KNOWN);
+    /* A thread that comes late may find its part, and even all parts, added by others. */
+    bool adds = false;
     ptrdiff_t added = atomic_load(&parts->added);
     while (added % 2 == 0 && added / 2 < task->turns && atomic_load(&parts[added / 2].state)) {
         if (!atomic_compare_exchange_strong(&parts->added, &added, added + 1)) return false;
         if (added > 0) add_to_first(p, task, kv_head, added / 2);
-        added += 2;
+        added += 2, adds = true;
         atomic_store(&parts->added, added);
     }
-    if (added / 2 < task->turns) return false;
+    if (!adds || added / 2 < task->turns) return false;
+    AM_COME_BY(AM_TILES_END);
     s->total = sums_of_part(p, kv_head, first);
     for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
         s->tiles[i].summed = atomic_load(&parts->state) & (unsigned)PART_TILE << i;
