@@ -172,7 +172,12 @@ ARGUMENTS = (  # in the order of signatures
     Argument("softmax_scale", None, Kind.NUMBER, "multiplied into logits; 1/√D if not given"),
     Argument("dropout_prob", 0.0, Kind.NUMBER, "the probability that a weight is dropped"),
     Argument("causal", False, Kind.NUMBER, "keys after a query are masked out"),
-    Argument("dropout_seed", None, Kind.SEED, "the seed of dropout; 0 if not given"),
+    Argument(
+        "dropout_seed",
+        None,
+        Kind.SEED,
+        "the seed of dropout; not given, 0, or drawn by PyTorch's generator in PyTorch",
+    ),
     Argument("cum_seqlens_q", None, Kind.ARRAY, "where packed sequences of queries start"),
     Argument("cum_seqlens_k", None, Kind.ARRAY, "where packed sequences of keys start"),
     Argument(

@@ -90,7 +90,8 @@ def flash_attention(*args, **given):
     causal : bool
         Hide keys that come after their query; `causal_offset` moves the diagonal.
     dropout_seed : int, optional
-        Any integer, taken modulo 2**64; defaults to 0. `dropout_keep_mask` returns what is kept.
+        Any integer, taken modulo 2**64; defaults to 0, under which every call drops the same weights.
+        `dropout_keep_mask` returns what is kept.
     cum_seqlens_q, cum_seqlens_k : array_like of integers, shape [sequences + 1], optional
         Starts of packed sequences in the one batch row, from 0 to Tq (Tk), never decreasing. Sequence i of the queries
         attends to sequence i of the keys. One argument is enough if both sides are equally long.
@@ -141,7 +142,7 @@ def flash_attention(*args, **given):
     >>> import numpy as np, attnmask
     >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
-    >>> attnmask.flash_attention(query, key, value, causal=True).ravel()
+    >>> attnmask.flash_attention(query, key, value, causal=True, causal_offset=0).ravel()
     array([0. , 0.5, 1. ])
     >>> attnmask.flash_attention(query, key, value, causal=True, causal_offset="bottom-right").ravel()
     array([1. , 1.5, 2. ])
@@ -225,9 +226,10 @@ def flash_attention_bwd(*args, **given):
     >>> import numpy as np, attnmask
     >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
-    >>> out, lse = attnmask.flash_attention_fwd(query, key, value, causal=True)
+    >>> options = {"causal": True, "causal_offset": 0}
+    >>> out, lse = attnmask.flash_attention_fwd(query, key, value, **options)
     >>> dout = np.ones_like(out)
-    >>> grads = attnmask.flash_attention_bwd(dout, query, key, value, out, lse, causal=True)
+    >>> grads = attnmask.flash_attention_bwd(dout, query, key, value, out, lse, **options)
     >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
     array([1.833, 0.833, 0.333, 0.   , 0.   ])
     """
@@ -264,7 +266,7 @@ def flash_attention_vjp(*args, **given):
     >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
     >>> out, vjp = attnmask.flash_attention_vjp(
-    ...     query, key, value, bias=np.zeros(5), causal=True, grad_bias=True
+    ...     query, key, value, bias=np.zeros(5), causal=True, causal_offset=0, grad_bias=True
     ... )
     >>> grads = vjp(np.ones_like(out))
     >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3

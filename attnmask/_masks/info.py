@@ -333,7 +333,7 @@ class MaskInfo(OtherWays):
         Warns
         -----
         AttnmaskWarning
-            If two axes look like a causal mask ``[Q, K]``, as ``np.tri(n)`` does.
+            If a mask of two axes is square, and so may be one ``[Q, K]``; `from_padding_mask` leaves no doubt.
 
         Examples
         --------
@@ -577,7 +577,8 @@ class MaskInfo(OtherWays):
         Warns
         -----
         AttnmaskWarning
-            If packed sequences start at different positions in queries and keys, without `within_segments`.
+            If there are fewer queries than keys and no `offset`, or if packed sequences start at different positions in
+            queries and keys, without `within_segments`.
 
         Examples
         --------

@@ -171,7 +171,7 @@ def test_what_is_unusual_goes_to_the_other_function(torch):
         1: (x[..., :4], x.bfloat16(), x.repeat(2, 1, 1, 1), x.to("meta"), negated),
         2: (x[:, :3], x[:, :, :1], x.to(torch.float8_e4m3fn), zeros),
         3: (None, 1, "True"),
-        4: (None, True, "bottom-left", 2**60, 2**70, torch.tensor(1), 1.0),
+        4: (True, "bottom-left", 2**60, 2**70, torch.tensor(1), 1.0),
         5: (1, "1", float("nan"), float("inf"), 1e31),
     }
     for place, values in changes.items():
