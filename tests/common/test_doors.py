@@ -551,7 +551,7 @@ ALSO_ARRAYS |= {"softmax_aux", "state_indices"}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_elsewhere(name):
-    """Nothing can be read of those of other devices; and some arguments must be tensors."""
+    """They are on one device; and some arguments must be tensors."""
     torch = pytest.importorskip("torch")
     import attnmask.torch
 
@@ -559,10 +559,16 @@ def test_tensors_elsewhere(name):
         if not is_array(arguments[argument]):
             continue
         given = changed(arguments, lambda x: tensor(torch, x.copy()))
-        bad = {"on the CPU, got a tensor on meta": given[argument].to("meta")}
+        function = function_of(attnmask.torch, name)
+        shapes = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), given)
+        for one, others in (shapes, given), (given, shapes):
+            with pytest.raises(
+                TypeError, match=r"^\w+ must be on (cpu|meta) as \w+, got a tensor on (cpu|meta)"
+            ):
+                function(**others | {argument: one[argument]})
         also = ALSO_ARRAYS | ({"bias"} if name.startswith("flash") else set())
         if argument not in also and "seqlens" not in argument and "segment" not in argument:
-            bad["a (sequence of tensors|tensor), got"] = arguments[argument]
-        for words, wrong in bad.items():
-            with pytest.raises(TypeError, match=rf"^{argument}\b.* must be {words}"):
-                function_of(attnmask.torch, name)(**given | {argument: wrong})
+            with pytest.raises(
+                TypeError, match=rf"^{argument}\b.* must be a (sequence of tensors|tensor), got"
+            ):
+                function(**given | {argument: arguments[argument]})

@@ -167,19 +167,6 @@ def test_shapes_alone(torch, name):
                 assert_shapes(torch, torch.autograd.grad(got, other_learned, got), grads)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shapes_and_numbers(torch, name):
-    """A tensor of one device among those of another is named."""
-    function, given = made(torch, name, 2)
-    for key, x in given.items():
-        if isinstance(x, torch.Tensor):
-            for mixed in (given | {key: on_meta(torch, x)}, on_meta(torch, given) | {key: x}):
-                with pytest.raises(
-                    TypeError, match=r"^\w+ must be on (cpu|meta) as \w+, got a tensor on (cpu|meta)"
-                ):
-                    function(**mixed)
-
-
 def test_shapes_of_a_ring(torch):
     query, key = torch.empty(2, 5, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")
     value = torch.empty(2, 5, 2, 3, device="meta").requires_grad_()

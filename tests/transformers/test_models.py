@@ -422,8 +422,8 @@ def test_bad_tensors():
     query = torch.zeros(1, 2, 6, 8)
     with pytest.raises(TypeError, match=r"query must be .*float8_e4m3fn"):
         attention(torch.nn.Identity(), *[query.to(torch.float8_e4m3fn)] * 3, None)
-    with pytest.raises(TypeError, match="query must be on the CPU, got a tensor on meta"):
-        attention(torch.nn.Identity(), *[query.to("meta")] * 3, None)
+    with pytest.raises(TypeError, match="key must be on meta as query, got a tensor on cpu"):
+        attention(torch.nn.Identity(), query.to("meta"), query, query, None)
     mask = attention_mask(batch_size=1, q_length=6, kv_length=7)
     with pytest.raises(ValueError, match="attention_mask must"):
         attention(torch.nn.Identity(), query, query, query, mask)
