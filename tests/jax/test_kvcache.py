@@ -208,7 +208,7 @@ def test_fewer_keys_than_tokens(name):
     """How many there are is known when lengths are."""
     cache = np.ones((2, 12, 2, 8), F32)
     arguments = {"query": np.ones((2, 3, 4, 8), F32), "k_cache": cache, "v_cache": cache}
-    arguments |= {name: np.zeros((3, 10), F32), "cache_seqlens": np.array([5, 11])}
+    arguments |= {name: np.ones((3, 10), F32), "cache_seqlens": np.array([5, 11])}
     function, traced = compiled(arguments)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=rf"{name} must broadcast to .* = \(2, 4, 3, 11\), got 10 keys"
