@@ -123,12 +123,19 @@ def of_halves(halves, scale) -> np.ndarray:
 
 
 def to_halves(new, groups, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """What `of_halves` reads, for scales and offsets of that type. A group with a number that is not finite is NaN."""
+    """What `of_halves` reads, for scales and offsets of that type. A group with a number that is not finite is NaN, and
+    what the type cannot hold becomes the nearest number that it can.
+    """
     parts = new.astype(np.float32).reshape(*new.shape[:-1], groups, new.shape[-1] // groups)
     low, high = parts.min(axis=-1, keepdims=True), parts.max(axis=-1, keepdims=True)
     with np.errstate(all="ignore"):
         wrong = np.where(np.isfinite(parts).all(axis=-1, keepdims=True), np.float32(0), np.float32(np.nan))
-        scale, offset = ((high - low) / np.float32(15) + wrong).astype(dtype), (low + wrong).astype(dtype)
+        top = np.finfo(np.float32).max * np.float32(1 - 2**-20)
+        most = min(np.float32(np.finfo(dtype).max), top)
+        widest = most if dtype == np.float16 else top / np.float32(15)
+        least = np.clip(low, -most, most)
+        scale = (((np.minimum(high, top) - least) / np.float32(15)).clip(0, widest) + wrong).astype(dtype)
+        offset = (least + wrong).astype(dtype)
         scale[scale == 0] = 1
         numbers = np.clip((parts - offset.astype(np.float32)) / scale.astype(np.float32), 0, 15)
     numbers = np.rint(np.where(np.isnan(numbers), 0, numbers)).astype(np.uint8).reshape(new.shape)

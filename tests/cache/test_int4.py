@@ -87,6 +87,37 @@ def test_no_channels():
 # Rotation
 
 
+@pytest.mark.parametrize("scales", [np.float16, F32])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (F16, 65504),
+        *((dtype, size) for dtype in (F32, BF16) for size in (1e5, 2e6, 3.3e38)),
+        (np.float64, 1e300),
+    ],
+)
+def test_finite_numbers_have_finite_scales(isa, dtype, size, scales):
+    """What scales of that type cannot hold becomes the nearest number that they can, and queries see all tokens."""
+    shapes = np.linspace(-1, 1, 64), np.linspace(0, 1, 64), np.ones(64), -np.ones(64), np.eye(64)[3]
+    key = (size * np.array(shapes)[None, :, None]).astype(dtype)
+    halves, scale = (
+        np.zeros((2, 1, len(shapes), 1, 32), np.uint8),
+        np.zeros((2, 1, len(shapes), 1, 2, 2), scales),
+    )
+    query, value = np.full((1, 1, 1, 64), 1e-38, F32), np.ones_like(key)
+    options = {"k_scale": scale[0], "v_scale": scale[1], "cache_seqlens": 0, "causal": False}
+    out = attnmask.flash_attention_with_kvcache(query, *halves, key, value, **options)
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+    limits = np.finfo(F32)
+    wide = key.astype(np.float64).clip(limits.min, limits.max)
+    for mine, other in zip((halves[0], scale[0]), twin.to_halves(wide, 2, scales), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    read = twin.of_halves(halves[0], scale[0])
+    assert np.isfinite(read.astype(F32)).all()
+    low, high = (-65504, 16 * 65504) if scales == np.float16 else (limits.min, limits.max)
+    np.testing.assert_allclose(read[0, 2:4], wide[0, 2:4].clip(low, high), rtol=1e-3)
+
+
 def sylvester(n):
     matrix = np.ones((1, 1))
     while len(matrix) < n:

@@ -37,6 +37,24 @@ def test_long_keys(isa, dtype, depth):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+def test_float64_beyond_float32_saturates(dtype, by_channel):
+    key = np.zeros((1, 2, 1, 16))
+    key[0, :, 0, ::2], key[0, :, 0, 1] = 1e300, -1e300
+    caches = np.zeros((2, 1, 2, 1, 16), dtype)
+    scales = np.ones((2, 1, 1, 1, 16) if by_channel else (2, 1, 2, 1, 1), np.float32)
+    query, options = np.full((1, 1, 1, 16), 1e-38, np.float32), {"k_scale": scales[0], "v_scale": scales[1]}
+    out = attnmask.flash_attention_with_kvcache(
+        query, *caches, key, np.ones_like(key), cache_seqlens=0, **options
+    )
+    np.testing.assert_allclose(out, 1, rtol=1e-2)
+    read = caches[0].astype(np.float64) * scales[0]
+    most = ({"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[dtype.name] if by_channel
+            else float(np.finfo(np.float32).max))  # fmt: skip
+    np.testing.assert_allclose(read, key.clip(-most, most), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_one_scale_for_all_tokens_takes_no_tokens(name):
     given = {each: np.zeros((1, 8, 1, 16), np.int8) for each in ("k_cache", "v_cache")}

@@ -231,3 +231,21 @@ def test_an_error_writes_nothing():
     ):
         jax.block_until_ready(jax.jit(step)(caches, (64, [x[0] for x in inputs])))
     assert not any(x.any() for x in caches.values())
+
+
+@pytest.mark.parametrize("scales", [F16, F32])
+def test_finite_keys_have_finite_scales(scales):
+    """As in NumPy: float16 cannot hold them."""
+    key = np.linspace(-3e38, 3e38, 64, dtype=F32).reshape(1, 1, 1, 64)
+    caches = {name: np.zeros((1, 4, 1, 32), np.uint8) for name in CACHES[:2]}
+    caches |= {name: np.zeros((1, 4, 1, 2, 2), scales) for name in CACHES[2:]}
+    arguments = {
+        "query": np.full((1, 1, 1, 64), 1e-38, F32),
+        "key": key,
+        "value": np.ones_like(key),
+        **caches,
+    }
+    function, traced = compiled(arguments | {"cache_seqlens": 0})
+    out, *written = function(traced)
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(written) if x.dtype != np.uint8)

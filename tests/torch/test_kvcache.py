@@ -291,3 +291,16 @@ def test_misaligned_caches_and_states_are_refused(torch):
     for convolve in (attnmask.short_convolution_step, attnmask.torch.short_convolution_step):
         with pytest.raises(ValueError, match=r"^state must be (aligned|writeable)"):
             convolve(tokens, torch.ones(8, 4), misaligned(torch, 1, 8, 3))
+
+
+def test_finite_keys_have_finite_scales(torch):
+    """As in NumPy: float16 cannot hold them."""
+    key = torch.linspace(-1, 1, 64).view(1, 1, 1, 64) * 3e38
+    caches = torch.zeros(2, 1, 4, 1, 32, dtype=torch.uint8)
+    scales = torch.zeros(2, 1, 4, 1, 2, 2, dtype=torch.float16)
+    out = attnmask.torch.flash_attention_with_kvcache(
+        torch.full_like(key, 1e-38), *caches, key, torch.ones_like(key), cache_seqlens=0,
+        k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+    assert torch.allclose(out, torch.ones(()))
+    assert scales.isfinite().all()

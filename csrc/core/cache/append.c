@@ -65,7 +65,8 @@ static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t 
                                   .format = job->format,
                                   .from = *from,
                                   .to = to,
-                                  .stride = job->append->cache.element};
+                                  .stride = job->append->cache.element,
+                                  .saturates = true};
     char *scale = s->data + move->page * s->batch + move->token * s->token + head * s->head;
     if (job->format->scales == AM_SCALES_OF_GROUPS)
         am_quantize_groups(&row, s, scale);

@@ -2,6 +2,7 @@
 #ifndef AM_CORE_CACHE_FORMATS_H
 #define AM_CORE_CACHE_FORMATS_H
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -75,9 +76,14 @@ static inline float am_kv_scale_of(const am_kv_format *format, float most)
     return scale == 0 ? 1 : scale;
 }
 
+/* Of two numbers; either if one is NaN. fminf is a call. */
+static inline float am_lesser(float a, float b) { return a < b ? a : b; }
+
 /* Writes the scale and the offset of a group of numbers, and replaces each number by its place from the least
- * (0) to the greatest (15), not rounded. All become NaN if one of them is not finite. */
-static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers)
+ * (0) to the greatest (15), not rounded. All become NaN if one of them is not finite. What is beyond the
+ * scales' type, or spans more than float32 where `saturates`, becomes the nearest number that there is: the
+ * sixteen that a group stands for are finite. */
+static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers, bool saturates)
 {
     enum { LANES = 8 }; /* side by side, as vectors take them */
     float low[LANES], high[LANES], nothing[LANES] = {0};
@@ -90,12 +96,17 @@ static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *num
         }
     }
     for (int j = 1; j < LANES; j++) {
-        low[0] = fminf(low[0], low[j]), high[0] = fmaxf(high[0], high[j]);
+        low[0] = am_lesser(low[j], low[0]), high[0] = -am_lesser(-high[j], -high[0]);
         nothing[0] += nothing[j];
     }
-    float scale = am_kv_write_scale(s, at, (high[0] - low[0]) / 15 + nothing[0]);
+    const bool half = s->type == AM_FLOAT16;
+    const float greatest = saturates ? FLT_MAX * (1 - 0x1p-20f) : INFINITY, /* 15 scales may round up */
+        most = half ? 65504 : greatest, widest = half ? 65504 : greatest / 15,
+                least = -am_lesser(-am_lesser(low[0], most), most);
+    const float width = am_lesser((am_lesser(high[0], greatest) - least) / 15, widest);
+    float scale = am_kv_write_scale(s, at, (width > 0 ? width : 0) + nothing[0]);
     if (scale == 0) scale = am_kv_write_scale(s, at, 1);
-    const float offset = am_kv_write_scale(s, at + s->offset, low[0] + nothing[0]);
+    const float offset = am_kv_write_scale(s, at + s->offset, least + nothing[0]);
     for (ptrdiff_t i = 0; i < s->group; i++) numbers[i] = (numbers[i] - offset) / scale;
 }
 

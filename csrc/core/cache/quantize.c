@@ -23,11 +23,22 @@ static am_strided piece_of(const am_quantized_row *r, ptrdiff_t i, ptrdiff_t cou
     return am_strided_row(r->from.data + i * r->from.column, r->from.type, r->from.column, count);
 }
 
+/* Finite float64 beyond float32 become its largest numbers. */
+static void saturate(const am_strided *from, float *to)
+{
+    for (ptrdiff_t i = 0; i < from->columns; i++) {
+        const double number = *(const double *)(from->data + i * from->column);
+        if (isinf(to[i]) && !isinf(number)) to[i] = copysignf(FLT_MAX, to[i]);
+    }
+}
+
 /* Up to PIECE numbers of a row, from number i on, as float32: where they are, or in `to`. */
 static const float *read_floats(const am_quantized_row *r, float *to, ptrdiff_t i, ptrdiff_t count)
 {
     const am_strided piece = piece_of(r, i, count);
-    return am_gather_row(r->kernels, AM_FLOAT32, to, &piece);
+    const float *numbers = am_gather_row(r->kernels, AM_FLOAT32, to, &piece);
+    if (r->saturates && piece.type == AM_FLOAT64) saturate(&piece, to);
+    return numbers;
 }
 
 /* Writes the values of numbers that were divided by their scales. */
@@ -103,10 +114,10 @@ am_status am_quantize_groups(const am_quantized_row *r, const am_kv_scales *s, c
     for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
         float numbers[PIECE];
         count = am_min(PIECE, r->from.columns - i);
-        const am_strided piece = piece_of(r, i, count);
-        am_gather(r->kernels, AM_FLOAT32, numbers, count, &piece);
+        const float *read = read_floats(r, numbers, i, count);
+        if (read != numbers) memcpy(numbers, read, (size_t)count * sizeof *read);
         for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element)
-            am_kv_scale_group(s, at, numbers + j);
+            am_kv_scale_group(s, at, numbers + j, r->saturates);
         write_values(r, i, numbers, count);
         am_status status = check(r, i + count);
         if (status != AM_OK) return status;

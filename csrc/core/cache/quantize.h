@@ -13,7 +13,9 @@ typedef struct {
     am_strided from;
     char *to; /* its values */
     ptrdiff_t stride;
-    am_team *team; /* NULL: it is finished without a checkpoint */
+    am_team *team;  /* NULL: it is finished without a checkpoint */
+    bool saturates; /* finite numbers beyond what the format, or float32, can hold become the nearest one;
+                     * else their scale is not finite */
 } am_quantized_row;
 
 /* Find the scale of the row, or that of each group and its offset from `at` on; or take that of each channel,
