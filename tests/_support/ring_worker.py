@@ -45,6 +45,7 @@ def check(
     learned = {name: torch.tensor(x).requires_grad_() for name, x in options.items() if name in LEARNED}
     tensors = [x.clone().requires_grad_() for x in (query, key, value)]
     starts = {} if cu_seqlens is None else {"cum_seqlens_q": cu_seqlens}
+    torch.manual_seed(0)
     out, lse = attnmask.torch.flash_attention(*tensors, **options | learned | starts, return_lse=True)
     finite = torch.where(lse.isfinite(), lse, 0.0)
     ((out * dout).sum() + (finite * dlse).sum()).backward()
@@ -57,6 +58,7 @@ def check(
 
     mine = [shard(x).requires_grad_() for x in (query, key, value)]
     my_learned = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
+    torch.manual_seed(place[0])  # the first process draws the seed of dropout for all
     my_out, my_lse = attnmask.torch.ring_attention(
         *mine, group=group, layout=layout, cu_seqlens=cu_seqlens, **options | my_learned, return_lse=True
     )
