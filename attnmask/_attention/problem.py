@@ -33,7 +33,7 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import Array, Given
-from attnmask._faces.habits import ask
+from attnmask._faces.habits import MANY_HEADS, ask
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import AXES, Program, Shape, arrays
 from attnmask._masks.terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
@@ -139,7 +139,8 @@ def mask_nodes(attention_mask: object, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
-        ask("axes", array.ndim, "attention_mask", describe(attention_mask) if array.ndim == 0 else "")
+        if array.ndim == 0:
+            ask("axes", 0, "attention_mask", describe(attention_mask))
         mask = four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
         mask = mask_array(mask, "attention_mask")
         ask("mask", array, shape[0])
@@ -330,7 +331,8 @@ def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -
     """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = check_layout(arrays, packed, is_floating)
-    ask("tokens", arrays[0].shape[-3:-1], arrays[1].shape[-3:-1], packed)
+    if arrays[0].shape[-2] > MANY_HEADS:
+        ask("tokens", arrays[0].shape[-3:-1], arrays[1].shape[-3:-1], packed)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 

@@ -110,8 +110,8 @@ def four_axes(array: Array, name: str, shape: Shape) -> Array:
 
 def _bias(bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
     given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
-    if not isinstance(given, MaskInfo):
-        ask("axes", given.ndim, "bias", describe(bias) if given.ndim == 0 else "")
+    if not isinstance(given, MaskInfo) and given.ndim == 0:
+        ask("axes", 0, "bias", describe(bias))
     if isinstance(given, MaskInfo) or not is_floating(given.dtype):
         hint = ""
         if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
@@ -132,8 +132,10 @@ def dropout_of(prob: object, seed: object, names: tuple[str, str]) -> tuple[floa
 def _dropout(dropout_prob: object, _: Sizes, given: Given) -> Term | None:
     names = ("dropout_prob", "dropout_seed")
     chance, seed = dropout_of(dropout_prob, given["dropout_seed"], names)
+    if not chance:
+        return None
     ask("dropout", chance, given["dropout_seed"])
-    return Term(names[0], number=chance, integer=seed) if chance else None
+    return Term(names[0], number=chance, integer=seed)
 
 
 def _soft_cap(logits_soft_cap: object, sizes: Sizes, _: Given) -> Term | None:

@@ -15,7 +15,7 @@ import numpy as np
 from attnmask._common.types import Array
 from attnmask._common.warnings import warn_once
 
-__all__ = ["HABITS", "Habit", "ask"]
+__all__ = ["HABITS", "MANY_HEADS", "Habit", "ask"]
 
 
 class Habit(NamedTuple):
@@ -29,16 +29,22 @@ class Habit(NamedTuple):
 # Predicates
 
 
+MANY_HEADS = 64  # with more, they may be tokens
+
+
 def _heads_first(query: tuple[int, int], key: tuple[int, int], packed: bool) -> bool:
     """Look at tokens and heads, as they are read."""
     (tokens, heads), (keys, kv_heads) = query, key
-    may_be = heads > 64 and 2 <= tokens <= heads // 2 and not packed
+    may_be = heads > MANY_HEADS and 2 <= tokens <= heads // 2 and not packed
     return may_be and kv_heads == heads and keys > 0 and tokens % keys == 0
 
 
 def _fewer_queries(starts_differ: bool, is_default: bool, queries: Any, keys: Any) -> Any:
     """Look at the numbers of queries and keys, or of those of each sequence."""
-    return is_default and np.any((queries >= 1) & (queries < keys))
+    if not is_default:
+        return False
+    fewer = (queries >= 1) & (queries < keys)
+    return fewer if isinstance(fewer, bool) else fewer.any()
 
 
 def _future(mask: Any, batch: int) -> Any:
