@@ -158,7 +158,7 @@ BAD = [
     ("rows", {"bias": zeros(B, TQ, 12)}, ValueError, r"bias must broadcast .*; write bias\[:, None\]"),
     ("packed", {"bias": zeros(1, H, 6, 11)}, ValueError, r"bias must broadcast .* \(1, 4, 6, 12\), got"),
     ("rows", {"bias": np.zeros((TQ, 12), int)}, TypeError, "bias must be float16, .* write attention_mask="),
-    ("rows", {"bias": MaskInfo.causal(TQ, 12)}, TypeError, "bias must be float16, .* write attention_mask="),
+    ("rows", {"bias": MaskInfo.causal(TQ, 12, 0)}, TypeError, "bias must be float16, .* write attention_mask="),
     ("packed", {"relative_bias": zeros(H, 0)}, ValueError, r"relative_bias must be \[H, L\] with H = 4 and L > 0"),
     ("rows", {"relative_low": -3}, ValueError, "relative_low must be 0 without relative_bias, got -3"),
     ("rows", {"relative_bias": zeros(H, 5), "relative_low": 2**60}, ValueError, "relative_low must be from"),

@@ -602,6 +602,7 @@ def wrong_answers() -> None:
     """Each helper in turn answers what C cannot read, in a process of its own: helpers stay, and this may crash."""
     from attnmask._cache import attend
     from attnmask._common import arguments
+    from attnmask._faces import habits
 
     x, wide = np.zeros((1, 1, 1, 4), np.float32), np.ones((2, 3), np.longdouble)
 
@@ -625,7 +626,7 @@ def wrong_answers() -> None:
         "options": (attend, lambda: cached(cache_seqlens=0, sliding_window=3)),
         "mask_program": (attend, lambda: cached(cache_seqlens=0, attention_mask=np.ones((1, 1), bool))),
     }
-    right = {name: getattr(module, name) for name, (module, _) in helpers.items()}
+    right = {name: getattr(module, name) for name, (module, _) in helpers.items()} | {"habit": habits.ask}
     for name, (_, call) in helpers.items():
         for answer in (np.int64(1), None, 2.5, object()):
             _core.use(threading.main_thread().ident, **right | {name: lambda *_, answer=answer: answer})

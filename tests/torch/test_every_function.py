@@ -132,7 +132,7 @@ def test_operators_on_other_devices(torch, name):
 NO_TENSORS = {"MaskTensors", "install", "installed", "mask_tensors", "uninstall"}  # among their arguments
 
 
-def test_all_functions_are_looked_at():
+def test_all_functions_are_looked_at(torch):
     functions = {name.partition(" of ")[0] for name in NAMES} | {"ring_attention"}
     assert functions | NO_TENSORS == set(attnmask.torch.__all__)
 

@@ -110,8 +110,7 @@ typedef struct {
 #define PLACES(from, to) offsetof(am_kernels, from), offsetof(am_kernels, to), SIZE_OF(to)
 #define WHOLE(topic, level, first, last)                                                                     \
     {#topic " " #level, &AM_TOPIC(topic, level), 0, 0, sizeof(am_kernels), first, last}
-#define PART(topic, level, from, to, at)                                                                     \
-    {#topic " " #level, &AM_TOPIC(topic, level), PLACES(from, to), at, at}
+#define PART(topic, level, places, at) {#topic " " #level, &AM_TOPIC(topic, level), places, at, at}
 #define SHARE(from, to, at) {NULL, NULL, PLACES(from, to), at, at}
 
 /* bfloat16 by two in a lane: what it has in common with float32, as sums are float32, and its own topics. */
@@ -120,8 +119,8 @@ typedef struct {
         SHARE(flash_f32.kv[AM_FLOAT32].pack_keys, member.kv[AM_BFLOAT16].pack_keys, at), /* of lanes */      \
         SHARE(flash_f32.numbers, member.numbers, at), SHARE(flash_f32.load_rows, member.load_rows, at),      \
         SHARE(flash_f32.add_rows, member.add_rows, at), SHARE(flash_f32.dot_rows, member.dot_rows, at),      \
-        PART(flash_bf16x2, level, flash_bf16x2, member, at),                                                 \
-        PART(kv_bf16x2, level, flash_bf16x2, member, at)
+        PART(flash_bf16x2, level, PLACES(flash_bf16x2, member), at),                                         \
+        PART(kv_bf16x2, level, PLACES(flash_bf16x2, member), at)
 
 /* clang-format off */
 #define FROM_BASELINE(topic, level) WHOLE(topic, level, BASELINE, TOP),
@@ -152,8 +151,8 @@ static const row rows[] = {
 #ifdef AM_HAVE_AMX
     BY_BF16X2(flash_amx, avx512bf16, AMX),
     SHARE(flash_f32.kv[AM_INT4], flash_amx.kv[AM_INT4], AMX),
-    PART(kv_f8x2, avx512bf16, flash_bf16x2.kv[AM_INT4], flash_amx.kv[AM_INT4], AMX),
-    PART(kv_f8x2, avx512bf16, flash_bf16x2.widen, flash_amx.widen, AMX),
+    PART(kv_f8x2, avx512bf16, PLACES(flash_bf16x2.kv[AM_INT4], flash_amx.kv[AM_INT4]), AMX),
+    PART(kv_f8x2, avx512bf16, PLACES(flash_bf16x2.widen, flash_amx.widen), AMX),
     SHARE(flash_f32.linear_forward, flash_amx.linear_forward, AMX),
     SHARE(flash_f32.linear_backward, flash_amx.linear_backward, AMX),
     WHOLE(flash_amx, amx, AMX, AMX),

@@ -77,13 +77,13 @@ static void relative_bias_learn(const am_line *line, const double *d_numbers, am
 #define AXES(batch, heads, queries, last)                                                                    \
     .axes = {AM_AXIS_##batch, AM_AXIS_##heads, AM_AXIS_##queries, AM_AXIS_##last}
 #define NO_LINE .add = NULL, .learn = NULL, .finite = false
+#define ADDED(batch, heads, last, adds) AXES(batch, heads, 1, last), .add = adds, .learn = NULL
+#define ADDED_AND_LEARNED(last, adds, learns) AXES(1, H, 1, last), .add = adds, .learn = learns
 #define NUMBER(kind, does, ...) [AM_LOGIT_##kind] = {.acts = does, NO_LINE, __VA_ARGS__},
-#define ARRAY(kind, does, batch, heads, queries, last, ...)                                                  \
-    [AM_LOGIT_##kind] = {.acts = does, AXES(batch, heads, queries, last), NO_LINE, __VA_ARGS__},
-#define LINE(kind, does, batch, heads, last, adds, ...)                                                      \
-    [AM_LOGIT_##kind] = {.acts = does, AXES(batch, heads, 1, last), .add = adds, .learn = NULL, __VA_ARGS__},
-#define LEARNED(kind, does, last, adds, learns, ...)                                                         \
-    [AM_LOGIT_##kind] = {.acts = does, AXES(1, H, 1, last), .add = adds, .learn = learns, __VA_ARGS__},
+#define ARRAY(kind, does, axes, ...) [AM_LOGIT_##kind] = {.acts = does, AXES axes, NO_LINE, __VA_ARGS__},
+#define LINE(kind, does, line, ...) [AM_LOGIT_##kind] = {.acts = does, ADDED line, __VA_ARGS__},
+#define LEARNED(kind, does, line, ...)                                                                       \
+    [AM_LOGIT_##kind] = {.acts = does, ADDED_AND_LEARNED line, __VA_ARGS__},
 const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)};
 #undef NUMBER
 #undef ARRAY
@@ -96,20 +96,23 @@ const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNE
 #define IS(axis, letter) (AM_AXIS_##axis == AM_AXIS_1 || AM_AXIS_##axis == AM_AXIS_##letter)
 #define NUMBER(kind, acts, ...)                                                                              \
     _Static_assert((acts) == AM_CAPS || (acts) == AM_DROPS, #kind ": what acts so has an array");
-#define ARRAY(kind, acts, batch, heads, queries, last, ...)                                                  \
+#define ARE_PAIRS(batch, heads, queries, last) (IS(batch, B) && IS(heads, H) && IS(queries, Q) && IS(last, K))
+#define ARE_SINKS(batch, heads, queries, last) (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N))
+#define ARRAY(kind, acts, axes, ...)                                                                         \
     _Static_assert((acts) == AM_ADDS_PAIRS || (acts) == AM_SINKS, #kind ": what acts so is no ARRAY");       \
-    _Static_assert((acts) == AM_SINKS || (IS(batch, B) && IS(heads, H) && IS(queries, Q) && IS(last, K)),    \
-                   #kind ": pairs have axes B, H, Q, K");                                                    \
-    _Static_assert((acts) == AM_ADDS_PAIRS ||                                                                \
-                       (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N)),                      \
-                   #kind ": sinks have axes 1, H, 1, N");
-#define LINE(kind, acts, batch, heads, last, ...)                                                            \
+    _Static_assert((acts) == AM_SINKS || ARE_PAIRS axes, #kind ": pairs have axes B, H, Q, K");              \
+    _Static_assert((acts) == AM_ADDS_PAIRS || ARE_SINKS axes, #kind ": sinks have axes 1, H, 1, N");
+#define IS_OF_HEADS(batch, heads, ...) (IS(batch, R) && (IS(heads, H) || IS(heads, KV)))
+#define IS_OF_ANY(batch, heads, last, ...) IS(last, N)
+#define IS_OF_KEYS(batch, heads, last, ...) IS(last, K)
+#define LINE(kind, acts, line, ...)                                                                          \
     _Static_assert((acts) == AM_ADDS_BY_DISTANCE || (acts) == AM_ADDS_BY_KEY,                                \
                    #kind ": what acts so has no lines");                                                     \
-    _Static_assert(IS(batch, R) && (IS(heads, H) || IS(heads, KV)), #kind ": lines have axes R, H or KV");   \
-    _Static_assert(IS(last, N) || ((acts) == AM_ADDS_BY_KEY && IS(last, K)),                                 \
+    _Static_assert(IS_OF_HEADS line, #kind ": lines have axes R, H or KV");                                  \
+    _Static_assert(IS_OF_ANY line || ((acts) == AM_ADDS_BY_KEY && IS_OF_KEYS line),                          \
                    #kind ": the last axis of a line is N, or by key K");
-#define LEARNED(kind, acts, last, ...) LINE(kind, acts, 1, H, last, )
+#define SHARED_BY_ROWS(last, ...) (1, H, last, )
+#define LEARNED(kind, acts, line, ...) LINE(kind, acts, SHARED_BY_ROWS line, )
 AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)
 
 #define PLUS(kind, acts, ...) +(1 << (acts))

@@ -4,10 +4,10 @@
  *
  * A row has one of these forms; what none of them says does not compile (kinds.c):
  *
- *     NUMBER(kind, acts, …)                             a number
- *     ARRAY(kind, acts, batch, heads, queries, last, …) an array of these axes
- *     LINE(kind, acts, batch, heads, last, add, …)      one that `add` adds along lines
- *     LEARNED(kind, acts, last, add, learn, …)          and `learn` adds up its gradient along them. Batch
+ *     NUMBER(kind, acts, …)                               a number
+ *     ARRAY(kind, acts, (batch, heads, queries, last), …) an array of these axes
+ *     LINE(kind, acts, (batch, heads, last, add), …)      one that `add` adds along lines
+ *     LEARNED(kind, acts, (last, add, learn), …)          and `learn` adds up its gradient along them. Batch
  * rows share it, as they do its gradient; each head has its own
  *
  *     kind    becomes AM_LOGIT_kind; exported programs of JAX hold its number, so new kinds come last
@@ -25,14 +25,14 @@
 #define AM_CORE_ATTENTION_TERMS_KINDS_H
 
 #define AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)                                                         \
-    ARRAY(BIAS, AM_ADDS_PAIRS, B, H, Q, K, .name = "bias", .bound = no_bound)                                \
-    LINE(ALIBI, AM_ADDS_BY_DISTANCE, R, H, 1, alibi_add, .name = "alibi_slopes", .bound = alibi_bound,       \
+    ARRAY(BIAS, AM_ADDS_PAIRS, (B, H, Q, K), .name = "bias", .bound = no_bound)                              \
+    LINE(ALIBI, AM_ADDS_BY_DISTANCE, (R, H, 1, alibi_add), .name = "alibi_slopes", .bound = alibi_bound,     \
          .finite = true, .first = AM_NEAREST_FIRST)                                                          \
-    LEARNED(RELATIVE_BIAS, AM_ADDS_BY_DISTANCE, N, relative_bias_add, relative_bias_learn,                   \
+    LEARNED(RELATIVE_BIAS, AM_ADDS_BY_DISTANCE, (N, relative_bias_add, relative_bias_learn),                 \
             .name = "relative_bias", .bound = no_bound)                                                      \
     NUMBER(SOFT_CAP, AM_CAPS, .name = "logits_soft_cap", .bound = no_bound)                                  \
     NUMBER(DROPOUT, AM_DROPS, .name = "dropout_prob", .bound = adds_nothing)                                 \
-    ARRAY(SINKS, AM_SINKS, 1, H, 1, N, .name = "softmax_aux", .bound = adds_nothing)
+    ARRAY(SINKS, AM_SINKS, (1, H, 1, N), .name = "softmax_aux", .bound = adds_nothing)
 
 #define AM_LOGIT_KIND(kind, ...) AM_LOGIT_##kind,
 typedef enum {
