@@ -127,15 +127,15 @@ x : learned [B, T, C]
     float16, bfloat16, float32 or float64, read in place whatever its strides. Sums are float32, or float64 for
     float64.
 weight : learned [C, W]
-    Of the type of `x`, or float32. The last one is that of the token itself.
+    Same dtype as `x`, or float32. The last column multiplies the token itself.
 bias : learned [C] = None
-    Of the type of `x`, or float32.
+    Same dtype as `x`, or float32.
 activation : choice None, "silu" = None
     "silu" makes a result z into ``z / (1 + exp(-z))``.
 cu_seqlens : starts [N + 1] = None
     The batch is one row of N packed sequences. From 0 to T, never decreasing.
 initial_state : learned [N, C, W - 1] = None
-    What comes before each sequence (each batch row, without `cu_seqlens`), the oldest first; of the type of `x`.
+    The W - 1 tokens before each sequence (each batch row, without `cu_seqlens`), oldest first. Same dtype as `x`.
     Zeros if not given.
 return_state : all = False
     Return the state at the end of each sequence as well: its last W - 1 tokens, and those of `initial_state` if

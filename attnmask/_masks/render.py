@@ -64,7 +64,7 @@ class Drawable(Protocol):
 
     @property
     def _noun(self) -> str:
-        """What these number: "segment" or "chunk"."""
+        """Return what an id numbers: "segment" or "chunk"."""
 
 
 # Arguments

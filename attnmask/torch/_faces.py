@@ -70,7 +70,7 @@ def _check(argument: Argument) -> AnyFunction:
 
 
 class _Function:
-    """What the functions of tensors have in common. Operators take tensors, integers, and then what are no tensors."""
+    """The base of functions of tensors. Operators take tensors first, then integers, then all other arguments."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.name = row, row.name

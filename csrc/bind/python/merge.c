@@ -97,7 +97,7 @@ static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i
 
 typedef int reader(arguments *a, PyObject *object, const char *name, npy_intp i);
 
-/* Of a tuple, or of a stack, whose views are made one by one: there may be millions. */
+/* Reads the parts of a tuple or of a stack, whose views are made one at a time: there may be millions. */
 static int read_each(arguments *a, PyObject *list, const char *name, reader *read)
 {
     for (npy_intp i = 0; i < a->count; i++) {

@@ -17,7 +17,7 @@ typedef struct {
     atomic_bool any, graded; /* numbers other than 0; other than 0 and 1 */
 } scan;
 
-/* Whether there are numbers other than 0, and other than 0 and 1. */
+/* any: a number is not 0; graded: a number is neither 0 nor 1. */
 typedef struct {
     bool any, graded;
 } contents;

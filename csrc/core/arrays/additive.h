@@ -21,7 +21,7 @@ typedef struct {
     bool graded;       /* some are neither 0 nor 1 */
 } am_additive;
 
-/* What speaks for an additive mask. */
+/* Finds the signs that a floating-point mask is meant to be added to logits. */
 am_status am_find_additive(const am_context *context, const am_numbers *numbers, am_additive *found);
 
 #endif

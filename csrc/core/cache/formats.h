@@ -76,7 +76,7 @@ static inline float am_kv_scale_of(const am_kv_format *format, float most)
     return scale == 0 ? 1 : scale;
 }
 
-/* Of two numbers; either if one is NaN. fminf is a call. */
+/* The lesser of two numbers, or either if one is NaN. Unlike fminf it is not a call. */
 static inline float am_lesser(float a, float b) { return a < b ? a : b; }
 
 /* Writes the scale and the offset of a group of numbers, and replaces each number by its place from the least

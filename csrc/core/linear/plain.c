@@ -24,7 +24,7 @@
 #include "core/linear/chunks.h"
 #include "core/linear/plain.h"
 
-/* What is computed: results, gradients, or one token of each sequence. */
+/* A call: of `to`, `back` and `step`, the one that is not NULL says what is computed. */
 typedef struct {
     const am_linear *l;
     const am_kernels *kernels;
@@ -63,7 +63,7 @@ static void write_row(const plain *p, const am_linear_array *a, ptrdiff_t b, ptr
         am_linear_write(p->kernels, AM_FLOAT64, am_linear_rows_at(a, b, t, head), from, count, 1, count);
 }
 
-/* Reads a state; zeros if there are none. */
+/* Reads a state, or zeros if the call has none. */
 static void read_state(const plain *p, const am_linear_array *a, ptrdiff_t sequence, ptrdiff_t head,
                        double *to)
 {

@@ -14,7 +14,7 @@ const am_kernels *am_isa_level(int level);
 /* The same of levels that this build has, whether the processor runs them or not. */
 const am_kernels *am_isa_built(int level);
 
-/* Of whom the choice of kernels depends. */
+/* The processor's vendor, where the choice of kernels depends on it. */
 typedef enum { AM_ANY_VENDOR, AM_INTEL } am_vendor;
 
 /* The fastest level, which is the last one as a rule; and that of a processor whose last one is `highest`. */
