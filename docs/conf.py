@@ -123,7 +123,7 @@ class Arguments(Directive):
                 (
                     f"``{row.name}``",
                     "" if required else f"``{row.default!r}``",
-                    row.line,
+                    row.about.strip(),
                     "yes" if row.name in arguments.LEARNED else "",
                     "traced" if row.name in arguments.TRACED else "static",
                     *(

@@ -7,13 +7,10 @@ To add one, add its type to the class of options that should have it and its row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from inspect import Parameter, Signature
 from typing import (
-    Any,
     Generic,
     Literal,
-    NamedTuple,
     NoReturn,
     Protocol,
     SupportsIndex,
@@ -25,10 +22,11 @@ from typing import (
 from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
-from attnmask._common.arguments import TOP_LEFT, Offsets
+from attnmask._common.arguments import Offsets
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import Keywords, reject_unknown, types_of
 from attnmask._common.types import AnyFunction, Arguments, Array, Given
+from attnmask._faces.rows import Argument, Kind, arguments
 from attnmask._masks.info import MaskInfo
 
 _Array = TypeVar("_Array")
@@ -130,83 +128,78 @@ class Attention(Options, total=False):
 
 # The arguments
 
+ARGUMENTS = arguments("""
+query : learned [B, Tq, H, D] or [Tq, H, D]
+    [B, Tq, H, D], or [Tq, H, D] for packed sequences
+key : learned [B, Tk, Hkv, D] or [Tk, Hkv, D]
+    [B, Tk, Hkv, D], or [Tk, Hkv, D]
+value : learned [B, Tk, Hkv, Dv] or [Tk, Hkv, Dv]
+    [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
+attention_mask : mask [B?, H?, Tq?, Tk?] = None
+    a `MaskInfo`, or an array: the pairs that are allowed
+bias : term [B?, H?, Tq?, Tk?] = None
+    added to logits; broadcasts to [B, H, Tq, Tk]
+softmax_scale : scale = None
+    multiplied into logits; 1/√D if not given
+dropout_prob : chance = 0.0
+    the probability that a weight is dropped
+causal : flag = False
+    keys after a query are masked out
+dropout_seed : seed = None
+    the seed of dropout; not given, 0, or drawn by PyTorch's generator in PyTorch
+cum_seqlens_q : starts [sequences + 1] = None
+    where packed sequences of queries start
+cum_seqlens_k : starts [sequences + 1] = None
+    where packed sequences of keys start
+sliding_window : window = None
+    the number of keys to the left and right that a query sees
+fwd_params : hint = None
+    block sizes
+bwd_params : hint = None
+    block sizes of gradients
+logits_soft_cap : number = None
+    c of c·tanh(logit / c)
+softmax_aux : term [H, S] or [S] = None
+    sinks: logits without a value; [S], or [H, S]
+normalize_output : flag = True
+    divide by the sum of the weights
+precision, logits_dtype : hint = None
+    accepted without effect
+q_segment_ids : data [B, Tq] = None
+    tokens attend to tokens with the same id; [B, Tq]
+kv_segment_ids : data [B, Tk] = None
+    the ids of keys; [B, Tk]
+causal_offset : diagonal [B?] = TOP_LEFT
+    moves the diagonal of `causal` and the window
+alibi_slopes : data [B, H] or [H] = None
+    ALiBi; [H] or [B, H]
+relative_bias : term [H, L] = None
+    added by distance; [H, L]
+relative_low : size = 0
+    the distance that relative_bias begins with
+""")  # in the order of signatures
+OF_CACHES = arguments("""
+attention_chunk : size = None
+    the number of tokens in a chunk; queries see their own
+""")
 
-class Kind(Enum):
-    LEARNED = 1  # an array that has a gradient
-    ARRAY = 2
-    SEED = 3  # a number that may be traced
-    NUMBER = 4  # fixed at compile time
-    HINT = 5  # does not change results beyond rounding
+
+def of_kinds(*kinds: Kind) -> tuple[str, ...]:
+    """Return the names of the arguments of these kinds, in the order of the table."""
+    return tuple(row.name for row in ARGUMENTS if row.kind in kinds)
 
 
-class Argument(NamedTuple):
-    name: str
-    default: Any
-    kind: Kind
-    line: str
-
-    @property
-    def type(self) -> str:
-        """Its annotation."""
-        known = (Attention.__annotations__ | CacheOptions.__annotations__).get(self.name)
-        return "ArrayLike" if known is None else known.__forward_arg__
-
-    @property
-    def of_operator(self) -> str:
-        """Its type and name in the schema of an operator of PyTorch."""
-        if self.kind in (Kind.LEARNED, Kind.ARRAY):
-            return f"Tensor{'' if self.default is Parameter.empty else '?'} {self.name}"
-        return (
-            f"{_OF_OPERATORS[self.type.partition(' ')[0]]}{'?' if self.default is None else ''} {self.name}"
-        )
+def type_of(row: Argument) -> str:
+    """Return the annotation of an argument."""
+    known = (Attention.__annotations__ | CacheOptions.__annotations__).get(row.name)
+    return "ArrayLike" if known is None else known.__forward_arg__
 
 
-_OF_OPERATORS = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
-
-ARGUMENTS = (  # in the order of signatures
-    Argument("query", Parameter.empty, Kind.LEARNED, "[B, Tq, H, D], or [Tq, H, D] for packed sequences"),
-    Argument("key", Parameter.empty, Kind.LEARNED, "[B, Tk, Hkv, D], or [Tk, Hkv, D]"),
-    Argument("value", Parameter.empty, Kind.LEARNED, "[B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]"),
-    Argument("attention_mask", None, Kind.ARRAY, "a `MaskInfo`, or an array: the pairs that are allowed"),
-    Argument("bias", None, Kind.LEARNED, "added to logits; broadcasts to [B, H, Tq, Tk]"),
-    Argument("softmax_scale", None, Kind.NUMBER, "multiplied into logits; 1/√D if not given"),
-    Argument("dropout_prob", 0.0, Kind.NUMBER, "the probability that a weight is dropped"),
-    Argument("causal", False, Kind.NUMBER, "keys after a query are masked out"),
-    Argument(
-        "dropout_seed",
-        None,
-        Kind.SEED,
-        "the seed of dropout; not given, 0, or drawn by PyTorch's generator in PyTorch",
-    ),
-    Argument("cum_seqlens_q", None, Kind.ARRAY, "where packed sequences of queries start"),
-    Argument("cum_seqlens_k", None, Kind.ARRAY, "where packed sequences of keys start"),
-    Argument(
-        "sliding_window", None, Kind.NUMBER, "the number of keys to the left and right that a query sees"
-    ),
-    Argument("fwd_params", None, Kind.HINT, "block sizes"),
-    Argument("bwd_params", None, Kind.HINT, "block sizes of gradients"),
-    Argument("logits_soft_cap", None, Kind.NUMBER, "c of c·tanh(logit / c)"),
-    Argument("softmax_aux", None, Kind.LEARNED, "sinks: logits without a value; [S], or [H, S]"),
-    Argument("normalize_output", True, Kind.NUMBER, "divide by the sum of the weights"),
-    Argument("precision", None, Kind.HINT, "accepted without effect"),
-    Argument("logits_dtype", None, Kind.HINT, "accepted without effect"),
-    Argument("q_segment_ids", None, Kind.ARRAY, "tokens attend to tokens with the same id; [B, Tq]"),
-    Argument("kv_segment_ids", None, Kind.ARRAY, "the ids of keys; [B, Tk]"),
-    Argument("causal_offset", TOP_LEFT, Kind.ARRAY, "moves the diagonal of `causal` and the window"),
-    Argument("alibi_slopes", None, Kind.ARRAY, "ALiBi; [H] or [B, H]"),
-    Argument("relative_bias", None, Kind.LEARNED, "added by distance; [H, L]"),
-    Argument("relative_low", 0, Kind.NUMBER, "the distance that relative_bias begins with"),
-)
-OF_CACHES = (
-    Argument("attention_chunk", None, Kind.NUMBER, "the number of tokens in a chunk; queries see their own"),
-)
-LEARNED = tuple(row.name for row in ARGUMENTS if row.kind is Kind.LEARNED)
-ARRAYS = (*LEARNED, *(row.name for row in ARGUMENTS if row.kind is Kind.ARRAY))
-TRACED = (*ARRAYS, *(row.name for row in ARGUMENTS if row.kind is Kind.SEED))
-NUMBERS = tuple(  # a window is two
-    row.name for row in ARGUMENTS if row.kind in (Kind.NUMBER, Kind.SEED) and row.name != "sliding_window"
-)
-HINTS = tuple(row.name for row in ARGUMENTS if row.kind is Kind.HINT)
+LEARNED = of_kinds(Kind.LEARNED, Kind.TERM)
+ARRAYS = (*LEARNED, *of_kinds(Kind.MASK, Kind.DATA, Kind.STARTS, Kind.DIAGONAL))
+TRACED = (*ARRAYS, *of_kinds(Kind.SEED))
+NUMBERS = of_kinds(Kind.SCALE, Kind.NUMBER, Kind.CHANCE, Kind.SEED, Kind.SIZE, Kind.FLAG)
+HINTS = of_kinds(Kind.HINT)
 DEFAULTS = {row.name: row.default for row in ARGUMENTS if row.default is not Parameter.empty}
 CACHE_DEFAULTS = {
     name: (DEFAULTS | {row.name: row.default for row in OF_CACHES})[name]
@@ -277,7 +270,7 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
-_TYPES = {row.name: row.type for row in (*ARGUMENTS, *OF_CACHES)} | {"out": "Array | None"}
+_TYPES = {row.name: type_of(row) for row in (*ARGUMENTS, *OF_CACHES)} | {"out": "Array | None"}
 OPTIONS, STEP = Keywords(DEFAULTS, _TYPES), Keywords(STEP_DEFAULTS, _TYPES)
 
 _FLAG = ("bool", False)
@@ -286,7 +279,7 @@ _OUT = ("Array | None", None)
 _ARRAY = ("ArrayLike", Parameter.empty)
 _INPUTS = dict.fromkeys(LEARNED[:3], _ARRAY)
 _GRADS = {f"grad_{name}": _FLAG for name in LEARNED[3:]}
-_ATTENTION = {row.name: (row.type, row.default) for row in ARGUMENTS}
+_ATTENTION = {row.name: (type_of(row), row.default) for row in ARGUMENTS}
 _EITHER = f"Array | {_RESULTS}"
 
 FLASH_ATTENTION = Function(

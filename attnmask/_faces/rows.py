@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from inspect import Parameter, Signature
 from itertools import groupby
+from sys import intern
 from typing import Any, Literal, NamedTuple
 
 from numpy.typing import ArrayLike
 
+from attnmask._common.arguments import TOP_LEFT
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Array, Given
 from attnmask._linear.grads import Vjp, VjpWithState
@@ -19,20 +21,31 @@ from attnmask._linear.grads import Vjp, VjpWithState
 
 class Kind(Enum):
     LEARNED = "learned"  # an array that has a gradient if the function has one
+    TERM = "term"  # such an array of any type, maybe of NumPy in all faces: a term of the logits
     STATE = "state"  # an array that is written to
+    DATA = "data"  # numbers, as an array or in a list
     STARTS = "starts"  # of sequences: integers, maybe in a list
     SLOTS = "slots"  # of rows: integers, maybe in a list
+    LENGTHS = "lengths"  # integers, or one for all
+    MASK = "mask"  # an array, or a `MaskInfo`
+    DIAGONAL = "diagonal"  # integers, one for all, or "bottom-right"
+    WINDOW = "window"  # an integer, or two
     SCALE = "scale"  # a number; 1 / sqrt(K) for None
+    NUMBER = "number"
+    CHANCE = "chance"  # a probability; what is drawn depends on the index of the row
+    SEED = "seed"
     SIZE = "size"
     FLAG = "flag"
     CHOICE = "choice"
+    HINT = "hint"  # does not change results beyond rounding
     ALL = "all"  # a flag: whether all results are returned
-    OUT = "out"  # takes the result, in NumPy
+    OUT = "out"  # takes the result
 
 
 TENSORS = (Kind.LEARNED, Kind.STATE)
 INTEGERS = (Kind.STARTS, Kind.SLOTS)
 ARRAYS = TENSORS + INTEGERS
+_CONSTANTS = {"TOP_LEFT": TOP_LEFT}
 
 
 class Argument(NamedTuple):
@@ -48,7 +61,18 @@ class Argument(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        return self.default is None
+        return self.default is None or self.layout.endswith("or None")
+
+    @property
+    def broadcasts(self) -> bool:
+        return "?" in self.layout
+
+    def axes(self, count: int) -> list[str] | None:
+        """Return the names of so many axes; None if the argument cannot have that many."""
+        layouts = axes_of(self.layout)
+        if self.broadcasts and count <= len(layouts[0]):
+            return layouts[0][len(layouts[0]) - count :]
+        return next((axes for axes in layouts if len(axes) == count), None)
 
 
 def arguments(text: str) -> tuple[Argument, ...]:
@@ -67,15 +91,25 @@ def arguments(text: str) -> tuple[Argument, ...]:
         names, _, rest = line.partition(" : ")
         told, _, default = rest.partition(" = ")
         kind, _, layout = told.partition(" ")
-        value = literal_eval(default) if default else Parameter.empty
-        found += (Argument(name, Kind(kind), layout, value, "") for name in names.split(", "))
+        value = _default(default) if default else Parameter.empty
+        # Interned, as names in calls are: the core compares them by their places in memory.
+        found += (Argument(intern(name), Kind(kind), layout, value, "") for name in names.split(", "))
     return tuple(found)
+
+
+def _default(text: str) -> Any:
+    return _CONSTANTS[text] if text in _CONSTANTS else literal_eval(text)
 
 
 class Result(NamedTuple):
     name: str
     layout: str
     wide: bool = False  # float32, or float64 for float64; else of the type of the first argument
+
+    def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the shape, for the first layout whose sizes are known."""
+        layouts = [[_size(axis, sizes) for axis in axes] for axes in axes_of(self.layout)]
+        return tuple(next(sizes for sizes in layouts if all(size is not None for size in sizes)))
 
 
 class Face(NamedTuple):
@@ -152,13 +186,17 @@ class Row:
         the gradients, which are `grads`
 
     `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
-    position, `handler` begins the names of XLA's handlers, and `examples` are those of other libraries.
+    position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one
+    has none, and `examples` are those of other libraries. If `by_name`, the core's functions above take arguments by
+    name, and `backward` also whether the gradient of each term is wanted. If `saved`, what gradients need are the
+    results, which `keep` returns as they are before they are rounded. ``fits(arguments, is_floating)`` refuses shapes
+    and types that do not fit each other, where there is more to say than that layouts do not.
     """
 
     def __init__(
         self,
         name: str,
-        text: str,
+        of_arguments: str | Sequence[Argument],
         results: Sequence[Result],
         *,
         places: int,
@@ -170,14 +208,21 @@ class Row:
         cast: Sequence[str] = (),
         handler: str = "",
         examples: Given | None = None,
+        trained: str = "",
+        by_name: bool = False,
+        saved: Sequence[str] = (),
+        fits: Any = None,
     ) -> None:
-        self.name, self.arguments, self.results, self.places = name, arguments(text), tuple(results), places
+        self.name, self.results, self.places = name, tuple(results), places
+        self.arguments = arguments(of_arguments) if isinstance(of_arguments, str) else tuple(of_arguments)
         self.entry, self.check, self.keep, self.backward, self.grads = entry, check, keep, backward, grads
         self.cast, self.handler, self.examples = cast, handler, examples or {}
-        self.trained = name.removesuffix("_step")  # the function that has gradients
+        self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
         self.returns_vjp = False
         self.all = "".join(self.of(Kind.ALL))
         self.problem = tuple(x for x in self.arguments if x.kind not in (Kind.ALL, Kind.OUT))
+        for layout in [*(x.layout for x in self.arguments), *(x.layout for x in self.results)]:
+            axes_of(layout)
 
     def of(self, *kinds: Kind) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.arguments if argument.kind in kinds)
@@ -188,22 +233,22 @@ class Row:
         sequences = None
         for argument in self.problem:
             shape = shapes.get(argument.name)
-            if shape is None:
+            if shape is None or argument.broadcasts or not argument.layout:
                 continue
-            layouts = [axes for axes in axes_of(argument.layout) if len(axes) == len(shape)]
+            axes = argument.axes(len(shape))
             if argument.kind is Kind.STARTS:
                 sequences = shape[0] - 1
-            elif not layouts:
+            elif axes is None:
                 raise LayoutError(argument)
             else:
-                for axis, size in zip(layouts[0], shape, strict=True):
+                for axis, size in zip(axes, shape, strict=True):
                     found.setdefault(axis, size)
-        return found | {"N": found["B"] if sequences is None else sequences}
+        return found | {"N": found.get("B") if sequences is None else sequences}
 
     def shapes(self, shapes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
         """Return the shapes of the results, for those of arguments."""
         sizes = self.sizes(shapes)
-        return [tuple(_size(axis, sizes) for axis in axes_of(result.layout)[0]) for result in self.results]
+        return [result.shape(sizes) for result in self.results]
 
 
 class LayoutError(ValueError):
@@ -214,14 +259,20 @@ class LayoutError(ValueError):
         self.argument = argument
 
 
+_LAYOUTS: dict[str, list[list[str]]] = {}  # read once: compilers of graphs look at it
+
+
 def axes_of(layout: str) -> list[list[str]]:
     """Return the names of axes, one list for each of the layouts that an argument may have."""
-    return [axes.split(", ") for axes in re.findall(r"\[(.*?)\]", layout)]
+    if layout not in _LAYOUTS:
+        found = re.findall(r"\[(.*?)\]", layout)
+        _LAYOUTS[layout] = [axes.replace("?", "").split(", ") for axes in found]
+    return _LAYOUTS[layout]
 
 
 def _size(axis: str, sizes: Mapping[str, Any]) -> Any:
     name, _, less = axis.partition(" - ")
-    return sizes[name] - int(less or 0) if less else sizes[name]
+    return sizes[name] - int(less) if less else sizes.get(name)
 
 
 def parameters(arguments: Iterable[Argument], face: Face) -> list[str]:

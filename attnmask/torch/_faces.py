@@ -1,41 +1,48 @@
-"""Functions of CPU tensors, made from their rows: with gradients, or steps, which write to a state.
+"""Functions of CPU tensors, made from their rows: with gradients, or without, which may write to their arguments.
 
-A function is two operators, and a step one::
+A function with gradients is two operators, and one without is one::
 
     out, state = torch.ops.attnmask.linear_attention(query, key, value, ...)
     gradients = torch.ops.attnmask.linear_attention_backward(dout, dstate, query, key, value, ..., wanted)
     out = torch.ops.attnmask.linear_attention_step(query, key, value, state, ...)
 
-Both results are always there. Gradients take nothing but the arguments, from which they compute again what they need:
-its size depends on the lengths of sequences, which a graph does not know. `wanted` says of the arguments that have
-gradients whether they are to be returned. Plain calls go to C without an operator, and keep what gradients need.
+All results are always there. `wanted` says of the arguments that have gradients whether they are to be returned.
+Gradients take the arguments, from which they compute again what they need, or if the row says so the results. Where
+these have 16 bits, an operator named ``…_wide`` is called instead, with one result more: the first before it was
+rounded, which gradients take in its place. Plain calls go to C without an operator, and keep what gradients need.
+
+Their operands are described in ``_operands.py``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from numpy.typing import ArrayLike
 
-from attnmask._common.arguments import describe, flag, integer, one_of, real, suit_hint
-from attnmask._common.types import AnyFunction, Arguments, Array
-from attnmask._faces.rows import (
-    INTEGERS,
-    TENSORS,
-    Argument,
-    Face,
-    Kind,
-    LayoutError,
-    Row,
-    function,
-    library_doc,
+from attnmask._common.arguments import (
+    as_array,
+    describe,
+    flag,
+    suit_hint,
 )
+from attnmask._common.types import AnyFunction, Arguments
+from attnmask._faces.rows import Argument, Face, Kind, LayoutError, Row, function, library_doc
+from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
-from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand, tensors_among
-from attnmask.torch._states import to_tensor
+from attnmask.torch._masks import restored
+from attnmask.torch._operands import LEARNED, Operands
+from attnmask.torch._operators import (
+    NO_FORWARD,
+    NO_SECOND,
+    check_no_tangents,
+    needs_operator,
+    tensors_among,
+)
+from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
 from attnmask.torch._types import Context, MaybeTensor, Shaped
 
 TORCH = Face(
@@ -49,83 +56,70 @@ TORCH = Face(
     returned="Tensor",
     imports="torch",
 )
-_SCHEMAS = {  # the types of operators' arguments
-    Kind.SCALE: "float",
-    Kind.SIZE: "SymInt",
-    Kind.FLAG: "bool",
-    Kind.CHOICE: "str",
-    Kind.STATE: "Tensor(a!)",
-}
-_CHECKS: dict[Kind, AnyFunction] = {Kind.SCALE: real, Kind.SIZE: integer, Kind.FLAG: flag}
+# Functions
 
 
-def _check(argument: Argument) -> AnyFunction:
-    """Return what checks an argument that is no tensor, given it and its name."""
-
-    def choice(value: object, name: str, choices: tuple[str | None, ...] = argument.choices) -> object:
-        one_of(value, name, choices)
-        return value
-
-    return _CHECKS.get(argument.kind, choice)
+_NO_OUT = {"out": None}
 
 
 class _Function:
-    """The base of functions of tensors. Operators take tensors first, then integers, then all other arguments."""
+    """The base of functions of tensors."""
+
+    operator: Any
+    layouts: dict[str, Argument]  # of the operands of both operators, for vmap
 
     def __init__(self, row: Row) -> None:
-        self.row, self.name = row, row.name
-        others = (*_CHECKS, Kind.CHOICE)
-        operands = [x for kinds in (TENSORS, INTEGERS, others) for x in row.problem if x.kind in kinds]
-        self.tensors = [(x.name, x.optional) for x in operands if x.kind in TENSORS]
-        self.checks = [(x.name, x.optional, _check(x)) for x in operands if x.kind in others]
-        self.integers = {*row.of(*INTEGERS)}
-        self.names = tuple(x.name for x in operands)
-        self.written = row.of(Kind.STATE)
-        self.order = [argument.name for argument in row.problem]
+        self.row, self.name, self.writes = row, row.name, row.of(Kind.STATE)
+        self.operands = Operands(row)
+        self.names = self.operands.names
+        self.learned = row.of(*LEARNED)
+        self.masks = row.of(Kind.MASK)
         self.starts = row.of(Kind.STARTS)
-        types = (_SCHEMAS.get(x.kind, "Tensor") + "?" * x.optional for x in operands)
-        self.schema = ", ".join(map(" ".join, zip(types, self.names, strict=True)))
+        self.chances = row.of(Kind.CHANCE)
+
+    # Arguments and operands
 
     def prepared(self, given: Arguments) -> Arguments:
-        """Return checked arguments. Under autocast, cast tensors that the row says, and those of 16-bit types that are
-        not written to.
+        """Return checked arguments. Under autocast, cast tensors that the row says, and those of 16-bit types that must
+        have the type of these.
         """
-        for name, optional in self.tensors:
-            x = given[name]
-            if x is not None or not optional:
-                check_tensor(x, name)
-        for name, optional, check in self.checks:
-            x = given[name]
-            if x is not None or not optional:
-                given[name] = check(x, name)
-        if not torch.is_autocast_enabled("cpu"):
-            return given
+        given = self.operands.check(given)
+        return self.cast(given) if torch.is_autocast_enabled("cpu") else given
+
+    def cast(self, given: Arguments) -> Arguments:
+        alike = self.row.of(Kind.LEARNED)
         return given | {
             name: operators.autocast(x)
             for name, x in tensors_among(given).items()
-            if name in self.row.cast or (x.dtype.itemsize == 2 and name not in self.written)
+            if name in self.row.cast or (name in alike and x.dtype.itemsize == 2)
         }
 
-    def by_name(self, arguments: Iterable[object]) -> Arguments:
-        """Return operands by name, in the order of the row."""
-        given = dict(zip(self.names, arguments, strict=True))
-        return {name: given[name] for name in self.order}
-
-    def call(self, entry: AnyFunction, given: Arguments, more: Arguments) -> Any:
-        """Call a function of the core with the problem in `given` and what follows it, tensors in place."""
+    def call(
+        self, entry: AnyFunction, given: Arguments, more: Arguments, tensors: dict[str, torch.Tensor]
+    ) -> Any:
+        """Call a function of the core with arguments and what follows them, `tensors` among both in place."""
+        values = given | more
         try:
-            values = [
-                operators.in_place(x, name) if isinstance(x, torch.Tensor) else x
-                for name, x in (given | more).items()
-            ]
-            return entry(*values)
+            for name, x in tensors.items():
+                values[name] = operators.in_place(x, name)
+            for name in self.masks:
+                if isinstance(values.get(name), MaskTensors):
+                    values[name] = restored(*values[name])
+            return entry(**values) if self.row.by_name else entry(*values.values())
         except (TypeError, ValueError) as error:
             suit_hint(error, given)
             raise
 
     def likes(self, given: Arguments) -> list[Shaped]:
         """Return the shapes and types of the results."""
-        shapes = {name: x.shape for name, x in tensors_among(given).items()}
+        if self.row.fits:
+            self.fits(given)
+        shapes = {
+            name: (*x.shape[:-1], 2 * x.shape[-1])
+            if name in self.writes and x.dtype == torch.uint8
+            else x.shape
+            for name, x in tensors_among(given).items()  # a byte of a four-bit cache holds two channels
+        }
         try:
             found = self.row.shapes(shapes)
         except LayoutError as error:
@@ -135,218 +129,490 @@ class _Function:
         wide = operators.wide_dtype(dtype)
         return [(shape, wide if x.wide else dtype) for shape, x in zip(found, self.row.results, strict=True)]
 
-    def fake(self, *arguments: Any) -> Any:
-        check_no_tangents(self.names, arguments, self.name)
-        operators.check_devices(self.names, arguments)
-        likes = self.likes(self.by_name(arguments))
-        made = tuple(arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in likes)
-        return made if self.row.all else made[0]
+    def fits(self, given: Arguments) -> None:
+        try:
+            self.row.fits(given, operators.TYPES.__contains__)
+        except (TypeError, ValueError) as error:
+            suit_hint(error, given)
+            raise
 
-    def ordered(self, given: Arguments) -> list[Any]:
-        """Return the operands of operators."""
-        return [operand(given[name]) if name in self.integers else given[name] for name in self.names]
+    def fake(self, *operands: Any) -> Any:
+        check_no_tangents(self.names, operands, self.name)
+        operators.check_devices(self.names, operands)
+        given = dict(zip(self.names, operands, strict=True))
+        made = tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self.likes(given))
+        return made if len(made) > 1 else made[0] if made else None
+
+    def on_autocast(self, *operands: Any) -> Any:
+        given = self.cast(dict(zip(self.names, operands, strict=True)))
+        with operators.without_autocast():
+            return self.operator(*given.values())
 
     def applied(self, operator: AnyFunction, given: Arguments) -> Any:
         meta = operators.on_meta(given)
-        return operators.call_operator(operator, self.ordered(given), meta)
+        return operators.call_operator(operator, self.operands.of(given), meta)
+
+    def drawn(self, given: Arguments, in_graph: bool) -> Arguments:
+        """Return the arguments with the seed of what is drawn."""
+        for name in self.chances:
+            if name in given:
+                seed = name.replace("_prob", "_seed")
+                return given | {seed: operators.seed_of(given[name], given.get(seed), in_graph)}
+        return given
+
+    # Under vmap
+
+    def folded(self, given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
+        """Fold mapped rows into the batch, where every batch row is as when called alone."""
+        if any(given.get(name) is not None for name in self.starts):
+            return None
+        if any(given.get(name) for name in self.chances) or any(dims.get("mask_tensors") or ()):
+            return None
+        if batch_rows(given.get("mask_specification", "")) > 1:
+            return None
+        first = self.names[0]
+        rows = (
+            given[first].movedim(dims[first], 0).shape[1]
+            if dims[first] is not None
+            else given[first].shape[0]
+        )
+        together = dict(given)
+        by_row = set()
+        for name, x in tensors_among(given).items():
+            argument, dim = self.layouts[name], dims[name]
+            axes = argument.axes(x.ndim - (dim is not None))
+            if argument.broadcasts or (axes and axes[0] in ("B", "N")):
+                together[name] = _folded(x, dim, argument, count, rows)
+                by_row.add(name)
+            elif dim is not None:
+                return None
+        summed = itertools.compress(self.learned, given.get("wanted", ()))
+        if any(name not in by_row or self.layouts[name].broadcasts for name in summed):
+            return None  # a gradient over the rows of each call
+        return list(together.values()), rows
+
+
+def _folded(x: torch.Tensor, dim: int | None, argument: Argument, count: int, rows: int) -> torch.Tensor:
+    """Return as one call of all rows what `count` calls of so many batch rows have."""
+    x = x[None] if dim is None else x.movedim(dim, 0)
+    if argument.broadcasts:
+        missing = len(argument.layout.split(",")) + 1 - x.ndim
+        x = x.reshape(x.shape[0], *[1] * missing, *x.shape[1:])
+        if dim is None and x.shape[1] == 1:
+            return x[0]
+    return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
 
 
 class _Differentiable(_Function):
     def __init__(self, row: Row) -> None:
         super().__init__(row)
-        self.learned = len(self.tensors)
-        self.backward_names = ("dout", "dstate", *self.names, "wanted")
-        backward = f"{row.name}_backward"
-        operators.register(
-            row.name, self.schema, self.on_cpu, self.fake, results="(Tensor out, Tensor state)"
+        of_results = [f"d{x.name}" for x in row.results]
+        self.grads = len(of_results)
+        self.backward_names = (*of_results, *row.saved, *self.names, "wanted")
+        made = (
+            Argument(f"{d}{x.name}", Kind.DATA, x.layout, None, "") for x in row.results for d in ("d", "")
         )
+        self.layouts = {x.name: x for x in (*row.problem, *made)}
+        self.transformed, self.transformed_backward = _transforms(self)
+        results = [f"Tensor {x.name}" for x in row.results]
+        given = ", ".join(
+            (*(f"Tensor? {x}" for x in of_results), *(f"Tensor {x}" for x in row.saved), self.operands.schema)
+        )
+        rules: Arguments = {
+            "Autograd": operators.autograd_kernel(row.name, self.on_cpu, self.learn),
+            "AutocastCPU": self.on_autocast,
+        }
+        self.operator = self.register(row.name, self.operands.schema, results, self.on_cpu, self.fake, rules)
+        self.wide = self.operator
+        if row.saved:
+            wide = f"{row.name}_wide"
+            rules = {"Autograd": operators.autograd_kernel(wide, self.wide_on_cpu, self.learn_wide)}
+            results = [*results, "Tensor wide_out"]
+            self.wide = self.register(
+                wide, self.operands.schema, results, self.wide_on_cpu, self.wide_fake, rules
+            )
+        # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
+        into = ", ".join(f"Tensor({letter}!) {x.name}" for letter, x in zip("ab", row.results, strict=True))
         operators.register(
+            f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
+        )
+        backward = f"{row.name}_backward"
+        learn = self.transformed_backward.apply
+        self.backward = operators.register(
             backward,
-            f"Tensor? dout, Tensor? dstate, {self.schema}, bool[] wanted",
+            f"{given}, bool[] wanted",
+            "Tensor[]",
             self.backward_on_cpu,
             self.backward_fake,
-            results="Tensor[]",
+            Autograd=operators.autograd_kernel(backward, self.backward_on_cpu, lambda *x: list(learn(*x))),
+            vmap=operators.mapped(self.call_backward, self.backward_names, list, self.folded),
         )
-        self.operator = getattr(torch.ops.attnmask, row.name).default
-        self.backward = getattr(torch.ops.attnmask, backward).default
-        rules = operators.Rules(
-            row.name,
-            self.names,
-            self.backward_names,
-            self.operator,
-            self.backward,
-            self.keep,
-            self.spread,
-            self.in_one_call,
-        )
-        self.transformed = operators.transformed(rules)
-        operators.register_rules(rules, self.on_cpu, self.backward_on_cpu)
 
-    def compute(self, given: Arguments, with_all: bool) -> Any:
-        result = self.call(self.row.entry, given, {self.row.all: with_all, "out": None})
+    def register(
+        self,
+        name: str,
+        schema: str,
+        results: list[str],
+        on_cpu: AnyFunction,
+        fake: AnyFunction,
+        rules: Arguments,
+    ) -> Any:
+        def call(*operands: object) -> Any:
+            return operator(*operands)
+
+        vmap = operators.mapped(call, self.names, tuple, self.folded)
+        operator = operators.register(
+            name, schema, f"({', '.join(results)})", on_cpu, fake, vmap=vmap, **rules
+        )
+        return operator
+
+    # On the CPU
+
+    def compute(self, given: Arguments, with_all: bool, tensors: dict[str, torch.Tensor]) -> Any:
+        more: Arguments = {self.row.all: with_all}
+        result = self.call(self.row.entry, given, more if self.row.by_name else more | _NO_OUT, tensors)
         return tuple(map(to_tensor, result)) if with_all else to_tensor(result)
 
-    def remember(self, given: Arguments) -> tuple[Any, ...]:
+    def remember(
+        self, given: Arguments, tensors: dict[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Return the results, and what gradients need."""
-        found = self.call(self.row.keep or self.row.entry, given, {self.row.all: True, "out": None})
-        return found if self.row.keep else (found,)
+        if not self.row.keep:
+            return self.compute(given, True, tensors), []
+        more: Arguments = {} if self.row.by_name else {self.row.all: True} | _NO_OUT
+        found, *kept = self.call(self.row.keep, given, more, tensors)
+        results = tuple(map(to_tensor, found))
+        same = dict(zip(map(id, found), results, strict=True))
+        return results, [same[id(x)] if id(x) in same else to_tensor(x) for x in kept]
 
-    def on_cpu(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        check_no_tangents(self.names, arguments, self.name)
-        return self.compute(self.by_name(arguments), True)
+    def on_cpu(self, *operands: object) -> tuple[torch.Tensor, ...]:
+        check_no_tangents(self.names, operands, self.name)
+        given = self.operands.arguments(*operands)
+        return self.compute(given, True, tensors_among(given))
+
+    def into(self, *operands: Any, **results: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and any(map(_learns, operands)):
+            raise RuntimeError(f"attnmask::{self.name}.out has no gradient: no argument may require one")
+        self.fake_into(*operands, **results)
+        (_, out), *others = results.items()
+        given = self.operands.arguments(*operands)
+        more: Arguments = {self.row.all: True, "out": out}
+        _, *computed = self.call(self.row.entry, given, more, tensors_among(given | more))
+        for (_, result), x in zip(others, computed, strict=True):
+            result.copy_(to_tensor(x))
+
+    def fake_into(self, *operands: Any, **results: torch.Tensor) -> None:
+        operators.check_devices((*results, *self.names), (*results.values(), *operands))
+        likes = self.likes(dict(zip(self.names, operands, strict=True)))
+        for (name, x), (shape, dtype) in zip(results.items(), likes, strict=True):
+            if x.shape != tuple(shape) or x.dtype != dtype:
+                expected = describe(x.new_empty(shape, dtype=dtype, device="meta"))
+                raise ValueError(f"{name} must be a {expected}, got {describe(x)}")
+
+    def wide_on_cpu(self, *operands: object) -> tuple[torch.Tensor, ...]:
+        check_no_tangents(self.names, operands, self.name)
+        given = self.operands.arguments(*operands)
+        results, (wide_out, *_) = self.remember(given, tensors_among(given))
+        return *results, wide_out.clone() if wide_out is results[0] else wide_out
+
+    def wide_fake(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        out, *more = self.fake(*operands)
+        return out, *more, torch.empty_like(out, dtype=operators.wide_dtype(out.dtype))
 
     def differentiate(
-        self, dout: MaybeTensor, dstate: MaybeTensor, arguments: Sequence[object], kept: Sequence[object] = ()
-    ) -> tuple[Array, ...]:
-        check_no_tangents(self.backward_names, (dout, dstate, *arguments), self.name)
-        given = self.by_name(arguments)
-        if dout is None:
-            shape, dtype = self.likes(given)[0]
-            dout = torch.zeros(shape, dtype=dtype)
+        self,
+        of_results: Sequence[MaybeTensor],
+        given: Arguments,
+        kept: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> Iterable[Any]:
+        dout, *more = of_results
         if self.row.keep and not kept:
-            _, *kept = self.remember(given)
-        held = dict(zip(("kept",), kept, strict=False))
-        return self.call(self.row.backward, given, held | {"dout": dout, "dstate": dstate})
+            _, kept = self.remember(given, tensors_among(given))
+        if dout is None:
+            (shape, dtype), *_ = self.likes(given)
+            dout = torch.zeros(shape, dtype=dtype)
+        names = self.backward_names[: self.grads]
+        held = dict(zip(self.row.saved or ("kept",), kept, strict=False))
+        given_grads = dict(zip(names, (dout, *more), strict=True))
+        extras: Arguments = {}
+        if self.row.by_name:
+            terms = self.row.of(Kind.TERM)
+            extras = {f"grad_{x}": want for x, want in zip(self.learned, wanted, strict=True) if x in terms}
+        more_given = held | given_grads | extras
+        return self.call(self.row.backward, given, more_given, tensors_among(given | more_given))
 
-    def backward_on_cpu(self, dout: MaybeTensor, dstate: MaybeTensor, *more: Any) -> list[torch.Tensor]:
-        *arguments, wanted = more
-        grads = self.differentiate(dout, dstate, arguments)
-        return list(map(to_tensor, itertools.compress(grads, wanted)))
+    def backward_on_cpu(self, *operands: Any) -> list[torch.Tensor]:
+        check_no_tangents(self.backward_names, operands, self.name)
+        of_results, rest = operands[: self.grads], operands[self.grads :]
+        saved = len(self.row.saved)
+        *arguments, wanted = rest[saved:]
+        grads = self.differentiate(of_results, self.operands.arguments(*arguments), rest[:saved], wanted)
+        return [to_tensor(x) for x in itertools.compress(grads, wanted)]
 
-    def backward_fake(self, dout: MaybeTensor, dstate: MaybeTensor, *more: Any) -> list[torch.Tensor]:
-        *arguments, wanted = more
-        operators.check_devices(self.backward_names[:-1], (dout, dstate, *arguments))
+    def backward_fake(self, *operands: Any) -> list[torch.Tensor]:
+        operators.check_devices(self.backward_names, operands)
+        *arguments, wanted = operands[self.grads + len(self.row.saved) :]
         return [x.new_empty(x.shape) for x in itertools.compress(arguments, wanted)]
 
-    def keep(self, ctx: Context, inputs: tuple[Any, ...], output: object) -> None:
-        tensors = self.learned + len(self.integers)
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.more = inputs[tensors:]
+    # Gradients
+
+    def learn(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
+        return results[: self.grads]
+
+    def learn_wide(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
+        return results if len(results) > self.grads else (*results, results[0].detach().clone())
+
+    def call_forward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        narrow = operands[0].dtype.itemsize == 2
+        return tuple((self.wide if narrow else self.operator)(*operands))
+
+    def call_backward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(self.backward(*operands))
+
+    def keep(self, ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        results, wide = output[: self.grads], output[self.grads :]
+        ctx.mark_non_differentiable(*wide)
+        saved = (*(wide or results[:1]), *results[1:]) if self.row.saved else ()
+        count, end = self.operands.tensors, self.operands.tensors + self.operands.lists
+        tensors, lists = inputs[:count], inputs[count:end]
+        ctx.parts, ctx.more = len(saved), inputs[end:]
+        ctx.save_for_backward(*saved, *tensors, *itertools.chain(*lists))
         ctx.set_materialize_grads(False)
 
-    def spread(
-        self, operator: AnyFunction, ctx: Context, dout: MaybeTensor, dstate: MaybeTensor
+    def gradients(
+        self, operator: AnyFunction, ctx: Context, of_results: Sequence[MaybeTensor]
     ) -> tuple[MaybeTensor, ...]:
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[: self.learned]]
-        grads = operator(dout, dstate, *ctx.saved_tensors, *ctx.more, wanted)
-        return *operators.spread(grads, wanted), *[None] * (len(self.names) - self.learned)
+        saved = ctx.saved_tensors
+        end = ctx.parts + self.operands.tensors
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(self.learned)]]
+        lists = [list(saved[end:])] if self.operands.lists else []
+        grads = operator(*of_results[: self.grads], *saved[:end], *lists, *ctx.more, wanted)
+        return *spread(grads, wanted), *[None] * (len(self.names) - len(self.learned))
 
-    def in_one_call(self, given: Arguments, dims: Arguments, count: int) -> tuple[list[object], int] | None:
-        """Fold mapped rows into the batch. Arrays with an entry for each batch row are those of three or more axes."""
-        tensors = tensors_among(given)
-        by_row = {name for name, x in tensors.items() if x.ndim - (dims[name] is not None) > 2}
-        summed = (name not in by_row for name in itertools.compress(self.names, given.get("wanted", ())))
-        one_by_one = any(dims[name] is not None for name in tensors.keys() - by_row)
-        if one_by_one or any(given[name] is not None for name in self.starts):
-            return None
-        if any(summed):  # a gradient over the rows of each call
-            return None
-        folded, rows = dict(given), 0
-        for name in by_row:
-            x, dim = tensors[name], dims[name]
-            x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
-            rows = x.shape[1]
-            folded[name] = x.flatten(0, 1)
-        return list(folded.values()), rows
-
-    def __call__(self, given: Arguments) -> Any:
+    def __call__(self, given: Arguments, with_all: bool) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling and torch._C._are_functorch_transforms_active():
             # Operators have no gradients for torch.func.
-            return torch.compiler.disable(self.__call__)(given)
-        with_all = flag(given.pop(self.row.all), self.row.all)
+            return torch.compiler.disable(self.__call__)(given, with_all)
         given = self.prepared(given)
+        tensors = tensors_among(given)
         if not compiling:
-            check_no_tangents(given, given.values(), self.name)
-        if compiling or needs_operator(given.values()):
-            operator = self.transformed.apply if operators.is_differentiated() else self.operator
+            check_no_tangents(tensors, tensors.values(), self.name)
+        in_graph = compiling or needs_operator(tensors.values())
+        given = self.drawn(given, in_graph)
+        if in_graph:
+            operator = self.learn if operators.is_differentiated() else self.operator
             results = self.applied(operator, given)
-        elif torch.is_grad_enabled() and any(
-            given[name] is not None and given[name].requires_grad for name, _ in self.tensors
-        ):
-            results = _Learning.apply(self, *self.ordered(given))
-        else:
-            return self.compute(given, with_all)
-        return results if with_all else results[0]
+            return results if with_all else results[0]
+        wanting = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
+        if not wanting:
+            return self.compute(given, with_all, tensors)
+        if any(name in self.learned for name in wanting):
+            results = _Learning.apply(self, *_held(self, given))
+            return results if with_all else results[0]
+        tensors |= {name: tensors[name].detach() for name in wanting}
+        return self.compute(given, with_all, tensors)
+
+
+def _learns(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def spread(grads: Iterable[torch.Tensor], wanted: Sequence[bool]) -> list[MaybeTensor]:
+    """Return the wanted gradients, and None for the others."""
+    rest = iter(grads)
+    return [next(rest) if needed else None for needed in wanted]
+
+
+def _transforms(function: _Differentiable) -> tuple[Any, Any]:
+    """Return the operators of a function for autograd and `torch.func`, which ignores the gradients of operators."""
+
+    def no_tangents(ctx: object, *tangents: object) -> NoReturn:
+        raise RuntimeError(NO_FORWARD.format(function.name, "an argument"))
+
+    def no_second(ctx: object, *_: object) -> NoReturn:
+        raise RuntimeError(NO_SECOND.format(function.name))
+
+    def keep_none(ctx: object, inputs: object, output: object) -> None:
+        """Keep nothing for a second derivative, which there is not."""
+
+    def keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        function.keep(ctx, inputs, output)
+
+    def gradients(ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        operator = Backward.apply if operators.is_differentiated() else function.call_backward
+        return function.gradients(operator, ctx, of_results)
+
+    class Backward(torch.autograd.Function):
+        setup_context = staticmethod(keep_none)
+        backward = staticmethod(no_second)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
+            with operators.below_autograd():
+                return function.call_backward(*operands)
+
+        @staticmethod
+        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
+            rule = operators.mapped(Backward.apply, function.backward_names, tuple, function.folded)
+            return rule(info, in_dims, *operands)
+
+    class Forward(torch.autograd.Function):
+        setup_context = staticmethod(keep)
+        backward = staticmethod(gradients)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
+            with operators.below_autograd():
+                return function.call_forward(*operands)
+
+        @staticmethod
+        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
+            rule = operators.mapped(Forward.apply, function.names, tuple, function.folded)
+            return rule(info, in_dims, *operands)
+
+    return Forward, Backward
 
 
 class _Learned(Context, Protocol):
     function: _Differentiable
 
 
+_FIXED = (torch.Tensor, MaskInfo, MaskTensors, int, float, str, type(None))
+
+
+def _held(function: _Differentiable, given: Arguments) -> tuple[Any, ...]:
+    """Return the arguments that have gradients, and all others, with arrays copied: they are kept until the gradient
+    needs them. PyTorch reports a tensor that has changed by then.
+    """
+    for name, x in given.items():
+        if not isinstance(x, _FIXED) and name in function.operands.arrays:
+            given = given | {name: as_array(x, name).copy()}
+    learned = function.learned
+    return *[given.get(name) for name in learned], given | dict.fromkeys(learned)
+
+
 class _Learning(torch.autograd.Function):
-    """A function called without an operator, which keeps what the gradient needs."""
+    """A function called without PyTorch's dispatcher, which takes longer than a short call. It keeps what the gradient
+    needs.
+    """
 
     @staticmethod
-    def forward(ctx: _Learned, function: _Differentiable, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        results, *kept = function.remember(function.by_name(arguments))
-        count = function.learned + len(function.integers)
-        ctx.function, ctx.more = function, arguments[count:]
-        ctx.save_for_backward(*arguments[:count], *map(to_tensor, kept))
+    def forward(ctx: _Learned, function: _Differentiable, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        *learned, others = inputs
+        given = others | dict(zip(function.learned, learned, strict=True))
+        tensors = tensors_among(given)
+        results, kept = function.remember(given, tensors)
+        ctx.function, ctx.names, ctx.others = function, tuple(tensors), given | dict.fromkeys(tensors)
+        parts: tuple[torch.Tensor, ...] = ()
+        for name in function.masks:
+            if isinstance(given.get(name), MaskTensors):
+                ctx.others[name], parts = given[name].specification, given[name].tensors
+        ctx.parts = len(parts)
+        ctx.save_for_backward(*parts, *tensors.values(), *kept)
         ctx.set_materialize_grads(False)
-        return tuple(map(to_tensor, results))
+        return results
 
     @staticmethod
-    def backward(ctx: _Learned, dout: MaybeTensor, dstate: MaybeTensor) -> tuple[MaybeTensor, ...]:
+    def backward(ctx: _Learned, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
-            return torch.compiler.disable(_Learning.backward)(ctx, dout, dstate)
-        function, tensors = ctx.function, ctx.saved_tensors
-        count = function.learned + len(function.integers)
-        arguments = *tensors[:count], *ctx.more
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[1 : 1 + function.learned]]
-        if torch.is_grad_enabled() or needs_operator((dout, dstate, *tensors)):
-            grads = operators.spread(function.backward(dout, dstate, *arguments, wanted), wanted)
+            return torch.compiler.disable(_Learning.backward)(ctx, *of_results)
+        function, saved = ctx.function, ctx.saved_tensors
+        end = ctx.parts + len(ctx.names)
+        given = ctx.others | dict(zip(ctx.names, saved[ctx.parts : end], strict=True))
+        for name in function.masks:
+            if isinstance(given.get(name), str):
+                given[name] = MaskTensors(given[name], saved[: ctx.parts])
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[1 : 1 + len(function.learned)]]
+        if torch.is_grad_enabled() or needs_operator((*of_results, *saved)):
+            results = saved[end:] if function.row.saved else ()
+            grads = spread(
+                function.call_backward(*of_results, *results, *function.operands.of(given), wanted), wanted
+            )
         else:
-            found = function.differentiate(dout, dstate, arguments, tensors[count:])
+            check_no_tangents(function.backward_names, of_results, function.name)
+            found: Any = function.differentiate(of_results, given, saved[end:], wanted)
             grads = [to_tensor(grad) if needed else None for grad, needed in zip(found, wanted, strict=True)]
-        return None, *grads, *[None] * (len(function.names) - function.learned)
+        return None, *grads, None
 
 
-class _Step(_Function):
-    """One token of each sequence: a function that writes to a state, and has no gradient."""
+class _Writing(_Function):
+    """A function that writes to its arguments, and has no gradient."""
 
     def __init__(self, row: Row) -> None:
         super().__init__(row)
-        (self.state,) = self.written
-        operators.register(
+        results = [f"Tensor {x.name}" for x in row.results]
+        self.operator = operators.register(
             row.name,
-            self.schema,
+            self.operands.schema,
+            "Tensor" if len(results) == 1 else f"({', '.join(results)})",
             self.on_cpu,
             self.fake,
-            results="Tensor",
-            autograd=operators.without_gradient(row.name, self.names, row.trained),
-            vmap=self.mapped,
+            Autograd=self.without_gradient,
+            AutocastCPU=self.on_autocast if row.cast else None,
+            vmap=self.mapped if results else None,
         )
-        self.operator = getattr(torch.ops.attnmask, row.name).default
 
-    def compute(self, given: Arguments) -> torch.Tensor:
-        out = self.call(self.row.entry, given, {"out": None})
-        if not given[self.state].is_inference():
-            torch.autograd.graph.increment_version(given[self.state])
-        return to_tensor(out)
+    def compute(self, given: Arguments, with_all: bool, tensors: dict[str, torch.Tensor]) -> Any:
+        more: Arguments = {self.row.all: with_all} if self.row.all else {}
+        found = self.call(self.row.entry, given, more if self.row.by_name else _NO_OUT, tensors)
+        # Tell autograd what was written to, as any in-place operator does.
+        names = (*self.writes, "out") if given.get("key", given) is not None else ("out",)
+        written = [tensors[name] for name in names if name in tensors and not tensors[name].is_inference()]
+        torch.autograd.graph.increment_version(written)
+        if found is None:
+            return None
+        out, *others = found if isinstance(found, tuple) else (found,)
+        out = tensors["out"] if "out" in tensors else to_tensor(out)
+        return (out, *map(to_tensor, others)) if with_all else out
 
-    def on_cpu(self, *arguments: object) -> torch.Tensor:
-        return self.compute(self.by_name(arguments))
+    def on_cpu(self, *operands: object) -> Any:
+        given = self.operands.arguments(*operands)
+        return self.compute(given, bool(self.row.all), tensors_among(given))
 
-    def mapped(
-        self, info: operators.Mapped, in_dims: Sequence[object], *arguments: object
-    ) -> tuple[torch.Tensor, int]:
-        if in_dims[self.names.index(self.state)] is None:
-            raise RuntimeError(
-                f"{self.state} must be mapped in {self.name} under vmap: all calls would write to the same one"
-            )
-        count, size = len(self.names), info.batch_size
-        calls = [self.operator(*map(operators.chosen, arguments, in_dims, [i] * count)) for i in range(size)]
-        return torch.stack(calls), 0
+    def without_gradient(self, keyset: torch._C.DispatchKeySet, *operands: object) -> Any:
+        given = tensors_among(dict(zip(self.names, operands, strict=True)))
+        operators.check_no_gradient(given, self.name, self.row.trained)
+        with operators.below_autograd():
+            return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *operands)
 
-    def __call__(self, given: Arguments) -> torch.Tensor:
+    def mapped(self, info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> Any:
+        for name, x, dim in zip(self.names, operands, in_dims, strict=True):
+            if name in self.writes and x is not None and dim is None:
+                raise RuntimeError(
+                    f"{name} must be mapped in {self.name} under vmap: all calls would write to the same one"
+                )
+        kind = tuple if len(self.row.results) > 1 else torch.Tensor
+        return operators.mapped(self.operator, self.names, kind, lambda *_: None)(info, in_dims, *operands)
+
+    def __call__(self, given: Arguments, with_all: bool = False) -> Any:
         given = self.prepared(given)
+        tensors = tensors_among(given)
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
-            operators.check_no_gradient(tensors_among(given), self.name, self.row.trained)
-        if compiling or needs_operator(given.values()):
-            return self.applied(self.operator, given)
-        return self.compute(given)
+            operators.check_no_gradient(tensors, self.name, self.row.trained)
+            if not needs_operator(tensors.values()):
+                return self.compute(given, with_all, tensors)
+        out = given.pop("out", None)
+        if out is not None:  # to which a graph copies the result: check it before the caches are written to
+            shape, dtype = self.likes(given)[0]
+            if out.dtype != dtype or out.shape != tuple(shape):
+                expected = f"a tensor of {str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+                raise ValueError(f"out must be {expected}, got {describe(out)}")
+        found = self.applied(self.operator, given)
+        results = found if isinstance(found, tuple) else (found,)
+        first = results[0] if out is None else out.copy_(results[0])
+        return (first, *results[1:]) if with_all else first
+
+
+def torch_function(row: Row) -> Any:
+    """Return what calls the function of a row, given its arguments by name and whether all results are wanted."""
+    return (_Writing if row.of(Kind.STATE) else _Differentiable)(row)
 
 
 def torch_face(row: Row) -> Callable[..., Any]:
@@ -363,6 +629,11 @@ declares that it writes to `{state}`. ``torch.autocast`` casts {cast}, but not `
         about = f"""Apply `attnmask.{row.name}` to CPU tensors, with gradients of all of them and of the state.
 
 ``torch.autocast`` casts {cast}."""
-    made = function(row, TORCH, _Step(row) if state else _Differentiable(row), library_doc(row, TORCH, about))
+    compute = torch_function(row)
+
+    def call(given: Arguments) -> Any:
+        return compute(given, flag(given.pop(row.all), row.all) if row.all else False)
+
+    made = function(row, TORCH, call, library_doc(row, TORCH, about))
     made.__module__ = "attnmask.torch"
     return made

@@ -94,7 +94,7 @@ def _digest(given: Given) -> int:
 
 
 _NUMBERS = 9  # tokens, a seed, batch rows, heads, channels, heads of keys, channels of values, type, digest
-_TYPES = {dtype: number for number, dtype in enumerate(operators._TYPES)}
+_TYPES = {dtype: number for number, dtype in enumerate(operators.TYPES)}
 
 
 def _agreed(group: _Group, numbers: list[int] | None) -> tuple[list[int], int]:
@@ -547,7 +547,9 @@ class _RingAttention(torch.autograd.Function):
         *tensors, task = inputs
         query, key, value, softmax_aux, table = map(operators.detached, tensors)
         if task is None:
-            kept, lse = operators.new_results(query, value)
+            batch, tokens, heads, _ = query.shape
+            kept = query.new_empty((batch, tokens, heads, value.shape[-1]))
+            lse = query.new_empty((batch, heads, tokens), dtype=operators.wide_dtype(query.dtype))
         else:
             sinks = _sinks(softmax_aux, query)
             kept, lse = _forward(task, [query, key, value], sinks, table)

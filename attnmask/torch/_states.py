@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +66,11 @@ def tensors_of(state: State) -> MaskTensors:
 def tensors_of_graphs(state: State) -> MaskTensors:
     """Return `tensors_of` to be cached: real tensors also while a graph is traced, and none of inference mode."""
     with without_modes(), torch.inference_mode(False):
-        return tensors_of(state)
+        made = tensors_of(state)
+    if made.tensors:
+        held: Any = made.tensors[0]
+        held.attnmask_state = made, [x._version for x in made.tensors], replace(state)
+    return made
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +94,27 @@ def _read(specification: str) -> tuple[Shape, Program, int]:
 
 
 def restored_state(specification: str, tensors: Sequence[torch.Tensor]) -> State:
-    """Rebuild the mask of `mask_tensors`. The tensors may have changed since, so they are checked."""
+    """Rebuild the mask of `mask_tensors`. The tensors may have changed since, so they are checked, unless a graph has
+    them as constants and PyTorch tells that they have not.
+    """
+    if not tensors:
+        return _without_arrays(specification)
+    known = getattr(tensors[0], "attnmask_state", None)
+    if known is not None:
+        made, versions, prepared = known
+        same = len(tensors) == len(versions) and all(map(is_, tensors, made.tensors))
+        if same and specification == made.specification and versions == [x._version for x in tensors]:
+            state: State = prepared
+            return state
+    return _rebuilt(specification, tensors)
+
+
+@lru_cache(maxsize=256)
+def _without_arrays(specification: str) -> State:
+    return _rebuilt(specification, ())
+
+
+def _rebuilt(specification: str, tensors: Sequence[torch.Tensor]) -> State:
     shape, program, count = _read(specification)
     if len(tensors) != count:
         raise ValueError(f"mask_tensors must be {count} tensors for this specification, got {len(tensors)}")

@@ -22,10 +22,9 @@ from attnmask._common.arguments import check_form, describe, frozen
 from attnmask._common.keywords import advises
 from attnmask._common.types import Arguments, Array
 from attnmask._sequences.packed import prepare_position_ids
-from attnmask.torch._cache import check_no_gradient
 from attnmask.torch._described import DescribedTensor
 from attnmask.torch._import import torch
-from attnmask.torch._operators import detached, tensors_among
+from attnmask.torch._operators import check_no_gradient, detached, tensors_among
 from attnmask.torch._states import to_tensor
 from attnmask.transformers._masks import CACHE, transformers
 
@@ -36,6 +35,7 @@ from transformers.cache_utils import (  # isort: skip
 
 __all__ = ["PagedCache", "PagedTensor"]
 
+_NO_GRADIENT = ("flash_attention_with_kvcache", "flash_attention")  # the function, and the one that has them
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -81,7 +81,7 @@ class Pages:
         **more: object,
     ) -> torch.Tensor:
         """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
-        check_no_gradient({"query": query} | tensors_among(more))
+        check_no_gradient({"query": query} | tensors_among(more), *_NO_GRADIENT)
         more.pop("causal_offset", None)
         more.pop("q_segment_ids", None)
         rows = detached(query).transpose(1, 2)
@@ -211,7 +211,7 @@ class _Store:
             raise
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pages:
-        check_no_gradient({"key": key, "value": value})
+        check_no_gradient({"key": key, "value": value}, *_NO_GRADIENT)
         now = self.now or self.begin_rows(key.shape[0], key.shape[2])
         if layer in now.layers and not now.packed:
             self.check_complete()

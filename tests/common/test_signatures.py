@@ -13,7 +13,7 @@ from public_names import OFFERED, public_modules
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask._attention.arguments import ARGUMENTS, DEFAULTS
+from attnmask._attention.arguments import ARGUMENTS, DEFAULTS, type_of
 
 OWN = {  # arguments of a function that are not those of attention
     "flash_attention": {"return_lse", "out"},
@@ -66,7 +66,7 @@ def test_type_checkers_read_what_follows_from_the_table():
 
 
 def test_signatures_follow_from_the_table():
-    expected = [(row.name, row.default, row.type) for row in ARGUMENTS]
+    expected = [(row.name, row.default, type_of(row)) for row in ARGUMENTS]
     given = [(row.name, row.default, row.annotation) for row in shared("flash_attention")]
     assert given == expected
 

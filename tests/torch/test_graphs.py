@@ -39,7 +39,7 @@ def assert_same(torch, got, right):
 
 
 def operands(torch, **arguments):
-    return attnmask.torch._operands({"attention_mask": None} | arguments)
+    return attnmask.torch._attention._attend.operands.of({"attention_mask": None} | arguments)
 
 
 PLAIN = ({}, {"causal": True, "softmax_scale": 0.5, "bias": None}, {"causal": True, "causal_offset": 2})

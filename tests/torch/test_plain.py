@@ -43,9 +43,9 @@ def no_python(torch, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("attention was called in Python")
 
-    from attnmask.torch import _operators as _torch_operators
+    from attnmask._faces.attention import ATTENTION
 
-    monkeypatch.setattr(_torch_operators, "flash_attention", fail)
+    monkeypatch.setattr(ATTENTION, "entry", fail)
 
 
 def as_numpy(torch, tensor):

@@ -27,7 +27,9 @@ def attend(*tensors):
 def operands(tensors, **more):
     """Those of the operators."""
     names = "query", "key", "value"
-    return attnmask.torch._operands(dict(zip(names, tensors, strict=True)) | {"attention_mask": None} | more)
+    return attnmask.torch._attention._attend.operands.of(
+        dict(zip(names, tensors, strict=True)) | {"attention_mask": None} | more
+    )
 
 
 def step(torch, function, given):

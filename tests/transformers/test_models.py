@@ -26,6 +26,7 @@ from tiny_models import (  # noqa: E402
 from transformers import masking_utils as masks  # noqa: E402
 
 import attnmask.transformers  # noqa: E402
+from attnmask._faces.attention import ATTENTION  # noqa: E402
 from attnmask.transformers import attention, attention_mask  # noqa: E402
 from attnmask.transformers._masks import SymbolicMask  # noqa: E402
 
@@ -371,9 +372,7 @@ def test_positions_that_are_no_packing():
 def test_tensors_are_read_in_place(monkeypatch):
     seen = []
     real = attnmask.flash_attention
-    monkeypatch.setattr(
-        attnmask.torch._operators, "flash_attention", lambda **given: seen.append(given) or real(**given)
-    )
+    monkeypatch.setattr(ATTENTION, "entry", lambda **given: seen.append(given) or real(**given))
     rows = torch.randn(2, 6, 3, 4, 8)  # queries, keys and values of one projection
     query, key, value = (rows[:, :, i].transpose(1, 2) for i in range(3))
     with torch.no_grad():

@@ -1,0 +1,107 @@
+"""The rows of attention, of caches and of writes to them, as PyTorch and JAX have them."""
+
+from typing import Any
+
+from attnmask._attention.arguments import ARGUMENTS, CACHE_DEFAULTS, LEARNED, OF_CACHES
+from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd
+from attnmask._attention.forward import Results, attend_for_gradients
+from attnmask._attention.problem import FlashAttentionGrads, check_layout
+from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
+from attnmask._cache.write_kvcache import write_kvcache
+from attnmask._common.arguments import describe
+from attnmask._common.types import AnyFunction, Arguments, Array
+from attnmask._faces.rows import Argument, Kind, Result, Row, arguments
+
+
+def _keep(**given: Any) -> tuple[tuple[Array, Array], Array, Array]:
+    """Return the results, and what gradients take in their place."""
+    results: Results = attend_for_gradients(given)
+    out, lse, wide_out = results
+    return (out, lse), wide_out, lse
+
+
+def _fits_cache(given: Arguments, _: AnyFunction) -> None:
+    packed = given["cu_seqlens_q"] is not None
+    if given["query"].ndim != (3 if packed else 4):
+        expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
+        raise ValueError(f"query must be {expected}, got {describe(given['query'])}")
+
+
+def _fits(given: Arguments, is_floating: AnyFunction) -> None:
+    packed = given.get("cum_seqlens_q") is not None or given.get("cum_seqlens_k") is not None
+    check_layout([given[name] for name in LEARNED[:3]], packed, is_floating)
+
+
+ATTENTION = Row(
+    "flash_attention",
+    (*ARGUMENTS, Argument("return_lse", Kind.ALL, "", False, "")),
+    (
+        Result("out", "[B, Tq, H, Dv] or [Tq, H, Dv]"),
+        Result("lse", "[B, H, Tq] or [H, Tq]", wide=True),
+    ),
+    places=5,
+    entry=flash_attention,
+    keep=_keep,
+    backward=flash_attention_bwd,
+    grads=FlashAttentionGrads,
+    cast=LEARNED[:3],
+    by_name=True,
+    saved=("out", "lse"),
+    fits=_fits,
+)
+
+CACHE = Row(
+    "flash_attention_with_kvcache",
+    (
+        *arguments("""
+query : learned [B, Tq, H, D] or [total, H, D]
+k_cache : state [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]
+v_cache : state [B, Tmax, Hkv, Dv] or [pages, page_size, Hkv, Dv]
+key : learned [B, Tnew, Hkv, D] or [total, Hkv, D] = None
+value : learned [B, Tnew, Hkv, Dv] or [total, Hkv, Dv] = None
+cache_seqlens : lengths [B] = None
+block_table : slots [B, max_pages] = None
+cu_seqlens_q, cu_seqlens_k_new : starts [B + 1] = None
+k_scale, v_scale : state = None
+"""),
+        *(
+            row._replace(
+                default=CACHE_DEFAULTS.get(row.name), kind=Kind.DATA if row.kind is Kind.TERM else row.kind
+            )
+            for row in (*ARGUMENTS, *OF_CACHES)
+            if row.name in CACHE_DEFAULTS or row.kind is Kind.MASK
+        ),
+        *arguments("""
+rotate : flag = False
+return_lse : all = False
+out : out = None
+"""),
+    ),
+    (
+        Result("out", "[B, Tq, H, Dv] or [total, H, Dv]"),
+        Result("lse", "[B, H, Tq] or [H, total]", wide=True),
+    ),
+    places=5,
+    entry=flash_attention_with_kvcache,
+    cast=LEARNED[:3],
+    by_name=True,
+    trained="flash_attention",
+    fits=_fits_cache,
+)
+WRITE = Row(
+    "write_kvcache",
+    """
+k_cache : state [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]
+v_cache : state [B, Tmax, Hkv, Dv] or [pages, page_size, Hkv, Dv]
+key : learned [total, Hkv, D] with slot_mapping
+value : learned [total, Hkv, Dv] or None
+slot_mapping : slots [total]
+k_scale, v_scale : state = None
+rotate : flag = False
+""",
+    (),
+    places=5,
+    entry=write_kvcache,
+    by_name=True,
+    trained="flash_attention",
+)
