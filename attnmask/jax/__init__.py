@@ -25,13 +25,12 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from typing import Any, Generic, Literal, Required, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, Required, TypeVar, Unpack, overload
 
 import numpy as np
 
 try:
     import jax
-    from jax.custom_derivatives import SymbolicZero
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
 if not hasattr(jax, "enable_x64"):
@@ -49,11 +48,10 @@ from attnmask._attention.arguments import (
     cache_keywords,
 )
 from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
-from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
-from attnmask._cache.write_kvcache import write_kvcache as write_in_numpy
-from attnmask._common.arguments import as_array, describe
+from attnmask._common.arguments import describe
 from attnmask._common.keywords import reject_unknown
-from attnmask._common.types import AnyFunction, Arguments
+from attnmask._common.types import Arguments
+from attnmask._faces.attention import CACHE, WRITE
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.ring import KEYWORDS, RingArguments, arguments_of
 from attnmask.jax import _cache as kvcache
@@ -63,13 +61,15 @@ from attnmask.jax import _ring as ring
 from attnmask.jax._arguments import check, check_known, is_traced, known_flag, sinks_of, specify
 from attnmask.jax._cache import KVCacheResult
 from attnmask.jax._call import register, to_jax
+from attnmask.jax._faces import on_copies
+from attnmask.jax._gradients import differentiable
 from attnmask.jax._linear import (
     linear_attention,
     linear_attention_step,
     short_convolution,
     short_convolution_step,
 )
-from attnmask.jax._types import ByName
+from attnmask.jax._types import ByName, Results
 
 __all__ = [
     "KVCacheResult",
@@ -228,8 +228,24 @@ def flash_attention(
     else:
         engine = call
         spec, others = specify(known, problem)
-    leaves, structure = jax.tree.flatten((_four_axes(learned), others))
-    results = _attention(engine, spec, with_lse)(*jax.tree.unflatten(structure, call.alike(leaves)))
+    count, dtype = 1 + with_lse, learned["query"].dtype
+
+    def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
+        if not for_gradients:
+            return tuple(engine.forward(spec, learned, others, count))
+        # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
+        out, lse, *wide_out = engine.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
+        return *(out, lse)[:count], *(wide_out or (out,)), lse
+
+    def backward(
+        learned: ByName, others: Any, wanted: tuple[str, ...], kept: Any, of_results: Any
+    ) -> Results:
+        dout, *dlse = of_results
+        given = (dout, *kept, *(x for x in dlse if x is not None))
+        found: tuple[jax.Array, ...] = engine.backward(spec, learned, others, wanted, given)
+        return found
+
+    results = differentiable(forward, backward, count)(_four_axes(learned), others)
     results = results if batched else tuple(x[0] for x in results)
     return results if with_lse else results[0]
 
@@ -298,7 +314,9 @@ def flash_attention_with_kvcache(
         if name not in kvcache.TRACED:
             check_known(x, name)
     if not any(map(is_traced, given.values())):
-        return _eager(given)
+        found, caches = on_copies(CACHE, given, given["key"] is not None)
+        out, lse = found if given["return_lse"] else (found, None)
+        return KVCacheResult(out, lse, **{name: given[name] for name in kvcache.CACHES} | caches)
     register()
     return kvcache.attend(given)
 
@@ -313,25 +331,6 @@ def _check_value(given: Arguments) -> None:
         "value must be given with key, got None; arrays in JAX share no memory, so that a latent cache has its values "
         f"in an array of their own: write value=key[..., :{channels}]"
     )
-
-
-def _eager(given: Arguments) -> KVCacheResult:
-    """Compute with NumPy, on a copy of caches that are written to."""
-    arrays, copies = _on_copies(given, given["key"] is not None)
-    found = kvcache_in_numpy(**arrays | copies)
-    out, *lse = found if given["return_lse"] else (found,)
-    caches = {name: given[name] for name in kvcache.CACHES}
-    caches |= {name: to_jax(copy) for name, copy in copies.items()}
-    return KVCacheResult(to_jax(out), to_jax(lse[0]) if lse else None, **caches)
-
-
-def _on_copies(given: Arguments, writes: bool) -> tuple[Arguments, Arguments]:
-    """Return NumPy's arguments, and copies of the caches if they are written to."""
-    arrays: Arguments = {
-        name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
-    }
-    names = kvcache.CACHES if writes else ()
-    return arrays, {name: np.array(arrays[name]) for name in names if given[name] is not None}
 
 
 def write_kvcache(
@@ -395,10 +394,8 @@ def write_kvcache(
         register()
         written: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None] = kvcache.write(given)
         return written
-    arrays, copies = _on_copies(given, True)
-    write_in_numpy(**arrays | copies)
-    k, v, k_scales, v_scales = (to_jax(copies.get(name)) for name in kvcache.CACHES)
-    return k, v, k_scales, v_scales
+    _, caches = on_copies(WRITE, given)
+    return caches["k_cache"], caches["v_cache"], caches.get("k_scale"), caches.get("v_scale")
 
 
 @overload
@@ -483,34 +480,3 @@ def ring_attention(
     learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if x is not None}
     register()
     return ring.attend(learned, given, with_lse)
-
-
-_Residuals: TypeAlias = tuple[dict[str, tuple[()]], ByName, Any, jax.Array, jax.Array]
-
-
-def _attention(engine: Any, spec: Any, with_lse: bool) -> AnyFunction:
-    """Return attention as a function of learned and other arrays, with its gradients."""
-
-    @jax.custom_vjp
-    def attend(learned: ByName, others: Any) -> tuple[jax.Array, ...]:
-        return engine.forward(spec, learned, others, 1 + with_lse)
-
-    def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
-        # The keys of a dict, because tracing leaves them alone.
-        wanted = {name: () for name, x in learned.items() if x.perturbed}
-        learned, others = jax.tree.map(lambda x: x.value, (learned, others))
-        narrow = learned["query"].dtype.itemsize == 2  # rounded, it would be the largest error of gradients
-        results = engine.forward(spec, learned, others, 3 if narrow else 2)
-        return results[: 1 + with_lse], (wanted, learned, others, results[-1 if narrow else 0], results[1])
-
-    def backward(residuals: _Residuals, cotangents: tuple[Any, ...]) -> tuple[Arguments, None]:
-        wanted, learned, others, out, lse = residuals
-        dout, *dlse = cotangents
-        dout = jax.numpy.zeros(out.shape, learned["query"].dtype) if isinstance(dout, SymbolicZero) else dout
-        dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
-        found = engine.backward(spec, learned, others, tuple(wanted), (dout, out, lse, *dlse))
-        grads: Arguments = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))
-        return grads, None
-
-    attend.defvjp(forward, backward, symbolic_zeros=True)
-    return attend

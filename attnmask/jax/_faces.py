@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from attnmask._common.arguments import as_array, one_of, real, wide_dtype
@@ -22,7 +21,8 @@ from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._faces.rows import ARRAYS, Argument, Face, Kind, Row, axes_of, function, library_doc
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, known_flag, like, starts_like
-from attnmask.jax._types import AnyArray, AnyByName, ByName, Shaped
+from attnmask.jax._gradients import differentiable
+from attnmask.jax._types import AnyArray, AnyByName, ByName, Results, Shaped
 
 JAX = Face(
     array="ArrayLike",
@@ -38,7 +38,6 @@ JAX = Face(
 )
 _FLAGS = call.WORDS["linear"]
 _AXES = 4  # of the first result of handlers
-_Residuals: TypeAlias = tuple[ByName, ByName, tuple[jax.Array, ...]]
 
 
 def _place(argument: Argument) -> int:
@@ -53,6 +52,17 @@ def _integers(x: AnyArray) -> AnyArray:
 
 def _flags_of(names: Iterable[str]) -> int:
     return sum(_FLAGS.get(name, 0) for name in names)
+
+
+def on_copies(row: Row, given: Arguments, writes: bool = True) -> tuple[Any, ByName]:
+    """Compute with NumPy. Return the results, and what is written to, of which NumPy gets copies."""
+    arrays = {name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()}
+    states = {
+        name: np.array(arrays[name]) for name in row.of(Kind.STATE) if given[name] is not None and writes
+    }
+    values = arrays | states
+    found = row.entry(**values) if row.by_name else row.entry(*values.values(), None)
+    return call.to_jax(found), {name: call.to_jax(x) for name, x in states.items()}
 
 
 class _Function:
@@ -149,7 +159,7 @@ class _Differentiable(_Function):
         words: Callable[[int], npt.NDArray[np.int64]],
         results: Sequence[Shaped],
         kept: Sequence[Shaped],
-    ) -> tuple[jax.Array, ...]:
+    ) -> Results:
         """Return the results of handlers that take `arrays` in this order; `kept` is for gradients."""
         call.register()
         order, name = list(arrays), self.row.handler
@@ -159,37 +169,33 @@ class _Differentiable(_Function):
 
         def run(
             target: str, flags: int, given: ByName, more: Sequence[jax.Array], shapes: Sequence[Shaped]
-        ) -> tuple[jax.Array, ...]:
+        ) -> Results:
             first = [given[name] for name in order]
             return call.call_handler(
                 f"{name}_{target}", words(flags | _flags_of(given)), [*first, *more], shapes, no_gradients
             )
 
-        @jax.custom_vjp
-        def compute(learned: ByName, others: ByName) -> tuple[jax.Array, ...]:
-            return run("forward", 0, learned | others, (), results)
+        def forward(learned: ByName, others: ByName, for_gradients: bool) -> Results:
+            more = kept if for_gradients else []
+            flags = _FLAGS["kept"] if more else 0
+            return run("forward", flags, learned | others, (), [*results, *more])
 
-        def forward(learned: Any, others: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
-            learned, others = jax.tree.map(lambda x: x.value, (learned, others))
-            flags = _FLAGS["kept"] if kept else 0
-            found = run("forward", flags, learned | others, (), [*results, *kept])
-            return tuple(found[: len(results)]), (learned, others, found[len(results) :])
-
-        def backward(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[ByName, None]:
-            learned, others, held = residuals
-            dout, dstate = cotangents
-            if isinstance(dout, SymbolicZero):
-                dout = jax.numpy.zeros(dout.shape, dout.dtype)
-            states = [] if isinstance(dstate, SymbolicZero) else [dstate]
+        def backward(
+            learned: ByName,
+            others: ByName,
+            wanted: tuple[str, ...],
+            held: tuple[jax.Array, ...],
+            of_results: Sequence[jax.Array | None],
+        ) -> list[jax.Array]:
             names = [name for name in order if name in learned]
             shapes = [(learned[name].shape, learned[name].dtype) for name in names]
-            flags = _FLAGS["dstate"] if states else 0
-            found = run("backward", flags, learned | others, [*held, dout, *states], shapes)
-            return dict(zip(names, found, strict=True)), None
+            given = [x for x in of_results if x is not None]
+            flags = _FLAGS["dstate"] if len(given) > 1 else 0
+            found = run("backward", flags, learned | others, [*held, *given], shapes)
+            grads = dict(zip(names, found, strict=True))
+            return [grads[name] for name in wanted]
 
-        compute.defvjp(forward, backward, symbolic_zeros=True)
-        leaves, structure = jax.tree.flatten((learned, others))
-        return compute(*jax.tree.unflatten(structure, call.alike(leaves)))
+        return differentiable(forward, backward, len(results))(learned, others)
 
 
 class _Step(_Function):
@@ -202,9 +208,8 @@ class _Step(_Function):
     def __call__(self, given: Arguments) -> tuple[jax.Array, jax.Array]:
         arrays, static = self.divided(given)
         if not any(map(is_traced, arrays.values())):
-            arrays[self.state] = np.array(arrays[self.state])
-            out = self.on_host(arrays, static, None)
-            return call.to_jax(out), call.to_jax(arrays[self.state])
+            out, states = on_copies(self.row, {x.name: given[x.name] for x in self.row.problem})
+            return out, states[self.state]
         self.check(arrays, static)
         sizes, ((shape, dtype),) = self.shaped(arrays)
         with_token = (shape[0], 1, *shape[1:], *(1,) * (_AXES - 1 - len(shape)))

@@ -40,7 +40,8 @@ from attnmask._sharded.ring import (
 )
 from attnmask.jax import _call as engine
 from attnmask.jax._arguments import Spec, check, check_known, is_traced, sinks_of, specify
-from attnmask.jax._types import AnyArray, ByName
+from attnmask.jax._gradients import differentiable
+from attnmask.jax._types import AnyArray, ByName, Results
 
 __all__ = ["attend"]
 
@@ -48,7 +49,6 @@ _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment
 
 
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]  # a result and its logsumexp
-_Residuals: TypeAlias = tuple[ByName, list[jax.Array], _Pair]
 
 
 @dataclass
@@ -77,10 +77,20 @@ def attend(learned: ByName, given: Given, with_lse: bool) -> jax.Array | tuple[j
     if "relative_bias" in learned:
         learned["relative_bias"] = learned["relative_bias"].astype(wide)
     seed = [given["dropout_seed"]] if is_traced(given["dropout_seed"]) else []
-    leaves, structure = jax.tree.flatten((learned, seed))
-    results: tuple[jax.Array, ...] = _attention(task, with_lse)(
-        *jax.tree.unflatten(structure, engine.alike(leaves))
-    )
+    count, dtype = 1 + with_lse, learned["query"].dtype
+
+    def forward(learned: ByName, seed: list[jax.Array], for_gradients: bool) -> Results:
+        out, lse = _forward(task, learned, seed)
+        results = (out.astype(dtype), lse)[:count]
+        return (*results, out, lse) if for_gradients else results
+
+    def backward(
+        learned: ByName, seed: list[jax.Array], wanted: tuple[str, ...], kept: Any, of_results: Any
+    ) -> list[jax.Array]:
+        grads = _backward(task, learned, seed, kept, tuple(x for x in of_results if x is not None))
+        return [grads[name] for name in wanted]
+
+    results = differentiable(forward, backward, count)(learned, seed)
     return results if with_lse else results[0]
 
 
@@ -355,23 +365,3 @@ def _d_sinks(sinks: jax.Array, results: _Pair, given: tuple[jax.Array, ...]) -> 
     weights = jax.numpy.exp(sinks[:, None] - lse[..., None])  # [B, H, T, S]
     live = (sinks[:, None] != -np.inf) & (lse[..., None] != -np.inf)
     return jax.numpy.where(live, lost[..., None] * weights, 0.0).sum(axis=(0, 2))
-
-
-def _attention(task: _Task, with_lse: bool) -> AnyFunction:
-    """Return attention as a function of learned arrays and a traced seed, with its gradients."""
-
-    @jax.custom_vjp
-    def attend(learned: ByName, seed: list[jax.Array]) -> tuple[jax.Array, ...]:
-        return forward(learned, seed)[0]
-
-    def forward(learned: ByName, seed: list[jax.Array]) -> tuple[tuple[jax.Array, ...], _Residuals]:
-        out, lse = _forward(task, learned, seed)
-        rounded = out.astype(learned["query"].dtype)
-        return (rounded, lse)[: 1 + with_lse], (learned, seed, (out, lse))
-
-    def backward(residuals: _Residuals, given: tuple[jax.Array, ...]) -> tuple[ByName, list[None]]:
-        learned, seed, results = residuals
-        return _backward(task, learned, seed, results, given), [None] * len(seed)
-
-    attend.defvjp(forward, backward)
-    return attend
