@@ -5,7 +5,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 
 from attnmask._attention import arguments as table
-from attnmask._faces import linear, rows
+from attnmask._faces import linear, rows, sums
 from attnmask._faces.rows import NUMPY, Face, Row
 
 PACKAGE = Path(__file__).parents[1] / "attnmask"
@@ -39,6 +39,12 @@ from numpy.typing import ArrayLike
 from attnmask._common.types import Array
 from attnmask._linear.grads import {grads}Grads, Vjp, VjpWithState
 """
+SUMS = """
+from numpy.typing import ArrayLike, DTypeLike
+
+from attnmask._common.types import Array
+from attnmask._linear.grads import Vjp
+"""
 TORCH = """
 from typing import Literal, overload
 
@@ -53,7 +59,9 @@ import numpy.typing as npt
 from jax.typing import ArrayLike
 """
 # How the libraries write types, without the libraries.
-IN_TORCH = NUMPY._replace(array="torch.Tensor", state="torch.Tensor", result="torch.Tensor", imports="torch")
+IN_TORCH = NUMPY._replace(
+    array="torch.Tensor", state="torch.Tensor", result="torch.Tensor", dtype="torch.dtype", imports="torch"
+)
 IN_JAX = NUMPY._replace(
     array="ArrayLike",
     state="ArrayLike",
@@ -65,6 +73,7 @@ IN_JAX = NUMPY._replace(
 IN_FACES = (
     linear.LINEAR_ATTENTION, linear.LINEAR_ATTENTION_STEP, linear.SHORT_CONVOLUTION, linear.SHORT_CONVOLUTION_STEP
 )  # fmt: skip
+SUMMED = sums.CHUNK_LOCAL_CUMSUM, sums.CHUNK_GLOBAL_CUMSUM
 RESULT = "Array"
 
 
@@ -145,7 +154,11 @@ STUBS = {  # path: imports, functions
         of_row(linear.SHORT_CONVOLUTION_VJP, NUMPY),
         of_row(linear.SHORT_CONVOLUTION_STEP, NUMPY),
     ),
-    PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in IN_FACES)),
+    PACKAGE / "_sequences" / "cumsum.pyi": (
+        SUMS,
+        *(of_row(row, NUMPY) for row in vars(sums).values() if isinstance(row, Row)),
+    ),
+    PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
     PACKAGE / "jax" / "_linear.pyi": (JAX, *(of_row(row, IN_JAX) for row in IN_FACES)),
 }
 

@@ -30,8 +30,8 @@ def with_gradient(row: Row) -> Row:
     starts = row.of(Kind.STARTS)
 
     def compute(*arguments: Any) -> tuple[Any, AnyFunction]:
-        *problem, every, out = arguments
-        with_all = flag(every, row.all)
+        *problem, out = arguments
+        more = [flag(problem.pop(), row.all)] if row.all else []
         given: Arguments = dict(zip(names, problem, strict=True))
         check_apart(out, ((name, given[name]) for name in arrays))
         for name in arrays:
@@ -39,16 +39,17 @@ def with_gradient(row: Row) -> Row:
                 array = as_array(given[name], name)
                 given[name] = array.copy() if name in starts else array  # vjp may be called after they change
         problem = list(given.values())
-        results, *kept = (
-            row.keep(*problem, with_all, out) if row.keep else (row.entry(*problem, with_all, out),)
-        )
+        results, *kept = row.keep(*problem, *more, out) if row.keep else (row.entry(*problem, *more, out),)
 
-        def vjp(dout: Any, dstate: Any = None) -> Any:
-            if dstate is not None and not with_all:
+        def vjp(dout: Any) -> Any:
+            return row.grads(*row.backward(*problem, *kept, dout))
+
+        def vjp_with_state(dout: Any, dstate: Any = None) -> Any:
+            if dstate is not None and not more[0]:
                 raise ValueError(f"dstate must be None without {row.all}=True")
             return row.grads(*row.backward(*problem, *kept, dout, dstate))
 
-        return results, vjp
+        return results, vjp_with_state if row.all else vjp
 
     made = copy(row)
     made.name, made.entry, made.returns_vjp = f"{row.name}_vjp", compute, True

@@ -11,7 +11,7 @@ from itertools import groupby
 from sys import intern
 from typing import Any, Literal, NamedTuple
 
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import TOP_LEFT
 from attnmask._common.keywords import reject_unknown
@@ -37,6 +37,7 @@ class Kind(Enum):
     SIZE = "size"
     FLAG = "flag"
     CHOICE = "choice"
+    DTYPE = "dtype"
     HINT = "hint"  # does not change results beyond rounding
     ALL = "all"  # a flag: whether all results are returned
     OUT = "out"  # takes the result
@@ -106,10 +107,10 @@ class Result(NamedTuple):
     layout: str
     wide: bool = False  # float32, or float64 for float64; else of the type of the first argument
 
-    def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the shape, for the first layout whose sizes are known."""
-        layouts = [[_size(axis, sizes) for axis in axes] for axes in axes_of(self.layout)]
-        return tuple(next(sizes for sizes in layouts if all(size is not None for size in sizes)))
+    def shape(self, sizes: Mapping[str, Any], place: int) -> tuple[Any, ...]:
+        """Return the shape by the layout that goes with the first argument's layout of this place."""
+        layouts = axes_of(self.layout)
+        return tuple(_size(axis, sizes) for axis in layouts[min(place, len(layouts) - 1)])
 
 
 class Face(NamedTuple):
@@ -125,6 +126,7 @@ class Face(NamedTuple):
     returned: str
     imports: str = ""
     returns_state: bool = False  # a new one, and writes to none
+    dtype: str = "DTypeLike"
 
     def type_of(self, argument: Argument) -> str:
         name = {
@@ -133,7 +135,9 @@ class Face(NamedTuple):
             Kind.STARTS: self.integers,
             Kind.SLOTS: self.integers,
             Kind.SCALE: "float",
+            Kind.NUMBER: "float",
             Kind.SIZE: "int",
+            Kind.DTYPE: self.dtype,
             Kind.CHOICE: "Literal[{}]".format(", ".join(repr(x) for x in argument.choices if x)),
             Kind.OUT: "Array",
         }.get(argument.kind, "bool")
@@ -148,7 +152,9 @@ class Face(NamedTuple):
             Kind.STARTS: self.integers_given,
             Kind.SLOTS: self.integers_given,
             Kind.SCALE: "float",
+            Kind.NUMBER: "float",
             Kind.SIZE: "int",
+            Kind.DTYPE: "dtype",
             Kind.CHOICE: f"{{{choices}}}",
             Kind.OUT: self.returned,
         }.get(argument.kind, "bool")
@@ -164,6 +170,7 @@ NUMPY = Face(
     types={
         "Array": Array,
         "ArrayLike": ArrayLike,
+        "DTypeLike": DTypeLike,
         "Literal": Literal,
         "Vjp": Vjp,
         "VjpWithState": VjpWithState,
@@ -247,8 +254,9 @@ class Row:
 
     def shapes(self, shapes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
         """Return the shapes of the results, for those of arguments."""
-        sizes = self.sizes(shapes)
-        return [result.shape(sizes) for result in self.results]
+        sizes, first = self.sizes(shapes), self.arguments[0]
+        place = axes_of(first.layout).index(first.axes(len(shapes[first.name])) or [])
+        return [result.shape(sizes, place) for result in self.results]
 
 
 class LayoutError(ValueError):
@@ -272,7 +280,7 @@ def axes_of(layout: str) -> list[list[str]]:
 
 def _size(axis: str, sizes: Mapping[str, Any]) -> Any:
     name, _, less = axis.partition(" - ")
-    return sizes[name] - int(less) if less else sizes.get(name)
+    return sizes[name] - int(less) if less else sizes[name]
 
 
 def parameters(arguments: Iterable[Argument], face: Face) -> list[str]:
@@ -301,8 +309,11 @@ def returned(row: Row, face: Face, every: bool | None = None) -> str:
     """Return the type of what a call returns: with all results or the first alone, or either."""
     count = len(row.results) + (len(row.of(Kind.STATE)) if face.returns_state else 0)
     both = f"tuple[{', '.join([face.result] * count)}]" if count > 1 else face.result
-    grads = row.grads.__name__
-    ways = [(face.result if row.all else both, both), (f"Vjp[{grads}]", f"VjpWithState[{grads}]")]
+    grads = row.grads.__name__ if row.all else face.result
+    ways = [
+        (face.result if row.all else both, both),
+        (f"Vjp[{grads}]", f"VjpWithState[{grads}]" if row.all else f"Vjp[{grads}]"),
+    ]
     found = [" | ".join(dict.fromkeys(way)) if every is None else way[every] for way in ways]
     return f"tuple[{', '.join(found)}]" if row.returns_vjp else found[0]
 

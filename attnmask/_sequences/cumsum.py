@@ -12,66 +12,18 @@ With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 
 Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]`` or ``[B, H, T, S]``.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
-
-from attnmask._common.arguments import as_array, check_apart, flag
-from attnmask._common.docstrings import with_parameters
-from attnmask._common.loading import _core
-from attnmask._common.types import Array
-
-_PARAMETERS = """
-    reverse : bool
-        Sum from the end of each chunk or sequence to its start.
-    softmax_scale : float, optional
-        Multiply the sums by this.
-    cu_seqlens : array_like of integers, shape [sequences + 1], optional
-        The batch is one row of packed sequences, and sums restart at each. From 0 to T, never decreasing.
-    head_first : bool
-        Time is the third axis instead of the second.
-    output_dtype : dtype, optional
-        dtype of the result; defaults to the input's. float16 and bfloat16 are summed in float32, integers in int64. A
-        result that does not fit is an OverflowError, and `out` then holds some of the sums.
-    out : ndarray, optional
-        Write the result here, and return it. It must have the result's shape and type, and share no memory with the
-        inputs.
-"""
+from attnmask._faces import sums as rows
+from attnmask._faces.arrays import numpy_face
 
 
-def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
-    # A subclass may override what np.ndim asks it for.
-    ndim = np.ndarray.ndim.__get__(array) if isinstance(array, np.ndarray) else as_array(array, name).ndim
-    if ndim != rank and ndim in (3, 4):  # the core refuses all other ranks
-        layout = ("[B, H, T" if flag(head_first, "head_first") else "[B, T, H") + (
-            ", S]" if rank == 4 else "]"
-        )
-        raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
-
-
-@with_parameters(_PARAMETERS)
-def chunk_local_cumsum(
-    g: ArrayLike,
-    chunk_size: int,
-    reverse: bool = False,
-    softmax_scale: float | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_LOCAL_CUMSUM)
+def chunk_local_cumsum(*args: Any, **given: Any) -> Any:
     """Return running sums within chunks of `chunk_size` tokens.
 
     Parameters
     ----------
-    g : array_like, shape [B, T, H] or [B, T, H, S]
-        Read in place, whatever its strides.
-    chunk_size : int
-        A power of two. The last chunk of a sequence may be shorter.
     <parameters>
 
     Returns
@@ -93,30 +45,16 @@ def chunk_local_cumsum(
     >>> attnmask.chunk_local_cumsum(g, 4, reverse=True, cu_seqlens=[0, 5, 8]).ravel()
     array([4., 3., 2., 1., 1., 3., 2., 1.])
     """
-    return _core.chunk_local_cumsum(
-        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
-    )
 
 
-@with_parameters(_PARAMETERS)
-def chunk_global_cumsum(
-    s: ArrayLike,
-    reverse: bool = False,
-    cu_seqlens: ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_GLOBAL_CUMSUM)
+def chunk_global_cumsum(*args: Any, **given: Any) -> Any:
     """Return running sums over whole sequences.
 
     The error of float32 sums stays below 1e-6 of the sum of absolute values, however long the sequence.
 
     Parameters
     ----------
-    s : array_like, shape [B, T, H] or [B, T, H, S]
-        Read in place, whatever its strides.
     <parameters>
 
     Returns
@@ -138,20 +76,10 @@ def chunk_global_cumsum(
     >>> attnmask.chunk_global_cumsum(s, cu_seqlens=[0, 3, 5]).ravel()
     array([0, 1, 3, 3, 7])
     """
-    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
 
 
-def chunk_local_cumsum_scalar(
-    g: ArrayLike,
-    chunk_size: int,
-    reverse: bool = False,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    cu_seqlens: ArrayLike | None = None,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_LOCAL_CUMSUM_SCALAR)
+def chunk_local_cumsum_scalar(*args: Any, **given: Any) -> Any:
     """Apply `chunk_local_cumsum` to one number per head: `g` is ``[B, T, H]``.
 
     Examples
@@ -160,23 +88,10 @@ def chunk_local_cumsum_scalar(
     >>> attnmask.chunk_local_cumsum_scalar(np.ones((1, 3, 1)), 2).ravel()
     array([1., 2., 1.])
     """
-    _check_rank(g, "g", 3, head_first)
-    return _core.chunk_local_cumsum(
-        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
-    )
 
 
-def chunk_local_cumsum_vector(
-    g: ArrayLike,
-    chunk_size: int,
-    reverse: bool = False,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    cu_seqlens: ArrayLike | None = None,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_LOCAL_CUMSUM_VECTOR)
+def chunk_local_cumsum_vector(*args: Any, **given: Any) -> Any:
     """Apply `chunk_local_cumsum` to one vector per head: `g` is ``[B, T, H, S]``.
 
     Examples
@@ -185,22 +100,10 @@ def chunk_local_cumsum_vector(
     >>> attnmask.chunk_local_cumsum_vector(np.ones((1, 3, 1, 2)), 2)[0, :, 0].tolist()
     [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
     """
-    _check_rank(g, "g", 4, head_first)
-    return _core.chunk_local_cumsum(
-        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
-    )
 
 
-def chunk_global_cumsum_scalar(
-    s: ArrayLike,
-    reverse: bool = False,
-    cu_seqlens: ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_GLOBAL_CUMSUM_SCALAR)
+def chunk_global_cumsum_scalar(*args: Any, **given: Any) -> Any:
     """Apply `chunk_global_cumsum` to one number per head: `s` is ``[B, T, H]``.
 
     Examples
@@ -209,20 +112,10 @@ def chunk_global_cumsum_scalar(
     >>> attnmask.chunk_global_cumsum_scalar(np.ones((1, 3, 1)), reverse=True).ravel()
     array([3., 2., 1.])
     """
-    _check_rank(s, "s", 3, head_first)
-    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
 
 
-def chunk_global_cumsum_vector(
-    s: ArrayLike,
-    reverse: bool = False,
-    cu_seqlens: ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> Array:
+@numpy_face(rows.CHUNK_GLOBAL_CUMSUM_VECTOR)
+def chunk_global_cumsum_vector(*args: Any, **given: Any) -> Any:
     """Apply `chunk_global_cumsum` to one vector per head: `s` is ``[B, T, H, S]``.
 
     Examples
@@ -231,42 +124,10 @@ def chunk_global_cumsum_vector(
     >>> attnmask.chunk_global_cumsum_vector(np.ones((1, 2, 1, 2)), softmax_scale=0.5)[0, :, 0].tolist()
     [[0.5, 0.5], [1.0, 1.0]]
     """
-    _check_rank(s, "s", 4, head_first)
-    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
 
 
-def _floating(array: ArrayLike, name: str) -> Array:
-    """Return `array` as an array; its type must have gradients."""
-    array = as_array(array, name)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be floating-point for gradients, got {array.dtype}")
-    return array
-
-
-def _pullback(sum_back: Callable[..., Array], primal: Array, name: str) -> Callable[[ArrayLike], Array]:
-    """Return the gradient function of running sums: `sum_back` sums the incoming gradient in the other direction."""
-    shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
-
-    def vjp(dout: ArrayLike) -> Array:
-        dout = _floating(dout, "dout")
-        if dout.shape != shape:
-            raise ValueError(f"dout must have the shape {shape} of {name}, got {dout.shape}")
-        return sum_back(dout, dtype)
-
-    return vjp
-
-
-def chunk_local_cumsum_vjp(
-    g: ArrayLike,
-    chunk_size: int,
-    reverse: bool = False,
-    softmax_scale: float | None = None,
-    cu_seqlens: ArrayLike | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> tuple[Array, Callable[[ArrayLike], Array]]:
+@numpy_face(rows.CHUNK_LOCAL_CUMSUM_VJP)
+def chunk_local_cumsum_vjp(*args: Any, **given: Any) -> Any:
     """Return `chunk_local_cumsum` and its gradient function.
 
     Parameters
@@ -287,31 +148,10 @@ def chunk_local_cumsum_vjp(
     >>> vjp(np.ones((1, 4, 1))).ravel()
     array([2., 1., 2., 1.])
     """
-    check_apart(out, (("g", g), ("cu_seqlens", cu_seqlens)))
-    g = _floating(g, "g")
-    if cu_seqlens is not None:
-        # vjp may be called after the caller's array has changed.
-        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()
-    result = chunk_local_cumsum(
-        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out=out
-    )
-
-    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> Array:
-        return chunk_local_cumsum(dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, dtype)
-
-    return result, _pullback(sum_back, g, "g")
 
 
-def chunk_global_cumsum_vjp(
-    s: ArrayLike,
-    reverse: bool = False,
-    cu_seqlens: ArrayLike | None = None,
-    softmax_scale: float | None = None,
-    head_first: bool = False,
-    output_dtype: DTypeLike | None = None,
-    *,
-    out: Array | None = None,
-) -> tuple[Array, Callable[[ArrayLike], Array]]:
+@numpy_face(rows.CHUNK_GLOBAL_CUMSUM_VJP)
+def chunk_global_cumsum_vjp(*args: Any, **given: Any) -> Any:
     """Return `chunk_global_cumsum` and its gradient function.
 
     Parameters
@@ -332,14 +172,3 @@ def chunk_global_cumsum_vjp(
     >>> vjp(np.ones((1, 3, 1))).ravel()
     array([3., 2., 1.])
     """
-    check_apart(out, (("s", s), ("cu_seqlens", cu_seqlens)))
-    s = _floating(s, "s")
-    if cu_seqlens is not None:
-        # vjp may be called after the caller's array has changed.
-        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()
-    result = chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out=out)
-
-    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> Array:
-        return chunk_global_cumsum(dout, not reverse, cu_seqlens, softmax_scale, head_first, dtype)
-
-    return result, _pullback(sum_back, s, "s")

@@ -3,6 +3,8 @@
 from attnmask.torch._attention import flash_attention, flash_attention_with_kvcache, write_kvcache
 from attnmask.torch._install import install, installed, uninstall
 from attnmask.torch._linear import (
+    chunk_global_cumsum,
+    chunk_local_cumsum,
     linear_attention,
     linear_attention_step,
     short_convolution,
@@ -15,6 +17,8 @@ from attnmask.torch._states import MaskTensors
 
 __all__ = [
     "MaskTensors",
+    "chunk_global_cumsum",
+    "chunk_local_cumsum",
     "flash_attention",
     "flash_attention_with_kvcache",
     "install",

@@ -55,6 +55,7 @@ TORCH = Face(
     integers_given="Tensor or array_like of integers",
     returned="Tensor",
     imports="torch",
+    dtype="torch.dtype",
 )
 # Functions
 
@@ -73,7 +74,7 @@ class _Function:
         self.operands = Operands(row)
         self.names = self.operands.names
         self.learned = row.of(*LEARNED)
-        self.masks = row.of(Kind.MASK)
+        self.masks, self.dtypes = row.of(Kind.MASK), row.of(Kind.DTYPE)
         self.starts = row.of(Kind.STARTS)
         self.chances = row.of(Kind.CHANCE)
 
@@ -105,6 +106,9 @@ class _Function:
             for name in self.masks:
                 if isinstance(values.get(name), MaskTensors):
                     values[name] = restored(*values[name])
+            for name in self.dtypes:
+                if isinstance(values[name], torch.dtype):
+                    values[name] = operators.in_numpy(values[name], name)
             return entry(**values) if self.row.by_name else entry(*values.values())
         except (TypeError, ValueError) as error:
             suit_hint(error, given)
@@ -125,7 +129,7 @@ class _Function:
         except LayoutError as error:
             name, layout = error.argument.name, error.argument.layout
             raise ValueError(f"{name} must be {layout}, got {describe(given[name])}") from None
-        dtype = given[self.names[0]].dtype
+        dtype = next((given[x] for x in self.dtypes if given.get(x)), given[self.names[0]].dtype)
         wide = operators.wide_dtype(dtype)
         return [(shape, wide if x.wide else dtype) for shape, x in zip(found, self.row.results, strict=True)]
 
@@ -220,7 +224,7 @@ class _Differentiable(_Function):
         )
         rules: Arguments = {
             "Autograd": operators.autograd_kernel(row.name, self.on_cpu, self.learn),
-            "AutocastCPU": self.on_autocast,
+            "AutocastCPU": self.on_autocast if row.cast else None,
         }
         self.operator = self.register(row.name, self.operands.schema, results, self.on_cpu, self.fake, rules)
         self.wide = self.operator
@@ -232,7 +236,7 @@ class _Differentiable(_Function):
                 wide, self.operands.schema, results, self.wide_on_cpu, self.wide_fake, rules
             )
         # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
-        into = ", ".join(f"Tensor({letter}!) {x.name}" for letter, x in zip("ab", row.results, strict=True))
+        into = ", ".join(f"Tensor({letter}!) {x.name}" for letter, x in zip("ab", row.results, strict=False))
         operators.register(
             f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
         )
@@ -260,18 +264,18 @@ class _Differentiable(_Function):
         def call(*operands: object) -> Any:
             return operator(*operands)
 
-        vmap = operators.mapped(call, self.names, tuple, self.folded)
-        operator = operators.register(
-            name, schema, f"({', '.join(results)})", on_cpu, fake, vmap=vmap, **rules
-        )
+        kind = tuple if len(results) > 1 else torch.Tensor
+        vmap = operators.mapped(call, self.names, kind, self.folded)
+        returns = f"({', '.join(results)})" if len(results) > 1 else results[0]
+        operator = operators.register(name, schema, returns, on_cpu, fake, vmap=vmap, **rules)
         return operator
 
     # On the CPU
 
     def compute(self, given: Arguments, with_all: bool, tensors: dict[str, torch.Tensor]) -> Any:
-        more: Arguments = {self.row.all: with_all}
+        more: Arguments = {self.row.all: with_all} if self.row.all else {}
         result = self.call(self.row.entry, given, more if self.row.by_name else more | _NO_OUT, tensors)
-        return tuple(map(to_tensor, result)) if with_all else to_tensor(result)
+        return tuple(map(to_tensor, result)) if isinstance(result, tuple) else to_tensor(result)
 
     def remember(
         self, given: Arguments, tensors: dict[str, torch.Tensor]
@@ -279,13 +283,15 @@ class _Differentiable(_Function):
         """Return the results, and what gradients need."""
         if not self.row.keep:
             return self.compute(given, True, tensors), []
-        more: Arguments = {} if self.row.by_name else {self.row.all: True} | _NO_OUT
+        more: Arguments = {self.row.all: True} if self.row.all else {}
+        more = {} if self.row.by_name else more | _NO_OUT
         found, *kept = self.call(self.row.keep, given, more, tensors)
+        found = found if isinstance(found, tuple) else (found,)
         results = tuple(map(to_tensor, found))
         same = dict(zip(map(id, found), results, strict=True))
         return results, [same[id(x)] if id(x) in same else to_tensor(x) for x in kept]
 
-    def on_cpu(self, *operands: object) -> tuple[torch.Tensor, ...]:
+    def on_cpu(self, *operands: object) -> Any:
         check_no_tangents(self.names, operands, self.name)
         given = self.operands.arguments(*operands)
         return self.compute(given, True, tensors_among(given))
@@ -296,8 +302,9 @@ class _Differentiable(_Function):
         self.fake_into(*operands, **results)
         (_, out), *others = results.items()
         given = self.operands.arguments(*operands)
-        more: Arguments = {self.row.all: True, "out": out}
-        _, *computed = self.call(self.row.entry, given, more, tensors_among(given | more))
+        more: Arguments = ({self.row.all: True} if self.row.all else {}) | {"out": out}
+        found = self.call(self.row.entry, given, more, tensors_among(given | more))
+        _, *computed = found if isinstance(found, tuple) else (found,)
         for (_, result), x in zip(others, computed, strict=True):
             result.copy_(to_tensor(x))
 
@@ -357,9 +364,9 @@ class _Differentiable(_Function):
 
     # Gradients
 
-    def learn(self, *operands: Any) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
-        return results[: self.grads]
+    def learn(self, *operands: Any) -> Any:
+        results = self.transformed.apply(*operands)[: self.grads]
+        return results if len(results) > 1 else results[0]
 
     def learn_wide(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
@@ -367,7 +374,7 @@ class _Differentiable(_Function):
 
     def call_forward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         narrow = operands[0].dtype.itemsize == 2
-        return tuple((self.wide if narrow else self.operator)(*operands))
+        return tuple(operators.several((self.wide if narrow else self.operator)(*operands)))
 
     def call_backward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         return tuple(self.backward(*operands))
@@ -405,7 +412,7 @@ class _Differentiable(_Function):
         given = self.drawn(given, in_graph)
         if in_graph:
             operator = self.learn if operators.is_differentiated() else self.operator
-            results = self.applied(operator, given)
+            results = operators.several(self.applied(operator, given))
             return results if with_all else results[0]
         wanting = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
         if not wanting:
@@ -617,18 +624,20 @@ def torch_function(row: Row) -> Any:
 
 def torch_face(row: Row) -> Callable[..., Any]:
     """Return the function of tensors of a row."""
-    *names, last = (f"`{name}`" for name in row.cast)
-    cast = f"{', '.join(names)} and {last}" if names else last
+    *names, last = (f"`{name}`" for name in row.cast or ("",))
+    cast = f"``torch.autocast`` casts {', '.join(names)}{' and ' * bool(names)}{last}"
     (state,) = row.of(Kind.STATE) or ("",)
     if state:
         about = f"""Apply `attnmask.{row.name}` to CPU tensors: one token of each sequence, `{state}` updated in place.
 
 It has no gradient: with grad mode on, tensors that require one are an error. In graphs it is one operator, which
-declares that it writes to `{state}`. ``torch.autocast`` casts {cast}, but not `{state}`."""
-    else:
+declares that it writes to `{state}`. {cast}, but not `{state}`."""
+    elif row.cast:
         about = f"""Apply `attnmask.{row.name}` to CPU tensors, with gradients of all of them and of the state.
 
-``torch.autocast`` casts {cast}."""
+{cast}."""
+    else:
+        about = f"""Apply `attnmask.{row.name}` to CPU tensors, with gradients."""
     compute = torch_function(row)
 
     def call(given: Arguments) -> Any:

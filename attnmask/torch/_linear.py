@@ -1,9 +1,12 @@
-"""Linear attention and short convolutions for PyTorch."""
+"""Linear attention, short convolutions and cumulative sums for PyTorch."""
 
 from attnmask._faces import linear as rows
+from attnmask._faces import sums
 from attnmask.torch._faces import torch_face
 
 linear_attention = torch_face(rows.LINEAR_ATTENTION)
 linear_attention_step = torch_face(rows.LINEAR_ATTENTION_STEP)
 short_convolution = torch_face(rows.SHORT_CONVOLUTION)
 short_convolution_step = torch_face(rows.SHORT_CONVOLUTION_STEP)
+chunk_local_cumsum = torch_face(sums.CHUNK_LOCAL_CUMSUM)
+chunk_global_cumsum = torch_face(sums.CHUNK_GLOBAL_CUMSUM)

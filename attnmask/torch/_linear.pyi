@@ -54,3 +54,11 @@ def short_convolution_step(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, bias: torch.Tensor | None = None, *,
     activation: Literal['silu'] | None = None, state_indices: ArrayLike | None = None,
 ) -> torch.Tensor: ...
+def chunk_local_cumsum(
+    g: torch.Tensor, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    cu_seqlens: ArrayLike | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+def chunk_global_cumsum(
+    s: torch.Tensor, reverse: bool = False, cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from attnmask._attention.hints import check_hints
-from attnmask._common.arguments import TOP_LEFT, flag, integer, is_bottom_right, one_of, real, window
+from attnmask._common.arguments import (
+    TOP_LEFT,
+    describe,
+    flag,
+    integer,
+    is_bottom_right,
+    one_of,
+    real,
+    window,
+)
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.rows import Argument, Kind, Row
 from attnmask._masks.info import MaskInfo
@@ -84,6 +93,19 @@ _PARTS: dict[
     Kind.LENGTHS: ("Tensor? {0}, SymInt? cache_length", _of_lengths, _either),
     Kind.WINDOW: ("SymInt? window_left, SymInt? window_right", _of_window, _window),
 }
+
+
+_OF_PYTHON = {float: torch.float64, int: torch.int64}
+
+
+def _to_dtype(value: Any, name: str) -> torch.dtype:
+    """Return PyTorch's type of numbers for one of either library."""
+    found = _OF_PYTHON.get(value) or getattr(torch, getattr(value, "__name__", str(value)), None)
+    if isinstance(value, torch.dtype) or isinstance(found, torch.dtype):
+        return value if isinstance(value, torch.dtype) else found
+    raise TypeError(f"{name} must be a dtype, got {describe(value)}")
+
+
 _NUMBERS: dict[Kind, tuple[str, AnyFunction | None]] = {
     Kind.SCALE: ("float", real),
     Kind.NUMBER: ("float", real),
@@ -92,6 +114,7 @@ _NUMBERS: dict[Kind, tuple[str, AnyFunction | None]] = {
     Kind.SIZE: ("SymInt", integer),
     Kind.FLAG: ("bool", flag),
     Kind.CHOICE: ("str", None),
+    Kind.DTYPE: ("ScalarType", _to_dtype),
 }
 NO_ARRAYS = (*_NUMBERS, Kind.WINDOW, Kind.HINT)
 _IN_ORDER = (

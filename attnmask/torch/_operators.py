@@ -56,6 +56,10 @@ def operand(x: Any) -> Any:
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
+def in_numpy(dtype: torch.dtype, name: str) -> Any:
+    return as_array(torch.empty(0, dtype=dtype), name).dtype
+
+
 def in_place(x: torch.Tensor, name: str) -> Array:
     """Return `as_array`, faster for the common case."""
     try:
@@ -214,10 +218,10 @@ def mapped(operator: AnyFunction, names: Sequence[str], kind: type, in_one_call:
         together = in_one_call(given, dims, count)
         if together:
             operands, rows = together
-            results = [x.reshape(count, rows, *x.shape[1:]) for x in _several(operator(*operands))]
+            results = [x.reshape(count, rows, *x.shape[1:]) for x in several(operator(*operands))]
         else:
             calls = [
-                _several(operator(*map(_chosen, arguments, in_dims, [i] * len(names)))) for i in range(count)
+                several(operator(*map(_chosen, arguments, in_dims, [i] * len(names)))) for i in range(count)
             ]
             results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
         return (results[0], 0) if kind is torch.Tensor else (kind(results), kind([0] * len(results)))
@@ -225,7 +229,7 @@ def mapped(operator: AnyFunction, names: Sequence[str], kind: type, in_one_call:
     return rule
 
 
-def _several(results: Any) -> Sequence[torch.Tensor]:
+def several(results: Any) -> Sequence[torch.Tensor]:
     return (results,) if isinstance(results, torch.Tensor) else results
 
 

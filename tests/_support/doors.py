@@ -8,13 +8,19 @@ from targets import TARGETS, Arguments
 
 import attnmask
 
-WITH_GRADIENTS = ("flash_attention", "linear_attention", "merge_attention_states", "short_convolution")
+WITH_GRADIENTS = (
+    "flash_attention", "linear_attention", "merge_attention_states", "short_convolution", "chunk_local_cumsum",
+    "chunk_global_cumsum",
+)  # fmt: skip
+OF_TORCH_ALONE = ("merge_attention_states", "chunk_local_cumsum", "chunk_global_cumsum")
 NAMES = (
     *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
     "linear_attention_step", "short_convolution_step", "write_kvcache", "write_kvcache of four bits",
 )  # fmt: skip
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
-STATES = dict(zip(WITH_GRADIENTS, ("return_lse", "return_state", None, "return_state"), strict=True))
+STATES = dict.fromkeys(WITH_GRADIENTS) | {
+    "flash_attention": "return_lse", "linear_attention": "return_state", "short_convolution": "return_state"
+}  # fmt: skip
 
 
 def drawn(name: str, seed: int) -> Arguments:
@@ -44,13 +50,20 @@ def changed(arguments: Arguments, change: Callable[[np.ndarray], Any]) -> Argume
 
 
 def function_of(module: Any, name: str) -> Callable[..., Any]:
-    return getattr(module, name.partition(" of ")[0])
+    function = getattr(module, name.partition(" of ")[0])
+    if not name.endswith("cumsum"):
+        return function
+    return lambda *args, **given: (function(*args, **given),)  # like those with two results
 
 
 def learned_of(name: str, arguments: Arguments) -> list[str]:
     """The arguments that have gradients, of a function that has any."""
     grads = attnmask.FlashAttentionGrads, attnmask.LinearAttentionGrads, attnmask.ShortConvolutionGrads
-    fields = {"outs", "lses"}.union(*(kind._fields for kind in grads)) if name in WITH_GRADIENTS else set()
+    fields = (
+        {"outs", "lses", "g", "s"}.union(*(kind._fields for kind in grads))
+        if name in WITH_GRADIENTS
+        else set()
+    )
     return [key for key, x in arguments.items() if key in fields and x is not None]
 
 

@@ -4,14 +4,25 @@ from functools import partial
 
 import numpy as np
 import pytest
-from doors import NAMES, STATES, WITH_GRADIENTS, WRITTEN, drawn, function_of, is_array, learned_of, right
+from doors import (
+    NAMES,
+    OF_TORCH_ALONE,
+    STATES,
+    WITH_GRADIENTS,
+    WRITTEN,
+    drawn,
+    function_of,
+    is_array,
+    learned_of,
+    right,
+)
 from fuzzer import arrays_in
 
 jax = pytest.importorskip("jax")
 import attnmask.jax  # noqa: E402
 from attnmask._attention.arguments import TRACED  # noqa: E402
 
-OF_JAX = [name for name in NAMES if name != "merge_attention_states"]
+OF_JAX = [name for name in NAMES if name not in OF_TORCH_ALONE]
 DIFFERENTIABLE = [name for name in OF_JAX if name in WITH_GRADIENTS]
 
 

@@ -1,0 +1,134 @@
+"""The rows of cumulative sums over time."""
+
+from typing import Any
+
+import numpy as np
+
+from attnmask._common.arguments import as_array, flag
+from attnmask._common.loading import _core
+from attnmask._common.types import AnyFunction, Array
+from attnmask._faces.arrays import with_gradient
+from attnmask._faces.rows import Result, Row, arguments
+
+_SHARED = {
+    x.name: x
+    for x in arguments("""
+chunk_size : size
+    A power of two. The last chunk of a sequence may be shorter.
+reverse : flag = False
+    Sum from the end of each chunk or sequence to its start.
+softmax_scale : number = None
+    Multiply the sums by this.
+cu_seqlens : starts [sequences + 1] = None
+    The batch is one row of packed sequences, and sums restart at each. From 0 to T, never decreasing.
+head_first : flag = False
+    Time is the third axis instead of the second.
+output_dtype : dtype = None
+    dtype of the result; defaults to the input's. float16 and bfloat16 are summed in float32, integers in int64. A
+    result that does not fit is an OverflowError, and `out` then holds some of the sums.
+out : out = None
+    Takes the result, and is returned. It must have the result's shape and type, and share no memory with the inputs.
+""")
+}
+_ARRAY = "{} : learned [B, T, H] or [B, T, H, S]\n    Read in place, whatever its strides."
+_SHARED |= {name: arguments(_ARRAY.format(name))[0] for name in ("g", "s")}
+
+
+_EXAMPLES = {
+    "chunk_local_cumsum": {
+        "torch": """
+>>> g = torch.ones(1, 8, 1, requires_grad=True)
+>>> out = attnmask.torch.chunk_local_cumsum(g, 4)
+>>> out.flatten().tolist()
+[1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0]
+>>> out.sum().backward()
+>>> g.grad.flatten().tolist()
+[4.0, 3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 1.0]
+""",
+    },
+    "chunk_global_cumsum": {
+        "torch": """
+>>> s = torch.arange(5).reshape(1, 5, 1)
+>>> attnmask.torch.chunk_global_cumsum(s, cu_seqlens=[0, 3, 5]).flatten().tolist()
+[0, 1, 3, 3, 7]
+""",
+    },
+}
+
+
+def _row(name: str, order: str, entry: AnyFunction, **more: Any) -> Row:
+    """Return a row with its arguments in this order; those after the star are given by keyword alone."""
+    places, _, _ = order.partition(" * ")
+    names = order.replace("* ", "").split()
+    result = Result("out", "[B, T, H] or [B, T, H, S]")
+    shared = [_SHARED[name] for name in names]
+    return Row(name, shared, (result,), places=len(places.split()), entry=entry, **more)
+
+
+def _floating(value: Any, name: str) -> Array:
+    """Return an array of a type that has gradients."""
+    array = as_array(value, name)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be floating-point for gradients, got {array.dtype}")
+    return array
+
+
+def _sums(name: str, order: str, core: AnyFunction) -> Row:
+    """Return the row of sums whose gradients are sums in the other direction."""
+    first, *others = order.replace("* ", "").split()
+
+    def keep(*values: Any) -> tuple[Array]:
+        _floating(values[0], first)
+        return (core(*values),)
+
+    def backward(primal: Any, *values: Any) -> tuple[Array]:
+        *problem, dout = values
+        given = dict(zip(others, problem, strict=False))
+        primal, dout = as_array(primal, first), _floating(dout, "dout")
+        if dout.shape != primal.shape:
+            raise ValueError(f"dout must have the shape {primal.shape} of {first}, got {dout.shape}")
+        given |= {"reverse": not given["reverse"], "output_dtype": primal.dtype.newbyteorder("=")}
+        return (core(dout, *given.values(), None),)
+
+    more: Any = _EXAMPLES[name]
+    return _row(name, order, core, keep=keep, backward=backward, grads=lambda grad: grad, examples=more)
+
+
+def _check_rank(array: Any, name: str, rank: int, head_first: object) -> None:
+    # A subclass may override what np.ndim asks it for.
+    ndim = np.ndarray.ndim.__get__(array) if isinstance(array, np.ndarray) else as_array(array, name).ndim
+    if ndim != rank and ndim in (3, 4):  # the core refuses all other ranks
+        axes = ("B, H, T" if flag(head_first, "head_first") else "B, T, H") + ", S" * (rank == 4)
+        raise ValueError(f"{name} must be [{axes}], got {ndim} dimensions")
+
+
+def _local_of(rank: int) -> AnyFunction:
+    def compute(
+        g: Any, chunk: Any, reverse: Any, scale: Any, head_first: Any, dtype: Any, *more: Any
+    ) -> Array:
+        _check_rank(g, "g", rank, head_first)
+        cu_seqlens, out = more
+        return _core.chunk_local_cumsum(g, chunk, reverse, scale, cu_seqlens, head_first, dtype, out)
+
+    return compute
+
+
+def _global_of(rank: int) -> AnyFunction:
+    def compute(s: Any, reverse: Any, cu_seqlens: Any, scale: Any, head_first: Any, *more: Any) -> Array:
+        _check_rank(s, "s", rank, head_first)
+        return _core.chunk_global_cumsum(s, reverse, cu_seqlens, scale, head_first, *more)
+
+    return compute
+
+
+_LOCAL = "g chunk_size reverse softmax_scale cu_seqlens head_first output_dtype * out"
+_LOCAL_OF = "g chunk_size reverse softmax_scale head_first output_dtype * cu_seqlens out"
+_GLOBAL = "s reverse cu_seqlens softmax_scale head_first output_dtype * out"
+CHUNK_LOCAL_CUMSUM = _sums("chunk_local_cumsum", _LOCAL, _core.chunk_local_cumsum)
+CHUNK_LOCAL_CUMSUM_SCALAR = _row("chunk_local_cumsum_scalar", _LOCAL_OF, _local_of(3))
+CHUNK_LOCAL_CUMSUM_VECTOR = _row("chunk_local_cumsum_vector", _LOCAL_OF, _local_of(4))
+CHUNK_LOCAL_CUMSUM_VJP = with_gradient(CHUNK_LOCAL_CUMSUM)
+CHUNK_GLOBAL_CUMSUM = _sums("chunk_global_cumsum", _GLOBAL, _core.chunk_global_cumsum)
+CHUNK_GLOBAL_CUMSUM_SCALAR = _row("chunk_global_cumsum_scalar", _GLOBAL, _global_of(3))
+CHUNK_GLOBAL_CUMSUM_VECTOR = _row("chunk_global_cumsum_vector", _GLOBAL, _global_of(4))
+CHUNK_GLOBAL_CUMSUM_VJP = with_gradient(CHUNK_GLOBAL_CUMSUM)
