@@ -241,14 +241,13 @@ class _Differentiable(_Function):
             f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
         )
         backward = f"{row.name}_backward"
-        learn = self.transformed_backward.apply
         self.backward = operators.register(
             backward,
             f"{given}, bool[] wanted",
             "Tensor[]",
             self.backward_on_cpu,
             self.backward_fake,
-            Autograd=operators.autograd_kernel(backward, self.backward_on_cpu, lambda *x: list(learn(*x))),
+            Autograd=operators.autograd_kernel(backward, self.backward_on_cpu, self.learn_backward),
             vmap=operators.mapped(self.call_backward, self.backward_names, list, self.folded),
         )
 
@@ -371,6 +370,9 @@ class _Differentiable(_Function):
     def learn_wide(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
         return results if len(results) > self.grads else (*results, results[0].detach().clone())
+
+    def learn_backward(self, *operands: Any) -> list[torch.Tensor]:
+        return list(self.transformed_backward.apply(*operands))
 
     def call_forward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         narrow = operands[0].dtype.itemsize == 2
