@@ -29,6 +29,7 @@ packed row.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Literal, SupportsIndex, overload
 
 import numpy as np
@@ -41,7 +42,6 @@ from attnmask._common.types import Array
 from attnmask._faces.habits import ask
 
 
-@traced
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool = False, strict: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -132,7 +132,6 @@ def segment_ids_to_mask(
     return_separate_masks: Literal[True],
     out: Array | None = ...,
 ) -> tuple[Array, Array, Array]: ...
-@traced
 def segment_ids_to_mask(
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     dtype: DTypeLike = np.bool_,
@@ -195,7 +194,6 @@ def segment_ids_to_mask(
     return valid(q_ids, dtype), valid(kv_ids, dtype), mask
 
 
-@traced
 def segment_ids_to_qkv_masks(
     q_segment_ids: ArrayLike,
     kv_segment_ids: ArrayLike | None = None,
@@ -244,7 +242,6 @@ def segment_ids_to_qkv_masks(
     return valid(q_ids, dtype), valid(kv_ids, dtype), mask
 
 
-@traced
 def attention_mask_to_padding_segment_ids(
     attention_mask: ArrayLike,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -283,7 +280,6 @@ def attention_mask_to_padding_segment_ids(
     return _core.padding_segment_ids(attention_mask)
 
 
-@traced
 def qkv_masks_to_cu_seqlens(
     q_mask: ArrayLike, kv_mask: ArrayLike | None = None, *, out_dtype: DTypeLike = np.int32
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
@@ -320,7 +316,6 @@ def qkv_masks_to_cu_seqlens(
     return _core.qkv_masks_to_cu_seqlens(q_mask, kv_mask, out_dtype)
 
 
-@traced
 def attention_mask_to_qkv_cu_seqlens(
     attention_mask: ArrayLike,
     *,
@@ -374,7 +369,6 @@ def _look_at_pairs(**pairs: ArrayLike) -> None:
         ask("pairs", *arrays, name=next(iter(pairs)), instead=instead)
 
 
-@traced
 def cu_seqlens_to_mask(
     cu_seqlens: ArrayLike, max_len: SupportsIndex, dtype: DTypeLike = np.bool_, out: Array | None = None
 ) -> Array:
@@ -411,7 +405,6 @@ def cu_seqlens_to_mask(
     return _core.cu_seqlens_to_mask(cu_seqlens, max_len, dtype, out)
 
 
-@traced
 def qkv_cu_seqlens_to_qkv_masks(
     cu_seqlens_q: ArrayLike,
     *,
@@ -456,7 +449,6 @@ def qkv_cu_seqlens_to_qkv_masks(
     return _core.qkv_cu_seqlens_to_qkv_masks(cu_seqlens_q, max_q_len, kv, kv_len, dtype)
 
 
-@traced
 def qkv_cu_seqlens_to_attention_mask(
     cu_seqlens_q: ArrayLike,
     *,
@@ -506,7 +498,6 @@ def qkv_cu_seqlens_to_attention_mask(
     return _core.qkv_cu_seqlens_to_attention_mask(cu_seqlens_q, max_q_len, kv, kv_len, dtype, out)
 
 
-@traced
 def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
     """Convert the pair form to ordinary ``cu_seqlens``: where rows start once their tokens are packed.
 
@@ -534,7 +525,6 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
     return _core.pairs_to_cu_seqlens(pairs)
 
 
-@traced
 def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     """Convert ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
 
@@ -561,7 +551,6 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     return _core.cu_seqlens_to_pairs(cu_seqlens)
 
 
-@traced
 def segment_ids_to_cu_seqlens(
     segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: SupportsIndex | None = 128
 ) -> NDArray[np.integer]:
@@ -600,7 +589,6 @@ def segment_ids_to_cu_seqlens(
     return _core.segment_ids_to_cu_seqlens(segment_ids, out_dtype, max_segments)
 
 
-@traced
 def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> NDArray[np.int32]:
     """Return the position of each token within its run of equal segment ids.
 
@@ -626,3 +614,8 @@ def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsInd
     array([[-1,  0,  1,  2,  0,  1, -1]], dtype=int32)
     """
     return _core.positions_from_segment_ids(segment_ids, pad_value)
+
+
+for _name, _function in list(globals().items()):  # what is public here is logged in debug mode
+    if isinstance(_function, FunctionType) and _function.__module__ == __name__ and _name[0] != "_":
+        globals()[_name] = traced(_function)

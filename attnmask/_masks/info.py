@@ -33,7 +33,7 @@ from attnmask._masks import derived, sources, transforms
 from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
 from attnmask._masks.sharding import MaskSharding, shardings
-from attnmask._masks.state import DETAILS, FLAGS, State, changed, with_details
+from attnmask._masks.state import ARRAYS, DETAILS, FLAGS, State, changed, with_details
 
 
 class MaskInfo(OtherWays):
@@ -64,7 +64,8 @@ class MaskInfo(OtherWays):
     q_positions, kv_positions : array_like of integers, shape [B, Q] ([B, K]), optional
         Positions of tokens, for the properties of that name.
     token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in : bool
-        The values of `baked_in_masks`.
+        What `attention_mask` has been narrowed by, for `baked_in_masks`. They change no pair: write `apply_causal` and
+        the like to narrow a mask. ValueError for a mask that is no array, or that allows keys after their query.
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
 
@@ -110,9 +111,13 @@ class MaskInfo(OtherWays):
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        self._held, self._leaves = changed(State(), locals()), None
+        arrays = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
+        flags = causal_mask_baked_in, sliding_window_baked_in, chunked_mask_baked_in, token_type_ids_baked_in
+        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
+        values = (*arrays, q_positions, kv_positions, *flags, *axes)
+        self._held, self._leaves = changed(State(), dict(zip(ARRAYS + DETAILS, values, strict=True))), None
 
-    # Making one. `locals()` passes arguments on by name, so that only the signature lists them.
+    # Making one
 
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, batch: int = 1) -> Self:
@@ -298,7 +303,8 @@ class MaskInfo(OtherWays):
                [1, 1, 0, 0]])
         """
         state = sources.of_segments(q_segment_ids, kv_segment_ids, is_attn_mask)
-        return cls._of(with_details(state, locals()))
+        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
+        return cls._of(with_details(state, (q_positions, kv_positions), axes))
 
     @classmethod
     def from_attention_mask(
@@ -342,7 +348,9 @@ class MaskInfo(OtherWays):
         >>> info.q_segment_ids, info.kv_segment_ids
         (array([[ 0, -1]], dtype=int32), array([[ 0,  0, -1]], dtype=int32))
         """
-        return cls._of(with_details(sources.of_array(attention_mask, mask_is_valid), locals()))
+        state = sources.of_array(attention_mask, mask_is_valid)
+        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
+        return cls._of(with_details(state, (q_positions, kv_positions), axes))
 
     @classmethod
     def from_cu_seqlens(
@@ -414,7 +422,8 @@ class MaskInfo(OtherWays):
         array([2, 3], dtype=int32)
         """
         state = sources.of_cu_seqlens(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, packed)
-        return cls._of(with_details(state, locals()))
+        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
+        return cls._of(with_details(state, (q_positions, kv_positions), axes))
 
     @classmethod
     def from_blocks(
@@ -957,7 +966,8 @@ class MaskInfo(OtherWays):
         for name in others:
             if name not in DETAILS:
                 raise TypeError(f"a MaskInfo has no {name!r} to replace")
-        return self._of(changed(self._state, locals() | others))
+        arrays = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
+        return self._of(changed(self._state, dict(zip(ARRAYS, arrays, strict=True)) | others))
 
     # Asking
 
@@ -1287,6 +1297,10 @@ class MaskInfo(OtherWays):
             "a MaskInfo is neither True nor False: use & | ~ for `and`, `or`, `not`, and `is None` for a missing one"
         )
 
+    def __dir__(self) -> list[str]:
+        """Return what completion offers: the members that no shorter one replaces."""
+        return [name for name in super().__dir__() if name[0] == "_" or name not in vars(OtherWays)]
+
     # Drawing
 
     def __repr__(self) -> str:
@@ -1555,21 +1569,21 @@ class _Constructor(classmethod):  # type: ignore[type-arg]
 
 _LEFT_TO_PYTHON = ("__init__", "__getitem__", "__and__", "__or__", "__invert__")  # and all that is public
 
-# Every public member is logged in debug mode, by the name of this class.
-for _name, _member in {**vars(Held), **vars(OtherWays), **vars(MaskInfo)}.items():
-    _function = getattr(_member, "fget", None) or getattr(_member, "__func__", _member)
-    if not isinstance(_function, FunctionType):
-        continue
-    _function.__qualname__ = f"MaskInfo.{_name}"
-    if not _name.startswith("_"):
-        _member = traced(_member)
-        if isinstance(_member, classmethod) and _name != "tree_unflatten":
-            _member = _Constructor(_member.__func__)
-        setattr(MaskInfo, _name, _member)
-    if isinstance(_member, property) or (_name.startswith("_") and _name not in _LEFT_TO_PYTHON):
-        continue
-    left_to_python(
-        getattr(_member, "__func__", _member),
-        "a MaskInfo is made outside of compiled functions: pass it to them, or what "
-        "attnmask.torch.mask_tensors makes of it",
-    )
+# Every public member is logged in debug mode, by the name of this class. `help` shows those of its bases below its own.
+for _owner in (Held, OtherWays, MaskInfo):
+    for _name, _member in list(vars(_owner).items()):
+        _function = getattr(_member, "fget", None) or getattr(_member, "__func__", _member)
+        if not isinstance(_function, FunctionType):
+            continue
+        _function.__qualname__ = f"MaskInfo.{_name}"
+        if not _name.startswith("_"):
+            _member = traced(_member)
+            if isinstance(_member, classmethod) and _name != "tree_unflatten":
+                _member = _Constructor(_member.__func__)
+            setattr(_owner, _name, _member)
+        if not isinstance(_member, property) and (_name[0] != "_" or _name in _LEFT_TO_PYTHON):
+            left_to_python(
+                getattr(_member, "__func__", _member),
+                "a MaskInfo is made outside of compiled functions: pass it to them, or what "
+                "attnmask.torch.mask_tensors makes of it",
+            )

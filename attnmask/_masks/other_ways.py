@@ -137,7 +137,8 @@ class OtherWays(Held):
         ((2, 300, 400), 0.1)
         """
         state = sources.of_chance(batch_size, q_len, kv_len, sparsity, seed)
-        return cls._of(with_details(state, locals()))
+        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
+        return cls._of(with_details(state, (q_positions, kv_positions), axes))
 
     @classmethod
     def dynamic_init(

@@ -22,7 +22,17 @@ from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array, DType, Given
 from attnmask._faces.habits import ask
 from attnmask._masks.program import Program, Shape, Terms, agree, arrays, cropped, extents, words
-from attnmask._masks.terms import Crop, Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
+from attnmask._masks.terms import (
+    Crop,
+    Extent,
+    Node,
+    PerRow,
+    band,
+    dense,
+    equal,
+    ids_of_sequences,
+    tokens_extent,
+)
 
 _T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]
@@ -39,6 +49,7 @@ FLAGS = {  # what can be baked in, and the argument that says so
 }
 AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 POSITIONS = {"q_positions": QUERIES, "kv_positions": KEYS}
+ARRAYS = ("attention_mask", "q_segment_ids", "kv_segment_ids", "cu_seqlens_q", "cu_seqlens_kv")
 DETAILS = (*POSITIONS, *FLAGS.values(), *AXES)
 
 
@@ -186,8 +197,7 @@ class State:
 
         if part(Crop(queries - 1, 1, 0, keys)) or part(Crop(0, queries, 0, 1)):  # the usual case
             return False
-        up_to = ("band", None, 0, 0), "and"
-        return allows(self.program) and not allows((*self.program, *up_to))
+        return allows(self.program) and not allows((*self.program, band(None, 0, 0), "and"))
 
     def once(self, key: str, compute: Callable[[], _T]) -> _T:
         """Return what `compute` gives, computed once: if two threads compute it, one result is kept."""
@@ -301,12 +311,12 @@ def four_dimensions(mask: Array) -> Array:
     return mask if mask.ndim == 4 else mask[:, None]
 
 
-def with_details(state: State, given: Given) -> State:
-    """Return `state` with the positions and axis names among the arguments `given`, which seldom say anything new."""
-    axes = tuple(axis_name(given[name], name) for name in AXES)
-    if axes == state.axes and all(given[name] is None for name in POSITIONS):
+def with_details(state: State, positions: tuple[ArrayLike | None, ...], axes: tuple[AxisName, ...]) -> State:
+    """Return `state` with positions of queries and keys, and axis names, which seldom say anything new."""
+    names = tuple(map(axis_name, axes, AXES))
+    if names == state.axes and all(each is None for each in positions):
         return state
-    return changed(state, {name: value for name, value in given.items() if name in DETAILS})
+    return changed(state, dict(zip((*POSITIONS, *AXES), (*positions, *names), strict=True)))
 
 
 def changed(state: State, given: Given) -> State:
@@ -349,7 +359,35 @@ def changed(state: State, given: Given) -> State:
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if given.get(name) is not None:
             changes[name] = integers(given[name], name, ("[entries]",))
-    return fitted(replace(state, **changes), *fixed)
+    made = fitted(replace(state, **changes), *fixed)
+    if made.baked != state.baked:
+        _check_flags(made, state.baked)
+    return made
+
+
+def _check_flags(state: State, before: frozenset[str]) -> None:
+    """Check that flags speak of an array of pairs: of other masks it is known what is in them."""
+    of_an_array = isinstance(state.base, tuple) and state.base[0] in ("dense", "tiles")
+    for kind in sorted(before ^ state.baked):
+        name, added = FLAGS[kind], kind in state.baked
+        if not added and (state.terms or not of_an_array):
+            raise ValueError(f"{name} must be True for a mask that apply_{kind} has made, got False")
+        if added and not of_an_array:
+            raise ValueError(
+                f"{name} must be False for a mask without an array of pairs, got True; write apply_{kind}(...)"
+            )
+        if added and kind == "causal" and _sees_ahead(state):
+            raise ValueError(
+                f"{name} must be False for an attention_mask that allows keys after their query, got True; "
+                "write apply_causal()"
+            )
+
+
+def _sees_ahead(state: State) -> bool:
+    """Return whether pairs are allowed beyond the diagonals of the first tokens and of the last ones."""
+    shape, program = state.described("look at it")
+    ahead = band(max(shape[3] - shape[2], 0) + 1, None, 0), "and"
+    return bool(_core.mask_count(shape, (*program, *ahead)).any())
 
 
 def base_ids(state: State) -> tuple[Ids, Ids]:

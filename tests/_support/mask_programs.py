@@ -70,9 +70,8 @@ def bases(draw, shape=None):
         q_cu, kv_cu = (np.searchsorted(ids[0], np.arange(5)) for ids in (q_ids, kv_ids))
         info = MaskInfo.from_cu_seqlens(q_cu, cu_seqlens_kv=kv_cu, packed=True)
         pairs = ref.Pairs.of_ids(q_ids, kv_ids)
-        info = info.apply_causal(queries + keys).replace(
-            causal_mask_baked_in=False
-        )  # the mask is no longer packed causal
+        info = info.apply_causal(queries + keys)  # the mask is no longer packed causal
+        pairs.baked |= {"causal"}
     elif kind == "random":
         mask = mask_of(draw, batch, heads, queries, keys)
         info, pairs = MaskInfo(mask), ref.Pairs(mask)

@@ -1060,22 +1060,22 @@ def positions(rng: Rng, queries: int = 5, keys: int = 7) -> Arguments:
     )
 
 
-target(
-    "MaskInfo",
-    lambda rng: (
-        pick(
-            rng,
-            [
-                lambda: {"attention_mask": mask(rng, 2, 1, 5, 7)},
-                lambda: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)},
-                lambda: {"attention_mask": mask(rng, 1, 1, 5, 7), "cu_seqlens_q": starts(rng, 5)},
-            ],
-        )()
-        | some(rng, {"causal_mask_baked_in": lambda: True, "sliding_window_baked_in": lambda: True})
-        | positions(rng)
-    ),
-    lambda **a: look_at(MaskInfo(**a)),
-)
+def _mask_info(rng: Rng) -> Arguments:
+    given = pick(
+        rng,
+        [
+            lambda: {"attention_mask": mask(rng, 2, 1, 5, 7)},
+            lambda: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)},
+            lambda: {"attention_mask": mask(rng, 1, 1, 5, 7), "cu_seqlens_q": starts(rng, 5)},
+        ],
+    )()
+    flags = some(rng, {"causal_mask_baked_in": lambda: True, "sliding_window_baked_in": lambda: True})
+    if "attention_mask" in given:  # flags are for arrays, and must be true
+        given |= {"attention_mask": np.tril(given["attention_mask"])} | flags
+    return given | positions(rng)
+
+
+target("MaskInfo", _mask_info, lambda **a: look_at(MaskInfo(**a)))
 constructor("full", lambda rng: {"q_len": 5} | some(rng, {"kv_len": lambda: 7, "batch": lambda: 2}))
 constructor(
     "causal",
@@ -1294,7 +1294,7 @@ method(
             lambda: {"attention_mask": mask(rng, 2, 1, 5, 7)},
             lambda: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)},
             lambda: {"q_positions": np.arange(10).reshape(2, 5), "batch_axis_name": "dp"},
-            lambda: {"causal_mask_baked_in": True},
+            lambda: {"attention_mask": np.tril(mask(rng, 2, 1, 5, 7)), "causal_mask_baked_in": True},
         ],
     )(),
 )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import pydoc
 import sys
 import threading
 import time
@@ -523,8 +524,8 @@ def test_replace():
         again = made.replace(q_segment_ids=[[7, 7, 7, 7]], kv_segment_ids=ids)
         assert_equal(again.attention_mask, made.attention_mask, "made")
     # Other fields, where None is a value.
-    bare = info.replace(q_positions=None, batch_axis_name=None, causal_mask_baked_in=False)
-    assert (bare.q_positions, bare.batch_axis_name, bare.baked_in_masks["causal"]) == (None, None, False)
+    bare = info.replace(q_positions=None, batch_axis_name=None)
+    assert (bare.q_positions, bare.batch_axis_name) == (None, None)
     assert bare.attention_mask.sum() == info.attention_mask.sum()
     assert info.replace(kv_positions=[[1, 2, 3, 4]]).kv_positions.tolist() == [[1, 2, 3, 4]]
     # A term with arrays of its own fixes the shape.
@@ -532,6 +533,45 @@ def test_replace():
     assert fixed.replace(q_segment_ids=[[1, 1, 1, 1]]).attention_mask.shape == (1, 1, 4, 4)
     with pytest.raises(ValueError, match="q_segment_ids must have 4 queries"):
         fixed.replace(q_segment_ids=[[1] * 5])
+
+
+def test_flags_are_true():
+    """They speak of an array; a mask of anything else has in it what was applied, and nothing more."""
+    lower, ids = np.tri(2, 4, 2, dtype=bool)[None], [[0, 0, 1, 1]]
+    told = MaskInfo(lower, causal_mask_baked_in=True, chunked_mask_baked_in=True)
+    assert [name for name, baked in told.baked_in_masks.items() if baked] == ["causal", "chunked"]
+    assert not told.replace(causal_mask_baked_in=False).causal_mask_baked_in
+    assert (
+        MaskInfo.from_blocks([[[[1, 0], [1, 1]]]], 1).replace(causal_mask_baked_in=True).causal_mask_baked_in
+    )
+    with pytest.raises(
+        ValueError, match=r"^causal_mask_baked_in must be False .* after their query.*apply_causal"
+    ):
+        MaskInfo(np.ones((1, 2, 4), bool), causal_mask_baked_in=True)
+    for name, kind in (("causal_mask", "causal"), ("token_type_ids", "token_type_ids")):
+        with pytest.raises(ValueError, match=f"^{name}_baked_in must be False .*write apply_{kind}"):
+            MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, **{f"{name}_baked_in": True})
+    with pytest.raises(ValueError, match="sliding_window_baked_in must be False"):
+        MaskInfo.full(3).replace(sliding_window_baked_in=True)
+    for info in (MaskInfo.causal(3), told.apply_causal(2)):
+        assert info.replace(causal_mask_baked_in=True) == info
+        with pytest.raises(ValueError, match=r"causal_mask_baked_in must be True .*apply_causal"):
+            info.replace(causal_mask_baked_in=False)
+
+
+def test_help_and_completion_begin_with_short_ways():
+    text = pydoc.plain(pydoc.render_doc(MaskInfo))
+    places = [
+        text.index(f" {name}(") for name in ("from_lengths", "apply_causal", "get_or_compute_segment_ids")
+    ]
+    assert places[2] == max(places)
+    assert text.index("inherited from") < places[2]
+    info = MaskInfo.full(2)
+    offered = set(dir(info))
+    assert {"attention_mask", "apply_causal", "q_segment_ids", "__and__"} <= offered
+    others = {"bias", "get_or_compute_attention_mask", "causal_mask_baked_in"}
+    assert not others & offered
+    assert all(hasattr(info, name) for name in others)
 
 
 def test_nothing_is_changed():
