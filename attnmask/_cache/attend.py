@@ -53,12 +53,17 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
 
 def mask_program(attention_mask: object, batch: int, heads: int, queries: int, keys: int) -> Program:
     """Return the mask's program for the first `keys` keys; the mask may have more."""
-    return mask_nodes(cut(attention_mask, "attention_mask", keys), (batch, heads, queries, keys))
+    shape = (batch, heads, queries, keys)
+    kept = attention_mask._state.kept if isinstance(attention_mask, MaskInfo) else None
+    if kept is not None and kept[0] == shape:  # as in the layer before
+        return (kept[1],)
+    return mask_nodes(cut(attention_mask, "attention_mask", keys), shape)
 
 
 def cut(mask: object, name: str, keys: int) -> ArrayLike | MaskInfo:
     """Return the mask or bias of the first `keys` keys; it may have more."""
     if isinstance(mask, MaskInfo):
-        return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask
+        length = mask._state.extent[3]
+        return mask[..., :keys] if length is not None and length > keys else mask
     array = as_array(mask, name)
     return array[..., :keys] if array.ndim and array.shape[-1] > max(keys, 1) else array

@@ -278,6 +278,13 @@ class KVCache:
         """Return the arrays that own memory."""
         return [held for name in _HELD[:: 2 if self.latent else 1] if (held := vars(self)[name]) is not None]
 
+    def _layer(self, index: int) -> Arguments:
+        """Return what attention to one layer is given of the cache."""
+        k_scale = None if self.k_scales is None else self.k_scales[index]
+        v_scale = None if self.v_scales is None else self.v_scales[index]
+        pages = {"k_cache": self.k_pages[index], "v_cache": self.v_pages[index]}
+        return pages | {"k_scale": k_scale, "v_scale": v_scale, "rotate": self.rotate}
+
     @property
     def free_pages(self) -> int:
         """The number of free pages.
@@ -518,21 +525,17 @@ class KVCache:
         for held in self._held():
             held[:, target, :tokens] = held[:, source, :tokens]
 
-    def _who_copies(self, rows: list[_Sequence], counts: list[int]) -> list[int]:
-        """Return which rows need a copy of their last page because they write to it and others share it.
+    def _who_copies(self, rows: list[_Sequence], shared: list[int]) -> list[int]:
+        """Return which of the rows that write to a shared page, their last one, need a copy of it.
 
         If all who have it write, one need not copy it. That is the longest one: it does not write over tokens that
         the others come back to if the block raises.
         """
-        sharing = [
-            i
-            for i, (row, more) in enumerate(zip(rows, counts, strict=True))
-            if more and row.length % self.page_size and self._owners[row.pages[-1]] > 1
-        ]
-        left = {rows[i].pages[-1]: self._owners[rows[i].pages[-1]] for i in sharing}
+        left: dict[int, int] = {}
         copying = []
-        for i in sorted(sharing, key=lambda i: rows[i].length):
+        for i in sorted(shared, key=lambda i: rows[i].length):
             page = rows[i].pages[-1]
+            left[page] = left.get(page, self._owners[page])
             if left[page] > 1:
                 left[page] -= 1
                 copying.append(i)
@@ -595,31 +598,38 @@ class KVCacheStep:
         cache._check_no_step()
         if self._begun:
             raise RuntimeError("a step can be used once; write another cache.step(ids, counts)")
-        rows = [cache._sequence(number) for number in self._ids]
-        ends = [row.length + more for row, more in zip(rows, counts, strict=True)]
-        added = [-(-end // cache.page_size) - len(row.pages) for row, end in zip(rows, ends, strict=True)]
-        copying = cache._who_copies(rows, counts)
-        taken = cache._next_free(sum(added) + len(copying))
+        rows = list(map(cache._sequence, self._ids))
+        lists, lengths, ends, added, shared = [], [], [], [], []
+        for i, ((pages, length), more) in enumerate(zip(rows, counts, strict=True)):
+            lists.append(pages)
+            lengths.append(length)
+            ends.append(length + more)
+            added.append(-(-(length + more) // cache.page_size) - len(pages))
+            if more and length % cache.page_size and cache._owners[pages[-1]] > 1:
+                shared.append(i)
+        copying = cache._who_copies(rows, shared) if shared else []
+        needed = sum(added) + len(copying)
+        self._taken = cache._next_free(needed) if needed else []
 
-        pool, lists = iter(taken), [row.pages for row in rows]
+        pool, self._replaced = iter(self._taken), []
         for i in copying:
             page = next(pool)
-            cache._copy(lists[i][-1], page, rows[i].length % cache.page_size)
+            self._replaced.append(lists[i][-1])
+            cache._copy(lists[i][-1], page, lengths[i] % cache.page_size)
             lists[i] = lists[i][:-1] + _pages(page)
         for i, more in enumerate(added):
             if more:
                 lists[i] = lists[i] + _pages(*islice(pool, more))
 
-        self._rows = [_Sequence(*row) for row in zip(lists, ends, strict=True)]
-        self._replaced = [rows[i].pages[-1] for i in copying]
+        self._rows = list(map(_Sequence, lists, ends))
         self._batched: Arguments = {
-            "cache_seqlens": frozen(np.array([row.length for row in rows], np.int32)),
+            "cache_seqlens": frozen(np.array(lengths, np.int32)),
             "block_table": frozen(_table(lists)),
         }
         starts = np.array([0, *accumulate(counts)], np.int32)
         self._packed = self._batched | {"cu_seqlens_q": frozen(starts)}
-        self._taken = taken
-        cache._take(taken)
+        if needed:
+            cache._take(self._taken)
         cache._step, self._begun = self, True
         return self
 
@@ -629,10 +639,11 @@ class KVCacheStep:
         cache = self._cache
         cache._step = None
         layers = range(len(cache.k_pages) if kind is None and any(self._counts) else 0)
-        missing = [layer for layer in layers if layer not in self._attended]
+        missing = sorted(set(layers) - self._attended)
         if kind is None and not missing:
             cache._sequences.update(zip(self._ids, self._rows, strict=True))
-            cache._give_back(self._replaced)
+            if self._replaced:
+                cache._give_back(self._replaced)
             return
         cache._give_back(self._taken)
         if missing:
@@ -718,24 +729,14 @@ class KVCacheStep:
             raise RuntimeError("step.attend must be called inside the with block of its step")
         if not more.keys() <= STEP.defaults.keys():
             _refuse(more)
-        index = place(layer, "layer", len(cache.k_pages))
+        held = cache._layer(index := place(layer, "layer", len(cache.k_pages)))
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
             raise TypeError("value must be given, as the cache is not latent, got None")
         v = None if value is None else self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
         result = flash_attention_with_kvcache(
-            q,
-            cache.k_pages[index],
-            cache.v_pages[index],
-            k,
-            v,
-            k_scale=None if cache.k_scales is None else cache.k_scales[index],
-            v_scale=None if cache.v_scales is None else cache.v_scales[index],
-            rotate=cache.rotate,
-            return_lse=return_lse,
-            **places,
-            **more,
+            q, key=k, value=v, **held, return_lse=return_lse, **places, **more
         )
         self._attended.add(index)
         return result

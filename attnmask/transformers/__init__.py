@@ -211,13 +211,14 @@ def attention(
     if more.get("output_attentions"):
         _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
     pages = _pages_of(key, value) if isinstance(key, PagedTensor) else None
-    in_step = pages is not None and pages.packed
+    in_step = pages is not None and pages.step.packed
+    continued = in_step or (pages is not None and query.shape[2] != pages.step.longest)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     bias, complete = position_bias, False
     given: Arguments = {}
     if bias is not None and not packed:
-        longest = key.shape[2] if pages is None else pages.longest
+        longest = key.shape[2] if pages is None else pages.step.longest
         by_distance = (
             _by_layer(module, bias, longest) if in_step else _by_distance(bias, query.shape[2], key.shape[2])
         )
@@ -245,7 +246,7 @@ def attention(
         given["attention_mask"] = attention_mask
     if packed:
         given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
-    elif causal and not complete and not is_traced() and not in_step:
+    elif causal and not complete and not continued and not is_traced():
         given["q_segment_ids"] = _sequences(position_ids, query, key)
     if dropout:
         given["dropout_prob"] = dropout

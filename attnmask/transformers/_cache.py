@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,13 +18,13 @@ from numpy.typing import ArrayLike
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
 from attnmask._cache.quantize import dequantized, rotated
-from attnmask._common.arguments import check_form, describe, frozen
+from attnmask._common.arguments import check_form, describe, suit_hint
 from attnmask._common.keywords import advises
 from attnmask._common.types import Arguments, Array
 from attnmask._sequences.packed import prepare_position_ids
 from attnmask.torch._described import DescribedTensor
 from attnmask.torch._import import torch
-from attnmask.torch._operators import check_no_gradient, detached, tensors_among
+from attnmask.torch._operators import check_no_gradient, in_place
 from attnmask.torch._states import to_tensor
 from attnmask.transformers._masks import CACHE, transformers
 
@@ -35,35 +35,21 @@ from transformers.cache_utils import (  # isort: skip
 
 __all__ = ["PagedCache", "PagedTensor"]
 
-_NO_GRADIENT = ("flash_attention_with_kvcache", "flash_attention")  # the function, and the one that has them
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_NAME, _TRAINED = "flash_attention_with_kvcache", "flash_attention"
 
 
 @dataclass
 class Pages:
     """The pages of one layer's keys and values, and new ones that the first call appends."""
 
-    kv: KVCache
-    layer: int
-    before: Arguments  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
-    after: Arguments
+    step: _Step
+    held: Arguments  # the pages, their scales, and whether they are rotated
     new: Arguments  # key and value; empty when they have been appended
-    longest: int  # tokens of a sequence, with the new ones
 
-    @property
-    def packed(self) -> bool:
-        return "cu_seqlens_q" in self.after
-
-    def _held(self) -> Arguments:
-        kv = self.kv
-        held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
-        return {name: None if x is None else x[self.layer] for name, x in held.items()}
-
-    def _attend(self, query: torch.Tensor, **more: Any) -> Array:
-        places = self.before if self.new else self.after
-        out = flash_attention_with_kvcache(
-            query, **self.new, **self._held(), **places, rotate=self.kv.rotate, **more
-        )
+    def _attend(self, query: Array, **more: Any) -> Array:
+        places = self.step.before if self.new else self.step.after
+        out = flash_attention_with_kvcache(query, **self.new, **self.held, **places, **more)
         self.new = {}
         return out
 
@@ -73,38 +59,38 @@ class Pages:
             self._attend(self.new["key"][..., :0, :])
 
     @torch.compiler.disable
-    def attend(
-        self,
-        query: torch.Tensor,
-        *,
-        causal: bool = False,
-        **more: object,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, **more: object) -> torch.Tensor:
         """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
-        check_no_gradient({"query": query} | tensors_among(more), *_NO_GRADIENT)
-        more.pop("causal_offset", None)
-        more.pop("q_segment_ids", None)
-        rows = detached(query).transpose(1, 2)
-        given = {name: detached(x) for name, x in more.items()}
-        out = self._attend(rows[0] if self.packed else rows, causal=causal, **given)
-        return to_tensor(out[None] if self.packed else out)
+        tensors, given = {"query": query}, {"causal": False} | more
+        for name, x in more.items():
+            if isinstance(x, torch.Tensor):
+                tensors[name], given[name] = x, x.detach()
+            elif name in ("causal_offset", "q_segment_ids"):  # pages say it
+                del given[name]
+        check_no_gradient(tensors, _NAME, _TRAINED)
+        rows, packed = in_place(query.detach().transpose(1, 2), "query"), self.step.packed
+        try:
+            out = self._attend(rows[0] if packed else rows, **given)
+        except (TypeError, ValueError) as error:
+            suit_hint(error, tensors)
+            raise
+        return to_tensor(out[None] if packed else out)
 
     def gathered(self, side: str) -> Array:
         """Return keys or values, [B, T, Hkv, D]."""
-        if self.packed:
+        if self.step.packed:
             raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
         self.append()
-        table = self.after["block_table"]
+        table = self.step.after["block_table"]
 
         def of(pages: Array) -> Array:
             rows = pages[table]
             joined: Array = rows.reshape(len(table), -1, *rows.shape[3:])
-            return joined[:, : self.longest]
+            return joined[:, : self.step.longest]
 
-        held = self._held()
-        scale = held[f"{side}_scale"]
-        wide = dequantized(of(held[f"{side}_cache"]), None if scale is None else of(scale))
-        return rotated(wide) if self.kv.rotate else wide
+        scale = self.held[f"{side}_scale"]
+        wide = dequantized(of(self.held[f"{side}_cache"]), None if scale is None else of(scale))
+        return rotated(wide) if self.held["rotate"] else wide
 
 
 _FORM = 1  # of pickles
@@ -116,8 +102,8 @@ class PagedTensor(DescribedTensor):
     pages: Pages
     side: str
 
-    def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> PagedTensor:
-        tensor = cls.without_memory(shape, dtype)
+    def __new__(cls, pages: Pages, side: str, shape: Sequence[int], dtype: torch.dtype) -> PagedTensor:
+        tensor = cls.without_memory(tuple(shape), dtype)
         tensor.pages, tensor.side = pages, side
         return tensor
 
@@ -125,51 +111,74 @@ class PagedTensor(DescribedTensor):
         return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copied(self) -> PagedTensor:
-        return PagedTensor(self.pages, self.side, tuple(self.shape), self.dtype)
+        return PagedTensor(self.pages, self.side, self.shape, self.dtype)
 
     def written_out(self) -> torch.Tensor:
         return to_tensor(self.pages.gathered(self.side)).to(self.dtype).transpose(1, 2)
 
 
-@dataclass
-class _Step:
+class _Step(KVCacheStep):
     """One call of the model."""
 
-    step: KVCacheStep
-    packed: bool
-    before: Arguments
-    after: Arguments
-    layers: dict[int, Pages] = field(default_factory=dict)  # those that have got their keys and values
+    __slots__ = ("after", "before", "layers", "longest", "packed")
+
+    def __init__(self, kv: KVCache, ids: ArrayLike, counts: ArrayLike, packed: bool) -> None:
+        super().__init__(kv, ids, counts)
+        self.packed = packed
+        self.layers: dict[int, Pages] = {}  # those that have got their keys and values
+
+    def __enter__(self) -> Self:
+        """Note where tokens are before and after they are appended."""
+        super().__enter__()
+        self.before = self._packed if self.packed else self._batched
+        ends = self.before["cache_seqlens"] + np.array(self._counts, np.int32)
+        self.after = self.before | {"cache_seqlens": ends}
+        self.longest = int(ends.max(initial=0))
+        return self
+
+    def arrays(self, given: dict[str, torch.Tensor], sizes: dict[str, tuple[int, int]]) -> Arguments:
+        """Return new keys and values [B, H, T, D] as arrays [B, T, H, D], or [total, H, D] in a packed step. `sizes`
+        are the heads and channels of their cache.
+        """
+        layout, found = self._layouts[0 if self.packed else 1], {}
+        for name, x in given.items():
+            rows = in_place(x.detach().transpose(1, 2), name)
+            tokens = found[name] = rows[0] if self.packed else rows
+            if tokens.shape != layout + sizes[name]:
+                self._tokens(tokens, name)
+                expected = "{} heads of {} channels as its cache".format(*sizes[name])
+                raise ValueError(f"{name} must have {expected}, got {describe(tokens)}")
+        return found
 
 
 class _Store:
     """What the layers of a cache share."""
 
-    def __init__(self, kv: KVCache, writers: int) -> None:
-        self.kv, self.writers = kv, writers
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
+        self.held = [kv._layer(index) for index in range(len(kv.k_pages))]
+        pages = {"key": kv.k_pages, "value": kv.v_pages}
+        self.sizes = {name: (x.shape[-2], kv._format.channels(x)) for name, x in pages.items()}
         self.rows: list[int] = []  # the sequences of a batch, if it is one
         self.now: _Step | None = None  # which is open
         self.last: _Step | None = None
 
     def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
         self.append_all()
-        step = self.kv.step(ids, counts)
-        step.__enter__()
-        before = step._packed if packed else step._batched
-        ends = frozen(before["cache_seqlens"] + np.array(step._counts, np.int32))
-        self.now = self.last = _Step(step, packed, before, before | {"cache_seqlens": ends})
+        self.now = self.last = _Step(self.kv, ids, counts, packed).__enter__()
         return self.now
 
     def append_all(self) -> None:
         """Append what nothing has attended to. Pages may be shared, copied and freed afterwards."""
         if self.last is not None:
             for pages in self.last.layers.values():
-                pages.append()
+                if pages.new:
+                    pages.append()
 
     def end(self, error: BaseException | None = None) -> None:
         """End a step: sequences are longer, or unchanged after an error."""
         if self.now is not None:
-            step, self.now = self.now.step, None
+            step, self.now = self.now, None
             if error is not None:
                 self.last = None
             step.__exit__(None if error is None else type(error), error, None)
@@ -179,15 +188,15 @@ class _Store:
         now = self.now
         if now is not None and now.packed:
             return 0
-        there = int(self.kv.lengths(self.rows[:1])[0]) if self.rows else 0
-        return there + (now.step._counts[0] if now is not None and layer in now.layers else 0)
+        there = self.kv._sequence(self.rows[0]).length if self.rows else 0
+        return there + (now._counts[0] if now is not None and layer in now.layers else 0)
 
     def check_complete(self) -> None:
         if self.now is not None and self.now.packed:
             raise RuntimeError("the sequences of a batch cannot be changed inside a step")
         if self.now is not None:
             raise RuntimeError(
-                f"the last call of the model has appended to {len(self.now.layers)} of {self.writers} layers: "
+                f"the last call of the model has appended to {len(self.now.layers)} of {len(self.held)} layers: "
                 "reset() the cache"
             )
         self.append_all()
@@ -211,7 +220,8 @@ class _Store:
             raise
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pages:
-        check_no_gradient({"key": key, "value": value}, *_NO_GRADIENT)
+        given = {"key": key, "value": value}
+        check_no_gradient(given, _NAME, _TRAINED)
         now = self.now or self.begin_rows(key.shape[0], key.shape[2])
         if layer in now.layers and not now.packed:
             self.check_complete()
@@ -220,27 +230,16 @@ class _Store:
                 raise RuntimeError("the model must be called once in a step")
             if now.packed and key.shape[0] != 1:
                 raise ValueError(f"tokens must be [1, total] in a step, got {key.shape[0]} rows")
-            rows = (detached(x).transpose(1, 2) for x in (key, value))
-            k, v = (
-                now.step._tokens(x[0] if now.packed else x, name)
-                for x, name in zip(rows, ("key", "value"), strict=True)
-            )
-            for tokens, name, held in ((k, "key", self.kv.k_pages), (v, "value", self.kv.v_pages)):
-                heads, channels = held.shape[-2], self.kv._format.channels(held)
-                if tokens.shape[-2:] != (heads, channels):
-                    expected = f"{heads} heads of {channels} channels as its cache"
-                    raise ValueError(f"{name} must have {expected}, got {describe(tokens)}")
+            new = now.arrays(given, self.sizes)
         except BaseException as error:
             if not now.packed:  # the block of a step ends it itself
                 self.end(error)
                 if not self.length(0):
                     self.free()
             raise
-        longest = int(now.after["cache_seqlens"].max(initial=0))
-        pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v}, longest)
-        now.layers[layer] = pages
-        now.step._attended.add(layer)  # which it is by `append_all` at the latest
-        if len(now.layers) == self.writers and not now.packed:
+        pages = now.layers[layer] = Pages(now, self.held[layer], new)
+        now._attended.add(layer)  # which it is by `append_all` at the latest
+        if len(now.layers) == len(self.held) and not now.packed:
             self.end()
         return pages
 
@@ -264,12 +263,10 @@ class _PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._store.append(self._index, key_states, value_states)
-        tokens = key_states.shape[2] if pages.packed else pages.longest
-        k, v = (
-            PagedTensor(pages, side, (*x.shape[:2], tokens, x.shape[3]), x.dtype)
-            for side, x in (("k", key_states), ("v", value_states))
-        )
-        return k, v
+        tokens = key_states.shape[2] if pages.step.packed else pages.step.longest
+        k, v = [*key_states.shape], [*value_states.shape]
+        k[2] = v[2] = tokens
+        return PagedTensor(pages, "k", k, key_states.dtype), PagedTensor(pages, "v", v, value_states.dtype)
 
     @torch.compiler.disable
     def get_seq_length(self) -> int:
@@ -370,7 +367,7 @@ class PagedCache(Cache):
             group=group,
             rotate=rotate,
         )
-        self._fill(_Store(kv, writers), layers)
+        self._fill(_Store(kv), layers)
 
     def _fill(self, store: _Store, layers: int) -> None:
         self._store = store
@@ -381,12 +378,12 @@ class PagedCache(Cache):
         store = self._store
         store.check_complete()
         more = {name: value for name, value in vars(self).items() if name not in ("_store", "layers")}
-        held = {"kv": store.kv, "writers": store.writers, "rows": store.rows, "layers": len(self.layers)}
+        held = {"kv": store.kv, "writers": len(store.held), "rows": store.rows, "layers": len(self.layers)}
         return {"version": _FORM, "more": more, **held}
 
     def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the PagedCache")
-        store = _Store(state["kv"], state["writers"])
+        store = _Store(state["kv"])
         store.rows = list(state["rows"])
         self._fill(store, state["layers"])
         self.__dict__.update(state["more"])
@@ -452,14 +449,14 @@ class PagedCache(Cache):
         store = self._store
         store.check_complete()
         now = store.begin(ids, counts, packed=True)
-        begins = np.repeat(now.before["cache_seqlens"], now.step._counts)
+        begins = np.repeat(now.before["cache_seqlens"], now._counts)
         positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
         try:
             yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], CACHE: self}
-            if len(now.layers) != store.writers:
+            if len(now.layers) != len(store.held):
                 raise RuntimeError(
                     f"the model must be called in a step, with its arguments: {len(now.layers)} of "
-                    f"{store.writers} layers have appended"
+                    f"{len(store.held)} layers have appended"
                 )
             store.append_all()
         except BaseException as error:

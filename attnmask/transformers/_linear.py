@@ -93,8 +93,8 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     kind: Any = type(self)
     given = dict(zip(_parameters(kind), args, strict=False)) | kwargs if args else kwargs
-    told = [given.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")]
-    if all(x is None for x in told):
+    told = given.get("cu_seq_lens_q"), given.get("seq_idx"), given.get("position_ids")
+    if told[0] is None and told[1] is None and told[2] is None:
         return call(*args, **kwargs)
     if self.training and torch.is_grad_enabled():
         for module in self.modules():

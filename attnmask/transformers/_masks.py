@@ -59,9 +59,7 @@ class SymbolicMask(DescribedTensor):
     complete: bool
 
     def __new__(cls, info: MaskInfo, complete: bool = False) -> "SymbolicMask":
-        batch, queries, keys = info.shape
-        shape: tuple[Any, ...] = batch, info.heads, queries, keys
-        mask = cls.without_memory(shape, torch.bool)
+        mask = cls.without_memory(info._state.shape("write it out"), torch.bool)
         mask.info, mask.complete = info, complete
         return mask
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -720,3 +721,19 @@ def test_the_example():
     assert set(speeds) == {"one by one", "padded", *module["CACHES"]}
     assert all(speed > 0 for speed in speeds.values())
     assert sum("tokens/s" in line for line in lines) == len(speeds)
+
+
+def test_few_calls_in_python():
+    """What the cache fixed when it was made is not asked again for each token."""
+    model, package = ready("Llama"), str(ROOT / "attnmask")
+
+    def calls(tokens):
+        seen, cache, ids = [], paged(model), random_ids(1, 8)
+        sys.setprofile(lambda frame, event, _: event == "call" and seen.append(frame.f_code.co_filename))
+        try:
+            model.generate(ids, past_key_values=cache, **GREEDY | {"max_new_tokens": tokens})
+        finally:
+            sys.setprofile(None)
+        return sum(name.startswith(package) for name in seen)
+
+    assert 0 < calls(14) - calls(4) <= 10 * 130  # in two layers
