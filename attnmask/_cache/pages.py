@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import array
 import math
+from collections.abc import Callable
 from inspect import signature
 from itertools import accumulate, islice
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -30,17 +31,19 @@ from attnmask._common.arguments import (
     check_form,
     describe,
     flag,
-    frozen,
     integer,
     integer_array,
     per_row,
     place,
 )
 from attnmask._common.keywords import advises, reject_unknown
-from attnmask._common.types import Arguments, Array
+from attnmask._common.types import AnyFunction, Arguments, Array
 
 __all__ = ["KVCache", "KVCacheStep"]
 
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
+_Array = TypeVar("_Array", bound=Array)
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
 _CACHE_LINE = 64  # bytes
 
@@ -161,6 +164,12 @@ class KVCache:
     10
     """
 
+    # What differs for arrays of another library: how they are read and returned, and what attends to them.
+    _given: Callable[[Any, str], Any] = staticmethod(as_array)
+    _result: Callable[[_Array], _Array] = staticmethod(lambda array: array)
+    _attend: AnyFunction = staticmethod(flash_attention_with_kvcache)
+    _step_kind: type[KVCacheStep]
+
     @advises
     def __init__(
         self,
@@ -186,7 +195,8 @@ class KVCache:
         form = format_of(dtype, group, floating=True)
 
         def zeros(axes: tuple[int, ...], dtype: DTypeLike) -> Array:
-            return allocate((*shape, *axes), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
+            sized = f"{', '.join(sizes)} and depth"
+            return self._result(allocate((*shape, *axes), dtype, sized, _zeros_in_lines))
 
         self.page_size, self.latent = shape[2], flag(latent, "latent")
         self.group, self.rotate = form.group or None, flag(rotate, "rotate")
@@ -199,11 +209,8 @@ class KVCache:
             if self.rotate:
                 check_rotates(channels, name)
         self.k_pages = zeros((form.elements(k_depth),), form.dtype)
-        self.v_pages = (
-            self.k_pages[..., : form.elements(v_depth)]
-            if latent
-            else zeros((form.elements(v_depth),), form.dtype)
-        )
+        v_elements = form.elements(v_depth)
+        self.v_pages = self.k_pages[..., :v_elements] if latent else zeros((v_elements,), form.dtype)
         self.k_scales: NDArray[np.float32] | None = None
         self.v_scales: NDArray[np.float32] | None = None
         if form.scaled:
@@ -214,7 +221,7 @@ class KVCache:
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
-        self._step: KVCacheStep | None = None  # which is open
+        self._step: _Tokens[Any, Any] | None = None  # which is open
 
     def __repr__(self) -> str:
         layers, pages, page_size, kv_heads, _ = self.k_pages.shape
@@ -227,7 +234,7 @@ class KVCache:
         sizes |= {"rotate": True} if self.rotate else {}
         sizes |= {"latent": True} if self.latent else {}
         sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
-        sizes["nbytes"] = sum(held.nbytes for held in self._held())
+        sizes["nbytes"] = sum(held.nbytes for held in self._held().values())
         return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
     def _repr_html_(self) -> str:
@@ -246,7 +253,8 @@ class KVCache:
 
     @property
     def _format(self) -> Format:
-        return format_of("int4" if self.group else self.k_pages.dtype, self.group, floating=True)
+        dtype = "int4" if self.group else as_array(self.k_pages, "k_pages").dtype
+        return format_of(dtype, self.group, floating=True)
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -258,25 +266,24 @@ class KVCache:
         self._check_no_step()
         sequences = {number: tuple(sequence) for number, sequence in self._sequences.items()}
         views = {"v_pages": self.v_pages.shape[-1], "v_scales": None} if self.latent else {}
-        return vars(self) | views | {"version": _FORM, "_sequences": sequences}
+        return vars(self) | self._held() | views | {"version": _FORM, "_sequences": sequences}
 
     def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the KVCache")
         self.latent, self.group, self.rotate = False, None, False  # as before there were others
         vars(self).update((name, value) for name, value in state.items() if name != "version")
         self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
-        for name in _HELD[:: 2 if self.latent else 1]:
-            held = state[name]
-            if held is not None:
-                lines = _zeros_in_lines(held.shape, held.dtype)
-                lines[...] = held
-                setattr(self, name, lines)
+        for name, held in self._held().items():
+            lines = _zeros_in_lines(held.shape, held.dtype)
+            lines[...] = held
+            setattr(self, name, self._result(lines))
         if self.latent:
             self.v_pages, self.v_scales = self.k_pages[..., : state["v_pages"]], self.k_scales
 
-    def _held(self) -> list[Array]:
+    def _held(self) -> dict[str, Array]:
         """Return the arrays that own memory."""
-        return [held for name in _HELD[:: 2 if self.latent else 1] if (held := vars(self)[name]) is not None]
+        names = [name for name in _HELD[:: 2 if self.latent else 1] if vars(self)[name] is not None]
+        return {name: as_array(vars(self)[name], name) for name in names}
 
     def _layer(self, index: int) -> Arguments:
         """Return what attention to one layer is given of the cache."""
@@ -410,7 +417,7 @@ class KVCache:
         >>> cache.lengths([cache.new_sequence()])
         array([0], dtype=int32)
         """
-        return np.array([self._sequence(number).length for number in _numbers(ids)], np.int32)
+        return self._result(np.array([self._sequence(number).length for number in _numbers(ids)], np.int32))
 
     def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
         """Return the pages of sequences in token order, without those of an open step.
@@ -436,7 +443,7 @@ class KVCache:
         array([[ 0,  1],
                [ 2, -1]], dtype=int32)
         """
-        return _table([self._sequence(number).pages for number in _numbers(ids)])
+        return self._result(_table([self._sequence(number).pages for number in _numbers(ids)]))
 
     def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
         """Begin a step: the next tokens of some sequences. Use it in a ``with`` block, once, one step at a time.
@@ -471,7 +478,7 @@ class KVCache:
         >>> cache.lengths([a, b])
         array([1, 5], dtype=int32)
         """
-        return KVCacheStep(self, ids, counts)
+        return self._step_kind(self, ids, counts)
 
     def _add(self, sequence: _Sequence) -> int:
         number, self._next_id = self._next_id, self._next_id + 1
@@ -522,7 +529,7 @@ class KVCache:
                 self._returned.append(page)
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
-        for held in self._held():
+        for held in self._held().values():
             held[:, target, :tokens] = held[:, source, :tokens]
 
     def _who_copies(self, rows: list[_Sequence], shared: list[int]) -> list[int]:
@@ -542,18 +549,8 @@ class KVCache:
         return copying
 
 
-class KVCacheStep:
-    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
-    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
-    >>> with cache.step(ids, 2) as step:
-    ...     step.attend(0, x, x, x).shape
-    (3, 2, 1, 8)
-    """
+class _Tokens(Generic[_Given, _Found]):
+    """`KVCacheStep`, by the kinds of arrays that it takes and returns."""
 
     __slots__ = (
         "_attended",
@@ -623,11 +620,11 @@ class KVCacheStep:
 
         self._rows = list(map(_Sequence, lists, ends))
         self._batched: Arguments = {
-            "cache_seqlens": frozen(np.array(lengths, np.int32)),
-            "block_table": frozen(_table(lists)),
+            "cache_seqlens": cache._result(np.array(lengths, np.int32)),
+            "block_table": cache._result(_table(lists)),
         }
-        starts = np.array([0, *accumulate(counts)], np.int32)
-        self._packed = self._batched | {"cu_seqlens_q": frozen(starts)}
+        starts = cache._result(np.array([0, *accumulate(counts)], np.int32))
+        self._packed = self._batched | {"cu_seqlens_q": starts}
         if needed:
             cache._take(self._taken)
         cache._step, self._begun = self, True
@@ -657,40 +654,40 @@ class KVCacheStep:
     def attend(
         self,
         layer: int,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
+        query: _Given,
+        key: _Given,
+        value: _Given | None = None,
         **more: Unpack[StepCall[Literal[False]]],
-    ) -> Array: ...
+    ) -> _Found: ...
     @overload
     def attend(
         self,
         layer: int,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
+        query: _Given,
+        key: _Given,
+        value: _Given | None = None,
         **more: Unpack[StepCall[Literal[True]]],
-    ) -> tuple[Array, Array]: ...
+    ) -> tuple[_Found, _Found]: ...
     @overload
     def attend(
         self,
         layer: int,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
+        query: _Given,
+        key: _Given,
+        value: _Given | None = None,
         **more: Unpack[StepCall[bool]],
-    ) -> Array | tuple[Array, Array]: ...
+    ) -> _Found | tuple[_Found, _Found]: ...
     @STEP
     def attend(
         self,
         layer: int,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
+        query: _Given,
+        key: _Given,
+        value: _Given | None = None,
         *,
         return_lse: bool = False,
         **more: Any,
-    ) -> Array | tuple[Array, Array]:
+    ) -> _Found | tuple[_Found, _Found]:
         """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
 
         Parameters
@@ -735,20 +732,45 @@ class KVCacheStep:
             raise TypeError("value must be given, as the cache is not latent, got None")
         v = None if value is None else self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
-        result = flash_attention_with_kvcache(
+        result: _Found | tuple[_Found, _Found] = cache._attend(
             q, key=k, value=v, **held, return_lse=return_lse, **places, **more
         )
         self._attended.add(index)
         return result
 
-    def _tokens(self, value: ArrayLike, name: str) -> Array:
-        given = as_array(value, name)
-        if given.shape[:-2] not in self._layouts:
+    def _tokens(self, value: _Given, name: str) -> Any:
+        given = self._cache._given(value, name)
+        shape = given.shape[:-2]
+        if shape not in self._layouts and not any(map(_equal, self._layouts, [shape, shape])):
             expected = " or ".join(
                 f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
             )
             raise ValueError(f"{name} must be {expected}, got {describe(given)}")
         return given
+
+
+class KVCacheStep(_Tokens[ArrayLike, Array]):
+    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
+    >>> with cache.step(ids, 2) as step:
+    ...     step.attend(0, x, x, x).shape
+    (3, 2, 1, 8)
+    """
+
+    __slots__ = ()
+
+
+KVCache._step_kind = KVCacheStep
+
+
+def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Compare sizes number by number, as a graph needs it, where they may be symbols."""
+    return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
 
 
 def _refuse(more: Arguments) -> NoReturn:

@@ -17,6 +17,7 @@ from attnmask._common.arguments import (
     describe,
     integer,
     is_floating,
+    is_of,
     of_ml_dtypes,
 )
 from attnmask._common.loading import _core
@@ -61,6 +62,8 @@ class Format(NamedTuple):
 
 def format_of(value: DTypeLike, group: object, floating: bool) -> Format:
     """Return the format of a dtype: quantized ones and, if `floating`, floating-point ones."""
+    if is_of(value, "torch", "dtype"):
+        value = str(value).removeprefix("torch.")
     if isinstance(value, str) and (value in FLOAT8 or (floating and value == "bfloat16")):
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
     is_int4 = isinstance(value, str) and value == "int4"

@@ -152,7 +152,7 @@ def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> A
         raise ValueError(
             f"max_len must be at least {lengths[index]}, the length of sequence {index}, got {room}"
         )
-    number = _held(fill, array)
+    number = held(fill, array)
     rows = len(lengths)
     if rows * room >= 2**63:
         raise MemoryError(f"{rows} rows of {describe(room)} tokens do not fit in memory: max_len")
@@ -173,16 +173,16 @@ def _number(value: Any) -> Any:
     return given.item()
 
 
-def _held(fill: Any, array: Any) -> Any:
+def held(fill: Any, array: Any) -> Any:
     """Return `fill`, a number that the type of `array` can hold, at least rounded."""
     number = _number(fill)
     try:
-        held = cast(array, number)
+        result = cast(array, number)
     except (RuntimeError, ValueError, OverflowError, TypeError):
-        held = None
-    if held == number or (held != held and number != number):
+        result = None
+    if result == number or (result != result and number != number):
         return number
-    rounded = isinstance(held, (float, complex)) and np.isfinite(held)
+    rounded = isinstance(result, (float, complex)) and np.isfinite(result)
     if not (rounded and (isinstance(number, int) or np.isfinite(number))):
         name = str(array.dtype).removeprefix("torch.")
         raise ValueError(f"fill must be a number that {name} holds, got {describe(number)}")

@@ -85,6 +85,14 @@ class ShardPlan:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _as_tensors(self) -> Any:
+        from attnmask.torch._states import of_graph
+
+        return of_graph(self.starts), of_graph(self.owners)
+
+    # PyTorch tensors, which torch.compile makes inputs of a graph.
+    _tensors = property(_core.built_in(_as_tensors))
+
     def __getstate__(self) -> dict[str, object]:
         return {"version": _FORM, "starts": self.starts, "owners": self.owners, "world": self.world}
 
@@ -190,11 +198,15 @@ def _cut(length: Any, count: int) -> Any:
     return length // count * index + length % count * index // count  # a product with `length` might overflow
 
 
+def check_world(plan: ShardPlan, world: int) -> None:
+    if plan.world != world:
+        raise ValueError(f"layout must be a plan for {world} processes, got one for {plan.world}")
+
+
 def layout_plan(layout: object, length: int, world: int, starts: NDArray[np.int64] | None) -> ShardPlan:
     """Return the plan of a layout. `starts` are those of packed sequences."""
     if isinstance(layout, ShardPlan):
-        if layout.world != world:
-            raise ValueError(f"layout must be a plan for {world} processes, got one for {layout.world}")
+        check_world(layout, world)
         if layout.length != length:
             raise ValueError(f"layout must be a plan for {length} tokens, got one for {layout.length}")
         return layout

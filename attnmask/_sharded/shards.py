@@ -27,7 +27,7 @@ def _array(x: Any, name: str) -> Any:
     return any_array(x, name)
 
 
-def _axis(x: Any, name: str, axis: int | None) -> int:
+def token_axis(x: Any, name: str, axis: int | None) -> int:
     """Return the axis of tokens, counted from 0."""
     axes: int = x.ndim
     if axes == 0:
@@ -101,7 +101,7 @@ def shard_sequence(
     array: Any = _array(x, "x")
     given = None if cu_seqlens is None else as_array(cu_seqlens, "cu_seqlens")
     ask("tokens to divide", tuple(array.shape), axis, given)
-    tokens = _axis(array, "x", axis)
+    tokens = token_axis(array, "x", axis)
     length = array.shape[tokens]
     count = processes(world)
     number = place(rank, "rank", count)
@@ -139,17 +139,8 @@ def unshard_sequence(
     >>> attnmask.unshard_sequence(shards)
     array([0, 1, 2, 3, 4, 5, 6])
     """
-    if not isinstance(shards, (list, tuple)):
-        raise TypeError(f"shards must be a list or tuple of arrays, got {describe(shards)}")
-    if not shards:
-        raise ValueError("shards must hold one array per process, got none")
-    parts = [_array(shard, f"shards[{rank}]") for rank, shard in enumerate(shards)]
-    tokens = _axis(parts[0], "shards[0]", axis)
-    others = _others(parts[0], tokens)
-    for rank, part in enumerate(parts):
-        if _others(part, tokens) != others:
-            expected = f"a {parts[0].dtype} array like shards[0] except for its tokens, {describe(parts[0])}"
-            raise ValueError(f"shards[{rank}] must be {expected}, got {describe(part)}")
+    parts = [_array(shard, f"shards[{rank}]") for rank, shard in enumerate(as_parts(shards))]
+    tokens = shared_axis(parts, axis)
     lengths = [part.shape[tokens] for part in parts]
     length = sum(lengths)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
@@ -162,9 +153,26 @@ def unshard_sequence(
     return whole
 
 
-def _others(part: Any, axis: int) -> tuple[Any, ...]:
-    """Return what the parts of one sequence have in common."""
-    return part.dtype, part.ndim, *part.shape[:axis], *part.shape[axis + 1 :]
+def as_parts(shards: Sequence[_Array]) -> Sequence[_Array]:
+    if not isinstance(shards, (list, tuple)):
+        raise TypeError(f"shards must be a list or tuple of arrays, got {describe(shards)}")
+    if not shards:
+        raise ValueError("shards must hold one array per process, got none")
+    return shards
+
+
+def shared_axis(parts: Sequence[Any], axis: int | None) -> int:
+    """Return the axis of tokens of shards, which must have the same type and all other axes."""
+
+    def others(part: Any) -> tuple[Any, ...]:
+        return part.dtype, part.ndim, *part.shape[:tokens], *part.shape[tokens + 1 :]
+
+    tokens = token_axis(parts[0], "shards[0]", axis)
+    for rank, part in enumerate(parts):
+        if others(part) != others(parts[0]):
+            expected = f"a {parts[0].dtype} array like shards[0] except for its tokens, {describe(parts[0])}"
+            raise ValueError(f"shards[{rank}] must be {expected}, got {describe(part)}")
+    return tokens
 
 
 _PIECES = 16  # a process has about so many of long documents

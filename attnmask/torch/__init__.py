@@ -12,10 +12,13 @@ from attnmask.torch._linear import (
 )
 from attnmask.torch._masks import mask_tensors
 from attnmask.torch._merge import merge_attention_states
+from attnmask.torch._pages import KVCache
 from attnmask.torch._ring import ring_attention
 from attnmask.torch._states import MaskTensors
+from attnmask.torch._tokens import pack, shard_sequence, unpack, unshard_sequence
 
 __all__ = [
+    "KVCache",
     "MaskTensors",
     "chunk_global_cumsum",
     "chunk_local_cumsum",
@@ -27,10 +30,14 @@ __all__ = [
     "linear_attention_step",
     "mask_tensors",
     "merge_attention_states",
+    "pack",
     "ring_attention",
+    "shard_sequence",
     "short_convolution",
     "short_convolution_step",
     "uninstall",
+    "unpack",
+    "unshard_sequence",
     "write_kvcache",
 ]
 __dir__ = __all__.copy  # what completion offers

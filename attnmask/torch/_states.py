@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnmask._common.arguments import as_array, fields_in_a_line, read_only
+from attnmask._common.arguments import FLOAT8, as_array, fields_in_a_line, read_only
 from attnmask._common.types import Array
 from attnmask._masks.program import Leaf, Program, Shape, Terms, hollow, mapped, refill
 from attnmask._masks.state import State, fitted
 from attnmask._masks.terms import operands
 from attnmask.torch._import import torch, without_modes
 
+_OF_ML_DTYPES = {"bfloat16": np.int16} | dict.fromkeys(FLOAT8, np.uint8)  # and how PyTorch reads them
 _FORM = 1  # of specifications, which exported programs have in them
 
 
@@ -46,8 +47,9 @@ class MaskTensors(NamedTuple):
 
 def to_tensor(array: Array) -> torch.Tensor:
     """Return a tensor that shares the array's memory."""
-    if array.dtype.type.__name__ == "bfloat16":  # `name` takes a microsecond
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    name = array.dtype.type.__name__  # that of the dtype takes a microsecond
+    if name in _OF_ML_DTYPES:
+        return torch.from_numpy(array.view(_OF_ML_DTYPES[name])).view(getattr(torch, name))
     return torch.from_numpy(array)
 
 
@@ -61,6 +63,12 @@ def tensors_of(state: State) -> MaskTensors:
     leaves: list[Any] = []
     nodes = mapped(hollow(program, leaves), lambda part: [part.place] if isinstance(part, Leaf) else part)
     return MaskTensors(json.dumps([_FORM, shape, nodes]), tuple(map(_of_mask, leaves)))
+
+
+def of_graph(array: Array) -> torch.Tensor:
+    """Return a copy that is a real tensor also while a graph is traced, and none of inference mode."""
+    with without_modes(), torch.inference_mode(False):
+        return _of_mask(array)
 
 
 def tensors_of_graphs(state: State) -> MaskTensors:

@@ -354,8 +354,6 @@ class PagedCache(Cache):
                 raise ValueError(f"config must have only attention layers, got {kind!r:.200}")
         if dtype is None:
             dtype = decoder.dtype or torch.get_default_dtype()
-        if isinstance(dtype, torch.dtype):
-            dtype = str(dtype).removeprefix("torch.")
         writers = layers - (getattr(decoder, "num_kv_shared_layers", None) or 0)  # the others read their keys
         kv = KVCache(
             getattr(decoder, "num_key_value_heads", None) or heads,
