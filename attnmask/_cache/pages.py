@@ -285,13 +285,6 @@ class KVCache:
         names = [name for name in _HELD[:: 2 if self.latent else 1] if vars(self)[name] is not None]
         return {name: as_array(vars(self)[name], name) for name in names}
 
-    def _layer(self, index: int) -> Arguments:
-        """Return what attention to one layer is given of the cache."""
-        k_scale = None if self.k_scales is None else self.k_scales[index]
-        v_scale = None if self.v_scales is None else self.v_scales[index]
-        pages = {"k_cache": self.k_pages[index], "v_cache": self.v_pages[index]}
-        return pages | {"k_scale": k_scale, "v_scale": v_scale, "rotate": self.rotate}
-
     @property
     def free_pages(self) -> int:
         """The number of free pages.
@@ -726,14 +719,24 @@ class _Tokens(Generic[_Given, _Found]):
             raise RuntimeError("step.attend must be called inside the with block of its step")
         if not more.keys() <= STEP.defaults.keys():
             _refuse(more)
-        held = cache._layer(index := place(layer, "layer", len(cache.k_pages)))
+        index = place(layer, "layer", len(cache.k_pages))
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
             raise TypeError("value must be given, as the cache is not latent, got None")
         v = None if value is None else self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
         result: _Found | tuple[_Found, _Found] = cache._attend(
-            q, key=k, value=v, **held, return_lse=return_lse, **places, **more
+            q,
+            cache.k_pages[index],
+            cache.v_pages[index],
+            k,
+            v,
+            k_scale=None if cache.k_scales is None else cache.k_scales[index],
+            v_scale=None if cache.v_scales is None else cache.v_scales[index],
+            rotate=cache.rotate,
+            return_lse=return_lse,
+            **places,
+            **more,
         )
         self._attended.add(index)
         return result

@@ -156,7 +156,11 @@ class _Store:
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
-        self.held = [kv._layer(index) for index in range(len(kv.k_pages))]
+        held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
+        self.held = [  # of each layer, what attention is given
+            {name: None if x is None else x[layer] for name, x in held.items()} | {"rotate": kv.rotate}
+            for layer in range(len(kv.k_pages))
+        ]
         pages = {"key": kv.k_pages, "value": kv.v_pages}
         self.sizes = {name: (x.shape[-2], kv._format.channels(x)) for name, x in pages.items()}
         self.rows: list[int] = []  # the sequences of a batch, if it is one
