@@ -1,7 +1,7 @@
 """Convert a `MaskInfo` to a BlockMask of FlexAttention, and back."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,17 @@ from attnmask._masks.terms import TILE, ids_of_sequences
 from attnmask.torch._import import torch
 from attnmask.torch._states import to_tensor
 
-Place: TypeAlias = torch.Tensor  # of batch rows, heads, queries or keys
-PerRow: TypeAlias = int | torch.Tensor
+Tensor: TypeAlias = torch.Tensor
+PerRow: TypeAlias = int | Tensor
+
+
+class Pair(NamedTuple):
+    """Pairs of a query and a key: their batch rows, heads, queries and keys."""
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    k: Tensor
 
 
 def to_block_mask(state: State, block_size: int | tuple[int, int]) -> BlockMask:
@@ -24,7 +33,7 @@ def to_block_mask(state: State, block_size: int | tuple[int, int]) -> BlockMask:
     q_size, k_size = block_sizes(block_size)
     live = np.stack([[derived.grid(state, b, h, q_size, k_size) for h in range(heads)] for b in range(batch)])
     full = live == q_size * k_size
-    blocks: list[torch.Tensor] = []
+    blocks: list[Tensor] = []
     for kind in ((live > 0) & ~full, full):
         counts = torch.from_numpy(kind.sum(-1, dtype=np.int32))
         blocks += counts, torch.from_numpy(np.argsort(~kind, axis=-1, kind="stable").astype(np.int32))
@@ -40,87 +49,65 @@ def to_block_mask(state: State, block_size: int | tuple[int, int]) -> BlockMask:
     )
 
 
-def _at(array: torch.Tensor, *places: Place) -> torch.Tensor:
+def _at(array: Tensor, *places: Tensor) -> Tensor:
     """Return an entry; axes of length 1 are shared. FlexAttention may ask beyond the end and ignore the answer."""
     return array[
         tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
     ]
 
 
-def _of(value: PerRow, place: Place) -> PerRow:
+def _of(value: PerRow, place: Tensor) -> PerRow:
     """Select one batch row or head."""
     return value if isinstance(value, int) else value[place]
 
 
-def _ids_at(ids: torch.Tensor, b: Place, h: Place, token: Place) -> torch.Tensor:
-    return _at(ids, b, token) if ids.ndim == 2 else _at(ids, b, h, token)
+def _ids_at(ids: Tensor, at: Pair, token: Tensor) -> Tensor:
+    return _at(ids, at.b, token) if ids.ndim == 2 else _at(ids, at.b, at.h, token)
 
 
-def _all(b: Place, h: Place, q: Place, k: Place) -> torch.Tensor:
-    return q >= 0
+def _shifted(at: Pair, q_shift: PerRow, k_shift: PerRow) -> tuple[Tensor, Tensor]:
+    return at.q + _of(q_shift, at.b), at.k + _of(k_shift, at.b)
 
 
-def _band(
-    b: Place, h: Place, q: Place, k: Place, low: PerRow | None, high: PerRow | None, offset: PerRow
-) -> torch.Tensor:
-    place = k - q - _of(offset, b)
+def _floor(place: Tensor, size: int) -> Tensor:
+    return torch.div(place, size, rounding_mode="floor")
+
+
+def _all(at: Pair) -> Tensor:
+    return at.q >= 0
+
+
+def _band(at: Pair, low: PerRow | None, high: PerRow | None, offset: PerRow) -> Tensor:
+    place = at.k - at.q - _of(offset, at.b)
     least, most = -(2**62) if low is None else low, 2**62 if high is None else high
-    return (place >= _of(least, h)) & (place <= _of(most, h))
+    return (place >= _of(least, at.h)) & (place <= _of(most, at.h))
 
 
-def _diagonal(
-    b: Place,
-    h: Place,
-    q: Place,
-    k: Place,
-    low: PerRow | None,
-    high: PerRow | None,
-    offset: PerRow,
-    at: torch.Tensor,
-) -> torch.Tensor:
-    return _band(b, h, _ids_at(at, b, h, q), k, low, high, offset)
+def _diagonal(at: Pair, low: PerRow | None, high: PerRow | None, offset: PerRow, places: Tensor) -> Tensor:
+    return _band(at._replace(q=_ids_at(places, at, at.q)), low, high, offset)
 
 
-def _chunk(
-    b: Place, h: Place, q: Place, k: Place, size: int, q_shift: PerRow, k_shift: PerRow
-) -> torch.Tensor:
-    chunks = ((q + _of(q_shift, b)), (k + _of(k_shift, b)))
-    one, other = (torch.div(place, size, rounding_mode="floor") for place in chunks)
-    return one == other
+def _chunk(at: Pair, size: int, *shifts: PerRow) -> Tensor:
+    q, k = _shifted(at, *shifts)
+    return _floor(q, size) == _floor(k, size)
 
 
-def _keys(b: Place, h: Place, q: Place, k: Place, begin: PerRow, end: PerRow) -> torch.Tensor:
-    return (k >= _of(begin, b)) & (k < _of(end, b))
+def _keys(at: Pair, begin: PerRow, end: PerRow) -> Tensor:
+    return (at.k >= _of(begin, at.b)) & (at.k < _of(end, at.b))
 
 
-def _equal(
-    b: Place, h: Place, q: Place, k: Place, q_ids: torch.Tensor, k_ids: torch.Tensor, exclude_zero: bool
-) -> torch.Tensor:
-    one = _ids_at(q_ids, b, h, q)
-    return (one == _ids_at(k_ids, b, h, k)) & (one >= 0) & ((one != 0) | (not exclude_zero))
+def _equal(at: Pair, q_ids: Tensor, k_ids: Tensor, exclude_zero: bool) -> Tensor:
+    one = _ids_at(q_ids, at, at.q)
+    return (one == _ids_at(k_ids, at, at.k)) & (one >= 0) & ((one != 0) | (not exclude_zero))
 
 
-def _dense(
-    b: Place, h: Place, q: Place, k: Place, array: torch.Tensor, q_shift: PerRow, k_shift: PerRow
-) -> torch.Tensor:
-    return _at(array, b, h, q + _of(q_shift, b), k + _of(k_shift, b)) != 0
+def _dense(at: Pair, array: Tensor, *shifts: PerRow) -> Tensor:
+    return _at(array, at.b, at.h, *_shifted(at, *shifts)) != 0
 
 
-def _tiles(
-    b: Place,
-    h: Place,
-    q: Place,
-    k: Place,
-    places: torch.Tensor,
-    q_size: int,
-    k_size: int,
-    bits: torch.Tensor,
-    q_shift: PerRow,
-    k_shift: PerRow,
-) -> torch.Tensor:
-    q, k = q + _of(q_shift, b), k + _of(k_shift, b)
-    tile = [torch.div(place, size, rounding_mode="floor") for place, size in ((q, q_size), (k, k_size))]
-    place = _at(places, b, h, *tile)
+def _tiles(at: Pair, places: Tensor, q_size: int, k_size: int, bits: Tensor, *shifts: PerRow) -> Tensor:
+    q, k = _shifted(at, *shifts)
+    place = _at(places, at.b, at.h, _floor(q, q_size), _floor(k, k_size))
     if not len(bits):
         return place == 1
     byte = bits[torch.clamp(place - 2, min=0), q % TILE, k % TILE // 8]
@@ -139,7 +126,7 @@ _TERMS = {
 }
 
 
-def _mask_mod(program: Program) -> Callable[..., torch.Tensor]:
+def _mask_mod(program: Program) -> Callable[..., Tensor]:
     """Return the program as a function of batch row, head, query and key."""
 
     def held(operand: Any) -> Any:
@@ -151,11 +138,11 @@ def _mask_mod(program: Program) -> Callable[..., torch.Tensor]:
     ]
     terms = [node if isinstance(node, str) else (_TERMS[node[0]], *map(held, node[1:])) for node in nodes]
 
-    def mask_mod(b: Place, h: Place, q: Place, k: Place) -> torch.Tensor:
-        waiting: list[torch.Tensor] = []
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        waiting: list[Tensor] = []
         for term in terms:
             if not isinstance(term, str):
-                waiting.append(term[0](b, h, q, k, *term[1:]))
+                waiting.append(term[0](Pair(b, h, q, k), *term[1:]))
             elif term == "not":
                 waiting.append(~waiting.pop())
             else:
@@ -171,7 +158,7 @@ def from_block_mask(block_mask: object) -> State:
         raise TypeError(f"block_mask must be a BlockMask, got {describe(block_mask)}")
     (queries, keys), (q_size, k_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
 
-    def blocks(counts: torch.Tensor, indices: torch.Tensor | None) -> State:
+    def blocks(counts: Tensor, indices: Tensor | None) -> State:
         """Return the listed blocks."""
         assert indices is not None
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
@@ -185,7 +172,7 @@ def from_block_mask(block_mask: object) -> State:
     for axis in (3, 2, 1, 0):
         mask_mod = torch.vmap(mask_mod, tuple(0 if i == axis else None for i in range(4)))
 
-    def live(*index: NDArray[np.intp]) -> torch.Tensor:
+    def live(*index: NDArray[np.intp]) -> Tensor:
         return mask_mod(*(torch.from_numpy(part.ravel().copy()) for part in index))
 
     batch, heads = block_mask.kv_num_blocks.shape[:2]

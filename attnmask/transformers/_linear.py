@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
-from types import ModuleType, NotImplementedType
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ from attnmask.torch._import import torch
 from attnmask.transformers._masks import is_traced, transformers
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_softplus = torch.nn.functional.softplus
 
 
 # Packed documents
@@ -163,25 +163,44 @@ def _starts(x: torch.Tensor, more: Arguments, before: int = 0) -> Array | torch.
     return np.append(np.flatnonzero(whole), rows * tokens)
 
 
-# Functions, each with the parameters of the one that it replaces
+# Functions. They get the arguments of those that they replace by name, and return NotImplemented for what is theirs
 
 
-def _suits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return whether the tensors are on the CPU and not of a program that is being exported to run elsewhere."""
+def _suits(first: object, given: Arguments) -> bool:
+    """Return whether tensors are on the CPU and not of a program that is being exported to run elsewhere."""
+    for x in given.values():
+        if isinstance(x, torch.Tensor) and not x.is_cpu:
+            return False
     return (
-        x.dtype in _TYPES
-        and all(other is None or other.device.type == "cpu" for other in (x, *others))
+        isinstance(first, torch.Tensor)
+        and first.dtype in _TYPES
         and not torch.compiler.is_exporting()
         and (torch.compiler.is_compiling() or not torch._C._is_tracing())
     )
 
 
-def _learns(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _learns(given: Arguments) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in given.values()
+    )
+
+
+def _values(given: Arguments, names: str) -> list[Any]:
+    return [given[name] for name in names.split()]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return torch.nn.functional.softplus(dt) if softplus else dt
+
+
+def _gated(out: torch.Tensor, skipped: torch.Tensor | None, z: torch.Tensor | None) -> torch.Tensor:
+    out = out if skipped is None else out + skipped
+    return out if z is None else out * torch.nn.functional.silu(z)
 
 
 def _attend(
@@ -196,155 +215,75 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to packed documents in any number of rows. States belong to rows: to their first and last documents."""
     rows, tokens = value.shape[:2]
+    given |= {"query": query, "key": key, "value": value, "return_state": True}
     if starts is None:
-        out, state = linear_attention(
-            query, key, value, initial_state=initial_state, return_state=True, **given
-        )
+        out, state = linear_attention(**given, initial_state=initial_state)
         return out, state if output_final_state else None
-    if rows == 1:
-        first, last, count = [0], [-1], len(starts) - 1
-    else:
-        first = np.searchsorted(starts, tokens * np.arange(rows)).tolist()
-        last, count = [*(i - 1 for i in first[1:]), -1], len(starts) - 1
+    first = [0] if rows == 1 else np.searchsorted(starts, tokens * np.arange(rows)).tolist()
     if initial_state is not None:
         there = initial_state
-        initial_state = there.new_zeros(count, *there.shape[1:]).index_copy(0, torch.tensor(first), there)
+        initial_state = there.new_zeros(len(starts) - 1, *there.shape[1:])
+        initial_state = initial_state.index_copy(0, torch.tensor(first), there)
     flat: Arguments = {
         name: x.reshape(1, rows * tokens, *x.shape[2:]) if isinstance(x, torch.Tensor) else x
-        for name, x in ({"query": query, "key": key, "value": value} | given).items()
+        for name, x in given.items()
     }
-    out, state = linear_attention(**flat, initial_state=initial_state, cu_seqlens=starts, return_state=True)
+    out, state = linear_attention(**flat, initial_state=initial_state, cu_seqlens=starts)
+    last = [*(i - 1 for i in first[1:]), -1]
     return out.reshape(value.shape), state[last] if output_final_state else None
 
 
-def _gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **more: object,
-) -> Results:
-    if not _suits(query, key, value, g, beta, initial_state):
-        return NotImplemented
-    state = None if initial_state is None else _wide(initial_state)
+def _gated_delta_rule(given: Arguments) -> Results:
+    query, key, value, state = _values(given, "query key value initial_state")
     key, value = key.to(query.dtype), value.to(query.dtype)
-    g, beta = _wide(g), _wide(beta)
-    if (
-        value.shape[1] == 1
-        and state is not None
-        and output_final_state
-        and not _learns(query, key, value, g, beta)
-    ):
-        out = linear_attention_step(
-            query[:, 0],
-            key[:, 0],
-            value[:, 0],
-            state,
-            decay=g[:, 0],
-            beta=beta[:, 0],
-            normalize_qk=use_qk_l2norm_in_kernel,
-        )
+    state = None if state is None else _wide(state)
+    options = {
+        "decay": _wide(given["g"]),
+        "beta": _wide(given["beta"]),
+        "normalize_qk": given["use_qk_l2norm_in_kernel"],
+    }
+    final = given["output_final_state"]
+    if value.shape[1] == 1 and state is not None and final and not _learns(given):
+        token = {name: x[:, 0] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out = linear_attention_step(query[:, 0], key[:, 0], value[:, 0], state, **token)
         return out[:, None], state
-    return _attend(
-        query,
-        key,
-        value,
-        decay=g,
-        beta=beta,
-        normalize_qk=use_qk_l2norm_in_kernel,
-        initial_state=state,
-        output_final_state=output_final_state,
-        starts=_starts(value, more),
-    )
+    starts = _starts(value, given)
+    return _attend(query, key, value, **options, initial_state=state, output_final_state=final, starts=starts)
 
 
-def _recurrent_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **more: object,
-) -> Results:
-    return _gated_delta_rule(
-        query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **more
-    )
-
-
-def _chunk_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **more: object,
-) -> Results:
+def _chunk_scan(given: Arguments) -> Results:
     """Mamba-2: queries are C, keys B, values ``dt * x``, decays ``dt * A``. States are [B, H, V, K]."""
-    if more.get("z") is not None or not _suits(hidden_states, dt, A, B, C, D, dt_bias, initial_states):
+    hidden_states, dt, A, B, C, D, state = _values(given, "hidden_states dt A B C D initial_states")
+    if given.get("z") is not None:
         return NotImplemented
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = _softplus(dt)
-    dt = _wide(dt.clamp(*dt_limit))
-    x = _wide(hidden_states)
+    dt = _time_steps(dt, given["dt_bias"], given["dt_softplus"])
+    x, dt = _wide(hidden_states), _wide(dt.clamp(*given["dt_limit"]))
     out, state = _attend(
         C.to(x.dtype),
         B.to(x.dtype),
         x * dt[..., None],
         decay=A.to(x.dtype) * dt,
         scale=1.0,
-        initial_state=None if initial_states is None else initial_states.to(x.dtype).transpose(2, 3),
-        output_final_state=return_final_states,
-        starts=_starts(x, more),
+        initial_state=None if state is None else state.to(x.dtype).transpose(2, 3),
+        output_final_state=given["return_final_states"],
+        starts=_starts(x, given),
     )
-    if D is not None:
-        out = out + x * D[..., None]
+    out = _gated(out, None if D is None else x * D[..., None], None)
     return (out, state.transpose(2, 3)) if state is not None else out
 
 
-def _state_update(
-    state: torch.Tensor,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    z: torch.Tensor | None = None,
-    **more: object,
-) -> Results:
+def _state_update(given: Arguments) -> Results:
     """One token of Mamba-2: one decay per head, expanded with stride 0. Mamba, whose decays differ, is left alone."""
-    tensors = hidden_states, dt, A, B, C, D, dt_bias, z
-    if state.ndim != 4 or not _suits(state, *tensors) or _learns(*tensors):
+    state, hidden_states, dt, A, B, C = _values(given, "state hidden_states dt A B C")
+    D, dt_bias, z = _values(given, "D dt_bias z")
+    if state.ndim != 4 or _learns(given):
         return NotImplemented
     wide = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
     repeated = A.stride()[1:] == (0, 0) and dt.stride(-1) == 0
     if state.dtype != wide or not repeated or (dt_bias is not None and dt_bias.stride(-1) != 0):
         return NotImplemented
-    dt = dt[..., 0]
-    if dt_bias is not None:
-        dt = dt + dt_bias[..., 0].to(dt.dtype)
-    if dt_softplus:
-        dt = _softplus(dt)
-    x, dt = hidden_states.to(wide), dt.to(wide)
+    bias = None if dt_bias is None else dt_bias[..., 0]
+    x, dt = hidden_states.to(wide), _time_steps(dt[..., 0], bias, given["dt_softplus"]).to(wide)
     out = linear_attention_step(
         C.to(wide),
         B.to(wide),
@@ -353,35 +292,13 @@ def _state_update(
         decay=dt * A[:, 0, 0].to(wide),
         scale=1.0,
     )
-    if D is not None:
-        out = out + x * D
-    if z is not None:
-        out = out * torch.nn.functional.silu(z)
-    return out.to(hidden_states.dtype)
+    return _gated(out, None if D is None else x * D, z).to(hidden_states.dtype)
 
 
-def _selective_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    use_mambapy: bool = False,
-    use_associative_scan: bool = False,
-    **more: object,
-) -> Results:
+def _selective_scan(given: Arguments) -> Results:
     """Mamba: arrays are [B, H, T] and [B, K, T], and each channel is a head with V = 1 and its own decays."""
-    if not _suits(hidden_states, dt, A, B, C, D, z, delta_bias):
-        return NotImplemented
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = _softplus(dt)
+    hidden_states, dt, A, B, C, D, bias = _values(given, "hidden_states dt A B C D delta_bias")
+    dt = _time_steps(dt, None if bias is None else bias[..., None], given["delta_softplus"])
     x, dt = _wide(hidden_states).transpose(1, 2), _wide(dt).transpose(1, 2)
     out, state = _attend(
         C.to(x.dtype).transpose(1, 2)[:, :, None],
@@ -390,102 +307,98 @@ def _selective_scan(
         decay=A.to(x.dtype) * dt[..., None],
         scale=1.0,
         initial_state=None,
-        output_final_state=return_last_state,
-        starts=_starts(x, more),
+        output_final_state=given["return_last_state"],
+        starts=_starts(x, given),
     )
     out = out[..., 0].transpose(1, 2).to(hidden_states.dtype)
-    if D is not None:
-        out = out + hidden_states * D[:, None]
-    if z is not None:
-        out = out * torch.nn.functional.silu(z)
+    out = _gated(out, None if D is None else hidden_states * D[:, None], given["z"])
     return out if state is None else (out, state[..., 0])
 
 
-def _nothing(x: torch.Tensor, *args: object, **kwargs: object) -> NotImplementedType | None:
+def _nothing(given: Arguments) -> None:
     """Return None in place of a kernel for a whole layer, so that models call the functions above."""
-    return None if _suits(x) else NotImplemented
 
 
-def _with_activation(out: torch.Tensor, activation: str | None) -> torch.Tensor:
-    return out if activation in (None, "silu", "swish") else transformers.activations.ACT2FN[activation](out)
-
-
-def _name_of(activation: str | None) -> Activation:
-    return "silu" if activation in ("silu", "swish") else None
-
-
-def _conv1d(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **more: object,
-) -> Results:
-    """Convolve [B, C, T]."""
-    if not _suits(hidden_states, weight, bias):
-        return NotImplemented
-    x = hidden_states.transpose(1, 2)
-    weight, bias = _alike(weight, x), _alike(bias, x)
-    starts = _starts(x, more, before=weight.shape[1])
-    rows = x if starts is None else x.reshape(1, -1, x.shape[2])
-    out = short_convolution(rows, weight, bias, activation=_name_of(activation), cu_seqlens=starts)
-    return _with_activation(out.reshape(x.shape).transpose(1, 2), activation)
-
-
-def _alike(weight: Any, x: torch.Tensor) -> Any:
-    return weight if weight is None or weight.dtype in (x.dtype, torch.float32) else weight.to(x.dtype)
-
-
-def _conv1d_update(
-    hidden_states: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **more: object,
-) -> Results:
-    """Convolve one token [B, C, 1]. The state [B, C, W] holds one token more than is needed."""
-    spare = conv_state.shape[-1] - weight.shape[-1] + 1
-    if (
-        not _suits(hidden_states, conv_state, weight, bias)
-        or _learns(hidden_states, weight, bias)
-        or hidden_states.shape[2] != 1
-        or hidden_states.dtype != conv_state.dtype
-        or spare < 0
-    ):
-        return NotImplemented
-    x = hidden_states[..., 0]
-    if spare:
-        conv_state[..., :spare].copy_(conv_state[..., 1 : spare + 1].clone())
-    state = conv_state[..., spare:]
-    out = short_convolution_step(
-        x, _alike(weight, x), state, _alike(bias, x), activation=_name_of(activation)
+def _convolution(given: Arguments, dtype: torch.dtype) -> tuple[Any, Any, Activation, AnyFunction]:
+    """Return weights and biases, the activation that the core has, and another one."""
+    weight, bias, activation = _values(given, "weight bias activation")
+    weight, bias = (
+        x if x is None or x.dtype in (dtype, torch.float32) else x.to(dtype) for x in (weight, bias)
     )
-    return _with_activation(out[..., None], activation)
+    silu = activation in ("silu", "swish")
+    other = (lambda x: x) if silu or activation is None else transformers.activations.ACT2FN[activation]
+    return weight, bias, "silu" if silu else None, other
 
 
-_FUNCTIONS: dict[str, AnyFunction] = {
-    "chunk_gated_delta_rule": _gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
-    "chunk_kda": _gated_delta_rule,
-    "fused_recurrent_kda": _recurrent_gated_delta_rule,
-    "mamba_chunk_scan_combined": _chunk_scan,
-    "mamba_split_conv1d_scan_combined": _nothing,
-    "mamba_inner_fn": _nothing,
-    "selective_scan_fn": _selective_scan,
-    "selective_state_update": _state_update,
-    "causal_conv1d_fn": _conv1d,
-    "causal_conv1d_update": _conv1d_update,
+def _conv1d(given: Arguments) -> Results:
+    """Convolve [B, C, T]."""
+    x = given["hidden_states"].transpose(1, 2)
+    weight, bias, activation, other = _convolution(given, x.dtype)
+    starts = _starts(x, given, before=weight.shape[1])
+    rows = x if starts is None else x.reshape(1, -1, x.shape[2])
+    out = short_convolution(rows, weight, bias, activation=activation, cu_seqlens=starts)
+    return other(out.reshape(x.shape).transpose(1, 2))
+
+
+def _conv1d_update(given: Arguments) -> Results:
+    """Convolve one token [B, C, 1]. The state [B, C, W] holds one token more than is needed."""
+    hidden_states, state = _values(given, "hidden_states conv_state")
+    spare = state.shape[-1] - given["weight"].shape[-1] + 1
+    same = hidden_states.dtype == state.dtype
+    if _learns(given) or hidden_states.shape[2] != 1 or not same or spare < 0:
+        return NotImplemented
+    if spare:
+        state[..., :spare].copy_(state[..., 1 : spare + 1].clone())
+    weight, bias, activation, other = _convolution(given, state.dtype)
+    x, state = hidden_states[..., 0], state[..., spare:]
+    return other(short_convolution_step(x, weight, state, bias, activation=activation)[..., None])
+
+
+class _Kernel(NamedTuple):
+    compute: Callable[[Arguments], Results]
+    parameters: str = ""  # of the functions that it can replace, in their order; none: of any
+
+
+_DELTA_RULE = "query key value g beta{} initial_state output_final_state use_qk_l2norm_in_kernel"
+_CHUNKS, _TOKENS = (
+    _Kernel(_gated_delta_rule, _DELTA_RULE.format(chunk_size)) for chunk_size in (" chunk_size", "")
+)
+_KERNELS = {  # by the names of those that they replace
+    "chunk_gated_delta_rule": _CHUNKS,
+    "fused_recurrent_gated_delta_rule": _TOKENS,
+    "chunk_kda": _CHUNKS,
+    "fused_recurrent_kda": _TOKENS,
+    "mamba_chunk_scan_combined": _Kernel(
+        _chunk_scan,
+        "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states",
+    ),
+    "mamba_split_conv1d_scan_combined": _Kernel(_nothing),
+    "mamba_inner_fn": _Kernel(_nothing),
+    "selective_scan_fn": _Kernel(
+        _selective_scan,
+        "hidden_states dt A B C D z delta_bias delta_softplus return_last_state use_mambapy use_associative_scan",
+    ),
+    "selective_state_update": _Kernel(_state_update, "state hidden_states dt A B C D dt_bias dt_softplus z"),
+    "causal_conv1d_fn": _Kernel(_conv1d, "hidden_states weight bias activation"),
+    "causal_conv1d_update": _Kernel(_conv1d_update, "hidden_states conv_state weight bias activation"),
 }
 
 
 # Replacing
 
 
-def _adapted(original: AnyFunction, function: AnyFunction) -> AnyFunction:
+def _adapted(original: AnyFunction, kernel: _Kernel) -> AnyFunction | None:
+    """Return what calls the kernel, if it knows the parameters of `original`."""
+    rows = inspect.signature(original).parameters.values()
+    names = [row.name for row in rows if row.kind is row.POSITIONAL_OR_KEYWORD]
+    if kernel.parameters and names != kernel.parameters.split():
+        return None
+    defaults = {row.name: row.default for row in rows if row.default is not row.empty}
+
     @functools.wraps(original)
     def adapted(*args: object, **kwargs: object) -> Results:
-        out = function(*args, **kwargs)
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        out = kernel.compute(given) if _suits(given.get(names[0]), given) else NotImplemented
         return original(*args, **kwargs) if out is NotImplemented else out
 
     adapted.attnmask_replaces = original  # type: ignore[attr-defined]
@@ -501,20 +414,12 @@ def _name_in_package(function: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _knows(function: AnyFunction, original: AnyFunction) -> bool:
-    """Return whether the parameters of `original` are the first ones of `function`, in their order."""
-    ours, theirs = (
-        [name for name, p in inspect.signature(f).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        for f in (function, original)
-    )
-    return ours == theirs or function is _nothing
-
-
 def _replace_in(module: ModuleType) -> None:
     for name, original in list(vars(module).items()):
-        function = _FUNCTIONS.get(_name_in_package(original) or "")
-        if function is not None and _knows(function, original):
-            setattr(module, name, _adapted(original, function))
+        kernel = _KERNELS.get(_name_in_package(original) or "")
+        adapted = None if kernel is None else _adapted(original, kernel)
+        if adapted is not None:
+            setattr(module, name, adapted)
 
 
 def _modules() -> list[ModuleType]:
