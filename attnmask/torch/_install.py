@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from attnmask.torch._states import to_tensor
 from attnmask.torch._types import MaybeTensor
 
 _NAME = "attnmask"
-_Starts: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -94,27 +93,27 @@ def _sdpa_backward(
     return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
 
 
-# torch.nn.attention.varlen
+# torch.nn.attention.varlen. Its operators get their arguments by name, with the defaults of their schemas.
 
 
-def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int | None] | None":
-    """Convert a window in which -1 means no limit."""
-    ends = tuple(None if end is None or end < 0 else end for end in (left, right))
-    return None if ends == (None, None) else (ends[0], ends[1])
-
-
-def _places(
-    is_causal: bool, left: "int | None", right: "int | None", starts: _Starts, scale: "float | None"
-) -> Arguments:
-    """Convert FlashAttention's arguments, which count from the bottom right."""
+def _places(given: Arguments) -> Arguments:
+    """Return what the operators' arguments say of the mask. FlashAttention counts from the bottom right."""
+    if given["dropout_p"]:
+        raise NotImplementedError(
+            f"dropout_p must be 0 while attnmask is installed, got {given['dropout_p']}"
+        )
+    ends = (given["window_size_left"], given["window_size_right"])
+    window = tuple(None if end is None or end < 0 else end for end in ends)  # -1 means no limit
     return {
-        "cum_seqlens_q": starts[0],
-        "cum_seqlens_k": starts[1],
-        "causal": is_causal,
-        "causal_offset": "bottom-right",
-        "sliding_window": _window(left, right),
-        "softmax_scale": scale,
+        "causal": given["is_causal"],
+        "sliding_window": None if window == (None, None) else window,
+        "softmax_scale": given["scale"],
     }
+
+
+def _packed(given: Arguments) -> Arguments:
+    starts = {"cum_seqlens_q": given["cum_seq_q"], "cum_seqlens_k": given["cum_seq_k"]}
+    return _places(given) | starts | {"causal_offset": "bottom-right"}
 
 
 def _used(seqused_k: torch.Tensor, room: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -131,87 +130,62 @@ def _used(seqused_k: torch.Tensor, room: NDArray[np.int64]) -> NDArray[np.int32]
     return used
 
 
-def _first_keys(
-    seqused_k: torch.Tensor, starts: _Starts, query: torch.Tensor, key: torch.Tensor
-) -> Arguments:
+def _first_keys(given: Arguments) -> Arguments:
     """Use only the first keys of each sequence; the last of them is at the bottom right."""
-    q_starts, k_starts = both_starts(*starts, (1, query.shape[1], len(query), len(key)))
+    queries, keys = len(given["query"]), len(given["key"])
+    shape = (1, given["query"].shape[1], queries, keys)
+    q_starts, k_starts = both_starts(given["cum_seq_q"], given["cum_seq_k"], shape)
     room = np.diff(k_starts)
-    used = _used(seqused_k, room)
-    places = np.arange(len(key)) - np.repeat(k_starts[:-1], room)
+    used = _used(given["seqused_k"], room)
+    places = np.arange(keys) - np.repeat(k_starts[:-1], room)
     return {
         "causal_offset": used - np.diff(q_starts),
-        "q_segment_ids": np.zeros((1, len(query)), np.int32),
+        "q_segment_ids": np.zeros((1, queries), np.int32),
         "kv_segment_ids": np.where(places < np.repeat(used, room), 0, -1).astype(np.int32)[None],
     }
 
 
-def _check(dropout: float) -> None:
-    if dropout:
-        raise NotImplementedError(f"dropout_p must be 0 while attnmask is installed, got {dropout}")
+def _of_pages(given: Arguments) -> Arguments:
+    if given["seqused_k"] is None:
+        raise ValueError("seqused_k must be given with block_table, got None")
+    starts, table = given["cum_seq_q"], given["block_table"]
+    room = np.full(max(starts.numel() - 1, 0), table.shape[-1] * given["key"].shape[1], np.int64)
+    used = _used(given["seqused_k"], room)
+    return {"cache_seqlens": used, "block_table": table, "cu_seqlens_q": starts, "return_lse": True}
 
 
-def _varlen_into(
-    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, q_starts: torch.Tensor,
-    k_starts: torch.Tensor, max_q: int, max_k: int,
-    dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: "float | None" = None,
-    window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: MaybeTensor = None,
-    alibi_slopes: MaybeTensor = None, block_table: MaybeTensor = None, num_splits: "int | None" = None,
-) -> torch.Tensor:  # fmt: skip
+def _varlen_into(given: Arguments) -> torch.Tensor:
     """Write the result to `out` and return the logsumexp. `num_splits` has no effect: results are batch-invariant."""
-    _check(dropout)
+    tensors = query, key, value = [given[name] for name in ("query", "key", "value")]
     if (
-        alibi_slopes is not None
+        given["alibi_slopes"] is not None
         and torch.is_grad_enabled()
-        and torch._C._any_requires_grad(query, key, value)
+        and torch._C._any_requires_grad(*tensors)
     ):
         raise NotImplementedError("alibi_slopes have no gradients in PyTorch: call it under torch.no_grad()")
-    query, key, value, into = query.detach(), key.detach(), value.detach(), as_array(out.detach(), "out")
-    if block_table is not None:
-        if seqused_k is None:
-            raise ValueError("seqused_k must be given with block_table, got None")
-        room = np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
-        attend: AnyFunction = flash_attention_with_kvcache  # in place, whatever the kind of array
-        _, lse = attend(
-            query,
-            key,
-            value,
-            cache_seqlens=_used(seqused_k, room),
-            block_table=block_table,
-            cu_seqlens_q=q_starts,
-            softmax_scale=scale,
-            causal=is_causal,
-            sliding_window=_window(window_size_left, window_size_right),
-            alibi_slopes=alibi_slopes,
-            return_lse=True,
-            out=into,
-        )
+    options = {"alibi_slopes": given["alibi_slopes"], "out": as_array(given["out"].detach(), "out")}
+    attend: AnyFunction = flash_attention_fwd
+    if given["block_table"] is not None:
+        attend = flash_attention_with_kvcache  # in place, whatever the kind of array
+        options |= _places(given) | _of_pages(given)
     else:
-        places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
-        if seqused_k is not None:
-            places |= _first_keys(seqused_k, (q_starts, k_starts), query, key)
-        _, lse = flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
+        options |= _packed(given) | ({} if given["seqused_k"] is None else _first_keys(given))
+    _, lse = attend(query.detach(), key.detach(), value.detach(), **options)
     return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
 
 
-def _varlen(query: torch.Tensor, *more: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    out = torch.empty_like(query)
-    lse = _varlen_into(out, query, *more, **options)
+def _varlen(given: Arguments) -> tuple[torch.Tensor, ...]:
+    out = torch.empty_like(given["query"])
+    lse = _varlen_into(given | {"out": out})
     state = torch.zeros(2, dtype=torch.uint64)  # of the random numbers, of which there are none
     return out, lse, state, torch.empty(0), torch.empty(0)
 
 
-def _varlen_backward(
-    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, dropout: float,
-    is_causal: bool, rng_state: object, unused: object, *,
-    scale: "float | None" = None, window_size_left: "int | None" = None, window_size_right: "int | None" = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    _check(dropout)
-    places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
-    lse = lse.masked_fill(lse == inf, -inf)
-    dout, query, key, value, out, lse = (x.detach() for x in (dout, query, key, value, out, lse))
-    grads = flash_attention_bwd(dout, query, key, value, out, lse, **places)
+def _varlen_backward(given: Arguments) -> tuple[torch.Tensor, ...]:
+    lse = given["logsumexp"]
+    given["logsumexp"] = lse.masked_fill(lse == inf, -inf)
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+    grads = flash_attention_bwd(*(given[name].detach() for name in names), **_packed(given))
     return tuple(map(to_tensor, grads[:3]))
 
 
@@ -225,13 +199,16 @@ _contexts: set[object] = set()  # those of `installed` that are open, if the fir
 
 def _or_none(name: str, kernel: AnyFunction) -> AnyFunction:
     """Return `kernel` where PyTorch has none for the CPU."""
+    rows = getattr(torch.ops.aten, name).default._schema.arguments
+    names = [row.name for row in rows]
+    defaults = {row.name: row.default_value for row in rows if row.has_default_value()}
 
     def run(*arguments: object, **more: object) -> Any:
         if not _active:
             raise NotImplementedError(
                 f"aten::{name} is not supported on the CPU unless attnmask.torch.install() was called"
             )
-        return kernel(*arguments, **more)
+        return kernel({**defaults, **dict(zip(names, arguments, strict=False)), **more})
 
     return run
 
