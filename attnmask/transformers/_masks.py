@@ -158,35 +158,49 @@ def _remapped(function: AnyFunction, positions: torch.Tensor, place: _Place) -> 
     return _program(function, place._replace(positions=array))
 
 
-# Functions of transformers that make mask functions, and arguments to call them with.
-_MADE: dict[str, tuple[Any, ...]] = {
-    "and_masks": (len,),
-    "or_masks": (len,),
-    "sliding_window_overlay": (1,),
-    "sliding_window_bidirectional_overlay": (1,),
-    "chunked_overlay": (1, None),
-    "remap_positions_for_packed_sequence": (len, None),
-    "packed_sequence_mask_function": (None,),
-    "blockwise_overlay": (None,),
-    "padding_mask_function": (None,),
+def _all_of(functions: tuple[Any, ...], place: _Place) -> Program:
+    for name, packing in map(_recognized, functions):
+        if name == "packed_sequence_mask_function":
+            place = place._replace(sequences=_numpy(*packing))
+    return _joined([_program(part, place) for part in functions], "and")
+
+
+def _any_of(functions: tuple[Any, ...], place: _Place) -> Program:
+    return _joined([_program(part, place) for part in functions], "or")
+
+
+class _Maker(NamedTuple):
+    """A function of transformers that makes mask functions."""
+
+    arguments: tuple[Any, ...]  # to call it with
+    program: Callable[..., Program]  # of what it was called with, in the order of names, and a place
+    at_positions: bool = True  # whether it can be asked for positions of packed tokens
+
+
+_MAKERS = {
+    "and_masks": _Maker((len,), _all_of),
+    "or_masks": _Maker((len,), _any_of),
+    "sliding_window_overlay": _Maker((1,), lambda size, place: _near(1 - size, None, place)),
+    "sliding_window_bidirectional_overlay": _Maker((1,), lambda size, place: _near(-size, size, place)),
+    "chunked_overlay": _Maker((1, None), _chunks),
+    "remap_positions_for_packed_sequence": _Maker((len, None), _remapped, False),
+    "packed_sequence_mask_function": _Maker((None,), _same, False),
+    "blockwise_overlay": _Maker((None,), _same, False),
+    "padding_mask_function": _Maker((None,), _padding, False),
 }
 # All that such a maker returns has the same code. The first versions of transformers lack some makers.
 _NAMES = {
-    getattr(masking_utils, name)(*arguments).__code__: name
-    for name, arguments in _MADE.items()
+    getattr(masking_utils, name)(*maker.arguments).__code__: name
+    for name, maker in _MAKERS.items()
     if hasattr(masking_utils, name)
 }
 _EVERYTHING = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
-def _recognized(function: Any) -> "tuple[str | None, Arguments]":
-    """Return the name of what made a mask function, and its arguments."""
-    code = getattr(function, "__code__", None)
-    if code is None or code not in _NAMES:
-        return None, {}
-    return _NAMES[code], {
-        name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
-    }
+def _recognized(function: Any) -> "tuple[str | None, list[Any]]":
+    """Return the name of what made a mask function, and its arguments in the order of their names."""
+    name = _NAMES.get(getattr(function, "__code__", None))
+    return name, [] if name is None else [cell.cell_contents for cell in function.__closure__]
 
 
 def _known(function: AnyFunction, place: _Place) -> Program:
@@ -195,28 +209,9 @@ def _known(function: AnyFunction, place: _Place) -> Program:
     if function is _EVERYTHING:
         return _ALL
     name, held = _recognized(function)
-    if name == "and_masks":
-        functions = held["mask_functions"]
-        for maker, packing in map(_recognized, functions):
-            if maker == "packed_sequence_mask_function":
-                place = place._replace(sequences=_numpy(packing["packed_sequence_mask"]))
-        return _joined([_program(part, place) for part in functions], "and")
-    if name == "or_masks":
-        return _joined([_program(part, place) for part in held["mask_functions"]], "or")
-    if name == "sliding_window_overlay":
-        return _near(1 - held["sliding_window"], None, place)
-    if name == "sliding_window_bidirectional_overlay":
-        return _near(-held["sliding_window"], held["sliding_window"], place)
-    if name == "chunked_overlay":
-        return _chunks(held["chunk_size"], held["left_padding"], place)
-    if name is None or place.positions is not None:
+    if name is None or (place.positions is not None and not _MAKERS[name].at_positions):
         raise _Unknown
-    if name == "remap_positions_for_packed_sequence":
-        return _remapped(held["mask_function"], held["position_ids"], place)
-    if name == "padding_mask_function":
-        return _padding(held["padding_mask"], place)
-    (ids,) = held.values()
-    return _same(ids, place)
+    return _MAKERS[name].program(*held, place)
 
 
 def _program(function: AnyFunction, place: _Place) -> Program:
@@ -250,6 +245,6 @@ def symbolic_mask(batch_size: int, kv_length: int, given: Arguments) -> Symbolic
     if tokens is not None:
         program = _joined([program, _padding(tokens, place)], "and")
     state = State(base=program[0], terms=Terms(*program[1:]), extent=(batch_size, 1, queries, kv_length))
-    parts = map(_recognized, _recognized(function)[1].get("mask_functions", ()))
-    packed = any(maker == "packed_sequence_mask_function" for maker, _ in parts)
-    return SymbolicMask(MaskInfo._of(state), tokens is not None or packed)
+    name, held = _recognized(function)
+    parts = [part for part, _ in map(_recognized, held[0])] if name in ("and_masks", "or_masks") else []
+    return SymbolicMask(MaskInfo._of(state), tokens is not None or "packed_sequence_mask_function" in parts)
