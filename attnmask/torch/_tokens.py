@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmask._common.arguments import describe
+from attnmask._common.docstrings import of_tensors
 from attnmask._common.types import AnyFunction
 from attnmask._sequences import padding
 from attnmask._sharded import shards as sharding
@@ -100,27 +101,14 @@ def _fill_of(fill: Any, dtype: torch.dtype) -> Any:
 _fill_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # by assume_constant_result, which imports Dynamo
 
 
-def pack(x: torch.Tensor, lengths: "ArrayLike") -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply `attnmask.pack` to a tensor, also in graphs: remove the padding of a batch. `x` has a gradient.
-
-    Parameters
-    ----------
-    x : Tensor, shape [B, T, ...]
-    lengths : Tensor or array_like
-        The number of tokens in each row, or a padding mask.
-
-    Returns
-    -------
-    packed : Tensor, shape [total, ...]
-    cu_seqlens : Tensor of int32, shape [B + 1]
-
-    Examples
-    --------
-    >>> import torch
-    >>> import attnmask.torch
-    >>> attnmask.torch.pack(torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([2, 1]))
-    (tensor([1, 2, 3]), tensor([0, 2, 3], dtype=torch.int32))
+@of_tensors(
+    padding.pack,
     """
+>>> attnmask.torch.pack(torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([2, 1]))
+(tensor([1, 2, 3]), tensor([0, 2, 3], dtype=torch.int32))
+""",
+)
+def pack(x: torch.Tensor, lengths: "ArrayLike") -> tuple[torch.Tensor, torch.Tensor]:
     if not _in_graph({"x": x}, lengths):
         return padding.pack(x, lengths)  # type: ignore[return-value, unused-ignore]
     if x.ndim < 2:
@@ -132,29 +120,15 @@ def pack(x: torch.Tensor, lengths: "ArrayLike") -> tuple[torch.Tensor, torch.Ten
     return x.flatten(0, 1).index_select(0, places.to(x.device)), starts
 
 
-def unpack(packed: torch.Tensor, cu_seqlens: "ArrayLike", max_len: int, fill: complex = 0) -> torch.Tensor:
-    """Apply `attnmask.unpack` to a tensor, also in graphs: return a padded batch. `packed` has a gradient.
-
-    Parameters
-    ----------
-    packed : Tensor, shape [total, ...]
-    cu_seqlens : Tensor or array_like
-    max_len : int
-    fill : number
-        In a graph, a constant.
-
-    Returns
-    -------
-    Tensor, shape [B, max_len, ...]
-
-    Examples
-    --------
-    >>> import torch
-    >>> import attnmask.torch
-    >>> attnmask.torch.unpack(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]), max_len=3)
-    tensor([[1, 2, 0],
-            [3, 0, 0]])
+@of_tensors(
+    padding.unpack,
     """
+>>> attnmask.torch.unpack(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]), max_len=3)
+tensor([[1, 2, 0],
+        [3, 0, 0]])
+""",
+)
+def unpack(packed: torch.Tensor, cu_seqlens: "ArrayLike", max_len: int, fill: complex = 0) -> torch.Tensor:
     if not _in_graph({"packed": packed}, cu_seqlens):
         return padding.unpack(packed, cu_seqlens, max_len, fill)  # type: ignore[arg-type, unused-ignore]
     if packed.ndim < 1:
@@ -166,6 +140,13 @@ def unpack(packed: torch.Tensor, cu_seqlens: "ArrayLike", max_len: int, fill: co
     return padded.unflatten(0, (rows, max_len))
 
 
+@of_tensors(
+    sharding.shard_sequence,
+    """
+>>> attnmask.torch.shard_sequence(torch.arange(8), 2, 0)
+tensor([0, 1, 6, 7])
+""",
+)
 def shard_sequence(
     x: torch.Tensor,
     world: int,
@@ -175,25 +156,6 @@ def shard_sequence(
     *,
     axis: int | None = None,
 ) -> torch.Tensor:
-    """Apply `attnmask.shard_sequence` to a tensor, also in graphs: return one process's tokens. `x` has a gradient.
-
-    Parameters
-    ----------
-    x : Tensor
-    world, rank, layout, cu_seqlens, axis
-        As in `attnmask.shard_sequence`.
-
-    Returns
-    -------
-    Tensor
-
-    Examples
-    --------
-    >>> import torch
-    >>> import attnmask.torch
-    >>> attnmask.torch.shard_sequence(torch.arange(8), 2, 0)
-    tensor([0, 1, 6, 7])
-    """
     if not _in_graph({"x": x}, cu_seqlens):
         return sharding.shard_sequence(x, world, rank, layout, cu_seqlens, axis=axis)
     tokens = sharding.token_axis(x, "x", axis)
@@ -202,6 +164,13 @@ def shard_sequence(
     return x.index_select(tokens, places.to(x.device))
 
 
+@of_tensors(
+    sharding.unshard_sequence,
+    """
+>>> attnmask.torch.unshard_sequence([torch.tensor([0, 3]), torch.tensor([1, 2])])
+tensor([0, 1, 2, 3])
+""",
+)
 def unshard_sequence(
     shards: Sequence[torch.Tensor],
     layout: str | ShardPlan = "zigzag",
@@ -209,26 +178,6 @@ def unshard_sequence(
     *,
     axis: int | None = None,
 ) -> torch.Tensor:
-    """Apply `attnmask.unshard_sequence` to tensors, also in graphs. Each shard has a gradient.
-
-    Parameters
-    ----------
-    shards : sequence of Tensor
-        Those of process 0, 1, and so on.
-    layout, cu_seqlens, axis
-        As in `attnmask.shard_sequence`.
-
-    Returns
-    -------
-    Tensor
-
-    Examples
-    --------
-    >>> import torch
-    >>> import attnmask.torch
-    >>> attnmask.torch.unshard_sequence([torch.tensor([0, 3]), torch.tensor([1, 2])])
-    tensor([0, 1, 2, 3])
-    """
     parts = sharding.as_parts(shards)
     if not _in_graph({f"shards[{rank}]": part for rank, part in enumerate(parts)}, cu_seqlens):
         return sharding.unshard_sequence(parts, layout, cu_seqlens, axis=axis)
