@@ -224,22 +224,20 @@ class KVCache:
         self._step: _Tokens[Any, Any] | None = None  # which is open
 
     def __repr__(self) -> str:
-        layers, pages, page_size, kv_heads, _ = self.k_pages.shape
-        form = self._format
+        layers, pages, page_size, kv_heads, elements = self.k_pages.shape
+        form, v_depth = self._format, self._format.channels(self.v_pages)
         sizes: Arguments = {"kv_heads": kv_heads, "depth": form.channels(self.k_pages)}
-        if self.v_pages.shape[-1] != self.k_pages.shape[-1]:
-            sizes["value_depth"] = form.channels(self.v_pages)
+        sizes |= {"value_depth": v_depth if self.v_pages.shape[-1] != elements else None}
         sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": form.name}
-        sizes |= {"group": form.group} if form.group else {}
-        sizes |= {"rotate": True} if self.rotate else {}
-        sizes |= {"latent": True} if self.latent else {}
+        sizes |= {"group": self.group, "rotate": self.rotate or None, "latent": self.latent or None}
         sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
         sizes["nbytes"] = sum(held.nbytes for held in self._held().values())
-        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+        return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
         """A picture for notebooks: which sequences have each page, and how full it is."""
-        from attnmask._cache.svg import svg
+        from attnmask._cache.svg import Pages, svg
         from attnmask._masks.svg import plural
 
         layers, pages, page_size, kv_heads, _ = self.k_pages.shape
@@ -249,7 +247,7 @@ class KVCache:
             plural(len(self._sequences), "sequence", "sequences"),
         ]
         taken = [] if self._step is None else self._step._taken
-        return svg(words, pages, page_size, self._sequences, taken)
+        return svg(words, Pages(pages, page_size, self._sequences, taken))
 
     @property
     def _format(self) -> Format:

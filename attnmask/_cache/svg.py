@@ -11,6 +11,7 @@ there are too many pages to draw each of them, a cell is several.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,27 +36,26 @@ def _names(owners: Iterable[int]) -> str:
     return " and ".join(filter(None, (text, step))) or "free"
 
 
-class _Pages:
-    """Owners of the pages of each cell, and how many tokens they hold."""
+@dataclass
+class Pages:
+    """The pages of a cache: owners of those of each cell, and how many tokens they hold."""
 
-    def __init__(
-        self,
-        pages: int,
-        page_size: int,
-        sequences: Mapping[int, tuple[Sequence[int], int]],
-        taken: Sequence[int],
-    ) -> None:
-        self.pages, self.page_size = pages, page_size
-        self.each = cell_count(pages, _CELLS)  # pages of a cell
-        self.ranks = {number: rank for rank, number in enumerate(sequences)}
-        self.owners: list[set[int]] = [set() for _ in range(0, pages, self.each)]
-        self.tokens = np.zeros(pages, np.int64)
-        for number, (held, length) in sequences.items():
+    pages: int
+    page_size: int
+    sequences: Mapping[int, tuple[Sequence[int], int]]  # pages and length of each
+    taken: Sequence[int] = ()  # the pages of the open step
+
+    def __post_init__(self) -> None:
+        self.each = cell_count(self.pages, _CELLS)  # pages of a cell
+        self.ranks = {number: rank for rank, number in enumerate(self.sequences)}
+        self.owners: list[set[int]] = [set() for _ in range(0, self.pages, self.each)]
+        self.tokens = np.zeros(self.pages, np.int64)
+        for number, (held, length) in self.sequences.items():
             for place, page in enumerate(held):
                 self.owners[page // self.each].add(number)
-                self.tokens[page] = max(self.tokens[page], min(length - place * page_size, page_size))
-        self.stepping = len(taken) > 0
-        for page in taken:
+                there = min(length - place * self.page_size, self.page_size)
+                self.tokens[page] = max(self.tokens[page], there)
+        for page in self.taken:
             self.owners[page // self.each].add(_STEP)
 
     def cell(self, number: int) -> tuple[int, int, str]:
@@ -81,26 +81,17 @@ class _Pages:
         else:
             entries += [([(FIRST + rank, full)], f"sequence {number}") for number, rank in self.ranks.items()]
         if SEVERAL in colours:
-            several = "several sequences, or the open step" if self.stepping else "several sequences"
+            several = "several sequences, or the open step" if len(self.taken) else "several sequences"
             entries.append(([(SEVERAL, full)], several))
         if BLANK in colours:
             entries.append(([(BLANK, full)], "free"))
         return entries
 
 
-def svg(
-    words: list[str],
-    pages: int,
-    page_size: int,
-    sequences: Mapping[int, tuple[Sequence[int], int]],
-    taken: Sequence[int] = (),
-) -> str:
-    """Return the pages of a cache as an ``<svg>`` element.
-
-    `words` are the lines beside the picture; the first line is its title. `sequences` has the pages and the length of
-    each sequence. `taken` are the pages of the open step.
+def svg(words: list[str], of_cells: Pages) -> str:
+    """Return the pages of a cache as an ``<svg>`` element. `words` are the lines beside the picture; the first line is
+    its title.
     """
-    of_cells = _Pages(pages, page_size, sequences, taken)
     cells, each = [of_cells.cell(number) for number in range(len(of_cells.owners))], of_cells.each
     rows, columns = cell_count(len(cells), _COLUMNS), min(len(cells), _COLUMNS)
     left, top = math.ceil(12 + 6.4 * len(str((rows - 1) * _COLUMNS * each))), 8

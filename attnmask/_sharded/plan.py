@@ -98,9 +98,7 @@ class ShardPlan:
 
     def __setstate__(self, state: Arguments) -> None:
         check_form(state, _FORM, "the ShardPlan")
-        for name in ("starts", "owners", "world"):
-            object.__setattr__(self, name, state[name])
-        self.__post_init__()
+        ShardPlan.__init__(self, state["starts"], state["owners"], state["world"])
 
     def __repr__(self) -> str:
         return f"ShardPlan(world={self.world}, tokens={self.length}, chunks={len(self.owners)})"
