@@ -164,10 +164,8 @@ class KVCache:
     10
     """
 
-    # What differs for arrays of another library: how they are read and returned, and what attends to them.
-    _given: Callable[[Any, str], Any] = staticmethod(as_array)
-    _result: Callable[[_Array], _Array] = staticmethod(lambda array: array)
-    _attend: AnyFunction = staticmethod(flash_attention_with_kvcache)
+    # What differs for arrays of another library, and below in steps.
+    _result: Callable[[_Array], _Array] = staticmethod(np.asarray)  # type: ignore[assignment]
     _step_kind: type[KVCacheStep]
 
     @advises
@@ -543,6 +541,9 @@ class KVCache:
 class _Tokens(Generic[_Given, _Found]):
     """`KVCacheStep`, by the kinds of arrays that it takes and returns."""
 
+    _given: Callable[[Any, str], Any] = staticmethod(as_array)
+    _with_pages: AnyFunction = staticmethod(flash_attention_with_kvcache)
+
     __slots__ = (
         "_attended",
         "_batched",
@@ -723,7 +724,7 @@ class _Tokens(Generic[_Given, _Found]):
             raise TypeError("value must be given, as the cache is not latent, got None")
         v = None if value is None else self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
-        result: _Found | tuple[_Found, _Found] = cache._attend(
+        result: _Found | tuple[_Found, _Found] = self._with_pages(
             q,
             cache.k_pages[index],
             cache.v_pages[index],
@@ -740,7 +741,7 @@ class _Tokens(Generic[_Given, _Found]):
         return result
 
     def _tokens(self, value: _Given, name: str) -> Any:
-        given = self._cache._given(value, name)
+        given = self._given(value, name)
         shape = given.shape[:-2]
         if shape not in self._layouts and not any(map(_equal, self._layouts, [shape, shape])):
             expected = " or ".join(

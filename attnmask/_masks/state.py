@@ -185,8 +185,10 @@ class State:
     def allows_future_alone(self) -> bool:
         """Return whether this is a square mask that allows pairs, but none on or below the diagonal."""
         batch, heads, queries, keys = self.shape("look at it")
+        if not 2 <= queries == keys or self.dtype != BOOL:
+            return False
         kinds = {node if isinstance(node, str) else node[0] for node in self.program}
-        if not 2 <= queries == keys or kinds.isdisjoint(("dense", "not", "tiles")) or self.dtype != BOOL:
+        if kinds.isdisjoint(("dense", "not", "tiles")):
             return False
 
         def allows(program: Program, q_len: int = queries, kv_len: int = keys) -> bool:

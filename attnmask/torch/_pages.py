@@ -11,16 +11,18 @@ from attnmask.torch._operators import check_tensor
 from attnmask.torch._states import to_tensor
 
 
-class KVCacheStep(pages._Tokens[torch.Tensor, torch.Tensor]):
-    """The next tokens of some sequences, as returned by `KVCache.step`: `attend` takes and returns tensors."""
-
-    __slots__ = ()
-
-
 def _tensor(x: Any, name: str) -> torch.Tensor:
     check_tensor(x, name)
     tensor: torch.Tensor = x
     return tensor
+
+
+class KVCacheStep(pages._Tokens[torch.Tensor, torch.Tensor]):
+    """The next tokens of some sequences, as returned by `KVCache.step`: `attend` takes and returns tensors."""
+
+    __slots__ = ()
+    _given = staticmethod(_tensor)
+    _with_pages = staticmethod(flash_attention_with_kvcache)
 
 
 class KVCache(pages.KVCache):
@@ -42,9 +44,7 @@ class KVCache(pages.KVCache):
     (torch.Size([6, 2, 8]), tensor([6], dtype=torch.int32), torch.bfloat16)
     """
 
-    _given = staticmethod(_tensor)
     _result: Any = staticmethod(to_tensor)
-    _attend = staticmethod(flash_attention_with_kvcache)
     _step_kind: Any = KVCacheStep
 
     __module__ = "attnmask.torch"  # for pickles
