@@ -14,13 +14,11 @@ class DescribedTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def without_memory(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+    def without_memory(cls, shape: tuple[int, ...], dtype: torch.dtype, **description: object) -> Self:
         make: AnyFunction = torch.Tensor._make_wrapper_subclass
-        return make(cls, shape, dtype=dtype, device="cpu")
-
-    def copied(self) -> "DescribedTensor":
-        """Return another tensor with the same description."""
-        raise NotImplementedError
+        tensor = make(cls, shape, dtype=dtype, device="cpu")
+        tensor.__dict__.update(description)
+        return tensor
 
     def written_out(self) -> torch.Tensor:
         raise NotImplementedError
@@ -33,7 +31,7 @@ class DescribedTensor(torch.Tensor):
         cls, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten.detach.default:
-            return args[0].copied()
+            return cls.without_memory(args[0].shape, args[0].dtype, **vars(args[0]))
         if function._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"a {cls.__name__} cannot be written to, as by {function}: clone it")
         args, kwargs = torch.utils._pytree.tree_map(_written_out, (args, kwargs or {}))

@@ -103,15 +103,10 @@ class PagedTensor(DescribedTensor):
     side: str
 
     def __new__(cls, pages: Pages, side: str, shape: Sequence[int], dtype: torch.dtype) -> PagedTensor:
-        tensor = cls.without_memory(tuple(shape), dtype)
-        tensor.pages, tensor.side = pages, side
-        return tensor
+        return cls.without_memory(tuple(shape), dtype, pages=pages, side=side)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override, unused-ignore]
         return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def copied(self) -> PagedTensor:
-        return PagedTensor(self.pages, self.side, self.shape, self.dtype)
 
     def written_out(self) -> torch.Tensor:
         return to_tensor(self.pages.gathered(self.side)).to(self.dtype).transpose(1, 2)

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,16 +44,13 @@ def restarts(position_ids: torch.Tensor) -> NDArray[np.bool_] | None:
 Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
+@dataclass
 class Documents:
     """Where documents start, from `cu_seq_lens_q`, document numbers (`seq_idx`) or positions that restart at 0."""
 
-    def __init__(
-        self,
-        starts: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> None:
-        self.starts, self.numbers, self.position_ids = starts, numbers, position_ids
+    starts: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
 
     @functools.cached_property
     def first(self) -> NDArray[np.bool_] | None:

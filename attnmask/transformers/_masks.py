@@ -59,15 +59,11 @@ class SymbolicMask(DescribedTensor):
     complete: bool
 
     def __new__(cls, info: MaskInfo, complete: bool = False) -> "SymbolicMask":
-        mask = cls.without_memory(info._state.shape("write it out"), torch.bool)
-        mask.info, mask.complete = info, complete
-        return mask
+        shape = info._state.shape("write it out")
+        return cls.without_memory(shape, torch.bool, info=info, complete=complete)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override, unused-ignore]
         return f"SymbolicMask({self.info!r})"
-
-    def copied(self) -> "SymbolicMask":
-        return SymbolicMask(self.info, self.complete)
 
     def written_out(self) -> torch.Tensor:
         return torch.from_numpy(self.info.attention_mask.copy())
