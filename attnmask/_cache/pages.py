@@ -115,8 +115,8 @@ class KVCache:
         of others first.
     dtype : dtype
         float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn``, ``ml_dtypes.float8_e5m2`` or
-        ``"int4"``. Types of 8 bits have one scale per token and head, and int4 has scales of groups, as in
-        `quantize_kv`.
+        ``"int4"``, or one of PyTorch's. Types of 8 bits have one scale per token and head, and int4 has scales of
+        groups, as in `quantize_kv`.
     value_depth : int, optional
         Dv of the values; defaults to `depth`.
     latent : bool
