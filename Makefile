@@ -101,8 +101,8 @@ format: $(VENV)/lint.txt ## put C and Python in order
 stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
 # Of others: they need theirs; a property in C, a hidden parameter; a default that can be told from 0.
-	printf '%s\n' 'attnmask[.]_?(ejkernel|jax|torch|transformers).*' '.*(MaskInfo|Held)[.](_tensors|apply_sliding_window)' \
-	    '.*flash_attention[.]flash_attention_(bwd|fwd)' '.*KVCacheStep[.]attend' '.*[.]write_kvcache' \
+	printf '%s\n' 'attnmask[.]_?(ejkernel|jax|torch|transformers).*' '.*(MaskInfo|Held|ShardPlan)[.](_tensors|apply_sliding_window)' \
+	    '.*flash_attention[.]flash_attention_(bwd|fwd)' '.*(KVCacheStep|_Tokens)[.]attend' '.*[.]write_kvcache' \
 	    | $(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist /dev/stdin \
 	        --ignore-unused-allowlist attnmask
 
