@@ -18,21 +18,9 @@ from attnmask._common import warnings as attnmask_warnings
 # Failures of asserts in these modules are shown in full, as in the tests themselves.
 pytest.register_assert_rewrite("flash_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels")
 
-# Under AddressSanitizer a test takes three times as long, so some are left out or thinned. Left out: programs in Python
-# and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the
-# tests of threads.
-NO_CALLS_OF_THEIR_OWN = (
-    "project/test_charts.py", "project/test_demo.py", "project/test_docs.py", "project/test_examples.py",
-    "common/test_help.py", "project/test_make.py", "project/test_notebook.py", "attention/test_reference.py",
-    "common/test_signatures.py", "runtime/test_threads.py",
-)  # fmt: skip
-if ASAN:
-    collect_ignore = list(NO_CALLS_OF_THEIR_OWN)
-
 # With ATTNMASK_TEST_LEVELS=turns, and under AddressSanitizer, each case runs at one level of instruction sets, levels
-# taking turns; but at all levels those of the kernels themselves, and those that go through all pairs of arguments.
+# taking turns. Under AddressSanitizer a test takes three times as long, so some are left out or thinned.
 IN_TURN = ASAN or os.environ.get("ATTNMASK_TEST_LEVELS") == "turns"
-AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
 
 # `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -80,22 +68,30 @@ def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
+def levels(item) -> tuple[str, ...]:
+    """How a test is run, and the levels that alter it though they do not alter most: amx, avx512vnni.
+
+    "turns", unless it says otherwise: in quick runs each case runs at one level, levels taking turns
+    "all": at each level in quick runs, too, as tests of the kernels themselves and of all pairs of arguments
+    "once": makes no calls that others do not make, such as a program in Python; not under AddressSanitizer
+    """
+    marker = item.get_closest_marker("levels")
+    return marker.args if marker else ("turns",)
+
+
 def may_differ_from_lower_level(item) -> bool:
     """Whether the level of a test may differ from the one below it: avx512vnni only alters int8 and int4, avx512bf16
     and amx only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level but amx
     and avx512vnni, whose kernels are those of avx512bf16.
     """
     params = parameters(item)
-    if params.get("isa") == "avx512vnni":
-        return item.get_closest_marker("of_integers") is not None
+    level, slot = params.get("isa"), params.get("slot")
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
-    if params.get("isa") == "avx512bf16":
-        return dtype in ("None", "bfloat16") or "slot" in params
-    of_attention = item.path.parent.name in ("attention", "cache") and not item.get_closest_marker(
-        "not_at_amx"
-    )
-    of_attention = "flash" in params["slot"] if "slot" in params else of_attention
-    return params.get("isa") != "amx" or (of_attention and dtype in ("None", "bfloat16"))
+    if level == "avx512bf16":
+        return dtype in ("None", "bfloat16") or slot is not None
+    if level == "amx" and ("flash" in slot if slot else level in levels(item)):
+        return dtype in ("None", "bfloat16")
+    return level not in ("amx", "avx512vnni") or (level == "avx512vnni" and level in levels(item))
 
 
 def case_of(item) -> str:
@@ -110,17 +106,16 @@ def in_turn(items: list) -> list:
     available = attnmask.show_config(mode="dict")["isa_available"]
     cases: dict[str, list] = {}
     for item in items:
-        draws = "pyplot" in getattr(item, "fixturenames", ())  # in Python, what others have read
-        if parameters(item).get("isa", "baseline") in available and not (ASAN and draws):
+        if parameters(item).get("isa", "baseline") in available and not (ASAN and levels(item)[0] == "once"):
             cases.setdefault(case_of(item), []).append(item)
     left, seen, kept = [], Counter(), Counter()
-    for levels in cases.values():
-        name = getattr(levels[0], "originalname", "")
+    for case in cases.values():
+        name = getattr(case[0], "originalname", "")
         seen[name] += 1
-        if ASAN and levels[0].get_closest_marker("repeats") and seen[name] % 3 > 0:
+        if ASAN and case[0].get_closest_marker("repeats") and seen[name] % 3 > 0:
             continue
         kept[name] += 1
-        left += levels if name in AT_EACH_LEVEL else [levels[(kept[name] + ASAN) % len(levels)]]
+        left += case if levels(case[0])[0] == "all" else [case[(kept[name] + ASAN) % len(case)]]
     return left
 
 

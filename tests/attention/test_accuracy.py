@@ -45,6 +45,8 @@ from layouts import arrange
 import attnmask
 from attnmask import FlashAttentionGrads
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # All pairs of arguments
 
 
@@ -63,6 +65,7 @@ def test_all_pairs_meet():
     assert 0.3 < np.mean(live_rows) < 0.9, np.mean(live_rows)
 
 
+@pytest.mark.levels("all", "amx")
 @pytest.mark.parametrize("case", [*thinned(CASES, 3), *thinned(GRADIENT_CASES, 5)], ids=name_of)
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)

@@ -24,6 +24,8 @@ import attnmask
 from attnmask._attention import forward as _flash
 from attnmask._attention.forward import attend_for_gradients
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # Forms
 
 

@@ -12,6 +12,8 @@ from flash_expected import attend
 
 import attnmask
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # The result
 
 

@@ -8,6 +8,8 @@ from flash_expected import attend, expected
 import attnmask
 from attnmask import _core
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # Positions
 
 

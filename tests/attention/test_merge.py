@@ -9,8 +9,6 @@ from layouts import LAYOUTS, arrange
 
 import attnmask
 
-pytestmark = pytest.mark.not_at_amx
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))
 ROUNDING = {FLOATS[0]: 2.0**-11, BF16: 2.0**-8, FLOATS[2]: 2.0**-24, FLOATS[3]: 2.0**-53}

@@ -28,6 +28,8 @@ from flash_expected import NAMES, assert_equal_bits, attend, dout_of, expected_g
 import attnmask
 from attnmask import MaskInfo
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # Dead pairs
 
 

@@ -7,8 +7,6 @@ from environment import multiplies_bf16
 
 import attnmask
 
-pytestmark = pytest.mark.not_at_amx
-
 BF16 = ml_dtypes.bfloat16
 
 

@@ -13,7 +13,7 @@ from targets import TARGETS
 
 from attnmask import _core
 
-pytestmark = pytest.mark.of_integers
+pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 STEP = 20 if SANITIZED else 1
 

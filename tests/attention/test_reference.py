@@ -5,6 +5,8 @@ import pytest
 import reference_flash as ref
 from flash_cases import F64, FACTORS, Case, all_pairs
 
+pytestmark = pytest.mark.levels("once")
+
 STEP = np.longdouble(2.0**-18)
 
 SMALL = FACTORS | {

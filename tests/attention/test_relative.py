@@ -9,8 +9,6 @@ from reference_terms import dense_terms, distances
 import attnmask
 from attnmask import MaskInfo
 
-pytestmark = pytest.mark.not_at_amx
-
 
 @pytest.mark.parametrize("offset", [0, 150, 1000, -500])
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,8 +13,6 @@ from attnmask import MaskInfo
 from attnmask._attention.backward import _schedule as _backward_schedule
 from attnmask._attention.forward import _schedule
 
-pytestmark = pytest.mark.not_at_amx
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
 BENCHMARK = ROOT / "benchmarks" / "bench_schedule.py"
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import attnmask
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 # Few queries
 
 

@@ -37,6 +37,9 @@ import attnmask
 from attnmask import MaskInfo, _core
 from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE
 
+pytestmark = pytest.mark.levels("turns", "amx")
+OF_INTEGERS = pytest.mark.levels("turns", "amx", "avx512vnni")
+
 # Accuracy
 
 
@@ -46,6 +49,7 @@ def test_each_term_of_the_logits_is_among_the_factors():
     assert {*_core.term_names()} & {*FLASH_ATTENTION_WITH_KVCACHE.names} <= given
 
 
+@pytest.mark.levels("all", "amx")
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
@@ -207,7 +211,7 @@ def parts_of(case: Case, some, out, lse):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.of_integers) if case.cache_dtype.itemsize == 1 else case
+        pytest.param(case, marks=OF_INTEGERS) if case.cache_dtype.itemsize == 1 else case
         for case in thinned(STEADY, 2)
     ],
     ids=range(len(thinned(STEADY, 2))),

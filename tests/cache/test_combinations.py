@@ -23,7 +23,7 @@ from kvcache_cases import (
 import attnmask
 from attnmask._cache.quantize import rotated
 
-pytestmark = pytest.mark.of_integers
+pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 KINDS = (F32, "int4", *twin.QUANTIZED, BF16, "int8 by channel", "int4 of float16", F16, F64)
 H, HKV = 8, 2

@@ -10,7 +10,7 @@ from kvcache_cases import Case, arguments_of, attend, for_twin, refused
 
 import attnmask
 
-pytestmark = pytest.mark.of_integers
+pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 H, HKV = 8, 2
 LENGTHS = (0, 70, 200, 64, 1)

@@ -8,7 +8,7 @@ from tensors import tensor
 
 import attnmask
 
-pytestmark = pytest.mark.of_integers
+pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 TYPES = (F16, F32, F64, INT8, BF16, E4M3)
 D, DV = 24, 16

@@ -11,7 +11,7 @@ from reference_kvcache import QUANTIZED
 
 import attnmask
 
-pytestmark = pytest.mark.of_integers
+pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 FLOATS8 = [E4M3, E5M2]
 H, HKV = 8, 2

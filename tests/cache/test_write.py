@@ -13,6 +13,8 @@ from slot_cases import BAD, FORMATS, PAGES, SIZE, SLOTS, D, cache_of, copied, go
 
 import attnmask
 
+pytestmark = pytest.mark.levels("turns", "amx")
+
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from public_names import public
 
 import attnmask
 
+pytestmark = pytest.mark.levels("once")
+
 PUBLIC = [pytest.param(thing, id=f"{module.__name__}.{name}") for module, name, thing in public()]
 
 

@@ -15,6 +15,8 @@ import attnmask
 from attnmask import MaskInfo
 from attnmask._attention.arguments import ARGUMENTS, DEFAULTS, type_of
 
+pytestmark = pytest.mark.levels("once")
+
 OWN = {  # arguments of a function that are not those of attention
     "flash_attention": {"return_lse", "out"},
     "flash_attention_fwd": {"out"},

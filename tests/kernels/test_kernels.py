@@ -96,6 +96,7 @@ def lacks(kernel: Kernel, isa: str) -> str | None:
     return None
 
 
+@pytest.mark.levels("all")
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot not in NOWHERE])
 def test_kernel(isa, slot):
     kernel = Kernel(slot, table_of(isa))

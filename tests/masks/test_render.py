@@ -685,6 +685,7 @@ def is_live(image):
     return np.ptp(image[..., :3], axis=-1) > 0.1
 
 
+@pytest.mark.levels("once")
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "no batch"])
 def test_plot(pyplot, name):
     scene = SCENES[name]
@@ -699,11 +700,13 @@ def test_plot(pyplot, name):
     ax.figure.canvas.draw()
 
 
+@pytest.mark.levels("once")
 def test_plot_asks_for_axes(pyplot):
     with pytest.raises(TypeError, match=r"ax must be matplotlib\.axes\.Axes or None, got 3"):
         MaskInfo.from_segments([[0]]).plot(ax=3)
 
 
+@pytest.mark.levels("once")
 def test_plot_on_given_axes_and_planes(pyplot):
     mask = np.zeros((2, 2, 4, 4), bool)
     mask[1, 1, 2, 3] = True
@@ -713,6 +716,7 @@ def test_plot_on_given_axes_and_planes(pyplot):
     assert not axes[0].images
 
 
+@pytest.mark.levels("once")
 def test_plot_of_many_tokens_is_coarse(pyplot):
     ax = render.plot(Held(causal(700)))
     image = ax.images[0]
@@ -722,6 +726,7 @@ def test_plot_of_many_tokens_is_coarse(pyplot):
     assert dead < part < full == 1
 
 
+@pytest.mark.levels("once")
 def test_plot_has_the_colours_of_the_segments(pyplot):
     from matplotlib.colors import to_rgb
 
@@ -750,6 +755,7 @@ INFOS = every_mask(90, 80, heads=3) | {
 }
 
 
+@pytest.mark.levels("once")
 @pytest.mark.parametrize("name", INFOS)
 def test_info_is_drawn_like_its_array(pyplot, name):
     info = INFOS[name]

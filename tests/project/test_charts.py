@@ -7,7 +7,10 @@ import pytest
 from environment import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "chart.py"
-pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="the tests run without the benchmarks")
+pytestmark = [
+    pytest.mark.skipif(not SCRIPT.exists(), reason="the tests run without the benchmarks"),
+    pytest.mark.levels("once"),
+]
 
 TABLES = """# Title
 

@@ -18,6 +18,8 @@ from environment import ROOT, SANITIZED
 import attnmask
 from attnmask import __main__ as demo
 
+pytestmark = pytest.mark.levels("once")
+
 COMMAND = [sys.executable, "-m", "attnmask"]
 CHANGED = {"COLUMNS", "NO_COLOR", "PYTHONIOENCODING", "PYTHONUNBUFFERED", "TERM"}
 TIMEOUT = 600 if SANITIZED else 60

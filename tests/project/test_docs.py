@@ -21,7 +21,10 @@ PAGES = {str(page.relative_to(DOCS)): page for page in sorted(DOCS.rglob("*.rst"
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
+pytestmark = [
+    pytest.mark.skipif(not PAGES, reason="the tests run without the documentation"),
+    pytest.mark.levels("once"),
+]
 
 # Opens each page in frames of some widths, and writes down what is wider than its place and would be scrolled, and the
 # arguments whose names are broken.

@@ -9,7 +9,10 @@ from environment import ROOT, SANITIZED
 
 EXAMPLES = ROOT / "examples"
 TRAIN_TINY = EXAMPLES / "train_tiny.py"
-pytestmark = pytest.mark.skipif(not TRAIN_TINY.exists(), reason="the tests run without the examples")
+pytestmark = [
+    pytest.mark.skipif(not TRAIN_TINY.exists(), reason="the tests run without the examples"),
+    pytest.mark.levels("once"),
+]
 
 
 def load(name):

@@ -15,6 +15,8 @@ from environment import ROOT, SANITIZED
 
 import attnmask
 
+pytestmark = pytest.mark.levels("once")
+
 MAKE = shutil.which("make")
 with_make = pytest.mark.skipif(not MAKE or SANITIZED, reason="needs make, and programs without a sanitizer")
 

@@ -5,6 +5,7 @@ from environment import ROOT, SANITIZED
 
 TOUR = ROOT / "examples" / "tour.ipynb"
 pytestmark = [
+    pytest.mark.levels("once"),
     pytest.mark.skipif(not TOUR.exists(), reason="the tests run without the examples"),
     pytest.mark.skipif(SANITIZED, reason="a notebook's kernel is not for the sanitizer"),
     pytest.mark.filterwarnings("ignore"),  # those of the notebook's machinery

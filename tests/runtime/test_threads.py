@@ -16,7 +16,7 @@ from environment import CONFIG, SANITIZED, alarm, compiled, import_paths, python
 
 import attnmask
 
-pytestmark = with_threads
+pytestmark = [with_threads, pytest.mark.levels("once")]
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads by /proc")
 with_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 needs = {
