@@ -774,6 +774,11 @@ def test_info_is_drawn_like_its_array(pyplot, name):
     assert info._repr_html_() == render_svg.svg(info)
 
 
+def test_numbers_without_a_pair_are_drawn():
+    """Zeros of floating-point numbers, which look like a bias where a caller passes them."""
+    assert "0 % allowed" in (~MaskInfo.full(3)).to_dtype("float32").visualize(return_str=True)
+
+
 def test_info_is_drawn_without_its_array():
     """131,072² pairs, which would take 17 GB."""
     ids = np.repeat(np.arange(64), 2048)[None]
