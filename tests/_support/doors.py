@@ -1,10 +1,13 @@
-"""The functions that attnmask.torch and attnmask.jax have, too, and their right arguments (tests/fuzz/targets.py)."""
+"""The functions that attnmask.torch and attnmask.jax have, too, and their right arguments (rows_of_functions.py)."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
-from targets import TARGETS, Arguments
+from drawing import Arguments
+from rows_of_functions import firsts
+from targets import TARGETS
 
 import attnmask
 
@@ -30,11 +33,7 @@ def drawn(name: str, seed: int) -> Arguments:
 
 def right(name: str) -> Iterator[tuple[str, Arguments]]:
     """The first arguments that were found with each of them."""
-    seen: set[str] = set()
-    for seed in range(30):
-        arguments = drawn(name, seed)
-        yield from ((argument, arguments) for argument in arguments.keys() - seen)
-        seen |= arguments.keys()
+    return firsts(partial(drawn, name))
 
 
 def is_array(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The functions for tensors and for JAX's arrays do what NumPy's do with the same arguments (tests/fuzz/targets.py)."""
+"""The functions for tensors and for JAX's arrays do what NumPy's do with the same arguments (rows_of_functions.py)."""
 
 import contextlib
 import itertools
@@ -24,10 +24,10 @@ from doors import (
     right,
     with_both_results,
 )
+from drawing import Arguments
 from every_mask import every_mask
 from fuzzer import arrays_in, digest
 from kvcache_cases import CASES, Case, arguments_of
-from targets import Arguments
 from tensors import tensor
 
 import attnmask

@@ -15,7 +15,9 @@ from attnmask import operations
 
 FUZZ = ROOT / "tests/fuzz"
 import fuzzer  # noqa: E402  # isort: skip
-from targets import FLOATS, TARGETS, Target, floats  # noqa: E402  # isort: skip
+from drawing import FLOATS, floats  # noqa: E402  # isort: skip
+from rows_of_functions import Target  # noqa: E402  # isort: skip
+from targets import TARGETS  # noqa: E402  # isort: skip
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
 
@@ -136,13 +138,13 @@ def test_what_is_wrong_is_noticed(problem, monkeypatch):
 CRASH = """
 import ctypes, sys
 sys.path.insert(0, {folder!r})
-import fuzzer, targets
+import drawing, fuzzer, targets
 
 def call(x):
     if type(x).__name__ != "ndarray" or x.shape != (3, 4):
         {act}
 
-targets.target("bad", lambda rng: {{"x": targets.floats(rng, 3, 4)}}, call)
+targets.target("bad", lambda rng: {{"x": drawing.floats(rng, 3, 4)}}, call)
 fuzzer.STUCK = 1
 sys.exit(fuzzer.main())
 """

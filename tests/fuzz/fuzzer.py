@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawing import Arguments, coin, pick
 from hostile import Meddles, Mischief, Racer, break_one, disguise
 from numpy.lib.stride_tricks import as_strided
-from targets import TARGETS, Arguments, Target, coin, pick
+from rows_of_functions import Target
+from targets import TARGETS
 
 import attnmask
 from attnmask import MaskInfo

@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from targets import Arguments, Rng, coin, pick
+from drawing import Arguments, Rng, coin, pick
 
 GUARD = 0xA5  # what fills the bytes around an array
 MEMMOVE = ctypes.CDLL(None).memmove

@@ -1,4 +1,4 @@
-"""What all functions of JAX's arrays have in common: made from the right arguments of each (tests/fuzz/targets.py)."""
+"""What all functions of JAX's arrays have in common: made from the right arguments of each (rows_of_functions.py)."""
 
 from functools import partial
 

@@ -2,7 +2,7 @@
 
 The call then raises MemoryError, or does without and gives the same bits. Nothing that it allocated stays, its
 arguments are as they were, and the same call gives the right bits once there is memory. Calls are those that the fuzzer
-breaks (fuzz/targets.py), and some that are long enough for threads and for every place in the C sources that allocates.
+makes (rows_of_functions.py), and some that are long enough for threads and for every place in C that allocates.
 """
 
 import contextlib
@@ -28,7 +28,9 @@ from attnmask import MaskInfo, _core
 from attnmask._attention.forward import _schedule
 
 from fuzzer import Before, digest  # isort: skip
-from targets import TARGETS, Arguments, Rng, Target, floats, pulled_back  # isort: skip
+from drawing import Arguments, Rng, floats  # isort: skip
+from rows_of_functions import CACHES, Target, pulled_back  # isort: skip
+from targets import TARGETS  # isort: skip
 
 SEEDS = 3  # of the arguments of each function
 CALLS = 12  # of each function of the core
@@ -231,8 +233,7 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "heads that share keys": (linear_vjp, lambda rng: linear(rng, 4, 2)),
     "resized": (resized, lambda rng: {"length": 900_000}),
 }
-written = frozenset({"k_cache", "v_cache", "k_scale", "v_scale"})
-ALL = TARGETS | {name: Target(name, make, call, written) for name, (call, make) in LONG.items()}
+ALL = TARGETS | {name: Target(name, make, call, CACHES) for name, (call, make) in LONG.items()}
 del ALL["OperationRegistry.register"]  # registers a new class each time
 # Methods of masks are called with all that can be asked of the result.
 SHORT = [name for name in TARGETS if name in ALL and not name.startswith("MaskInfo")]
