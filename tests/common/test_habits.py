@@ -5,7 +5,10 @@ real models; and ordinary calls are silent.
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,99 +33,76 @@ def _forgotten(monkeypatch):
 # Faces
 
 
-class Numpy:
-    name = "numpy"
-    module = attnmask
+class Face(NamedTuple):
+    """The functions of a library, its arrays, and the ways in which its functions are called."""
 
-    def of(self, array):
-        return array
+    name: str
+    module: ModuleType
+    of: Callable
+    ways: dict[str, Callable]
 
-    def forms(self):
-        """The functions that attend, called as `flash_attention` is."""
-
-        def backward(query, key, value, *more, **named):
-            out, lse = (
-                (
-                    zeros(*query.shape[:3], value.shape[3]),
-                    zeros(query.shape[0], query.shape[2], query.shape[1]),
-                )
-                if query.ndim == 4
-                else (zeros(*query.shape[:2], value.shape[2]), zeros(query.shape[1], query.shape[0]))
+    def forms(self, name: str = "flash_attention") -> dict[str, Callable]:
+        if self.name == "numpy":
+            return (
+                ATTENDING
+                if name == "flash_attention"
+                else {x: getattr(attnmask, x) for x in (name, f"{name}_vjp")}
             )
-            return attnmask.flash_attention_bwd(out, query, key, value, out, lse, *more, **named)
-
-        def operator(name, query, key, value, attention_mask=None, *more, **named):
-            return OperationRegistry.create(name)(query, key, value, attention_mask, *more, **named)
-
-        return {
-            "flash_attention": attnmask.flash_attention,
-            "flash_attention_fwd": attnmask.flash_attention_fwd,
-            "flash_attention_vjp": attnmask.flash_attention_vjp,
-            "flash_attention_bwd": backward,
-            "flash": partial(operator, "flash"),
-            "vanilla": partial(operator, "vanilla"),
-        }
-
-    def linear_forms(self):
-        return {
-            "linear_attention": attnmask.linear_attention,
-            "linear_attention_vjp": attnmask.linear_attention_vjp,
-        }
+        return {way: partial(call, getattr(self.module, name)) for way, call in self.ways.items()}
 
 
-class Torch:
-    name = "torch"
-
-    def __init__(self):
-        self.torch = pytest.importorskip("torch")
-        self.module = attnmask.torch
-
-    def of(self, array):
-        return self.torch.from_numpy(np.array(array)) if isinstance(array, np.ndarray) else array
-
-    def _forms(self, function):
-        def graph(*args, **more):
-            self.torch._dynamo.reset()
-            return self.torch.compile(partial(function, **more), fullgraph=True, backend="eager")(*args)
-
-        def learning(query, *args, **more):
-            return function(query.clone().requires_grad_(), *args, **more)
-
-        return {"eager": function, "gradient": learning, "graph": graph}
-
-    def forms(self):
-        return self._forms(attnmask.torch.flash_attention)
-
-    def linear_forms(self):
-        return self._forms(attnmask.torch.linear_attention)
+def backward(query, key, value, *more, **named):
+    out = zeros(*query.shape[:-1], value.shape[-1])
+    lse = zeros(*query.shape[:-3], query.shape[-2], query.shape[-3])
+    return attnmask.flash_attention_bwd(out, query, key, value, out, lse, *more, **named)
 
 
-class Jax:
-    name = "jax"
-
-    def __init__(self):
-        self.jax = pytest.importorskip("jax")
-        self.module = attnmask.jax
-
-    def of(self, array):
-        return self.jax.numpy.asarray(array) if isinstance(array, np.ndarray) else array
-
-    def _forms(self, function):
-        def jit(query, *args, **more):
-            return self.jax.jit(lambda query: function(query, *args, **more))(query)
-
-        return {"eager": function, "jit": jit}
-
-    def forms(self):
-        return self._forms(attnmask.jax.flash_attention)
-
-    def linear_forms(self):
-        return self._forms(attnmask.jax.linear_attention)
+def by_operator(name, query, key, value, attention_mask=None, *more, **named):
+    return OperationRegistry.create(name)(query, key, value, attention_mask, *more, **named)
 
 
-@pytest.fixture(params=[Numpy, Torch, Jax], ids=lambda face: face.name)
+ATTENDING = {x: getattr(attnmask, f"flash_attention{x}") for x in ("", "_fwd", "_vjp")} | {"_bwd": backward}
+ATTENDING |= {name: partial(by_operator, name) for name in ("flash", "vanilla")}
+
+
+def eager(function, *args, **more):
+    return function(*args, **more)
+
+
+def of_torch() -> Face:
+    torch = pytest.importorskip("torch")
+
+    def graph(function, *args, **more):
+        torch._dynamo.reset()
+        return torch.compile(partial(function, **more), fullgraph=True, backend="eager")(*args)
+
+    def learning(function, query, *args, **more):
+        return function(query.clone().requires_grad_(), *args, **more)
+
+    def of(x):
+        return torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray) else x
+
+    return Face("torch", attnmask.torch, of, {"eager": eager, "gradient": learning, "graph": graph})
+
+
+def of_jax() -> Face:
+    jax = pytest.importorskip("jax")
+
+    def jit(function, query, *args, **more):
+        return jax.jit(lambda query: function(query, *args, **more))(query)
+
+    def of(x):
+        return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    return Face("jax", attnmask.jax, of, {"eager": eager, "jit": jit})
+
+
+FACES = {"numpy": lambda: Face("numpy", attnmask, lambda x: x, {}), "torch": of_torch, "jax": of_jax}
+
+
+@pytest.fixture(params=FACES)
 def face(request):
-    return request.param()
+    return FACES[request.param]()
 
 
 def zeros(*shape, dtype=np.float32):
@@ -141,19 +121,14 @@ def told(call) -> list[str]:
 def told_once(call, *fragments: str) -> None:
     """Expect one warning the first time, and none later."""
     _warnings._given.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", attnmask.AttnmaskWarning)
-        call()
-    (warning,) = caught
+    (message,) = told(call)
     for fragment in fragments:
-        assert fragment in str(warning.message)
+        assert fragment in message
     assert not told(call), "it was told before"
 
 
 # Attention: for each habit, what the message names, and arguments of calls in every form
 
-LLAMA = zeros(1, 32, 512, 128), zeros(1, 8, 512, 128)  # Llama 3's [B, H, T, D]
 SMALL, LONG = zeros(1, 4, 4, 8), zeros(1, 10, 2, 8)
 ROWS = zeros(4, 4, 2, 8)  # as many batch rows as tokens
 ONE = zeros(2, 1, 4, 8)
@@ -162,155 +137,85 @@ PADDING = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
 UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)
 LATER = MaskInfo.from_cu_seqlens([0, 2, 6], cu_seqlens_kv=[0, 2, 9], packed=True)
 STARTS = {"cum_seqlens_q": np.array([0, 1, 2]), "cum_seqlens_k": np.array([0, 1, 5])}
-
-
-def grouped(query, key):
-    return query, key, key
-
-
-OFFSETS = 'causal_offset="bottom-right"', "causal_offset=0"
+FIVE, SEVEN = zeros(1, 5, 4, 8), zeros(1, 7, 2, 8)
+HEADS_FIRST = "heads before tokens"
 ATTENTION = {
-    "heads before tokens": (
-        ("x.swapaxes(1, 2)",),
-        {
-            "Llama 3": (grouped(*LLAMA), {}),
-            "Llama 3, 70B": (grouped(zeros(1, 64, 256, 8), zeros(1, 8, 256, 8)), {}),
-            "one key head": (grouped(zeros(2, 16, 100, 8), zeros(2, 1, 100, 8)), {}),
-            "as many heads": (grouped(*[zeros(1, 12, 384, 8)] * 2), {}),
-            "two heads": (grouped(*[zeros(1, 2, 65, 4)] * 2), {}),
-        },
-    ),
-    "causal": (
-        OFFSETS,
-        {
-            "one query": (grouped(ONE, zeros(2, 9, 2, 8)), {"causal": True}),
-            "a chunk": (grouped(SMALL, LONG), {"causal": True}),
-            "with a window": (grouped(SMALL, LONG), {"causal": True, "sliding_window": 3}),
-            "packed": (grouped(zeros(2, 4, 8), zeros(5, 2, 8)), {"causal": True, **STARTS}),
-        },
-    ),
-    "packed sequences": (
-        ("within_segments=True", "apply_causal"),
-        {
-            "causal": (
-                grouped(zeros(1, 5, 4, 8), zeros(1, 7, 2, 8)),
-                {"attention_mask": UNEQUAL, "causal": True},
-            ),
-            "window": (
-                grouped(zeros(1, 5, 4, 8), zeros(1, 7, 2, 8)),
-                {"attention_mask": UNEQUAL, "sliding_window": (2, 0)},
-            ),
-        },
-    ),
-    "inverted mask": (
-        ("~attention_mask",),
-        {
-            "[Q, K]": (grouped(SMALL, zeros(1, 4, 2, 8)), {"attention_mask": FUTURE}),
-            "[B, H, Q, K]": (grouped(ROWS, ROWS), {"attention_mask": np.tile(FUTURE, (4, 2, 1, 1))}),
-            "a few pairs": (grouped(SMALL, SMALL), {"attention_mask": np.eye(4, k=2, dtype=bool)}),
-            "a MaskInfo": (grouped(SMALL, SMALL), {"attention_mask": lambda: MaskInfo(FUTURE[None])}),
-            "a MaskInfo without an array": (
-                grouped(SMALL, SMALL),
-                {"attention_mask": lambda: ~MaskInfo.causal(4)},
-            ),
-            "a MaskInfo with terms": (
-                grouped(SMALL, SMALL),
-                {"attention_mask": lambda: MaskInfo(FUTURE[None]) & MaskInfo.from_lengths([3], max_len=4)},
-            ),
-        },
-    ),
-    "padding mask": (
-        ("attention_mask[:, None, None, :]", "attention_mask[None, None]"),
-        {
-            "integers": (grouped(ROWS, ROWS), {"attention_mask": PADDING}),
-            "bools": (grouped(ROWS, ROWS), {"attention_mask": PADDING > 0}),
-            "floats": (grouped(ROWS, ROWS), {"attention_mask": PADDING.astype(np.float32)}),
-        },
-    ),
-    "graded mask": (
-        ("`bias`", "!= 0"),
-        {"halves": (grouped(SMALL, SMALL), {"attention_mask": np.full((4, 4), 0.5, np.float32)})},
-    ),
-    "dropout without a seed": (
-        ("dropout_seed=0", "every call"),
-        {
-            "flash_attention": (grouped(SMALL, SMALL), {"dropout_prob": 0.1}),
-            "packed": (
-                grouped(zeros(4, 2, 8), zeros(4, 2, 8)),
-                {"dropout_prob": 0.1, "cum_seqlens_q": [0, 4]},
-            ),
-        },
-    ),
-    "sinks": (
-        ("softmax_aux[:, None]", "softmax_aux[None, :]"),
-        {"[H]": (grouped(SMALL, SMALL), {"softmax_aux": zeros(4)})},
-    ),
+    HEADS_FIRST: ("x.swapaxes(1, 2)",),
+    "causal": ('causal_offset="bottom-right"', "causal_offset=0"),
+    "packed sequences": ("within_segments=True", "apply_causal"),
+    "inverted mask": ("~attention_mask",),
+    "padding mask": ("attention_mask[:, None, None, :]", "attention_mask[None, None]"),
+    "graded mask": ("`bias`", "!= 0"),
+    "dropout without a seed": ("dropout_seed=0", "every call"),
+    "sinks": ("softmax_aux[:, None]", "softmax_aux[None, :]"),
 }
+CALLS = [  # query, key and value, and what else is given, a mask at times as a function that makes it
+    (HEADS_FIRST, "Llama 3", zeros(1, 32, 512, 128), zeros(1, 8, 512, 128), {}),
+    (HEADS_FIRST, "Llama 3, 70B", zeros(1, 64, 256, 8), zeros(1, 8, 256, 8), {}),
+    (HEADS_FIRST, "one key head", zeros(2, 16, 100, 8), zeros(2, 1, 100, 8), {}),
+    (HEADS_FIRST, "as many heads", *[zeros(1, 12, 384, 8)] * 2, {}),
+    (HEADS_FIRST, "two heads", *[zeros(1, 2, 65, 4)] * 2, {}),
+    ("causal", "one query", ONE, zeros(2, 9, 2, 8), {"causal": True}),
+    ("causal", "a chunk", SMALL, LONG, {"causal": True}),
+    ("causal", "with a window", SMALL, LONG, {"causal": True, "sliding_window": 3}),
+    ("causal", "packed", zeros(2, 4, 8), zeros(5, 2, 8), {"causal": True, **STARTS}),
+    ("packed sequences", "causal", FIVE, SEVEN, {"attention_mask": UNEQUAL, "causal": True}),
+    ("packed sequences", "window", FIVE, SEVEN, {"attention_mask": UNEQUAL, "sliding_window": (2, 0)}),
+    ("inverted mask", "[Q, K]", SMALL, zeros(1, 4, 2, 8), {"attention_mask": FUTURE}),
+    ("inverted mask", "[B, H, Q, K]", ROWS, ROWS, {"attention_mask": np.tile(FUTURE, (4, 2, 1, 1))}),
+    ("inverted mask", "a few pairs", SMALL, SMALL, {"attention_mask": np.eye(4, k=2, dtype=bool)}),
+    ("inverted mask", "a MaskInfo", SMALL, SMALL, {"attention_mask": lambda: MaskInfo(FUTURE[None])}),
+    ("inverted mask", "a MaskInfo without an array", SMALL, SMALL, {"attention_mask": lambda: ~MaskInfo.causal(4)}),
+    ("inverted mask", "a MaskInfo with terms", SMALL, SMALL,
+     {"attention_mask": lambda: MaskInfo(FUTURE[None]) & MaskInfo.from_lengths([3], max_len=4)}),
+    ("padding mask", "integers", ROWS, ROWS, {"attention_mask": PADDING}),
+    ("padding mask", "bools", ROWS, ROWS, {"attention_mask": PADDING > 0}),
+    ("padding mask", "floats", ROWS, ROWS, {"attention_mask": PADDING.astype(np.float32)}),
+    ("graded mask", "halves", SMALL, SMALL, {"attention_mask": np.full((4, 4), 0.5, np.float32)}),
+    ("dropout without a seed", "flash_attention", SMALL, SMALL, {"dropout_prob": 0.1}),
+    ("dropout without a seed", "packed", *[zeros(4, 2, 8)] * 2, {"dropout_prob": 0.1, "cum_seqlens_q": [0, 4]}),
+    ("sinks", "[H]", SMALL, SMALL, {"softmax_aux": zeros(4)}),
+]  # fmt: skip
 UNTOLD = {"torch": {"dropout without a seed"}}  # PyTorch draws a seed
 
 
-def native(face, value):
-    return [face.of(x) for x in value] if isinstance(value, tuple) else face.of(value)
-
-
 @pytest.mark.parametrize(
-    ("habit", "case"), [(habit, case) for habit, (_, cases) in ATTENTION.items() for case in cases]
+    ("habit", "case", "query", "key", "more"), CALLS, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_attention(face, habit, case):
-    fragments, cases = ATTENTION[habit]
-    arrays = native(face, cases[case][0])
+def test_attention(face, habit, case, query, key, more):
+    arrays = [face.of(x) for x in (query, key, key)]
     for name, form in face.forms().items():
-        more = {
-            key: x() if callable(x) else face.of(x) for key, x in cases[case][1].items()
-        }  # masks are asked once
+        given = {key: x() if callable(x) else face.of(x) for key, x in more.items()}  # masks are asked once
         if (name == "jit" and case == "packed") or (name == "vanilla" and case == "Llama 3"):
             continue
         if habit in UNTOLD.get(face.name, ()):
-            form(*arrays, **more)
+            form(*arrays, **given)
         else:
-            told_once(lambda form=form, more=more: form(*arrays, **more), *fragments)
+            told_once(partial(form, *arrays, **given), *ATTENTION[habit])
 
 
-ERRORS = {
-    "mask of zeros": {
-        "[Q, K]": (grouped(SMALL, SMALL), {"attention_mask": zeros(4, 4)}, ("`bias`", "a bool mask")),
-        "float64": (
-            grouped(SMALL, SMALL),
-            {"attention_mask": zeros(1, 1, 4, 4, dtype=np.float64)},
-            ("`bias`", "a bool mask"),
-        ),
-        "negative zeros": (grouped(SMALL, SMALL), {"attention_mask": -zeros(4, 4)}, ("`bias`",)),
-    },
-    "dropout as a bias": {
-        "0.1": (grouped(SMALL, SMALL), {"bias": 0.1}, ("bias must have axes", "dropout_prob=")),
-        "an array": (grouped(SMALL, SMALL), {"bias": np.array(0.1, np.float32)}, ("dropout_prob=",)),
-    },
-    "dropout as a mask": {
-        "0.0": (
-            grouped(SMALL, SMALL),
-            {"attention_mask": 0.0},
-            ("attention_mask must have axes", "dropout_prob="),
-        ),
-    },
-}
+ERRORS = [
+    ("mask of zeros", {"attention_mask": zeros(4, 4)}, ("`bias`", "a bool mask")),
+    ("mask of zeros", {"attention_mask": zeros(1, 1, 4, 4, dtype=np.float64)}, ("`bias`", "a bool mask")),
+    ("mask of zeros", {"attention_mask": -zeros(4, 4)}, ("`bias`",)),
+    ("dropout as a bias", {"bias": 0.1}, ("bias must have axes", "dropout_prob=")),
+    ("dropout as a bias", {"bias": np.array(0.1, np.float32)}, ("dropout_prob=",)),
+    ("dropout as a mask", {"attention_mask": 0.0}, ("attention_mask must have axes", "dropout_prob=")),
+]
 
 
-@pytest.mark.parametrize(
-    ("habit", "case"), [(habit, case) for habit, cases in ERRORS.items() for case in cases]
-)
-def test_attention_that_is_refused(face, habit, case):
-    arrays, more, fragments = ERRORS[habit][case]
+@pytest.mark.parametrize(("habit", "more", "fragments"), ERRORS, ids=range(len(ERRORS)))
+def test_attention_that_is_refused(face, habit, more, fragments):
+    arrays, given = [face.of(SMALL)] * 3, {name: face.of(x) for name, x in more.items()}
     for form in face.forms().values():
         with pytest.raises(Exception, match=r"(?s).*") as raised:
-            form(*native(face, arrays), **{name: face.of(x) for name, x in more.items()})
+            form(*arrays, **given)
         for fragment in fragments:
             assert fragment in str(raised.value)
 
 
-def test_each_call_of_torch_drops_other_weights():
+def test_each_call_of_torch_drops_other_weights(torch):
     """As ``torch.manual_seed`` says, in graphs too; the generator stays where nothing is drawn."""
-    torch = Torch().torch
-    torch._dynamo.reset()
     x, attend = torch.randn(1, 9, 2, 8), partial(attnmask.torch.flash_attention, dropout_prob=0.5)
     graph = torch.compile(lambda x: attend(x, x, x), fullgraph=True, backend="aot_eager")
     results = []
@@ -355,33 +260,19 @@ def test_caches(face):
 
 # Linear attention
 
-LINEAR = {
-    "heads before tokens": (
-        ("x.swapaxes(1, 2)",),
-        {
-            "a head each": (([zeros(1, 16, 300, 8)] * 3), {}),
-            "as many heads": (([zeros(2, 32, 65, 4)] * 3), {}),
-        },
-    ),
-    "decay": (
-        ("logarithm", "np.log(decay)"),
-        {
-            "a head": ([zeros(1, 5, 2, 4)] * 3, {"decay": np.array([0.9, 0.5], np.float32)}),
-            "a token": ([zeros(1, 5, 2, 4)] * 3, {"decay": np.full((1, 5, 2), 0.9, np.float32)}),
-        },
-    ),
-}
+LINEAR = {HEADS_FIRST: ("x.swapaxes(1, 2)",), "decay": ("logarithm", "np.log(decay)")}
 
 
-@pytest.mark.parametrize(
-    ("habit", "case"), [(habit, case) for habit, (_, cases) in LINEAR.items() for case in cases]
-)
-def test_linear_attention(face, habit, case):
-    fragments, cases = LINEAR[habit]
-    arrays, more = cases[case]
-    arrays, more = [face.of(x) for x in arrays], {name: face.of(x) for name, x in more.items()}
-    for name, form in face.linear_forms().items():
-        told_once(lambda form=form, name=name: form(*arrays, **more), *fragments)
+@pytest.mark.parametrize(("habit", "x", "more"), [
+    (HEADS_FIRST, zeros(1, 16, 300, 8), {}),
+    (HEADS_FIRST, zeros(2, 32, 65, 4), {}),
+    ("decay", zeros(1, 5, 2, 4), {"decay": np.array([0.9, 0.5], np.float32)}),
+    ("decay", zeros(1, 5, 2, 4), {"decay": np.full((1, 5, 2), 0.9, np.float32)}),
+], ids=["a head each", "as many heads", "of a head", "of a token"])  # fmt: skip
+def test_linear_attention(face, habit, x, more):
+    arrays, given = [face.of(x)] * 3, {name: face.of(x) for name, x in more.items()}
+    for form in face.forms("linear_attention").values():
+        told_once(partial(form, *arrays, **given), *LINEAR[habit])
 
 
 def test_a_step_of_linear_attention(face):
@@ -398,126 +289,73 @@ def test_a_step_of_linear_attention(face):
 
 TRI = np.tri(4)
 TRAPS = {
-    "causal": (
-        ('offset="bottom-right"', "offset=0"),
-        {
-            "causal": lambda: MaskInfo.causal(4, 10),
-            "apply_causal": lambda: MaskInfo.full(4, 10).apply_causal(),
-            "one query": lambda: MaskInfo.full(1, 10).apply_causal(),
-            "packed": lambda: UNEQUAL.apply_causal(within_segments=True),
-            "segments": lambda: MaskInfo.from_segments([[0, 0]], [[0, 0, 0]]).apply_causal(
-                within_segments=True
-            ),
-            "packed, with later lengths": lambda: LATER.apply_causal(),
-        },
-    ),
-    "packed sequences": (
-        ("within_segments=True",),
-        {
-            "causal": lambda: UNEQUAL.apply_causal(),
-            "bottom-right": lambda: UNEQUAL.apply_causal("bottom-right"),
-            "window": lambda: UNEQUAL.apply_sliding_window((2, 0)),
-            "chunks": lambda: UNEQUAL.apply_chunked(5),
-            "a second term": lambda: UNEQUAL.apply_prefix(1).apply_causal(),
-            "padded": lambda: MaskInfo.from_cu_seqlens(
-                [0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True, max_q_len=6, max_kv_len=9
-            ).apply_causal(),
-        },
-    ),
-    "pairs": (
-        ("pairs of start and end", "packed=True"),
-        {
-            "from_cu_seqlens": lambda: MaskInfo.from_cu_seqlens([0, 3, 5, 9], max_q_len=9),
-            "cu_seqlens_to_mask": lambda: attnmask.cu_seqlens_to_mask(np.array([0, 3, 5, 9]), 9),
-            "qkv_cu_seqlens_to_attention_mask": lambda: attnmask.qkv_cu_seqlens_to_attention_mask(
-                [0, 3, 5, 9], max_q_len=9
-            ),
-            "qkv_cu_seqlens_to_qkv_masks": lambda: attnmask.qkv_cu_seqlens_to_qkv_masks(
-                [0, 3, 5, 9], max_q_len=9, cu_seqlens_kv=[0, 2, 4, 9]
-            ),
-        },
-    ),
-    "mask of pairs": (
-        ("[B, T]", "attention_mask[None, None]", "from_padding_mask"),
-        {
-            "np.tri": lambda: MaskInfo.from_attention_mask(TRI),
-            "integers": lambda: MaskInfo.from_attention_mask(TRI.astype(int)),
-            "not valid": lambda: MaskInfo.from_attention_mask(1 - TRI, mask_is_valid=False),
-            "dynamic_init": lambda: MaskInfo.dynamic_init(attention_mask=TRI),
-            "a window": lambda: MaskInfo.from_attention_mask(np.eye(5)),
-            "padding": lambda: MaskInfo.from_attention_mask(PADDING),
-        },
-    ),
-    "graded mask": (
-        ("`bias`",),
-        {
-            "MaskInfo": lambda: MaskInfo(np.full((1, 2, 3), 0.5)),
-            "from_padding_mask": lambda: MaskInfo.from_padding_mask([[1.0, 0.5]]),
-            "mask_to_segment_ids": lambda: attnmask.mask_to_segment_ids(np.array([[1.0, 2.0]])),
-        },
-    ),
+    "causal": ('offset="bottom-right"', "offset=0"),
+    "packed sequences": ("within_segments=True",),
+    "pairs": ("pairs of start and end", "packed=True"),
+    "mask of pairs": ("[B, T]", "attention_mask[None, None]", "from_padding_mask"),
+    "graded mask": ("`bias`",),
 }
+PAIRS = [0, 3, 5, 9]
+TRAPPED = [
+    ("causal", lambda: MaskInfo.causal(4, 10)),
+    ("causal", lambda: MaskInfo.full(4, 10).apply_causal()),
+    ("causal", lambda: MaskInfo.full(1, 10).apply_causal()),
+    ("causal", lambda: UNEQUAL.apply_causal(within_segments=True)),
+    ("causal", lambda: MaskInfo.from_segments([[0, 0]], [[0, 0, 0]]).apply_causal(within_segments=True)),
+    ("causal", lambda: LATER.apply_causal()),  # later sequences have other lengths
+    ("packed sequences", lambda: UNEQUAL.apply_causal()),
+    ("packed sequences", lambda: UNEQUAL.apply_causal("bottom-right")),
+    ("packed sequences", lambda: UNEQUAL.apply_sliding_window((2, 0))),
+    ("packed sequences", lambda: UNEQUAL.apply_chunked(5)),
+    ("packed sequences", lambda: UNEQUAL.apply_prefix(1).apply_causal()),
+    ("packed sequences", lambda: MaskInfo.from_cu_seqlens(
+        [0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True, max_q_len=6, max_kv_len=9).apply_causal()),
+    ("pairs", lambda: MaskInfo.from_cu_seqlens(PAIRS, max_q_len=9)),
+    ("pairs", lambda: attnmask.cu_seqlens_to_mask(np.array(PAIRS), 9)),
+    ("pairs", lambda: attnmask.qkv_cu_seqlens_to_attention_mask(PAIRS, max_q_len=9)),
+    ("pairs", lambda: attnmask.qkv_cu_seqlens_to_qkv_masks(PAIRS, max_q_len=9, cu_seqlens_kv=[0, 2, 4, 9])),
+    ("mask of pairs", lambda: MaskInfo.from_attention_mask(TRI)),
+    ("mask of pairs", lambda: MaskInfo.from_attention_mask(TRI.astype(int))),
+    ("mask of pairs", lambda: MaskInfo.from_attention_mask(1 - TRI, mask_is_valid=False)),
+    ("mask of pairs", lambda: MaskInfo.dynamic_init(attention_mask=TRI)),
+    ("mask of pairs", lambda: MaskInfo.from_attention_mask(np.eye(5))),
+    ("mask of pairs", lambda: MaskInfo.from_attention_mask(PADDING)),
+    ("graded mask", lambda: MaskInfo(np.full((1, 2, 3), 0.5))),
+    ("graded mask", lambda: MaskInfo.from_padding_mask([[1.0, 0.5]])),
+    ("graded mask", lambda: attnmask.mask_to_segment_ids(np.array([[1.0, 2.0]]))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("habit", "case"), [(habit, case) for habit, (_, cases) in TRAPS.items() for case in cases]
-)
-def test_masks(habit, case):
-    fragments, cases = TRAPS[habit]
-    told_once(cases[case], *fragments)
+@pytest.mark.parametrize(("habit", "call"), TRAPPED, ids=range(len(TRAPPED)))
+def test_masks(habit, call):
+    told_once(call, *TRAPS[habit])
 
 
-def square(mask, x=SMALL):
-    return attnmask.flash_attention(x, x, x, mask)
+def shard(*shape, **more):
+    return attnmask.shard_sequence(zeros(*shape), 2, 0, **more)
 
 
-REFUSED = {
-    "mask of zeros": {
-        "MaskInfo": (lambda: MaskInfo(zeros(1, 2, 3)), ValueError, "`bias`"),
-        "from_attention_mask": (
-            lambda: MaskInfo.from_attention_mask(zeros(1, 2, 3)),
-            ValueError,
-            "a bool mask",
-        ),
-        "from_padding_mask": (lambda: MaskInfo.from_padding_mask(zeros(1, 2)), ValueError, "`bias`"),
-        "replace": (lambda: MaskInfo.full(3).replace(attention_mask=zeros(1, 3, 3)), ValueError, "`bias`"),
-        "mask_to_segment_ids": (
-            lambda: attnmask.mask_to_segment_ids(zeros(2, 3)),
-            ValueError,
-            "mask must not be",
-        ),
-        "lengths": (lambda: attnmask.prepare_lens_from_mask(zeros(2, 3)), ValueError, "`bias`"),
-    },
-    "comparison with an array": {
-        "==": (lambda: MaskInfo.full(3) == np.ones((3, 3)), TypeError, "np.array_equal(mask, array)"),
-        "!=": (lambda: MaskInfo.full(3) != np.ones((3, 3)), TypeError, "np.array_equal(mask, array)"),
-        "from the left": (
-            lambda: np.ones((3, 3)) == MaskInfo.full(3),
-            TypeError,
-            "np.array_equal(mask, array)",
-        ),
-    },
-    "constructor of a mask": {
-        "causal": (lambda: MaskInfo.full(9).causal(9), TypeError, "apply_causal"),
-        "full": (lambda: MaskInfo.full(9).full(9), TypeError, "MaskInfo.full"),
-        "from_lengths": (lambda: MaskInfo.full(9).from_lengths([9]), TypeError, "MaskInfo.from_lengths"),
-    },
-    "packed tokens": {
-        "the first is longer": (lambda: attnmask.shard_sequence(zeros(8, 4, 32), 2, 0), ValueError, "axis=0"),
-        "ends": (
-            lambda: attnmask.shard_sequence(zeros(8, 16, 32), 2, 0, cu_seqlens=[0, 3, 8]),
-            ValueError,
-            "write axis=0",
-        ),
-    },
-}
+FULL = MaskInfo.full(9)
+REFUSED = [
+    ("mask of zeros", lambda: MaskInfo(zeros(1, 2, 3)), ValueError, "`bias`"),
+    ("mask of zeros", lambda: MaskInfo.from_attention_mask(zeros(1, 2, 3)), ValueError, "a bool mask"),
+    ("mask of zeros", lambda: MaskInfo.from_padding_mask(zeros(1, 2)), ValueError, "`bias`"),
+    ("mask of zeros", lambda: MaskInfo.full(3).replace(attention_mask=zeros(1, 3, 3)), ValueError, "`bias`"),
+    ("mask of zeros", lambda: attnmask.mask_to_segment_ids(zeros(2, 3)), ValueError, "mask must not be"),
+    ("mask of zeros", lambda: attnmask.prepare_lens_from_mask(zeros(2, 3)), ValueError, "`bias`"),
+    ("comparison with an array", lambda: np.ones((9, 9)) == FULL, TypeError, "np.array_equal(mask, array)"),
+    ("comparison with an array", lambda: np.ones((9, 9)) != FULL, TypeError, "np.array_equal(mask, array)"),
+    ("comparison with an array", lambda: np.ones((9, 9)) == FULL, TypeError, "np.array_equal(mask, array)"),
+    ("constructor of a mask", lambda: FULL.causal(9), TypeError, "apply_causal"),
+    ("constructor of a mask", lambda: FULL.full(9), TypeError, "MaskInfo.full"),
+    ("constructor of a mask", lambda: FULL.from_lengths([9]), TypeError, "MaskInfo.from_lengths"),
+    ("packed tokens", lambda: shard(8, 4, 32), ValueError, "axis=0"),
+    ("packed tokens", lambda: shard(8, 16, 32, cu_seqlens=[0, 3, 8]), ValueError, "write axis=0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("habit", "case"), [(habit, case) for habit, cases in REFUSED.items() for case in cases]
-)
-def test_what_is_refused(habit, case):
-    call, error, fragment = REFUSED[habit][case]
+@pytest.mark.parametrize(("habit", "call", "error", "fragment"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused(habit, call, error, fragment):
     with pytest.raises(error) as raised:
         call()
     assert fragment in str(raised.value)
@@ -525,7 +363,7 @@ def test_what_is_refused(habit, case):
 
 def test_the_table_is_tried():
     """Each row is, in one of the tables above."""
-    tried = {*ATTENTION, *ERRORS, *LINEAR, *TRAPS, *REFUSED}
+    tried = {row[0] for row in (*CALLS, *ERRORS, *TRAPPED, *REFUSED)} | {*LINEAR}
     assert {habit.name for habit in HABITS} == tried
 
 
@@ -666,46 +504,19 @@ def test_ordinary_calls(face, model):
 
 
 def test_ordinary_masks():
-    ones = np.ones((4, 4), bool)
+    ones, band = np.ones((4, 4), bool), np.tril(np.triu(TRI, -1))
     for mask in (
-        *(
-            TRI,
-            TRI.astype(int),
-            ones,
-            np.zeros((4, 4), int),
-            np.tril(np.ones((4, 4)), -1),
-            np.tril(np.triu(TRI, -1)),
-        ),
-        *(
-            PADDING[:, None, None],
-            PADDING[None, None],
-            ~MaskInfo(FUTURE[None]),
-            MaskInfo.full(4) & MaskInfo(TRI[None]),
-        ),
-        *(
-            MaskInfo.from_padding_mask(PADDING),
-            MaskInfo.from_lengths([4, 3, 2, 1]),
-            MaskInfo(np.zeros((1, 4, 4), bool)),
-        ),
-        *(
-            MaskInfo.from_segments([[-1] * 4]),
-            ~MaskInfo.full(4),
-            MaskInfo.from_attention_mask(FUTURE[None], mask_is_valid=False),
-        ),
-    ):
+        TRI, TRI.astype(int), ones, np.zeros((4, 4), int), np.tril(np.ones((4, 4)), -1), band,
+        PADDING[:, None, None], PADDING[None, None], ~MaskInfo(FUTURE[None]), MaskInfo.full(4) & MaskInfo(TRI[None]),
+        MaskInfo.from_padding_mask(PADDING), MaskInfo.from_lengths([4, 3, 2, 1]), MaskInfo(np.zeros((1, 4, 4), bool)),
+        MaskInfo.from_segments([[-1] * 4]), ~MaskInfo.full(4),
+        MaskInfo.from_attention_mask(FUTURE[None], mask_is_valid=False),
+    ):  # fmt: skip
         attnmask.flash_attention(ROWS, ROWS, ROWS, mask)
-    for tokens in (
-        np.tri(1),
-        np.tri(3, 4),
-        np.tri(4, 3),
-        np.ones((3, 3)),
-        np.zeros((2, 2), bool),
-        np.zeros((0, 0)),
-    ):
-        MaskInfo.from_attention_mask(tokens)
+    tokens = np.tri(1), np.tri(3, 4), np.tri(4, 3), np.ones((3, 3)), np.zeros((2, 2), bool), np.zeros((0, 0))
+    for mask in (*tokens, TRI[None, None], TRI[None]):
+        MaskInfo.from_attention_mask(mask)
     MaskInfo(zeros(1, 0, 3))  # no number is zero
-    MaskInfo.from_attention_mask(TRI[None, None])
-    MaskInfo.from_attention_mask(TRI[None])
     for q_len, kv_len in ((4, 4), (10, 4), (0, 4), (1, 1)):
         MaskInfo.causal(q_len, kv_len)
     for offset in (0, 6, "bottom-right", [0]):
@@ -722,14 +533,9 @@ def test_ordinary_masks():
         MaskInfo.from_cu_seqlens([0, 3, 5, 9], max_q_len=9, packed=packed)
     assert MaskInfo.full(3) == MaskInfo.full(3)
     assert all(MaskInfo.full(3) != other for other in (None, 1, "mask", np.ndarray))
-    for shape, axis in (
-        ((8, 4, 32), 0),
-        ((8, 4, 32), 1),
-        ((2, 8, 32), None),
-        ((8, 4), None),
-        ((8, 2, 4, 3), None),
-    ):
-        attnmask.shard_sequence(zeros(*shape), 2, 0, axis=axis)
+    shapes = (8, 4, 32), (8, 4, 32), (2, 8, 32), (8, 4), (8, 2, 4, 3)
+    for shape, axis in zip(shapes, (0, 1, None, None, None), strict=True):
+        shard(*shape, axis=axis)
 
 
 def test_ordinary_decays():
