@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 # Errors
 
 query, key, value = GOOD.values()
-attend = functools.partial(flash_attention, query, key, value)
 tokens = zeros(9, H, D)  # packed: of 3, 2 and 4 tokens
-pack = functools.partial(flash_attention, tokens, tokens, tokens)
 mask = np.ones((B, TK), bool)
 padding = np.ones((B, TQ), bool)
 live = np.tri(TQ, TK) > 0
@@ -30,216 +28,145 @@ flat = [x[0] for x in (query, key, value)]
 
 UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)
 
+
+def call(function, *arrays, **given):
+    return lambda: function(*arrays, **given)
+
+
+def ids(*tokens, batch=B):
+    return MaskInfo.from_segments(*(np.zeros((batch, count), int) for count in tokens))
+
+
+attend, pack = (functools.partial(call, flash_attention, *x) for x in ((query, key, value), (tokens,) * 3))
+AXES, PAIRS = "axes are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2)", np.ones((B, TQ, TK))
+LENGTHS, BIAS, FUNCTION = (
+    "write np.cumsum([0, *lengths]) for lengths",
+    np.where(live, 0, -np.inf),
+    MaskInfo.from_function,
+)
+CACHED = functools.partial(call, attnmask.flash_attention_with_kvcache, query, key, value, cache_seqlens=TK)
+ENDS, BOTTOM, CUT = (
+    {"cum_seqlens_q": [0, TQ], "cum_seqlens_k": [0, TK]},
+    "bottom-right",
+    [x[0] for x in heads_first],
+)
 # For each mistake the call, its error, what the message says, and a call that does so.
 MISTAKES = {
-    "heads before tokens": (
-        lambda: flash_attention(*heads_first),
-        ValueError, "axes are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2)",
-        lambda: flash_attention(*(x.swapaxes(1, 2) for x in heads_first))),
-    "heads before tokens, packed": (
-        lambda: flash_attention(*(x[0] for x in heads_first), cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK]),
-        ValueError, "axes are [tokens, heads, head_dim]: write x.swapaxes(0, 1)",
-        lambda: flash_attention(*flat, cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK])),
-    "heads before tokens in value": (
-        lambda: flash_attention(query, key, value.swapaxes(1, 2)),
-        ValueError, "write x.swapaxes(1, 2)",
-        attend),
-    "integers": (
-        lambda: flash_attention(query.astype(int), key, value),
-        TypeError, "write query.astype(np.float32)",
-        lambda: flash_attention(query.astype(int).astype(np.float32), key, value)),
-    "two types": (
-        lambda: flash_attention(query, key.astype(np.float64), value),
-        TypeError, "write key.astype(query.dtype)",
-        lambda: flash_attention(query, key.astype(np.float64).astype(query.dtype), value)),
-    "no heads and no batch": (
-        lambda: flash_attention(query[0, :, 0], key[0, :, 0], value[0, :, 0]),
-        ValueError, "write query[None, :, None] for [Tq, D]",
-        lambda: flash_attention(*(x[0, :, 0][None, :, None] for x in (query, key, value)))),
-    "no batch": (
-        lambda: flash_attention(*flat),
-        ValueError, "write query[None] for [Tq, H, D], query[:, :, None] for [B, Tq, D], or cum_seqlens_q=",
-        lambda: flash_attention(*(x[None] for x in flat))),
-    "what is added, as a mask": (
-        lambda: attend(attention_mask=np.where(live, 0, -np.inf)),
-        ValueError, "if it is to be added to logits, pass it as `bias`",
-        lambda: attend(bias=np.where(live, 0, -np.inf))),
-    "a mask as a bias": (
-        lambda: attend(bias=live),
-        TypeError, "write attention_mask= for a mask of allowed pairs",
-        lambda: attend(attention_mask=live)),
-    "integers as a bias": (
-        lambda: attend(bias=live.astype(int)),
-        TypeError, "or bias.astype(np.float32)",
-        lambda: attend(bias=live.astype(int).astype(np.float32))),
-    "a MaskInfo as a bias": (
-        lambda: attend(bias=MaskInfo.from_attention_mask(live[None])),
-        TypeError, "write attention_mask=",
-        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None]))),
-    "a mask of the keys": (
-        lambda: attend(attention_mask=mask),
-        ValueError, "write attention_mask[:, None, None, :]",
-        lambda: attend(attention_mask=mask[:, None, None, :])),
-    "a mask of the queries": (
-        lambda: attend(attention_mask=padding),
-        ValueError, "write attention_mask[:, None, :, None]",
-        lambda: attend(attention_mask=padding[:, None, :, None])),
-    "a mask without heads": (
-        lambda: attend(attention_mask=np.ones((B, TQ, TK))),
-        ValueError, "write attention_mask[:, None]",
-        lambda: attend(attention_mask=np.ones((B, TQ, TK))[:, None])),
-    "a mask with keys before queries": (
-        lambda: attend(attention_mask=live.T),
-        ValueError, "write np.transpose(attention_mask, (1, 0))",
-        lambda: attend(attention_mask=np.transpose(live.T, (1, 0)))),
-    "a bias with heads at the end": (
-        lambda: attend(bias=np.zeros((B, TQ, TK, H))),
-        ValueError, "write np.transpose(bias, (0, 3, 1, 2))",
-        lambda: attend(bias=np.transpose(np.zeros((B, TQ, TK, H)), (0, 3, 1, 2)))),
-    "a MaskInfo of the queries alone": (
-        lambda: attend(attention_mask=MaskInfo.from_segments(np.zeros((B, TQ), int))),
-        ValueError, f"make it for {TQ} queries and {TK} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)",
-        lambda: attend(attention_mask=MaskInfo.from_segments(np.zeros((B, TQ), int), np.zeros((B, TK), int)))),
-    "a MaskInfo of another batch": (
-        lambda: attend(attention_mask=MaskInfo.from_segments(*(np.zeros((B + 1, t), int) for t in (TQ, TK)))),
-        ValueError,
+    "heads before tokens": (call(flash_attention, *heads_first), ValueError, AXES, attend()),
+    "heads before tokens, packed": (call(flash_attention, *CUT, **ENDS), ValueError,
+        "axes are [tokens, heads, head_dim]: write x.swapaxes(0, 1)", call(flash_attention, *flat, **ENDS)),
+    "heads before tokens in value": (call(flash_attention, query, key, value.swapaxes(1, 2)), ValueError,
+        "write x.swapaxes(1, 2)", attend()),
+    "integers": (call(flash_attention, query.astype(int), key, value), TypeError, "write query.astype(np.float32)",
+        call(flash_attention, query.astype(int).astype(np.float32), key, value)),
+    "two types": (call(flash_attention, query, key.astype(np.float64), value), TypeError,
+        "write key.astype(query.dtype)", attend()),
+    "no heads and no batch": (call(flash_attention, *(x[0, :, 0] for x in GOOD.values())), ValueError,
+        "write query[None, :, None] for [Tq, D]",
+        call(flash_attention, *(x[0, :, 0][None, :, None] for x in GOOD.values()))),
+    "no batch": (call(flash_attention, *flat), ValueError,
+        "write query[None] for [Tq, H, D], query[:, :, None] for [B, Tq, D], or cum_seqlens_q=",
+        call(flash_attention, *(x[None] for x in flat))),
+    "what is added, as a mask": (attend(attention_mask=BIAS), ValueError,
+        "if it is to be added to logits, pass it as `bias`", attend(bias=BIAS)),
+    "a mask as a bias": (attend(bias=live), TypeError, "write attention_mask= for a mask of allowed pairs",
+        attend(attention_mask=live)),
+    "integers as a bias": (attend(bias=live.astype(int)), TypeError, "or bias.astype(np.float32)",
+        attend(bias=live.astype(int).astype(np.float32))),
+    "a MaskInfo as a bias": (attend(bias=MaskInfo(live[None])), TypeError, "write attention_mask=",
+        attend(attention_mask=MaskInfo(live[None]))),
+    "a mask of the keys": (attend(attention_mask=mask), ValueError, "write attention_mask[:, None, None, :]",
+        attend(attention_mask=mask[:, None, None, :])),
+    "a mask of the queries": (attend(attention_mask=padding), ValueError, "write attention_mask[:, None, :, None]",
+        attend(attention_mask=padding[:, None, :, None])),
+    "a mask without heads": (attend(attention_mask=PAIRS), ValueError, "write attention_mask[:, None]",
+        attend(attention_mask=PAIRS[:, None])),
+    "a mask with keys before queries": (attend(attention_mask=live.T), ValueError,
+        "write np.transpose(attention_mask, (1, 0))", attend(attention_mask=np.transpose(live.T, (1, 0)))),
+    "a bias with heads at the end": (attend(bias=np.zeros((B, TQ, TK, H))), ValueError,
+        "write np.transpose(bias, (0, 3, 1, 2))", attend(bias=np.transpose(np.zeros((B, TQ, TK, H)), (0, 3, 1, 2)))),
+    "a MaskInfo of the queries alone": (attend(attention_mask=ids(TQ)), ValueError,
+        f"make it for {TQ} queries and {TK} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)",
+        attend(attention_mask=ids(TQ, TK))),
+    "a MaskInfo of another batch": (attend(attention_mask=ids(TQ, TK, batch=B + 1)), ValueError,
         f"got a MaskInfo of shape ({B + 1}, 1, {TQ}, {TK}); its batch rows must be {B}, or 1 for all, got {B + 1}",
-        lambda: attend(attention_mask=MaskInfo.from_segments(*(np.zeros((1, t), int) for t in (TQ, TK))))),
-    "a MaskInfo of other heads": (
-        lambda: attend(attention_mask=MaskInfo(np.ones((1, H + 1, TQ, TK), bool))),
-        ValueError, f"its heads must be {H}, or 1 for all, got {H + 1}",
-        lambda: attend(attention_mask=MaskInfo(np.ones((1, H, TQ, TK), bool)))),
-    "a MaskInfo of a batch for packed queries": (
-        lambda: pack(cum_seqlens_q=[0, 9], attention_mask=MaskInfo.from_segments(np.zeros((B, 9), int))),
-        ValueError, f"its batch rows must be 1, got {B}",
-        lambda: pack(cum_seqlens_q=[0, 9], attention_mask=MaskInfo.from_segments(np.zeros((1, 9), int)))),
-    "a padding mask as segment ids": (
-        lambda: attend(q_segment_ids=padding, kv_segment_ids=mask),
-        TypeError, "write np.where(mask, 0, -1) for a padding mask",
-        lambda: attend(q_segment_ids=np.where(padding, 0, -1), kv_segment_ids=np.where(mask, 0, -1))),
-    "segment ids of the queries alone": (
-        lambda: attend(q_segment_ids=np.zeros((B, TQ), int)),
-        ValueError, f"kv_segment_ids must be given for {TQ} queries and {TK} keys",
-        lambda: attend(q_segment_ids=np.zeros((B, TQ), int), kv_segment_ids=np.zeros((B, TK), int))),
-    "lengths": (
-        lambda: pack(cum_seqlens_q=[3, 2, 4]),
-        ValueError, "write np.cumsum([0, *lengths]) for lengths",
-        lambda: pack(cum_seqlens_q=np.cumsum([0, *[3, 2, 4]]))),
-    "lengths elsewhere": (
-        lambda: attnmask.prepare_position_ids([3, 2, 4]),
-        ValueError, "write np.cumsum([0, *lengths]) for lengths",
-        lambda: attnmask.prepare_position_ids(np.cumsum([0, *[3, 2, 4]]))),
-    "pairs of start and end": (
-        lambda: pack(cum_seqlens_q=[0, 3, 1, 3, 0, 4]),
-        ValueError, "or pairs_to_cu_seqlens(pairs) for pairs of start and end",
-        lambda: pack(cum_seqlens_q=attnmask.pairs_to_cu_seqlens([0, 3, 1, 3, 0, 4]))),
-    "starts as pairs": (
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 9]),
-        ValueError, "write packed=True for cu_seqlens that start at 0",
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True)),
-    "starts of an even number as pairs": (
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 5, 9]),
-        TypeError, "max_q_len must be given unless packed=True",
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 5, 9], packed=True)),
-    "starts of the keys as pairs": (
-        lambda: MaskInfo.from_cu_seqlens([0, 3], max_q_len=3, cu_seqlens_kv=[0, 3, 9]),
+        attend(attention_mask=ids(TQ, TK, batch=1))),
+    "a MaskInfo of other heads": (attend(attention_mask=MaskInfo(np.ones((1, H + 1, TQ, TK), bool))), ValueError,
+        f"its heads must be {H}, or 1 for all, got {H + 1}",
+        attend(attention_mask=MaskInfo(np.ones((1, H, TQ, TK), bool)))),
+    "a MaskInfo of a batch for packed queries": (pack(cum_seqlens_q=[0, 9], attention_mask=ids(9)), ValueError,
+        f"its batch rows must be 1, got {B}", pack(cum_seqlens_q=[0, 9], attention_mask=ids(9, batch=1))),
+    "a padding mask as segment ids": (attend(q_segment_ids=padding, kv_segment_ids=mask), TypeError,
+        "write np.where(mask, 0, -1) for a padding mask",
+        attend(q_segment_ids=np.where(padding, 0, -1), kv_segment_ids=np.where(mask, 0, -1))),
+    "segment ids of the queries alone": (attend(q_segment_ids=np.zeros((B, TQ), int)), ValueError,
+        f"kv_segment_ids must be given for {TQ} queries and {TK} keys",
+        attend(q_segment_ids=np.zeros((B, TQ), int), kv_segment_ids=np.zeros((B, TK), int))),
+    "lengths": (pack(cum_seqlens_q=[3, 2, 4]), ValueError, LENGTHS, pack(cum_seqlens_q=np.cumsum([0, *[3, 2, 4]]))),
+    "lengths elsewhere": (call(attnmask.prepare_position_ids, [3, 2, 4]), ValueError, LENGTHS,
+        call(attnmask.prepare_position_ids, np.cumsum([0, *[3, 2, 4]]))),
+    "pairs of start and end": (pack(cum_seqlens_q=[0, 3, 1, 3, 0, 4]), ValueError,
+        "or pairs_to_cu_seqlens(pairs) for pairs of start and end",
+        pack(cum_seqlens_q=attnmask.pairs_to_cu_seqlens([0, 3, 1, 3, 0, 4]))),
+    "starts as pairs": (call(MaskInfo.from_cu_seqlens, [0, 3, 9]), ValueError,
+        "write packed=True for cu_seqlens that start at 0", call(MaskInfo.from_cu_seqlens, [0, 3, 9], packed=True)),
+    "starts of an even number as pairs": (call(MaskInfo.from_cu_seqlens, [0, 3, 5, 9]), TypeError,
+        "max_q_len must be given unless packed=True", call(MaskInfo.from_cu_seqlens, [0, 3, 5, 9], packed=True)),
+    "starts of the keys as pairs": (call(MaskInfo.from_cu_seqlens, [0, 3], max_q_len=3, cu_seqlens_kv=[0, 3, 9]),
         ValueError, "cu_seqlens_kv must be pairs of start and end",
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 3], cu_seqlens_kv=[0, 3, 9], packed=True)),
-    "padding behind packed sequences": (
-        lambda: pack(cum_seqlens_q=[0, 3, 5]),
-        ValueError, "write np.append(cum_seqlens_q, 9) if the rest is padding",
-        lambda: pack(cum_seqlens_q=np.append([0, 3, 5], 9))),
+        call(MaskInfo.from_cu_seqlens, [0, 3, 3], cu_seqlens_kv=[0, 3, 9], packed=True)),
+    "padding behind packed sequences": (pack(cum_seqlens_q=[0, 3, 5]), ValueError,
+        "write np.append(cum_seqlens_q, 9) if the rest is padding", pack(cum_seqlens_q=np.append([0, 3, 5], 9))),
     "starts of the queries alone": (
-        lambda: flash_attention(*(PACKED[name] for name in GOOD), cum_seqlens_q=PACKED["cum_seqlens_q"]),
-        ValueError, f"cum_seqlens_k must be given for {TQ} queries and {TK} keys",
-        lambda: flash_attention(**PACKED)),
-    "a batch that is not packed": (
-        lambda: flash_attention(query, query, query, cum_seqlens_q=[0, TQ]),
-        ValueError, "pack the rows into one, as query[mask] does with a padding mask [B, Tq]",
-        lambda: flash_attention(*[query[padding]] * 3, cum_seqlens_q=attnmask.prepare_cu_seqlens_from_mask(padding))),
-    "no limit of a window": (
-        lambda: attend(sliding_window=(-1, 0)),
-        ValueError, "sliding_window[0] must be at least 0, got -1; write None for no limit",
-        lambda: attend(sliding_window=(None, 0))),
-    "a mask and another": (
-        lambda: UNEQUAL and UNEQUAL,
-        TypeError, "use & | ~",
-        lambda: UNEQUAL & UNEQUAL),
-    "not a mask": (
-        lambda: not UNEQUAL,
-        TypeError, "use & | ~",
-        lambda: ~UNEQUAL),
-    "whether there is a mask": (
-        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None]) or None),
-        TypeError, "`is None`",
-        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None]))),
-    "rows of a mask": (
-        lambda: list(UNEQUAL),
-        TypeError, "not iterable",
-        lambda: [UNEQUAL[row, ...] for row in range(1)]),
-    "queries and keys of a mask": (
-        lambda: UNEQUAL[2:, 2:],
-        ValueError, "the index must be mask[rows, heads, queries, keys], got 2 entries; write ...",
-        lambda: UNEQUAL[..., 2:, 2:]),
-    "a part of a mask among processes": (
-        lambda: attnmask.shard_sequence(UNEQUAL, 2, 0),
-        ValueError, "write mask[:, :, begin:end, :]",
-        lambda: UNEQUAL[:, :, 1:3, :]),
-    "the dropout of FlashAttention": (
-        lambda: attend(0.0),
-        ValueError, "attention_mask must have axes, got 0.0; write None for no mask, and dropout_prob= for dropout",
-        lambda: attend(None, dropout_prob=0.0)),
-    "True as a mask": (
-        lambda: attend(True),
-        ValueError, "got True; write None for no mask",
-        lambda: attend()),
-    "a chance as the mask of a cache": (
-        lambda: attnmask.flash_attention_with_kvcache(query, key, value, cache_seqlens=TK, attention_mask=0.1),
-        ValueError, "attention_mask must have axes",
-        lambda: attnmask.flash_attention_with_kvcache(query, key, value, cache_seqlens=TK)),
-    "a function with `and`": (
-        lambda: MaskInfo.from_function(lambda b, h, q, k: q >= k and q - k < 3, 9, 9),
-        ValueError,
+        call(flash_attention, *(PACKED[name] for name in GOOD), cum_seqlens_q=PACKED["cum_seqlens_q"]), ValueError,
+        f"cum_seqlens_k must be given for {TQ} queries and {TK} keys", call(flash_attention, **PACKED)),
+    "a batch that is not packed": (call(flash_attention, *[query] * 3, cum_seqlens_q=[0, TQ]), ValueError,
+        "pack the rows into one, as query[mask] does with a padding mask [B, Tq]",
+        call(flash_attention, *[query[padding]] * 3, cum_seqlens_q=attnmask.prepare_cu_seqlens_from_mask(padding))),
+    "no limit of a window": (attend(sliding_window=(-1, 0)), ValueError,
+        "sliding_window[0] must be at least 0, got -1; write None for no limit", attend(sliding_window=(None, 0))),
+    "a mask and another": (lambda: UNEQUAL and UNEQUAL, TypeError, "use & | ~", lambda: UNEQUAL & UNEQUAL),
+    "not a mask": (lambda: not UNEQUAL, TypeError, "use & | ~", lambda: ~UNEQUAL),
+    "whether there is a mask": (lambda: UNEQUAL or None, TypeError, "`is None`", lambda: UNEQUAL is None),
+    "rows of a mask": (lambda: list(UNEQUAL), TypeError, "not iterable", lambda: [UNEQUAL[0, ...]]),
+    "queries and keys of a mask": (lambda: UNEQUAL[2:, 2:], ValueError,
+        "the index must be mask[rows, heads, queries, keys], got 2 entries; write ...", lambda: UNEQUAL[..., 2:, 2:]),
+    "a part of a mask among processes": (call(attnmask.shard_sequence, UNEQUAL, 2, 0), ValueError,
+        "write mask[:, :, begin:end, :]", lambda: UNEQUAL[:, :, 1:3, :]),
+    "the dropout of FlashAttention": (attend(0.0), ValueError,
+        "attention_mask must have axes, got 0.0; write None for no mask, and dropout_prob= for dropout",
+        attend(None, dropout_prob=0.0)),
+    "True as a mask": (attend(True), ValueError, "got True; write None for no mask", attend()),
+    "a chance as the mask of a cache": (CACHED(attention_mask=0.1), ValueError, "attention_mask must have axes",
+        CACHED()),
+    "a function with `and`": (call(FUNCTION, lambda b, h, q, k: q >= k and q - k < 3, 9, 9), ValueError,
         "<lambda> failed: The truth value of an array with more than one element is ambiguous. Use a.any() or a.all(); "
         "f(b, h, q, k) gets index arrays; write & and |, np.abs",
-        lambda: MaskInfo.from_function(lambda b, h, q, k: (q >= k) & (q - k < 3), 9, 9),
-    ),
-    "a function of scalars": (
-        lambda: MaskInfo.from_function(lambda b, h, q, k: math.fabs(q - k) < 3, 9, 9),
-        TypeError, "f(b, h, q, k) gets index arrays; write & and |, np.abs",
-        lambda: MaskInfo.from_function(lambda b, h, q, k: np.abs(q - k) < 3, 9, 9)),
-    "dropout of everything": (
-        lambda: attend(dropout_prob=1),
-        ValueError, "dropout_prob must be at least 0 and below 1, got 1.0; write 0.1 to drop one weight of ten",
-        lambda: attend(dropout_prob=0.1, dropout_seed=0)),
-    "the place of the diagonal as causal": (
-        lambda: attend(causal="top-left"),
-        TypeError, 'write causal=True, and causal_offset="bottom-right" if the last query sees the last key',
-        lambda: attend(causal=True, causal_offset="bottom-right")),
-    "the default by a name": (
-        lambda: attend(causal=True, causal_offset="top-left"),
-        ValueError, "write 0 for top-left",
-        lambda: attend(causal=True, causal_offset=0)),
-    "the offset with another hyphen": (
-        lambda: attend(causal=True, causal_offset="bottom_right"),
-        ValueError, "must be an integer or 'bottom-right', got 'bottom_right'; did you mean 'bottom-right'?",
-        lambda: attend(causal=True, causal_offset="bottom-right")),
-    "the offset as PyTorch calls it": (
-        lambda: attend(causal=True, causal_offset="LOWER_RIGHT"),
-        ValueError, "got 'LOWER_RIGHT'; did you mean 'bottom-right'?",
-        lambda: attend(causal=True, causal_offset="bottom-right")),
-    "an array for the logsumexp": (
-        lambda: attend(return_lse=True, out=(zeros(B, TQ, H, DV), zeros(B, H, TQ))),
-        TypeError, "it takes only the result; the logsumexp is returned as a new array",
-        lambda: attend(return_lse=True, out=zeros(B, TQ, H, DV))),
-    "sinks with heads at the end": (
-        lambda: attend(softmax_aux=zeros(3, H)),
-        ValueError, "write np.transpose(softmax_aux) for [S, H]",
-        lambda: attend(softmax_aux=np.transpose(zeros(3, H)))),
-    "sinks of too many axes": (
-        lambda: attend(softmax_aux=zeros(1, H, 1, 1)),
-        ValueError, f"write np.reshape(softmax_aux, ({H}, 1)) for one sink per head",
-        lambda: attend(softmax_aux=np.reshape(zeros(1, H, 1, 1), (H, 1)))),
+        call(FUNCTION, lambda b, h, q, k: (q >= k) & (q - k < 3), 9, 9)),
+    "a function of scalars": (call(FUNCTION, lambda b, h, q, k: math.fabs(q - k) < 3, 9, 9), TypeError,
+        "f(b, h, q, k) gets index arrays; write & and |, np.abs",
+        call(FUNCTION, lambda b, h, q, k: np.abs(q - k) < 3, 9, 9)),
+    "dropout of everything": (attend(dropout_prob=1), ValueError,
+        "dropout_prob must be at least 0 and below 1, got 1.0; write 0.1 to drop one weight of ten",
+        attend(dropout_prob=0.1, dropout_seed=0)),
+    "the place of the diagonal as causal": (attend(causal="top-left"), TypeError,
+        'write causal=True, and causal_offset="bottom-right" if the last query sees the last key',
+        attend(causal=True, causal_offset=BOTTOM)),
+    "the default by a name": (attend(causal=True, causal_offset="top-left"), ValueError, "write 0 for top-left",
+        attend(causal=True, causal_offset=0)),
+    "the offset with another hyphen": (attend(causal=True, causal_offset="bottom_right"), ValueError,
+        "must be an integer or 'bottom-right', got 'bottom_right'; did you mean 'bottom-right'?",
+        attend(causal=True, causal_offset=BOTTOM)),
+    "the offset as PyTorch calls it": (attend(causal=True, causal_offset="LOWER_RIGHT"), ValueError,
+        "got 'LOWER_RIGHT'; did you mean 'bottom-right'?", attend(causal=True, causal_offset=BOTTOM)),
+    "an array for the logsumexp": (attend(return_lse=True, out=(zeros(B, TQ, H, DV), zeros(B, H, TQ))), TypeError,
+        "it takes only the result; the logsumexp is returned as a new array",
+        attend(return_lse=True, out=zeros(B, TQ, H, DV))),
+    "sinks with heads at the end": (attend(softmax_aux=zeros(3, H)), ValueError,
+        "write np.transpose(softmax_aux) for [S, H]", attend(softmax_aux=np.transpose(zeros(3, H)))),
+    "sinks of too many axes": (attend(softmax_aux=zeros(1, H, 1, 1)), ValueError,
+        f"write np.reshape(softmax_aux, ({H}, 1)) for one sink per head",
+        attend(softmax_aux=np.reshape(zeros(1, H, 1, 1), (H, 1)))),
 }  # fmt: skip
 
 
@@ -284,23 +211,16 @@ def test_keywords_of_other_libraries(function):
         assert instead in taken or (not instead and taken.keys().isdisjoint(known))
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("is_causal", "write causal="),
-        ("attn_mask", "write attention_mask= for a mask of allowed pairs, or bias= for what is added"),
-        ("scale", "write softmax_scale="),
-        ("dropout_p", "write dropout_prob="),
-        ("window_size", "write sliding_window=, with None instead of -1"),
-        ("cu_seqlens_q", "write cum_seqlens_q="),
-        ("enable_gqa", "leave it out, as key and value may have fewer heads than query"),
-        ("attention_maks", "write attention_mask="),
-        ("nothing_like_it", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "advice"), [
+    ("attn_mask", "write attention_mask= for a mask of allowed pairs, or bias= for what is added"),
+    ("window_size", "write sliding_window=, with None instead of -1"),
+    ("enable_gqa", "leave it out, as key and value may have fewer heads than query"),
+    ("attention_maks", "write attention_mask="),
+    ("nothing_like_it", None),
+])  # fmt: skip
 def test_what_to_write_instead_of_a_keyword(name, advice):
     with pytest.raises(TypeError) as raised:
-        attend(**{name: 1})
+        flash_attention(**GOOD, **{name: 1})
     hint = "" if advice is None else f"; {advice}"
     assert str(raised.value).startswith(
         f"flash_attention() got an unexpected keyword argument '{name}'{hint}"

@@ -377,67 +377,49 @@ def test_same_bits_for_any_number_of_threads(set_threads):
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize(("shape", "nodes"), [
-    ((1, 1, 2, 2), ()),
-    ((1, 1, 2, 2), (("all",), ("all",))),
-    ((1, 1, 2, 2), ("not",)),
-    ((1, 1, 2, 2), (("all",), "and")),
-    ((1, 1, 2, 2), (("all",), "nand")),
-    ((1, 1, 2, 2), (("sphere",),)),
-    ((1, 1, 2, 2), ((),)),
-    ((1, 1, 2, 2), ((3,),)),
-    ((1, 1, 2, 2), (("band", 0),)),
-    ((1, 1, 2, 2), (("chunk", 0, 0, 0),)),
-    ((1, 1, 2, 2), (("chunk", 2, -1, 0),)),
-    ((2, 1, 2, 2), (("band", 0, 0, np.zeros(3, int)),)),
-    ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
-    ((1, 2, 2, 2), (("band", np.zeros(3, int), 0, 0),)),
-    ((1, 2, 2, 2), (("band", 0, np.zeros((2, 1), int), 0),)),
-    ((1, 1, 2, 2), (("diagonal", 0, 0, 0),)),
-    ((1, 2, 2, 3), (("diagonal", 0, 0, 0, np.zeros((1, 3), np.int32)),)),
-    ((2, 2, 2, 2), (("diagonal", 0, 0, 0, np.zeros((1, 3, 2), np.int32)),)),
-    ((2, 2, 2, 2), (("diagonal", 0, 0, np.zeros(3, int), np.zeros((1, 2), np.int32)),)),
-    *(
-        ((2, 1, 70, 70), (("tiles", *parts),))
-        for parts in [
-            (np.zeros((1, 1, 1, 2), np.int32), 64, 64, NO_BITS, 0, 0),  # a query too many
-            (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 59),  # or a key
-            (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, -1, 0),
-            (np.zeros((1, 1, 2, 2), np.int32), 0, 64, NO_BITS, 0, 0),
-            (np.zeros((3, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-            (np.zeros((1, 3, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-            (np.zeros((2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
-            (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, NO_BITS, 0, 0),
-            (np.full((1, 1, 2, 2), -1, np.int32), 64, 64, NO_BITS, 0, 0),
-            (np.full((1, 1, 2, 2), 2, np.int32), 64, 35, np.zeros((1, 64, 8), np.uint8), 0, 0),
-            (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, np.zeros((1, 64, 7), np.uint8), 0, 0),
-            (np.full((1, 1, 2, 2), 3, np.int32), 64, 64, np.zeros((1, 64, 8), np.uint8), 0, 0),
-        ]
-    ),
-    ((1, 1, 2, 2), (("equal", np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), False),)),
-    ((2, 1, 2, 2), (("equal", np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32), False),)),
-    ((1, 1, 2, 2), (("equal", np.zeros(2, np.int32), np.zeros((1, 2), np.int32), False),)),
-    ((1, 1, 2, 2), (("dense", np.ones((2, 2)), 0, 0),)),
-    ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 0, 2),)),
-    ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 1, 0),)),
-    ((1, 1, 3, 2), (("dense", np.ones((1, 1, 2, 2)), 0, 0),)),
-    *(
-        ((1, 1, 2, 2), (("sequences", *(np.array(part) for part in parts)),))
-        for parts in (
-            ([], [], [], []),
-            ([1, 2], [0, 2], [0], [0]),
-            ([0, 1], [0, 2], [0], [0]),
-            ([0, 2], [0, 3], [0], [0]),
-            ([0, 2], [0, 2, 2], [0], [0]),
-            ([0, 3, 2], [0, 2, 2], [0, 0], [0, 0]),
-            ([0, 2], [0, 2], [0, 0], [0]),
-            ([0, 2], [0, 2], [0], [[0]]),
-        )
-    ),
-    ((1, 1, -1, 2), (("all",),)),
-    ((1, 1, 2**60, 2), (("all",),)),
-    ((1, 1, 2, 2), (("all",),) * 17 + ("and",) * 16),
-])  # fmt: skip
+def ints(*shape, value=0, dtype=np.int32):
+    return np.full(shape, value, dtype)
+
+
+ONE, BITS = (1, 1, 2, 2), np.zeros((1, 64, 8), np.uint8)
+NO_TILES = [
+    (ints(1, 1, 1, 2), 64, 64, NO_BITS, 0, 0),  # a query too many
+    (ints(1, 1, 2, 2), 64, 64, NO_BITS, 0, 59),  # or a key
+    (ints(1, 1, 2, 2), 64, 64, NO_BITS, -1, 0), (ints(1, 1, 2, 2), 0, 64, NO_BITS, 0, 0),
+    (ints(3, 1, 2, 2), 64, 64, NO_BITS, 0, 0), (ints(1, 3, 2, 2), 64, 64, NO_BITS, 0, 0),
+    (ints(2, 2), 64, 64, NO_BITS, 0, 0), (ints(1, 1, 2, 2, value=2), 64, 64, NO_BITS, 0, 0),
+    (ints(1, 1, 2, 2, value=-1), 64, 64, NO_BITS, 0, 0), (ints(1, 1, 2, 2, value=2), 64, 35, BITS, 0, 0),
+    (ints(1, 1, 2, 2, value=2), 64, 64, BITS[..., :7], 0, 0), (ints(1, 1, 2, 2, value=3), 64, 64, BITS, 0, 0),
+]  # fmt: skip
+NO_SEQUENCES = [
+    ([], [], [], []), ([1, 2], [0, 2], [0], [0]), ([0, 1], [0, 2], [0], [0]), ([0, 2], [0, 3], [0], [0]),
+    ([0, 2], [0, 2, 2], [0], [0]), ([0, 3, 2], [0, 2, 2], [0, 0], [0, 0]), ([0, 2], [0, 2], [0, 0], [0]),
+    ([0, 2], [0, 2], [0], [[0]]),
+]  # fmt: skip
+NO_MASKS = [
+    *((ONE, nodes) for nodes in (
+        (), (("all",), ("all",)), ("not",), (("all",), "and"), (("all",), "nand"), (("sphere",),), ((),), ((3,),),
+        (("all",),) * 17 + ("and",) * 16,
+    )),
+    *((shape, (("all",),)) for shape in ((1, 1, -1, 2), (1, 1, 2**60, 2))),
+    *((shape, (tuple(term),)) for shape, *term in (
+        (ONE, "band", 0), (ONE, "chunk", 0, 0, 0), (ONE, "chunk", 2, -1, 0),
+        ((2, 1, 2, 2), "band", 0, 0, ints(3, dtype=int)), ((2, 1, 2, 2), "band", 0, 0, ints(2, 1, dtype=int)),
+        ((1, 2, 2, 2), "band", ints(3, dtype=int), 0, 0), ((1, 2, 2, 2), "band", 0, ints(2, 1, dtype=int), 0),
+        (ONE, "diagonal", 0, 0, 0), ((1, 2, 2, 3), "diagonal", 0, 0, 0, ints(1, 3)),
+        ((2, 2, 2, 2), "diagonal", 0, 0, 0, ints(1, 3, 2)),
+        ((2, 2, 2, 2), "diagonal", 0, 0, ints(3, dtype=int), ints(1, 2)),
+        *(((2, 1, 70, 70), "tiles", *parts) for parts in NO_TILES),
+        (ONE, "equal", ints(1, 3), ints(1, 2), False), ((2, 1, 2, 2), "equal", ints(3, 2), ints(1, 2), False),
+        (ONE, "equal", ints(2), ints(1, 2), False), (ONE, "dense", np.ones((2, 2)), 0, 0),
+        (ONE, "dense", np.ones((1, 1, 2, 3)), 0, 2), (ONE, "dense", np.ones((1, 1, 2, 3)), 1, 0),
+        ((1, 1, 3, 2), "dense", np.ones((1, 1, 2, 2)), 0, 0),
+        *((ONE, "sequences", *map(np.array, parts)) for parts in NO_SEQUENCES),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "nodes"), NO_MASKS, ids=range(len(NO_MASKS)))
 def test_descriptions_that_make_no_sense(shape, nodes):
     for call in (_core.mask_count, _core.mask_any):
         with pytest.raises(ValueError, match=r"must|an operator|unknown|shift|many|expression"):
