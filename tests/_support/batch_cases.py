@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from flash_cases import F32, F64, Told, laid_out, lse_dtype
+from flash_cases import F32, F64, Told, lse_dtype
+from layouts import arrange
 
 import attnmask
 from attnmask import MaskInfo, _core
@@ -152,7 +153,7 @@ def together(
         for p in places:
             part_of(array, axes[name], p, config.lengths[p.i])[...] = sequence(config, p.i)[name]
         if name in ("query", "key", "value", "dout"):
-            arrays[name] = laid_out(array, LAYOUTS[rng.integers(len(LAYOUTS))])
+            arrays[name] = arrange(array, LAYOUTS[rng.integers(len(LAYOUTS))])
     return arrays
 
 

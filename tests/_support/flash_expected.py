@@ -17,7 +17,6 @@ from flash_cases import (
     accumulator,
     all_pairs,
     bits_of,
-    laid_out,
     lse_dtype,
     worst,
 )
@@ -113,7 +112,7 @@ def run(case: Case, arguments: dict):
     more = {}
     if case.out_layout is not None:
         shape = (*arguments["query"].shape[:-1], case.value_depth)
-        more["out"] = laid_out(np.full(shape, 77).astype(case.dtype), case.out_layout)
+        more["out"] = arrange(np.full(shape, 77).astype(case.dtype), case.out_layout)
     before = bits_of(arguments)
     got = attnmask.flash_attention(**arguments, **case.hints(), return_lse=case.return_lse, **more)
     assert bits_of(arguments) == before, case
@@ -233,7 +232,7 @@ class GradientCase(Case):
         if self.flat:
             dout, dlse = dout[0], dlse[0]
         dlse = arrange(dlse, ("contiguous", "fortran", "reversed", "strided")[self.seed % 4])
-        return laid_out(dout, self.dout_layout), dlse if self.with_dlse else None
+        return arrange(dout, self.dout_layout), dlse if self.with_dlse else None
 
     def hints(self) -> dict:
         blocks = None if self.bwd_blocks is None else attnmask.BwdParams(*self.bwd_blocks)

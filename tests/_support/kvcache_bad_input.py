@@ -3,7 +3,8 @@
 import math
 
 import numpy as np
-from flash_cases import F16, F32, F64, laid_out
+from flash_cases import F16, F32, F64
+from layouts import arrange
 
 from attnmask import MaskInfo
 
@@ -148,8 +149,8 @@ BAD = [
     ("paged", {"v_cache": read_only(6, 4, HKV, DV)}, ValueError, "v_cache must be writeable to take new tokens"),
     ("rows", {"k_cache": zeros(B, 12, HKV, D, dtype=">f4")}, ValueError, "k_cache must be .* native byte order"),
     ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=">f4")}, ValueError, "v_cache must be .* native byte order"),
-    ("rows", {"k_cache": laid_out(zeros(B, 12, HKV, D), "misaligned")}, ValueError, "k_cache must be an aligned"),
-    ("paged", {"v_cache": laid_out(zeros(6, 4, HKV, DV), "misaligned")}, ValueError, "v_cache must be an aligned"),
+    ("rows", {"k_cache": arrange(zeros(B, 12, HKV, D), "misaligned")}, ValueError, "k_cache must be an aligned"),
+    ("paged", {"v_cache": arrange(zeros(6, 4, HKV, DV), "misaligned")}, ValueError, "v_cache must be an aligned"),
     # Scales
     ("int8", {"k_scale": None}, ValueError, "k_scale must be given for a cache of int8, got None; write k_scale="),
     ("int8", {"v_scale": None}, ValueError, r"write v_scale=np.ones\(\(1, 1, 2, 8\), np.float32\) for scales of 1"),

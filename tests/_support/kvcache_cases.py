@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
-from flash_cases import BF16, F16, F32, F64, Told, all_pairs, bits_of, laid_out
+from flash_cases import BF16, F16, F32, F64, Told, all_pairs, bits_of
 from flash_expected import Expected, expected_by
+from layouts import arrange
 
 import attnmask
 from attnmask import MaskInfo
@@ -229,7 +230,7 @@ def bias_of(case: Case, some: Sequence[int]) -> np.ndarray:
         row = rng.standard_normal([sizes[axis] for axis in axes[1:]])
         rows.append(np.where(rng.random(row.shape) < 0.2, -np.inf, row) if "-inf" in case.bias else row)
     bias = rows[0][None] if shared else np.concatenate(rows, axis=1)[None] if case.packed else np.stack(rows)
-    return laid_out(
+    return arrange(
         bias.astype(case.types[0] if case.seed % 2 else F32), ("contiguous", "strided")[case.seed % 2]
     )
 
@@ -242,7 +243,7 @@ def table_of(case: Case, some: Sequence[int]) -> np.ndarray:
     pages = iter(rng.permutation(sum(used) + 3).tolist())
     for row, count in enumerate(used):
         table[row, :count] = list(islice(pages, count))
-    return laid_out(
+    return arrange(
         table.astype((np.int32, np.int64)[case.order % 2]), ("contiguous", "strided")[case.order % 2]
     )
 
@@ -301,7 +302,7 @@ def cache_layout(k: np.ndarray, v: np.ndarray, layout: str) -> tuple[np.ndarray,
     elif layout == "misaligned":
         views = tuple(np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape) for x in (k, v))
     else:
-        return laid_out(k, layout), laid_out(v, layout)
+        return arrange(k, layout), arrange(v, layout)
     for view, values in zip(views, (k, v), strict=True):
         view[...] = values
     return views
@@ -315,7 +316,7 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
     caches = caches_of(case, some, table, tokens)
 
     def joined(arrays, packed=case.packed):
-        return laid_out(np.concatenate(arrays) if packed else np.stack(arrays), case.token_layout)
+        return arrange(np.concatenate(arrays) if packed else np.stack(arrays), case.token_layout)
 
     packed = case.packed or case.new == "packed"
     new = [joined([those.new[i] for those in tokens], packed) for i in (0, 1)] if case.new else [None, None]
@@ -448,7 +449,7 @@ def check(case: Case, wanted: Right, arguments: dict) -> None:
     more = {}
     if case.out_layout is not None:
         shape = (*arguments["query"].shape[:-1], case.depths[1])
-        more["out"] = laid_out(np.full(shape, 77).astype(case.types[0]), case.out_layout)
+        more["out"] = arrange(np.full(shape, 77).astype(case.types[0]), case.out_layout)
     inputs = {name: x for name, x in arguments.items() if name not in CACHES}
     before = bits_of(inputs)
     got = attend(arguments, return_lse=case.return_lse, **more)

@@ -6,30 +6,51 @@ LAYOUTS = ("contiguous", "fortran", "reversed", "strided", "misaligned", "swappe
 CONSTANT = ("constant along 1", "constant along -1")
 
 
+def between(values: np.ndarray, begin: int, step: int, fill: int) -> np.ndarray:
+    """In a larger array of these bytes, along each axis from a place on."""
+    buffer = np.empty([step * length + 3 - step % 2 for length in values.shape], values.dtype)
+    buffer.view(np.uint8)[...] = fill
+    view = buffer[tuple(slice(begin, begin + step * length, step) for length in values.shape)]
+    view[...] = values
+    return view
+
+
+def exchanged(values: np.ndarray, one: int, other: int) -> np.ndarray:
+    """With two axes in the other order in memory."""
+    return np.ascontiguousarray(values.swapaxes(one, other)).swapaxes(one, other)
+
+
 def arrange(values, layout: str) -> np.ndarray:
-    """`values` in memory as `layout` says; a constant layout (a stride of zero) alters them."""
+    """`values` in memory as `layout` says; a constant layout (a stride of zero) alters them.
+
+    Memory between elements holds NaN where they are "sliced".
+    """
     values = np.asarray(values)
+    backwards = (slice(None, None, -1),) * values.ndim
     if layout == "fortran":
         return values.copy(order="F")
     if layout == "reversed":
-        backwards = (slice(None, None, -1),) * values.ndim
         return values[backwards].copy()[backwards]
     if layout == "strided":
-        buffer = np.empty([2 * length + 2 for length in values.shape], values.dtype)
-        buffer.view(np.uint8)[...] = 0xA5
-        view = buffer[tuple(slice(1, 1 + 2 * length, 2) for length in values.shape)]
-        view[...] = values
-        return view
+        return between(values, 1, 2, 0xA5)
+    if layout == "sliced":
+        return between(values, 1, 1, 0xFF)
+    if layout == "heads first":
+        return exchanged(values, -3, -2)
+    if layout == "transposed":
+        return exchanged(values, -1, -2)
+    if layout == "backwards":
+        return exchanged(values[backwards], -1, -2)[backwards]
     if layout == "misaligned":
         view = np.empty(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
         view[...] = values
         return view
     if layout == "swapped" and values.dtype.kind != "V":  # NumPy has no byte-swapped bfloat16
         return values.astype(values.dtype.newbyteorder("S"))
-    if layout == "constant along 1":
-        return np.broadcast_to(values[:, :1], values.shape)
-    if layout == "constant along -1":
-        return np.broadcast_to(values[..., :1], values.shape)
+    if layout.startswith("constant"):
+        axis = int(layout.split()[-1])
+        if -values.ndim <= axis < values.ndim and values.shape[axis]:
+            return np.broadcast_to(np.take(values, [0], axis), values.shape)
     return values.copy()
 
 

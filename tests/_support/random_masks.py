@@ -1,4 +1,4 @@
-"""Random masks of every kind, most of them with queries and keys behind the last live pair."""
+"""Masks of every kind, one of each or random ones, most of them with queries and keys behind the last live pair."""
 
 from collections.abc import Callable
 
@@ -60,7 +60,7 @@ def from_ids(rng: Rng, shape: Shape, disorder: bool, by_head: bool = False) -> M
 
 def from_runs(rng: Rng, shape: Shape, by_head: bool = False) -> MaskInfo:
     """Segments of a few runs each, so that one begins before another ends."""
-    lead, size = shape[: 2 if by_head else 1], int(rng.choice([4, 8, 30]))
+    lead, size = shape[: 2 if by_head else 1], int(rng.choice([2, 4, 8, 30]))
     most = -(-max(shape[2:]) // size)
     ids = rng.integers(-1, rng.choice([1, 2, 3]), (*lead, most)).repeat(size, axis=-1)
     return MaskInfo.from_segments(ids[..., : shape[2]], ids[..., : shape[3]])
@@ -128,6 +128,12 @@ KINDS: dict[str, Callable[[Rng, Shape], MaskInfo]] = {
     "windows within segments": lambda rng, shape: from_runs(rng, shape).apply_sliding_window(
         window(rng), within_segments=True
     ),
+    "windows of heads within segments": lambda rng, shape: from_runs(rng, shape, by_head=True).apply_sliding_window(
+        windows_of_heads(rng, shape), within_segments=True
+    ),
+    "chunks within segments": lambda rng, shape: from_runs(rng, shape).apply_chunked(
+        int(rng.choice([3, 16, 70])), rng.integers(-3, 4, shape[0]), within_segments=True
+    ),
 }  # fmt: skip
 
 
@@ -136,7 +142,8 @@ def any_of(rng: Rng, options: tuple):
 
 
 def window(rng: Rng) -> tuple[int | None, int | None]:
-    left, right = (None if rng.random() < 0.1 else int(rng.integers(0, 80)) for _ in range(2))
+    most = rng.choice([3, 20, 80])
+    left, right = (None if rng.random() < 0.1 else int(rng.integers(0, most)) for _ in range(2))
     return left, right
 
 
@@ -160,7 +167,7 @@ TERMS: dict[str, Callable[[Rng, MaskInfo, Shape], MaskInfo]] = {
     "causal": lambda rng, mask, shape: mask.apply_causal(rng.integers(-30, 30, shape[0])),
     "window": lambda rng, mask, shape: mask.apply_sliding_window(window(rng)),
     "windows of heads": lambda rng, mask, shape: mask.apply_sliding_window(windows_of_heads(rng, shape)),
-    "chunks": lambda rng, mask, shape: mask.apply_chunked(int(rng.choice([7, 16, 64, 100]))),
+    "chunks": lambda rng, mask, shape: mask.apply_chunked(int(rng.choice([3, 7, 16, 64, 100]))),
     "prefix": lambda rng, mask, shape: mask.apply_prefix(rng.integers(0, 50, shape[0])),
     "token types": lambda rng, mask, shape: mask.apply_token_type_ids(
         types_of(rng, shape), combine=any_of(rng, ("union", "intersect"))
@@ -170,6 +177,26 @@ TERMS: dict[str, Callable[[Rng, MaskInfo, Shape], MaskInfo]] = {
     "or": lambda rng, mask, shape: mask | any_mask(rng, shape),
     "not": lambda rng, mask, shape: ~mask,
 }  # fmt: skip
+
+
+def every_mask(queries: int, keys: int, batch: int = 2, heads: int = 4) -> dict[str, MaskInfo]:
+    """A mask of every kind and one with every term; of some rows and heads, or of one that all share."""
+    rng, shape = np.random.default_rng(queries + keys), (batch, heads, queries, keys)
+    masks = {kind: make(rng, shape) for kind, make in KINDS.items()}
+    segments, one_row = masks["runs of ids"], packed(rng, (1, *shape[1:]))
+    masks |= {term: apply(rng, segments, shape) for term, apply in TERMS.items()}
+    long = from_ids(rng, (batch, heads, queries + 60, keys + 60), disorder=False)
+    return masks | {
+        "floats": MaskInfo(np.maximum(pairs(rng, shape), np.eye(queries, keys))),
+        "packed in one row": one_row,
+        "within packed": one_row.apply_causal("bottom-right", within_segments=True),
+        "positions": segments.replace(q_positions=np.arange(batch * queries).reshape(batch, queries)),
+        "slice": long.apply_chunked(40).apply_sliding_window((40, 3))[..., 9 : 9 + queries, 33 : 33 + keys],
+        "slice of a function": from_function(rng, (batch, heads, queries + 63, keys + 9))[..., 63:, 9:],
+        "step": long.apply_causal(0).apply_kv_lengths(queries + 9 + np.arange(batch), q_len=queries)[
+            ..., :keys
+        ],
+    }
 
 
 def with_terms(rng: Rng, mask: MaskInfo, shape: Shape) -> MaskInfo:

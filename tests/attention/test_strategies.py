@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 from environment import SANITIZED
-from flash_cases import BF16, F32, F64, FLOATS, SEQUENCES, STEADY, Case, bits_of, laid_out, of_lengths
+from flash_cases import BF16, F32, F64, FLOATS, SEQUENCES, STEADY, Case, bits_of, of_lengths
 from flash_expected import NAMES, GradientCase, check, check_by_threads, expected, run
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import arrange
 
 import attnmask
 
@@ -65,7 +66,7 @@ def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
         case = Case(dtype, queries, 200, depth, value_depth, 1, (heads, 1), layout, layout, **more)
         arguments = case.arguments()
         growing = np.linspace(0.2, 60, 200).reshape(200, 1, 1)
-        arguments["key"] = laid_out((arguments["key"] * growing).astype(dtype), layout)
+        arguments["key"] = arrange((arguments["key"] * growing).astype(dtype), layout)
         expected(arguments, case=case).check(*run(case, arguments))
 
 

@@ -5,8 +5,9 @@ from itertools import combinations
 import ml_dtypes
 import numpy as np
 import pytest
-from flash_cases import FLOATS, laid_out, worst
+from flash_cases import FLOATS, worst
 from flash_expected import expected, expected_gradients
+from layouts import arrange
 from reference_terms import dense_terms, distances, table_gradient
 
 import attnmask
@@ -52,7 +53,7 @@ def test_terms(each_isa, names, shape):
     place = TERMS.index(names) + SHAPES.index(shape)
     rng, dtype = np.random.default_rng(place), FLOATS[place % 4]
     q, k, v, dout = (
-        laid_out(rng.standard_normal((batch, *size, depth)).astype(dtype), layout)
+        arrange(rng.standard_normal((batch, *size, depth)).astype(dtype), layout)
         for size, layout in (
             ((queries, heads), "heads first"),
             ((keys, kv_heads), "sliced"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference_kvcache as twin
 from environment import run_apart
-from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, laid_out, poison_of, thinned
+from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, poison_of, thinned
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_bad_input import BAD, BAD_TO_READ, HKV, KINDS, TQ, B, D, good
@@ -31,6 +31,7 @@ from kvcache_cases import (
     right_of,
     tokens_of,
 )
+from layouts import arrange
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
@@ -524,9 +525,9 @@ def test_new_tokens_are_converted_as_numpy_does(isa, dtype, cache_dtype, layout)
     with np.errstate(all="ignore"):
         rows = np.resize(np.array(NUMBERS).astype(dtype), (2, 3, 2, 300))
         converted = rows.astype(cache_dtype)
-    key, value = laid_out(rows, layout), laid_out(rows[..., :5], layout)
+    key, value = arrange(rows, layout), arrange(rows[..., :5], layout)
     for cache_layout in ("contiguous", "strided"):
-        caches = [laid_out(np.full((2, 9, 2, depth), 7, cache_dtype), cache_layout) for depth in (300, 5)]
+        caches = [arrange(np.full((2, 9, 2, depth), 7, cache_dtype), cache_layout) for depth in (300, 5)]
         query = np.zeros((2, 1, 2, 300), F64 if cache_dtype == F64 else F32)
         arguments = {"query": query, "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": [1, 6]}
         attend(arguments, key=key, value=value)
@@ -570,7 +571,7 @@ def test_caches_that_are_read_alone():
     before = cache.tobytes()
     cache.flags.writeable = False
     for layout in ("contiguous", "swapped", "misaligned"):
-        other = laid_out(cache, layout)
+        other = arrange(cache, layout)
         other.flags.writeable = False
         assert attend({"query": query, "k_cache": other, "v_cache": cache}).tobytes() == wanted
         assert attend({"query": query, "k_cache": cache, "v_cache": other}).tobytes() == wanted

@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from flash_cases import F16, F32, F64, laid_out
+from flash_cases import F16, F32, F64
 from kvcache_cases import memory
 from kvcache_cases import refused as refused_by
+from layouts import arrange
 from slot_cases import BAD, FORMATS, PAGES, SIZE, SLOTS, D, cache_of, copied, good, tokens_of, write_by_twin
 
 import attnmask
@@ -32,7 +33,7 @@ def test_slots_of_every_format(isa, set_threads, kind, layout, by_channel):
         set_threads(threads)
         cache = cache_of(rng, kind, by_channel, layout)
         new = {
-            name: laid_out(x, token_layout)
+            name: arrange(x, token_layout)
             for name, x in tokens_of(rng, count, F64 if kind == F64 else F32).items()
         }
         slots = rng.permutation(PAGES * SIZE)[:count]

@@ -25,9 +25,9 @@ from doors import (
     with_both_results,
 )
 from drawing import Arguments
-from every_mask import every_mask
 from fuzzer import arrays_in, digest
 from kvcache_cases import CASES, Case, arguments_of
+from random_masks import every_mask
 from tensors import tensor
 
 import attnmask

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from every_mask import every_mask
+from random_masks import every_mask
 
 import attnmask
 from attnmask import MaskInfo
@@ -41,7 +41,7 @@ def test_through_jit(info):
 
 def test_leaves_may_be_anything():
     """JAX replaces arrays by numbers, shapes, None and plain objects."""
-    info = MASKS["segments"]
+    info = MASKS["positions"]
     leaves, structure = jax.tree.flatten(info)
     for make in (lambda leaf: object(), np.shape, lambda leaf: None, lambda leaf: 0, lambda leaf: [leaf]):
         jax.tree.map(make, info)
@@ -71,7 +71,7 @@ def test_what_compiles_again():
 
 def test_reading_under_jit():
     """Reading a tracer is an error at that line. In a callback, or in a closure, a mask can be read."""
-    info = MASKS["causal by row"]
+    info = MASKS["causal"]
     for read in (lambda mask: mask.attention_mask, lambda mask: mask.shape, lambda mask: mask.apply_causal()):
         with pytest.raises(TypeError, match="trace"):
             jax.jit(read)(info)

@@ -40,20 +40,10 @@ def filled(live: np.ndarray, dtype, rng: np.random.Generator) -> np.ndarray:
 
 
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
-    """As `arrange`, for the last two axes."""
-    if layout.startswith("constant"):
-        axis = int(layout.split()[-1])
-        if values.ndim + axis < 0 or not values.shape[axis]:
-            return values
-        constant = np.take(values, [0], axis)
-        return np.broadcast_to(
-            constant if constant.any() or values.dtype.kind in "biu" else constant != 0, values.shape
-        )
-    if layout == "transposed":
-        return np.ascontiguousarray(values.swapaxes(-1, -2)).swapaxes(-1, -2)
-    if layout == "backwards":
-        return laid_out(values[..., ::-1, ::-1], "transposed")[..., ::-1, ::-1]
-    return arrange(values, layout)
+    """As `arrange`; floating-point zeros alone, of a constant layout, would be no mask."""
+    made = arrange(values, layout)
+    zeros = layout.startswith("constant") and made.dtype.kind not in "biu" and not made.any()
+    return made != 0 if zeros else made
 
 
 def some_live(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:

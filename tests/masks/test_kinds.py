@@ -8,10 +8,10 @@ import tracemalloc
 import numpy as np
 import pytest
 from environment import SANITIZED
-from every_mask import every_mask
 from hypothesis import given
 from hypothesis import strategies as st
 from mask_programs import programs
+from random_masks import every_mask
 
 import attnmask
 from attnmask import MaskInfo

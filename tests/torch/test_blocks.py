@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from every_mask import every_mask
+from random_masks import every_mask
 
 import attnmask
 from attnmask import MaskInfo

@@ -6,7 +6,7 @@ import shutil
 import types
 
 import pytest
-from every_mask import every_mask
+from random_masks import every_mask
 
 import attnmask
 from attnmask import MaskInfo
