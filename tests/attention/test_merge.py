@@ -152,13 +152,6 @@ def test_errors(outs, lses, error, message):
         attnmask.merge_attention_states(outs, lses)
 
 
-def test_axes_that_only_seem_large():
-    """Strides of zero give huge shapes in a few bytes; a result that does not fit in memory is refused."""
-    out = np.broadcast_to(np.float32(0), (1 << 40, 1 << 15, 1, 0))
-    with pytest.raises((MemoryError, ValueError)):
-        attnmask.merge_attention_states([out], [np.broadcast_to(np.float32(0), (1 << 40, 1, 1 << 15))])
-
-
 # Gradients
 
 

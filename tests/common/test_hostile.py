@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -235,6 +236,23 @@ def gradients(batch, queries, depth, value_depth, **more) -> attnmask.FlashAtten
     lambda: attend(2**23, keys=2**38, queries=100),
     lambda: gradients(1, 2, 2**41, 4),
     lambda: gradients(2**4, 2**56, 0, 0, softmax_aux=np.zeros(1), grad_softmax_aux=True),  # of sinks alone
+    lambda: attnmask.merge_attention_states([huge("f4", 2**40, 2**15, 1, 0)], [huge("f4", 2**40, 1, 2**15)]),
+    lambda: MaskInfo.create_chunked_attention_mask(4, 2**40, 2**40),
+    lambda: attnmask.segment_ids_to_mask(huge("i4", 1, 2**24), np.float64),
+    lambda: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 2**45, 2**10)),
+    lambda: attnmask.dropout_keep_mask(0, 0.5, (2**31, 2**31, 2**31, 2**31)),
+    lambda: attnmask.short_convolution(np.zeros((1, 5, 3), F32), huge("f4", 3, 2**40)),
+    lambda: attnmask.short_convolution(np.zeros((1, 5, 3), F32), huge("f4", 3, 2**58)),
+    *(partial(_core.mask_fill, (1, 1, n, n), (("band", None, 0, 0),), bool, True, False, None) for n in (2**27, 2**40)),
+    *(partial(call, n) for call in (  # a size that wraps around would be small
+        lambda n: attnmask.qkv_cu_seqlens_to_attention_mask([0, 1] * 100, max_q_len=n, dtype=np.float64),
+        lambda n: attnmask.cu_seqlens_to_mask([0, 1] * 2**10, n),
+        lambda n: attnmask.segment_ids_to_cu_seqlens([[0]], max_segments=2**20 * n),
+        lambda n: attnmask.prepare_position_ids(np.array([0, n])),
+        lambda n: attnmask.prepare_sequence_ids(np.array([0, n])),
+        lambda n: attnmask.prepare_token_indices(np.array([0, n])),
+        lambda n: attnmask.prepare_chunk_indices(np.array([0, n]), 1),
+    ) for n in (2**40, 2**45, 2**59, 2**60, 2**61, 2**62, 2**63 - 1)),
 ])  # fmt: skip
 def test_what_fits_no_memory_is_refused_at_once(call):
     begin = time.perf_counter()

@@ -445,12 +445,6 @@ def test_bad_input(change, error, message):
         attnmask.linear_attention_vjp(*positional, **given)
 
 
-def test_batch_with_cu_seqlens():
-    arrays, given = make("cu", batch=2, tokens=5, initial=False)
-    with pytest.raises(ValueError, match="query must have batch size 1 when cu_seqlens is given, got 2"):
-        attnmask.linear_attention(*arrays, **given, cu_seqlens=[0, 5])
-
-
 def test_a_state_that_is_read_only():
     arrays, given = make("alias", heads=1, rows=4, channels=4)
     frozen = given.pop("initial_state")

@@ -387,10 +387,3 @@ def test_signals_are_heard_among_many_taps():
         assert_heard(
             lambda problem=problem, dout=these: _core.short_convolution_backward(*problem, dout, None)
         )
-
-
-def test_widths_that_no_memory_holds():
-    for width in (2**40, 2**58):
-        weight = np.broadcast_to(np.float32(1), (3, width))
-        with pytest.raises(MemoryError):
-            attnmask.short_convolution(X, weight)

@@ -351,11 +351,3 @@ def test_identity_dtype_convert(dtype, gradient):
         got, expected = pullback(gradient), np.asarray(gradient).astype(dtype)
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize(
-    "dtype", [None, "no such type", "a,,", {"names": ["a"]}, {"names": ["a"], "formats": []}], ids=repr
-)
-def test_identity_dtype_convert_asks_for_a_dtype(dtype):
-    with pytest.raises(TypeError, match="dtype must be a dtype, got"):
-        attnmask.identity_dtype_convert(dtype)
