@@ -56,7 +56,6 @@ BAD: dict[str, tuple[dict, list]] = {
     "kv_segment_ids": (GOOD | SEGMENTS, [np.zeros((B, TK)), np.zeros((B, TK - 1), int), np.zeros(TK + 1, int), 0]),
 }  # fmt: skip
 
-FLAT = PACKED | {name: PACKED[name][0] for name in ("query", "key", "value")}
 # Arguments of which one is wrong, and the message: what was expected, and what was given rather than what it was
 # converted to.
 MESSAGES = [

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch):
-    """As in a new process: no warning was given yet."""
-    monkeypatch.setattr(_warnings, "_given", {})
-
-
 # Faces
 
 
@@ -120,7 +114,7 @@ def told(call) -> list[str]:
 
 def told_once(call, *fragments: str) -> None:
     """Expect one warning the first time, and none later."""
-    _warnings._given.clear()
+    _warnings.forget()
     (message,) = told(call)
     for fragment in fragments:
         assert fragment in message
