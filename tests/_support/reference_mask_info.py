@@ -5,10 +5,10 @@ operation does finds the answer here.
 """
 
 from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
-from reference_masks import number_rows
+from reference_masks import cells as cells
+from reference_masks import number_rows, numbers_of_tokens
 from reference_masks import positions_from_segment_ids as places
 from reference_masks import segment_ids_to_mask as equal_ids
 
@@ -41,6 +41,11 @@ def distances(q_ids: np.ndarray, kv_ids: np.ndarray, last: bool) -> np.ndarray:
     return result
 
 
+def labels_of(live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """0 for tokens that have a live pair, and -1 for others."""
+    return live.any(axis=(1, 3)).astype(np.int32) - 1, live.any(axis=(1, 2)).astype(np.int32) - 1
+
+
 class Pairs:
     """A mask, and the arrays that belong to it."""
 
@@ -68,9 +73,7 @@ class Pairs:
 
     @classmethod
     def of_mask(cls, live) -> "Pairs":
-        return cls(
-            live, live.any(axis=(1, 3)).astype(np.int32) - 1, live.any(axis=(1, 2)).astype(np.int32) - 1
-        )
+        return cls(live, *labels_of(live))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,8 +151,7 @@ class Pairs:
     def chunked(self, size: int, offset=0) -> None:
         q, k = self.grid()
         if self.q_ids is None:
-            self.q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
-            self.kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
+            self.q_ids, self.kv_ids = labels_of(self.live)
         self.held = True
         q = q + per_row(offset, self.shape[0])[:, None, None, None]  # [B, 1, Q, 1]
         self.keep((q // size == k // size) & (k <= q), "chunked")
@@ -162,27 +164,10 @@ class Pairs:
     def chunked_within_segments(self, size: int, offset=0) -> None:
         upto, self.held = self.distance(offset, True) <= 0, True
         sides = both_per_head(self.q_ids, self.kv_ids)
-        rows = sides[0].shape[:-1]
-        chunks = [places(ids, -1) // size for ids in sides]
-        moved = places(sides[0], -1) + per_row(offset, self.shape[0]).reshape(-1, *(1,) * len(rows))
-        numbers = [np.full(ids.shape, -1, np.int32) for ids in sides]
-        for row in np.ndindex(rows):
-            tokens = [
-                list(zip(ids[row].tolist(), chunk[row].tolist(), strict=True))
-                for ids, chunk in zip(sides, chunks, strict=True)
-            ]
-            longest: dict[int, int] = {}
-            for segment, chunk in tokens[0] + tokens[1]:
-                if segment >= 0:
-                    longest[segment] = max(longest.get(segment, 0), chunk + 1)
-            first = 1
-            begins = {}
-            for segment in sorted(longest):
-                begins[segment] = first
-                first += longest[segment]
-            tokens[0] = list(zip(sides[0][row].tolist(), (moved[row] // size).tolist(), strict=True))
-            for side, number in zip(tokens, numbers, strict=True):
-                number[row] = [begins[s] + c if s >= 0 and 0 <= c < longest[s] else -1 for s, c in side]
+        offsets, numbers = per_row(offset, self.shape[0]), [np.full(ids.shape, -1, np.int32) for ids in sides]
+        for row in np.ndindex(sides[0].shape[:-1]):
+            ids = (side[row].tolist() for side in sides)
+            *_, numbers[0][row], numbers[1][row] = numbers_of_tokens(*ids, size, int(offsets[row[0]]))
         self.q_ids, self.kv_ids = numbers
         self.keep(equal_ids(self.q_ids, self.kv_ids) & upto, "chunked")
 
@@ -204,10 +189,7 @@ class Pairs:
             )
 
     def prefix(self, lengths) -> None:
-        q_ids, kv_ids = self.q_ids, self.kv_ids
-        if q_ids is None:
-            q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
-            kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
+        q_ids, kv_ids = labels_of(self.live) if self.q_ids is None else (self.q_ids, self.kv_ids)
         first = kv_ids.copy()
         for row in np.ndindex(kv_ids.shape[:-1]):
             for t, segment in enumerate(kv_ids[row]):
@@ -272,9 +254,3 @@ class Pairs:
         held = self.q_positions, self.kv_positions
         for positions, ids, pad in zip(held, self.ids(), (-1, LAST), strict=True):
             yield places(ids, pad) if positions is None else positions
-
-    def cells(self, b: int, h: int, q_cell: int, k_cell: int) -> np.ndarray:
-        plane = self.live[b, h]
-        q_starts, k_starts = range(0, plane.shape[0], q_cell), range(0, plane.shape[1], k_cell)
-        counts = [plane[q : q + q_cell, k : k + k_cell].sum() for q, k in product(q_starts, k_starts)]
-        return np.array(counts, np.int64).reshape(len(q_starts), len(k_starts))

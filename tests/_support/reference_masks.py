@@ -145,3 +145,38 @@ def pairs_to_cu_seqlens(pairs) -> np.ndarray:
 def cu_seqlens_to_pairs(cu_seqlens) -> np.ndarray:
     ends = np.asarray(cu_seqlens)
     return np.stack([ends[:-1], ends[1:]], axis=1).ravel().astype(ends.dtype.newbyteorder("="))
+
+
+def numbers_of_tokens(q_ids, kv_ids, size, shift):
+    """Earlier tokens of a row's queries, their positions by the first and last tokens, and chunks of both sides."""
+    runs = []
+    for side, ids in enumerate((q_ids, kv_ids)):
+        for place, segment in enumerate(ids):
+            if place == 0 or segment != ids[place - 1]:
+                runs.append((segment, side, []))
+            runs[-1][2].append(place)
+    earlier, first, last = np.full(len(q_ids), -1), *np.tile(np.arange(len(q_ids)), (2, 1))
+    chunks = np.full(len(q_ids), -1), np.full(len(kv_ids), -1)
+    next_chunk = 1
+    for segment in sorted({segment for segment, *_ in runs if segment >= 0}):
+        own = [(side, places) for other, side, places in runs if other == segment]
+        queries, keys = ([place for one, places in own if one == side for place in places] for side in (0, 1))
+        earlier[queries] = np.arange(len(queries))
+        if queries and keys:
+            first[queries] += keys[0] - queries[0]
+            last[queries] += keys[-1] - queries[-1]
+        count = max((len(places) + size - 1) // size for _, places in own)
+        for side, places in own:
+            for i, place in enumerate(places):
+                chunk = (i + (0 if side else shift)) // size
+                chunks[side][place] = next_chunk + chunk if 0 <= chunk < count else -1
+        next_chunk += count
+    return earlier, first, last, *chunks
+
+
+def cells(plane: np.ndarray, q_cell: int, k_cell: int) -> np.ndarray:
+    """How many pairs of each cell of so many queries and keys are live."""
+    starts = [np.arange(0, length, cell) for length, cell in zip(plane.shape, (q_cell, k_cell), strict=True)]
+    if not plane.size:
+        return np.zeros(list(map(len, starts)), np.int64)
+    return np.add.reduceat(np.add.reduceat(plane.astype(np.int64), starts[0], axis=0), starts[1], axis=1)

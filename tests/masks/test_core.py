@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_masks import cells, numbers_of_tokens
 
 from attnmask import _core
 
@@ -98,12 +99,6 @@ def check(shape, nodes):
     assert np.array_equal(_core.mask_count(shape, nodes), live.sum((2, 3))), (shape, nodes)
     assert np.array_equal(queries, live.any(3)), (shape, nodes)
     assert np.array_equal(keys, live.any(2)), (shape, nodes)
-
-
-def cells(plane, q_cell, k_cell):
-    queries, keys = plane.shape
-    rows = np.add.reduceat(plane.astype(np.int64), np.arange(0, queries, q_cell), axis=0)
-    return np.add.reduceat(rows, np.arange(0, keys, k_cell), axis=1)
 
 
 LENGTHS = [1, 63, 64, 65, 129]
@@ -434,33 +429,6 @@ def test_long_masks_are_cheap():
     )
 
 
-def numbers_twin(q_ids, kv_ids, size, shift):
-    """Earlier tokens of a row's queries, their positions by the first and last tokens, and chunks of both sides."""
-    runs = []
-    for side, ids in enumerate((q_ids, kv_ids)):
-        for place, segment in enumerate(ids):
-            if place == 0 or segment != ids[place - 1]:
-                runs.append((segment, side, []))
-            runs[-1][2].append(place)
-    earlier, first, last = np.full(len(q_ids), -1), *np.tile(np.arange(len(q_ids)), (2, 1))
-    chunks = np.full(len(q_ids), -1), np.full(len(kv_ids), -1)
-    next_chunk = 1
-    for segment in sorted({segment for segment, *_ in runs if segment >= 0}):
-        own = [(side, places) for other, side, places in runs if other == segment]
-        queries, keys = ([place for one, places in own if one == side for place in places] for side in (0, 1))
-        earlier[queries] = np.arange(len(queries))
-        if queries and keys:
-            first[queries] += keys[0] - queries[0]
-            last[queries] += keys[-1] - queries[-1]
-        count = max((len(places) + size - 1) // size for _, places in own)
-        for side, places in own:
-            for i, place in enumerate(places):
-                chunk = (i + (0 if side else shift)) // size
-                chunks[side][place] = next_chunk + chunk if 0 <= chunk < count else -1
-        next_chunk += count
-    return earlier, first, last, *chunks
-
-
 def some_ids(rng, shape):
     """In order or not, with runs of one token or several, of few or many ids."""
     ids = rng.choice(
@@ -488,7 +456,7 @@ def test_numbers_of_tokens(seed, threads, set_threads):
     q_rows, kv_rows = (np.broadcast_to(ids, (*rows, ids.shape[-1])) for ids in (q_rows, kv_rows))
     for row in np.ndindex(rows):
         shift = int(shifts[row[0] % len(shifts)])
-        found = numbers_twin(q_rows[row].tolist(), kv_rows[row].tolist(), size, shift)
+        found = numbers_of_tokens(q_rows[row].tolist(), kv_rows[row].tolist(), size, shift)
         for array, numbers in zip(expected, found, strict=True):
             array[row] = numbers
     aligned = [_core.queries_among_keys(q_ids, kv_ids, last) for last in (False, True)]

@@ -15,6 +15,7 @@ from environment import ROOT, SANITIZED
 from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import every_mask
+from reference_masks import cells
 
 from attnmask import MaskInfo
 from attnmask._masks import render
@@ -38,12 +39,7 @@ class Held:
 
     def grid(self, batch, head, q_cell, k_cell):
         self.asked.append((batch, head, q_cell, k_cell))
-        plane = self.mask[batch, head]
-        rows, columns = -(-plane.shape[0] // q_cell), -(-plane.shape[1] // k_cell)
-        counts = np.zeros((rows, columns), np.int64)
-        for row, column in np.ndindex(rows, columns):
-            counts[row, column] = plane[row * q_cell :, column * k_cell :][:q_cell, :k_cell].sum()
-        return counts
+        return cells(self.mask[batch, head], q_cell, k_cell)
 
     def labels(self, batch, head):
         return self.ids
@@ -547,8 +543,8 @@ def test_svg_colours_segments():
         colours.setdefault(colour, set()).update((row, column) for column in range(begin, end))
     ids = SCENES["packed, small"].ids[0]
     assert len(colours) == 3
-    for cells in colours.values():
-        assert len({int(ids[token]) for cell in cells for token in cell}) == 1
+    for seen in colours.values():
+        assert len({int(ids[token]) for cell in seen for token in cell}) == 1
     strips = parts(render_svg.svg(SCENES["packed, small"]))[1:]
     assert len(strips) == 2
     for strip, tokens in zip(strips, ("queries", "keys"), strict=True):
