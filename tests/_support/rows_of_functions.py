@@ -81,11 +81,11 @@ def row(names: str, *rows: Any, call: Callable[..., Any] | None = None, **argume
 
 
 def firsts(drawn: Callable[[int], Arguments], kept: Iterable[str] = ()) -> Iterator[tuple[str, Arguments]]:
-    """Of arguments that are drawn by seeds the first ones with each of them, by its number of axes; drawn anew."""
+    """Of arguments that are drawn by seeds the first ones with each of them, by its number of axes, or of each flag."""
     found = set()
     for seed in range(60):
         for argument, value in drawn(seed).items():
-            form = argument, value.ndim if isinstance(value, np.ndarray) else None
+            form = argument, getattr(value, "ndim", value if isinstance(value, bool) else None)
             if argument not in kept and form not in found:
                 found.add(form)
                 yield argument, drawn(seed)

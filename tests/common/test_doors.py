@@ -544,14 +544,9 @@ def test_no_second_derivatives(door, name):
 
 
 ALSO_ARRAYS = {
-    "alibi_slopes",
-    "attention_mask",
-    "block_table",
-    "cache_seqlens",
-    "relative_bias",
-    "slot_mapping",
-}
-ALSO_ARRAYS |= {"softmax_aux", "state_indices"}
+    "alibi_slopes", "attention_mask", "block_table", "cache_seqlens", "causal_offset", "relative_bias",
+    "slot_mapping", "softmax_aux", "state_indices",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
