@@ -91,7 +91,9 @@ def labels_of_tokens(state: State) -> Labels:
 
 def _alike(state: State, per_head: bool) -> tuple[Ids, Ids]:
     mask = mask_array(state)
-    known = mask if mask.dtype.kind in "biu" else mask != 0  # floating-point zeros alone would look like a bias
+    known = (
+        mask if mask.dtype.kind in "biu" else mask != 0
+    )  # floating-point zeros alone would look like a bias
     q_ids, kv_ids = masks.mask_to_segment_ids(known, per_head)
     return frozen(q_ids), frozen(kv_ids)
 

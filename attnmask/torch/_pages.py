@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import ArrayLike
 
 from attnmask._cache import pages
-from attnmask.torch._cache import flash_attention_with_kvcache
+from attnmask.torch._attention import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_tensor
 from attnmask.torch._states import to_tensor

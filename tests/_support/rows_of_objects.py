@@ -158,7 +158,9 @@ POSITIONS = {
 }
 MASK, IDS = mask_of("2, 1, 5, 7"), {"q_segment_ids": ids_of("2, 5"), "kv_segment_ids": ids_of("2, 7")}
 PAIRS = {"cu_seqlens_q": integers(0, 3, 5, 8), "max_q_len": 9}
-PAIRS_BEFORE = made(lambda rng: np.tril(rng.random((2, 1, 5, 7)) < 0.7))  # of which flags say that they are causal
+PAIRS_BEFORE = made(
+    lambda rng: np.tril(rng.random((2, 1, 5, 7)) < 0.7)
+)  # of which flags say that they are causal
 INPUT_IDS = made(lambda rng: rng.integers(0, 9, (2, 5)))
 
 
