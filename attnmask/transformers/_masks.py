@@ -184,11 +184,15 @@ _MAKERS = {
     "blockwise_overlay": _Maker((None,), _same, False),
     "padding_mask_function": _Maker((None,), _padding, False),
 }
-# All that such a maker returns has the same code. The first versions of transformers lack some makers.
-_NAMES = {
-    getattr(masking_utils, name)(*maker.arguments).__code__: name
+# All that such a maker returns has the same code. The first versions of transformers lack some makers; what later ones
+# know of more than these arguments is written out.
+_CODES = {
+    name: getattr(masking_utils, name)(*maker.arguments).__code__
     for name, maker in _MAKERS.items()
     if hasattr(masking_utils, name)
+}
+_NAMES = {
+    code: name for name, code in _CODES.items() if len(code.co_freevars) == len(_MAKERS[name].arguments)
 }
 _EVERYTHING = getattr(masking_utils, "bidirectional_mask_function", None)
 
