@@ -265,6 +265,7 @@ def test_an_allocation_of_the_core_fails(name, threads, set_threads):
             assert comparable(target.call(**arguments)) == expected, where
             del arguments, before
             assert faults.blocks == blocks, where
+        del arguments, before  # a mask has blocks of its own
 
 
 STATES = {"linear_attention_step": 3, "short_convolution_step": 2}  # the argument that a step updates
@@ -313,7 +314,7 @@ def loses_objects(*arguments: Any) -> bool:
     for _ in range(100):
         before = faults.objects
         for _ in range(TIMES):
-            with contextlib.suppress(MemoryError):
+            with contextlib.suppress(MemoryError, SystemError):  # which `failing` has looked at
                 run(*arguments)
         if faults.objects - before < TIMES:
             return False
