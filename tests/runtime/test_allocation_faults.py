@@ -251,6 +251,7 @@ def test_an_allocation_of_the_core_fails(name, threads, set_threads):
     for seed in range(SEEDS if name in SHORT else 1):
         expected = comparable(target.call(**arguments_of(target, seed)))
         for number in itertools.count(1):
+            arguments = before = None  # a mask of the last seed has blocks of its own
             blocks = faults.blocks
             arguments = arguments_of(target, seed)
             before = Before(target, arguments)
@@ -265,7 +266,6 @@ def test_an_allocation_of_the_core_fails(name, threads, set_threads):
             assert comparable(target.call(**arguments)) == expected, where
             del arguments, before
             assert faults.blocks == blocks, where
-        del arguments, before  # a mask has blocks of its own
 
 
 STATES = {"linear_attention_step": 3, "short_convolution_step": 2}  # the argument that a step updates
