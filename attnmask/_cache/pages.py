@@ -14,17 +14,13 @@ from __future__ import annotations
 import array
 import math
 from collections.abc import Callable
-from inspect import signature
-from itertools import accumulate, islice
-from types import TracebackType
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack, overload
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, STEP, StepCall
-from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.quantize import Format, check_rotates, format_of
+from attnmask._cache.step import KVCacheStep, SequencePages, Tokens, numbers_of, page_list, table_of
 from attnmask._common.arguments import (
     allocate,
     as_array,
@@ -32,17 +28,12 @@ from attnmask._common.arguments import (
     describe,
     flag,
     integer,
-    integer_array,
-    per_row,
-    place,
 )
-from attnmask._common.keywords import advises, reject_unknown
-from attnmask._common.types import AnyFunction, Arguments, Array
+from attnmask._common.keywords import advises
+from attnmask._common.types import Arguments, Array
 
 __all__ = ["KVCache", "KVCacheStep"]
 
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
 _Array = TypeVar("_Array", bound=Array)
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
 _CACHE_LINE = 64  # bytes
@@ -55,32 +46,6 @@ def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     memory = np.zeros(size + _CACHE_LINE, np.uint8)
     begin = -memory.__array_interface__["data"][0] % _CACHE_LINE
     return memory[begin : begin + size].view(numbers).reshape(shape)
-
-
-class _Sequence(NamedTuple):
-    """Neither it nor its list changes, so that forks and steps may share the list."""
-
-    pages: array.array[int]
-    length: int
-
-
-def _pages(*numbers: int) -> array.array[int]:
-    return array.array("i", numbers)  # of 256 pages, NumPy reads it ten times as fast as a list
-
-
-def _numbers(ids: ArrayLike) -> list[int]:
-    given = integer_array(ids, "ids")
-    if given.ndim != 1:
-        raise ValueError(f"ids must be [n], got {describe(given)}")
-    numbers: list[int] = given.tolist()
-    return numbers
-
-
-def _table(lists: list[array.array[int]]) -> NDArray[np.int32]:
-    table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
-    for row, pages in zip(table, lists, strict=True):
-        row[: len(pages)] = pages
-    return table
 
 
 _FORM = 1  # of pickles
@@ -166,7 +131,7 @@ class KVCache:
 
     # What differs for arrays of another library, and below in steps.
     _result: Callable[[_Array], _Array] = staticmethod(np.asarray)  # type: ignore[assignment]
-    _step_kind: type[KVCacheStep]
+    _step_kind: type[KVCacheStep] = KVCacheStep
 
     @advises
     def __init__(
@@ -217,9 +182,9 @@ class KVCache:
         self._returned: list[int] = []  # a stack: the last one is taken first
         self._fresh = range(shape[1])  # pages that were never taken
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, SequencePages] = {}
         self._next_id = 0
-        self._step: _Tokens[Any, Any] | None = None  # which is open
+        self._step: Tokens[Any, Any] | None = None  # which is open
 
     def __repr__(self) -> str:
         layers, pages, page_size, kv_heads, elements = self.k_pages.shape
@@ -268,7 +233,7 @@ class KVCache:
         check_form(state, _FORM, "the KVCache")
         self.latent, self.group, self.rotate = False, None, False  # as before there were others
         vars(self).update((name, value) for name, value in state.items() if name != "version")
-        self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
+        self._sequences = {number: SequencePages(*held) for number, held in state["_sequences"].items()}
         for name, held in self._held().items():
             lines = _zeros_in_lines(held.shape, held.dtype)
             lines[...] = held
@@ -308,7 +273,7 @@ class KVCache:
         >>> cache.new_sequence(), cache.new_sequence()
         (0, 1)
         """
-        return self._add(_Sequence(_pages(), 0))
+        return self._add(SequencePages(page_list(), 0))
 
     def fork(self, id: int) -> int:
         """Make a sequence with the same tokens that shares its pages until either writes to them.
@@ -366,7 +331,7 @@ class KVCache:
         if keep > there:
             raise ValueError(f"length must be at most the sequence's {there} tokens, got {describe(keep)}")
         used = -(-keep // self.page_size)
-        self._sequences[number] = _Sequence(pages[:used], keep)
+        self._sequences[number] = SequencePages(pages[:used], keep)
         self._give_back(pages[used:])
 
     def free(self, id: int) -> None:
@@ -406,7 +371,7 @@ class KVCache:
         >>> cache.lengths([cache.new_sequence()])
         array([0], dtype=int32)
         """
-        return self._result(np.array([self._sequence(number).length for number in _numbers(ids)], np.int32))
+        return self._result(np.array([self._sequence(number).length for number in numbers_of(ids)], np.int32))
 
     def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
         """Return the pages of sequences in token order, without those of an open step.
@@ -432,7 +397,7 @@ class KVCache:
         array([[ 0,  1],
                [ 2, -1]], dtype=int32)
         """
-        return self._result(_table([self._sequence(number).pages for number in _numbers(ids)]))
+        return self._result(table_of([self._sequence(number).pages for number in numbers_of(ids)]))
 
     def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
         """Begin a step: the next tokens of some sequences. Use it in a ``with`` block, once, one step at a time.
@@ -469,12 +434,12 @@ class KVCache:
         """
         return self._step_kind(self, ids, counts)
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _add(self, sequence: SequencePages) -> int:
         number, self._next_id = self._next_id, self._next_id + 1
         self._sequences[number] = sequence
         return number
 
-    def _sequence(self, number: int) -> _Sequence:
+    def _sequence(self, number: int) -> SequencePages:
         sequence = self._sequences.get(number)
         if sequence is None:
             raise KeyError(f"id must be the id of an existing sequence, got {describe(number)}")
@@ -521,7 +486,7 @@ class KVCache:
         for held in self._held().values():
             held[:, target, :tokens] = held[:, source, :tokens]
 
-    def _who_copies(self, rows: list[_Sequence], shared: list[int]) -> list[int]:
+    def _who_copies(self, rows: list[SequencePages], shared: list[int]) -> list[int]:
         """Return which of the rows that write to a shared page, their last one, need a copy of it.
 
         If all who have it write, one need not copy it. That is the longest one: it does not write over tokens that
@@ -536,251 +501,3 @@ class KVCache:
                 left[page] -= 1
                 copying.append(i)
         return copying
-
-
-class _Tokens(Generic[_Given, _Found]):
-    """`KVCacheStep`, by the kinds of arrays that it takes and returns."""
-
-    _given: Callable[[Any, str], Any] = staticmethod(as_array)
-    _with_pages: AnyFunction = staticmethod(flash_attention_with_kvcache)
-
-    __slots__ = (
-        "_attended",
-        "_batched",
-        "_begun",
-        "_cache",
-        "_counts",
-        "_ids",
-        "_layouts",
-        "_packed",
-        "_replaced",
-        "_rows",
-        "_taken",
-    )
-
-    def __init__(self, cache: KVCache, ids: ArrayLike, counts: ArrayLike) -> None:
-        cache._check_no_step()
-        self._cache, self._begun = cache, False
-        self._attended: set[int] = set()  # the layers that have got their tokens
-        self._ids = _numbers(ids)
-        n = len(self._ids)
-        if len(set(self._ids)) != n:
-            twice = next(number for number in self._ids if self._ids.count(number) > 1)
-            raise ValueError(f"ids must be distinct, got {twice} more than once")
-        each = per_row(counts, "counts", n, 0, "id", broadcast=False)
-        self._counts: list[int] = [each] * n if isinstance(each, int) else each.tolist()
-        self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
-        if isinstance(each, int) or len(set(self._counts)) == 1:
-            self._layouts.append((n, each if isinstance(each, int) else self._counts[0]))
-
-    def __repr__(self) -> str:
-        cache = self._cache
-        state = "open" if cache._step is self else "ended" if self._begun else "not begun"
-        done = f"{len(self._attended)} of {len(cache.k_pages)} layers attended"
-        return f"KVCacheStep(sequences={len(self._ids)}, tokens={sum(self._counts)}, {state}, {done})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a step cannot be copied or pickled; write another cache.step(ids, counts)")
-
-    def __enter__(self) -> Self:
-        cache, counts = self._cache, self._counts
-        cache._check_no_step()
-        if self._begun:
-            raise RuntimeError("a step can be used once; write another cache.step(ids, counts)")
-        rows = list(map(cache._sequence, self._ids))
-        lists, lengths, ends, added, shared = [], [], [], [], []
-        for i, ((pages, length), more) in enumerate(zip(rows, counts, strict=True)):
-            lists.append(pages)
-            lengths.append(length)
-            ends.append(length + more)
-            added.append(-(-(length + more) // cache.page_size) - len(pages))
-            if more and length % cache.page_size and cache._owners[pages[-1]] > 1:
-                shared.append(i)
-        copying = cache._who_copies(rows, shared) if shared else []
-        needed = sum(added) + len(copying)
-        self._taken = cache._next_free(needed) if needed else []
-
-        pool, self._replaced = iter(self._taken), []
-        for i in copying:
-            page = next(pool)
-            self._replaced.append(lists[i][-1])
-            cache._copy(lists[i][-1], page, lengths[i] % cache.page_size)
-            lists[i] = lists[i][:-1] + _pages(page)
-        for i, more in enumerate(added):
-            if more:
-                lists[i] = lists[i] + _pages(*islice(pool, more))
-
-        self._rows = list(map(_Sequence, lists, ends))
-        self._batched: Arguments = {
-            "cache_seqlens": cache._result(np.array(lengths, np.int32)),
-            "block_table": cache._result(_table(lists)),
-        }
-        starts = cache._result(np.array([0, *accumulate(counts)], np.int32))
-        self._packed = self._batched | {"cu_seqlens_q": starts}
-        if needed:
-            cache._take(self._taken)
-        cache._step, self._begun = self, True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        cache = self._cache
-        cache._step = None
-        layers = range(len(cache.k_pages) if kind is None and any(self._counts) else 0)
-        missing = sorted(set(layers) - self._attended)
-        if kind is None and not missing:
-            cache._sequences.update(zip(self._ids, self._rows, strict=True))
-            if self._replaced:
-                cache._give_back(self._replaced)
-            return
-        cache._give_back(self._taken)
-        if missing:
-            which = f"{'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))}"
-            raise RuntimeError(
-                f"every layer must be attended in a step, but {len(missing)} of {len(layers)} were not ({which}); "
-                "the cache is unchanged"
-            )
-
-    @overload
-    def attend(
-        self,
-        layer: int,
-        query: _Given,
-        key: _Given,
-        value: _Given | None = None,
-        **more: Unpack[StepCall[Literal[False]]],
-    ) -> _Found: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        query: _Given,
-        key: _Given,
-        value: _Given | None = None,
-        **more: Unpack[StepCall[Literal[True]]],
-    ) -> tuple[_Found, _Found]: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        query: _Given,
-        key: _Given,
-        value: _Given | None = None,
-        **more: Unpack[StepCall[bool]],
-    ) -> _Found | tuple[_Found, _Found]: ...
-    @STEP
-    def attend(
-        self,
-        layer: int,
-        query: _Given,
-        key: _Given,
-        value: _Given | None = None,
-        *,
-        return_lse: bool = False,
-        **more: Any,
-    ) -> _Found | tuple[_Found, _Found]:
-        """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
-
-        Parameters
-        ----------
-        layer : int
-        query : array_like, shape [total, H, D], or [n, c, H, D] where all counts are c
-            The tokens of the step's first sequence, then those of the second, and so on.
-        key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
-        value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
-            None in a latent cache, whose keys contain the values.
-        return_lse : bool
-        **more
-            The options of `flash_attention_with_kvcache`, `attention_mask` and `out`; all mean the same.
-
-        Returns
-        -------
-        out : ndarray, shape [total, H, Dv] or [n, c, H, Dv]
-            Same type as the query.
-        lse : ndarray, shape [H, total] or [n, H, c]
-            Only with `return_lse`.
-
-        Examples
-        --------
-        >>> import numpy as np, attnmask
-        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_depth=1)
-        >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys have the same weight
-        >>> with cache.step([a], 3) as step:
-        ...     step.attend(0, zeros, zeros, np.array([0.0, 1.0, 2.0]).reshape(3, 1, 1)).ravel()
-        array([0. , 0.5, 1. ])
-        >>> with cache.step([a], 1) as step:
-        ...     step.attend(0, zeros[:1], zeros[:1], np.array([[[5.0]]])).ravel()
-        array([2.])
-        """
-        cache = self._cache
-        if cache._step is not self:
-            raise RuntimeError("step.attend must be called inside the with block of its step")
-        if not more.keys() <= STEP.defaults.keys():
-            _refuse(more)
-        index = place(layer, "layer", len(cache.k_pages))
-        q, k = self._tokens(query, "query"), self._tokens(key, "key")
-        if value is None and not cache.latent:
-            raise TypeError("value must be given, as the cache is not latent, got None")
-        v = None if value is None else self._tokens(value, "value")
-        places = self._packed if q.ndim == 3 else self._batched
-        result: _Found | tuple[_Found, _Found] = self._with_pages(
-            q,
-            cache.k_pages[index],
-            cache.v_pages[index],
-            k,
-            v,
-            k_scale=None if cache.k_scales is None else cache.k_scales[index],
-            v_scale=None if cache.v_scales is None else cache.v_scales[index],
-            rotate=cache.rotate,
-            return_lse=return_lse,
-            **places,
-            **more,
-        )
-        self._attended.add(index)
-        return result
-
-    def _tokens(self, value: _Given, name: str) -> Any:
-        given = self._given(value, name)
-        shape = given.shape[:-2]
-        if shape not in self._layouts and not any(map(_equal, self._layouts, [shape, shape])):
-            expected = " or ".join(
-                f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
-            )
-            raise ValueError(f"{name} must be {expected}, got {describe(given)}")
-        return given
-
-
-class KVCacheStep(_Tokens[ArrayLike, Array]):
-    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
-    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
-    >>> with cache.step(ids, 2) as step:
-    ...     step.attend(0, x, x, x).shape
-    (3, 2, 1, 8)
-    """
-
-    __slots__ = ()
-
-
-KVCache._step_kind = KVCacheStep
-
-
-def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Compare sizes number by number, as a graph needs it, where they may be symbols."""
-    return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
-
-
-def _refuse(more: Arguments) -> NoReturn:
-    """Refuse arguments that `KVCacheStep.attend` does not take."""
-    unknown = [name for name in more if name not in STEP.defaults]
-    if unknown[0] in FLASH_ATTENTION_WITH_KVCACHE.names:
-        raise TypeError(
-            f"attend() got an unexpected keyword argument {unknown[0]!r}; leave it out, as the cache and the step "
-            "have it"
-        )
-    reject_unknown("attend", unknown, signature(KVCacheStep.attend).parameters)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import ArrayLike
 
 from attnmask._cache import pages
+from attnmask._cache.step import Tokens
 from attnmask.torch._attention import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_tensor
@@ -17,7 +18,7 @@ def _tensor(x: Any, name: str) -> torch.Tensor:
     return tensor
 
 
-class KVCacheStep(pages._Tokens[torch.Tensor, torch.Tensor]):
+class KVCacheStep(Tokens[torch.Tensor, torch.Tensor]):
     """The next tokens of some sequences, as returned by `KVCache.step`: `attend` takes and returns tensors."""
 
     __slots__ = ()
