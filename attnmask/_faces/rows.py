@@ -43,9 +43,10 @@ class Kind(Enum):
     OUT = "out"  # takes the result
 
 
-TENSORS = (Kind.LEARNED, Kind.STATE)
-INTEGERS = (Kind.STARTS, Kind.SLOTS)
-ARRAYS = TENSORS + INTEGERS
+ARRAYS = (
+    *(Kind.LEARNED, Kind.TERM, Kind.STATE, Kind.DATA, Kind.STARTS, Kind.SLOTS),
+    *(Kind.LENGTHS, Kind.MASK, Kind.DIAGONAL),
+)  # or, those of the second line, what may stand for one
 _CONSTANTS = {"TOP_LEFT": TOP_LEFT}
 
 

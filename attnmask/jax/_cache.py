@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention.arguments import ARRAYS, KVCACHE_DEFAULTS, KVCACHE_NAMES
+from attnmask._attention.arguments import KVCACHE_DEFAULTS, KVCACHE_NAMES
 from attnmask._attention.problem import mask_nodes
-from attnmask._attention.terms import TERMS
 from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
 from attnmask._common.arguments import (
@@ -24,6 +23,8 @@ from attnmask._common.arguments import (
 )
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Given
+from attnmask._faces.attention import CACHE
+from attnmask._faces.rows import ARRAYS, Kind
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
@@ -42,16 +43,7 @@ from attnmask.jax._types import AnyArray, Shaped
 __all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
 
 _FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
-CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
-TRACED = (
-    *_FIRST,
-    "cache_seqlens",
-    "block_table",
-    "cu_seqlens_q",
-    "cu_seqlens_k_new",
-    *(name for name in TERMS if name in ARRAYS and name in KVCACHE_NAMES),
-    "attention_mask",
-)
+CACHES, TRACED = CACHE.of(Kind.STATE), CACHE.of(*ARRAYS)
 
 
 class KVCacheResult(NamedTuple):

@@ -59,7 +59,7 @@ _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_autocast_enabled = torch.is_autocast_enabled
-_are_transforms_active = torch._C._are_functorch_transforms_active
+_are_transforms_active = operators.are_transforms_active
 _PLAIN_OPTIONS = {"causal", "causal_offset", "softmax_scale"}
 
 

@@ -146,7 +146,7 @@ class _Function:
 
     def on_autocast(self, *operands: Any) -> Any:
         given = self.cast(dict(zip(self.names, operands, strict=True)))
-        with operators.without_autocast():
+        with torch.autocast("cpu", enabled=False):
             return self.operator(*given.values())
 
     def applied(self, operator: AnyFunction, given: Arguments) -> Any:
@@ -380,7 +380,7 @@ class _Differentiable(_Function):
 
     def __call__(self, given: Arguments, with_all: bool) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()
-        if compiling and torch._C._are_functorch_transforms_active():
+        if compiling and operators.are_transforms_active():
             # Operators have no gradients for torch.func.
             return torch.compiler.disable(self.__call__)(given, with_all)
         given = self.prepared(given)
@@ -441,11 +441,11 @@ class _Writing(_Function):
         given = self.operands.arguments(*operands)
         return self.compute(given, bool(self.row.all), tensors_among(given))
 
-    def without_gradient(self, keyset: torch._C.DispatchKeySet, *operands: object) -> Any:
+    def without_gradient(self, *operands: object) -> Any:
         given = tensors_among(dict(zip(self.names, operands, strict=True)))
         operators.check_no_gradient(given, self.name, self.row.trained)
         with operators.below_autograd():
-            return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *operands)
+            return self.operator(*operands)
 
     def mapped(self, info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> Any:
         for name, x, dim in zip(self.names, operands, in_dims, strict=True):

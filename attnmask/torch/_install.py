@@ -160,7 +160,7 @@ def _varlen_into(given: Arguments) -> torch.Tensor:
     if (
         given["alibi_slopes"] is not None
         and torch.is_grad_enabled()
-        and torch._C._any_requires_grad(*tensors)
+        and any(x.requires_grad for x in tensors)
     ):
         raise NotImplementedError("alibi_slopes have no gradients in PyTorch: call it under torch.no_grad()")
     options = {"alibi_slopes": given["alibi_slopes"], "out": as_array(given["out"].detach(), "out")}

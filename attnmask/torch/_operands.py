@@ -21,7 +21,7 @@ from attnmask._common.arguments import (
     window,
 )
 from attnmask._common.types import AnyFunction, Arguments
-from attnmask._faces.rows import Argument, Kind, Row
+from attnmask._faces.rows import ARRAYS, Argument, Kind, Row
 from attnmask._masks.info import MaskInfo
 from attnmask.torch._import import torch
 from attnmask.torch._masks import mask_tensors, restored
@@ -116,12 +116,8 @@ _NUMBERS: dict[Kind, tuple[str, AnyFunction | None]] = {
     Kind.CHOICE: ("str", None),
     Kind.DTYPE: ("ScalarType", _to_dtype),
 }
-NO_ARRAYS = (*_NUMBERS, Kind.WINDOW, Kind.HINT)
-_IN_ORDER = (
-    "Tensor",
-    "Tensor[]",
-    "str",
-)  # then numbers: Inductor mixes up a text after a SymInt (PyTorch 2.13)
+# Then numbers: Inductor mixes up a text after a SymInt (PyTorch 2.13).
+_IN_ORDER = ("Tensor", "Tensor[]", "str")
 
 
 def _order(part: str) -> int:
@@ -144,7 +140,7 @@ class Operands:
         self.schema = ", ".join(parts)
         self.names = tuple(_name(part) for part in parts)
         self.tensors, self.lists = (sum(_order(part) == place for part in parts) for place in (0, 1))
-        self.arrays = {x.name for x in row.problem if x.kind not in NO_ARRAYS}
+        self.arrays = {x.name for x in row.problem if x.kind in ARRAYS}
         checks, takes, joins = [], [], []
         self._scope: dict[str, Any] = {
             "check_tensor": check_tensor,

@@ -32,20 +32,26 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
+# No public way tells whether a mode or a transform sees what PyTorch's dispatcher is called with.
+_modes = torch._C._len_torch_dispatch_stack
+_is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+are_transforms_active = torch._C._are_functorch_transforms_active
+
+
 def needs_operator(arguments: Iterable[object]) -> bool:
     """Return whether PyTorch must see a call: it traces, transforms a function, or has other kinds of tensors."""
     return (
-        torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
-        or torch._C._are_functorch_transforms_active()
+        torch.jit.is_tracing()
+        or _modes() > 0
+        or _is_key_included(_EARLY)
+        or are_transforms_active()
         or any(isinstance(x, torch.Tensor) and not (type(x) in _PLAIN and x.is_cpu) for x in arguments)
     )
 
 
 def is_differentiated() -> bool:
     """Return whether `torch.func` transforms a function whose gradient may be needed."""
-    if not torch._C._are_functorch_transforms_active():
+    if not are_transforms_active():
         return False
     functorch = torch._C._functorch
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
@@ -181,13 +187,6 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-
-def without_autocast() -> AbstractContextManager[object]:
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
-
-
 # Under torch.vmap
 
 InOneCall: TypeAlias = Callable[[Arguments, Arguments, int], tuple[list[object], int] | None]
@@ -254,7 +253,7 @@ def register(
         if key == "vmap" and rule:
             torch.library.register_vmap(f"attnmask::{name}", rule, lib=_library)
         elif rule:
-            _library.impl(name, rule, key, with_keyset=key == "Autograd")
+            _library.impl(name, rule, key)
     function, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.attnmask, function), overload or "default")
 
@@ -264,17 +263,19 @@ def autograd_kernel(name: str, on_cpu: AnyFunction, learn: AnyFunction) -> AnyFu
     calls of plain tensors reach without PyTorch's dispatcher.
     """
 
-    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+    def kernel(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in arguments
+        ):
             return learn(*arguments)
         if not needs_operator(arguments):
             return on_cpu(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            operator = getattr(torch.ops.attnmask, name).default
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        with below_autograd():
+            return getattr(torch.ops.attnmask, name).default(*arguments)
 
     return kernel
 
 
 def below_autograd() -> AbstractContextManager[object]:
+    """Let operators skip their autograd kernels, as PyTorch's own do when they call what is below."""
     return torch._C._AutoDispatchBelowAutograd()

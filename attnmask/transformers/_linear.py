@@ -173,7 +173,7 @@ def _suits(first: object, given: Arguments) -> bool:
         isinstance(first, torch.Tensor)
         and first.dtype in _TYPES
         and not torch.compiler.is_exporting()
-        and (torch.compiler.is_compiling() or not torch._C._is_tracing())
+        and (torch.compiler.is_compiling() or not torch.jit.is_tracing())
     )
 
 

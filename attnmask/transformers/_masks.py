@@ -39,7 +39,7 @@ CACHE = "cache" if "cache" in signature(masking_utils.create_causal_mask).parame
 def is_traced() -> bool:
     """Return whether a graph is being traced, in which tensors have no numbers."""
     return bool(
-        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     )
 
 
