@@ -5,7 +5,7 @@ from copy import copy
 from typing import Any
 
 from attnmask._common.arguments import as_array, check_apart, flag
-from attnmask._common.types import AnyFunction, Arguments
+from attnmask._common.types import AnyFunction
 from attnmask._faces.rows import ARRAYS, NUMPY, Kind, Row, function, parameters
 
 
@@ -25,20 +25,17 @@ def numpy_face(row: Row) -> Callable[[AnyFunction], Any]:
 
 def with_gradient(row: Row) -> Row:
     """Return the row of a function that returns what that of `row` does, and what computes its gradients."""
-    names = tuple(argument.name for argument in row.problem)
-    arrays = row.of(*ARRAYS)
-    starts = row.of(Kind.STARTS)
+    arrays = [(i, x.name, x.kind is Kind.STARTS) for i, x in enumerate(row.problem) if x.kind in ARRAYS]
 
     def compute(*arguments: Any) -> tuple[Any, AnyFunction]:
         *problem, out = arguments
         more = [flag(problem.pop(), row.all)] if row.all else []
-        given: Arguments = dict(zip(names, problem, strict=True))
-        check_apart(out, ((name, given[name]) for name in arrays))
-        for name in arrays:
-            if given[name] is not None:
-                array = as_array(given[name], name)
-                given[name] = array.copy() if name in starts else array  # vjp may be called after they change
-        problem = list(given.values())
+        if out is not None:
+            check_apart(out, ((name, problem[i]) for i, name, _ in arrays))
+        for i, name, changes in arrays:
+            if problem[i] is not None:
+                array = as_array(problem[i], name)
+                problem[i] = array.copy() if changes else array  # vjp may be called after they change
         results, *kept = row.keep(*problem, *more, out) if row.keep else (row.entry(*problem, *more, out),)
 
         def vjp(dout: Any) -> Any:

@@ -103,20 +103,23 @@ def _check_rank(array: Any, name: str, rank: int, head_first: object) -> None:
 
 
 def _local_of(rank: int) -> AnyFunction:
+    core = _core.chunk_local_cumsum
+
     def compute(
-        g: Any, chunk: Any, reverse: Any, scale: Any, head_first: Any, dtype: Any, *more: Any
-    ) -> Array:
+        g: Any, chunk: Any, reverse: Any, scale: Any, head_first: Any, dtype: Any, starts: Any, out: Any
+    ) -> Any:
         _check_rank(g, "g", rank, head_first)
-        cu_seqlens, out = more
-        return _core.chunk_local_cumsum(g, chunk, reverse, scale, cu_seqlens, head_first, dtype, out)
+        return core(g, chunk, reverse, scale, starts, head_first, dtype, out)
 
     return compute
 
 
 def _global_of(rank: int) -> AnyFunction:
-    def compute(s: Any, reverse: Any, cu_seqlens: Any, scale: Any, head_first: Any, *more: Any) -> Array:
+    core = _core.chunk_global_cumsum
+
+    def compute(s: Any, reverse: Any, starts: Any, scale: Any, head_first: Any, dtype: Any, out: Any) -> Any:
         _check_rank(s, "s", rank, head_first)
-        return _core.chunk_global_cumsum(s, reverse, cu_seqlens, scale, head_first, *more)
+        return core(s, reverse, starts, scale, head_first, dtype, out)
 
     return compute
 

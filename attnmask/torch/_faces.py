@@ -397,7 +397,7 @@ class _Differentiable(_Function):
         if not wanting:
             return self.compute(given, with_all, tensors)
         if any(name in self.learned for name in wanting):
-            results = Learning.apply(self, *held(self, given))
+            results = Learning.apply(*held(self, given, tensors))
             return results if with_all else results[0]
         tensors |= {name: tensors[name].detach() for name in wanting}
         return self.compute(given, with_all, tensors)

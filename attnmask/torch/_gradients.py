@@ -16,7 +16,6 @@ from attnmask.torch._operators import (
     NO_SECOND,
     check_no_tangents,
     needs_operator,
-    tensors_among,
 )
 from attnmask.torch._states import MaskTensors, to_tensor
 from attnmask.torch._types import Context, MaybeTensor
@@ -96,18 +95,18 @@ class _Learned(Context, Protocol):
     function: Any
 
 
-_FIXED = (torch.Tensor, MaskInfo, MaskTensors, int, float, str, type(None))
+_FIXED = {torch.Tensor, torch.nn.Parameter, MaskInfo, MaskTensors, bool, int, float, str, type(None)}
 
 
-def held(function: Any, given: Arguments) -> tuple[Any, ...]:
-    """Return the arguments that have gradients, and all others, with arrays copied: they are kept until the gradient
-    needs them. PyTorch reports a tensor that has changed by then.
+def held(function: Any, given: Arguments, tensors: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Return what `Learning` takes. Arrays are copied, because the gradient needs them as they are now; PyTorch reports
+    a tensor that has changed by then.
     """
-    for name, x in given.items():
-        if not isinstance(x, _FIXED) and name in function.operands.arrays:
-            given = given | {name: as_array(x, name).copy()}
-    learned = function.learned
-    return *[given.get(name) for name in learned], given | dict.fromkeys(learned)
+    others = given | dict.fromkeys(tensors)
+    for name, x in others.items():
+        if type(x) not in _FIXED and name in function.operands.arrays:
+            others[name] = as_array(x, name).copy()
+    return function, others, tuple(tensors), *tensors.values()
 
 
 class Learning(torch.autograd.Function):
@@ -116,18 +115,19 @@ class Learning(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _Learned, function: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        *learned, others = inputs
-        given = others | dict(zip(function.learned, learned, strict=True))
-        tensors = tensors_among(given)
-        results, kept = function.remember(given, tensors)
-        ctx.function, ctx.names, ctx.others = function, tuple(tensors), given | dict.fromkeys(tensors)
+    def forward(
+        ctx: _Learned, function: Any, others: Arguments, names: tuple[str, ...], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = dict(zip(names, inputs, strict=True))
+        results, kept = function.remember(others | tensors, tensors)
+        ctx.function, ctx.names, ctx.others = function, names, others
         parts: tuple[torch.Tensor, ...] = ()
         for name in function.masks:
-            if isinstance(given.get(name), MaskTensors):
-                ctx.others[name], parts = given[name].specification, given[name].tensors
+            mask = others.get(name)
+            if isinstance(mask, MaskTensors):
+                others[name], parts = mask.specification, mask.tensors
         ctx.parts = len(parts)
-        ctx.save_for_backward(*parts, *tensors.values(), *kept)
+        ctx.save_for_backward(*parts, *inputs, *kept)
         ctx.set_materialize_grads(False)
         return results
 
@@ -135,20 +135,21 @@ class Learning(torch.autograd.Function):
     def backward(ctx: _Learned, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
             return torch.compiler.disable(Learning.backward)(ctx, *of_results)
-        function, saved = ctx.function, ctx.saved_tensors
-        end = ctx.parts + len(ctx.names)
-        given = ctx.others | dict(zip(ctx.names, saved[ctx.parts : end], strict=True))
+        function, names, saved = ctx.function, ctx.names, ctx.saved_tensors
+        end = ctx.parts + len(names)
+        given = ctx.others | dict(zip(names, saved[ctx.parts : end], strict=True))
         for name in function.masks:
             if isinstance(given.get(name), str):
                 given[name] = MaskTensors(given[name], saved[: ctx.parts])
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[1 : 1 + len(function.learned)]]
+        needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
+        wanted = [needed.get(name, False) for name in function.learned]
         if torch.is_grad_enabled() or needs_operator((*of_results, *saved)):
             results = saved[end:] if function.row.saved else ()
-            grads = spread(
-                function.call_backward(*of_results, *results, *function.operands.of(given), wanted), wanted
-            )
+            operands = function.operands.of(given)
+            grads = spread(function.call_backward(*of_results, *results, *operands, wanted), wanted)
         else:
             check_no_tangents(function.backward_names, of_results, function.name)
             found: Any = function.differentiate(of_results, given, saved[end:], wanted)
-            grads = [to_tensor(grad) if needed else None for grad, needed in zip(found, wanted, strict=True)]
-        return None, *grads, None
+            grads = [to_tensor(grad) if want else None for grad, want in zip(found, wanted, strict=True)]
+        by_name = dict(zip(function.learned, grads, strict=True))
+        return None, None, None, *[by_name.get(name) for name in names]
