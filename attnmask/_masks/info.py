@@ -1471,6 +1471,13 @@ class MaskInfo(OtherWays):
         """
         return derived.array_protocol(self._state, dtype, copy)
 
+    def __dlpack__(self, **given: Any) -> Any:
+        """Return a copy of `attention_mask` for other libraries, as in ``torch.as_tensor(mask)``."""
+        return np.array(self).__dlpack__(**given)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return np.empty(0).__dlpack_device__()
+
     def to_dtype(self, dtype: DTypeLike) -> Self:
         """Return the same mask with an `attention_mask` of another type.
 

@@ -365,3 +365,13 @@ def test_the_compiler_is_not_imported():
     )
     result = python(code, **import_paths())
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float32, np.int16])
+def test_a_mask_as_a_tensor(torch, dtype):
+    """A copy of the array of all pairs."""
+    mask = attnmask.MaskInfo.from_segments([[0, 0, 1]]).apply_causal().to_dtype(dtype)
+    for made in (torch.as_tensor(mask), torch.from_dlpack(mask)):
+        assert torch.equal(made, torch.from_numpy(np.array(mask)))
+        made.zero_()
+    assert np.asarray(mask).any()
