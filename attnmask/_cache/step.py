@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inspect import signature
 from itertools import accumulate, islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,9 +17,6 @@ from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kv
 from attnmask._common.arguments import as_array, describe, integer_array, per_row, place
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments, Array
-
-if TYPE_CHECKING:
-    from attnmask._cache.pages import KVCache
 
 __all__ = ["KVCacheStep", "SequencePages", "Tokens", "numbers_of", "page_list", "table_of"]
 
@@ -73,7 +70,8 @@ class Tokens(Generic[_Given, _Found]):
         "_taken",
     )
 
-    def __init__(self, cache: KVCache, ids: ArrayLike, counts: ArrayLike) -> None:
+    def __init__(self, cache: Any, ids: ArrayLike, counts: ArrayLike) -> None:
+        # The cache is a `KVCache`, whose module imports this one.
         cache._check_no_step()
         self._cache, self._begun = cache, False
         self._attended: set[int] = set()  # the layers that have got their tokens
