@@ -129,7 +129,7 @@ class KVCache:
     10
     """
 
-    # What differs for arrays of another library, and below in steps.
+    # Other libraries replace these two; their steps replace how tokens are read and what attends.
     _result: Callable[[_Array], _Array] = staticmethod(np.asarray)  # type: ignore[assignment]
     _step_kind: type[KVCacheStep] = KVCacheStep
 

@@ -43,10 +43,8 @@ class Kind(Enum):
     OUT = "out"  # takes the result
 
 
-ARRAYS = (
-    *(Kind.LEARNED, Kind.TERM, Kind.STATE, Kind.DATA, Kind.STARTS, Kind.SLOTS),
-    *(Kind.LENGTHS, Kind.MASK, Kind.DIAGONAL),
-)  # or, those of the second line, what may stand for one
+_MAYBE_ARRAYS = (Kind.LENGTHS, Kind.MASK, Kind.DIAGONAL)
+ARRAYS = (Kind.LEARNED, Kind.TERM, Kind.STATE, Kind.DATA, Kind.STARTS, Kind.SLOTS, *_MAYBE_ARRAYS)
 _CONSTANTS = {"TOP_LEFT": TOP_LEFT}
 
 

@@ -27,13 +27,13 @@ from attnmask._common.arguments import TOP_LEFT, AxisName, Offsets, describe, fl
 from attnmask._common.debug import traced
 from attnmask._common.graphs import left_to_python
 from attnmask._common.keywords import hides
-from attnmask._common.types import AnyFunction, Array, Axes, BlockMask
+from attnmask._common.types import AnyFunction, Arguments, Array, Axes, BlockMask
 from attnmask._faces.habits import ask
 from attnmask._masks import derived, sources, transforms
 from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
 from attnmask._masks.sharding import MaskSharding, shardings
-from attnmask._masks.state import ARRAYS, DETAILS, FLAGS, State, changed, with_details
+from attnmask._masks.state import ARRAYS, AXES, DETAILS, FLAGS, POSITIONS, State, changed, with_details
 
 
 class MaskInfo(OtherWays):
@@ -64,8 +64,9 @@ class MaskInfo(OtherWays):
     q_positions, kv_positions : array_like of integers, shape [B, Q] ([B, K]), optional
         Positions of tokens, for the properties of that name.
     token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in : bool
-        What `attention_mask` has been narrowed by, for `baked_in_masks`. They change no pair: write `apply_causal` and
-        the like to narrow a mask. ValueError for a mask that is no array, or that allows keys after their query.
+        True if `attention_mask` was already narrowed that way; `baked_in_masks` reports it. Flags mask nothing out: use
+        `apply_causal` and the other `apply_*` methods for that. A flag without an `attention_mask` is a ValueError, and
+        so is the first one if the mask allows keys after their query.
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
 
@@ -112,10 +113,16 @@ class MaskInfo(OtherWays):
         sequence_axis_name: AxisName = "sp",
     ) -> None:
         arrays = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
-        flags = causal_mask_baked_in, sliding_window_baked_in, chunked_mask_baked_in, token_type_ids_baked_in
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        values = (*arrays, q_positions, kv_positions, *flags, *axes)
-        self._held, self._leaves = changed(State(), dict(zip(ARRAYS + DETAILS, values, strict=True))), None
+        values = (*arrays, q_positions, kv_positions, *axes)
+        given: Arguments = dict(zip((*ARRAYS, *POSITIONS, *AXES), values, strict=True))
+        given |= {
+            FLAGS["causal"]: causal_mask_baked_in,
+            FLAGS["sliding_window"]: sliding_window_baked_in,
+            FLAGS["chunked"]: chunked_mask_baked_in,
+            FLAGS["token_type_ids"]: token_type_ids_baked_in,
+        }
+        self._held, self._leaves = changed(State(), given), None
 
     # Making one
 

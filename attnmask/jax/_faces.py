@@ -55,7 +55,7 @@ def _flags_of(names: Iterable[str]) -> int:
 
 
 def on_copies(row: Row, given: Arguments, writes: bool = True) -> tuple[Any, ByName]:
-    """Compute with NumPy. Return the results, and what is written to, of which NumPy gets copies."""
+    """Compute with NumPy on copies of what the function writes to. Return its results and these copies."""
     arrays = {name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()}
     states = {
         name: np.array(arrays[name]) for name in row.of(Kind.STATE) if given[name] is not None and writes

@@ -12,13 +12,13 @@ from attnmask.jax._types import ByName, Results
 
 
 def differentiable(forward: AnyFunction, backward: AnyFunction, count: int) -> AnyFunction:
-    """Return a function of learned and other arrays with gradients, and with so many results.
+    """Return a differentiable function of learned and other arrays that has `count` results.
 
     ``forward(learned, others, for_gradients)``
-        the results, and for gradients what these need
+        Return the results, followed by what `backward` needs if `for_gradients`.
     ``backward(learned, others, wanted, kept, of_results)``
-        the gradients of the learned arrays that are wanted, for those of the results, of which all but the first may
-        be None
+        Return the gradients of the learned arrays named in `wanted`. `kept` is what `forward` added to the results, and
+        `of_results` are the gradients of the results. Only the first is always there; the others may be None.
     """
 
     @jax.custom_vjp

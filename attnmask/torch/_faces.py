@@ -6,12 +6,12 @@ A function with gradients is two operators, and one without is one::
     gradients = torch.ops.attnmask.linear_attention_backward(dout, dstate, query, key, value, ..., wanted)
     out = torch.ops.attnmask.linear_attention_step(query, key, value, state, ...)
 
-All results are always there. `wanted` says of the arguments that have gradients whether they are to be returned.
-Gradients take the arguments, from which they compute again what they need, or if the row says so the results. Where
-these have 16 bits, an operator named ``…_wide`` is called instead, with one result more: the first before it was
-rounded, which gradients take in its place. Plain calls go to C without an operator, and keep what gradients need.
+Operators return all results. `wanted` is a list of bools: which gradients to return. The gradient's operator
+recomputes what it needs from the arguments, or takes the results if the row has them in `saved`. For 16-bit types an
+operator named ``…_wide`` then returns the first result a second time, before rounding, and the gradient takes that
+one. Calls outside graphs go to C without an operator, and keep what gradients need.
 
-Their operands are described in ``_operands.py``.
+``_operands.py`` describes the operands, and ``_gradients.py`` how functions take part in autograd and ``torch.func``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from typing import Any, Literal
 
 from numpy.typing import ArrayLike
 
-from attnmask._common.arguments import (
-    describe,
-    flag,
-    suit_hint,
-)
+from attnmask._common.arguments import describe, flag, suit_hint
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.rows import Argument, Face, Kind, LayoutError, Row, function, library_doc
 from attnmask.torch import _operators as operators
@@ -34,11 +30,7 @@ from attnmask.torch._gradients import Learning, held, transforms
 from attnmask.torch._import import torch
 from attnmask.torch._masks import restored
 from attnmask.torch._operands import LEARNED, Operands
-from attnmask.torch._operators import (
-    check_no_tangents,
-    needs_operator,
-    tensors_among,
-)
+from attnmask.torch._operators import check_no_tangents, needs_operator, tensors_among
 from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
 from attnmask.torch._types import MaybeTensor, Shaped
 
@@ -54,9 +46,6 @@ TORCH = Face(
     imports="torch",
     dtype="torch.dtype",
 )
-# Functions
-
-
 _NO_OUT = {"out": None}
 
 
@@ -73,13 +62,13 @@ class _Function:
         self.learned = row.of(*LEARNED)
         self.masks, self.dtypes = row.of(Kind.MASK), row.of(Kind.DTYPE)
         self.starts = row.of(Kind.STARTS)
-        self.chances = row.of(Kind.CHANCE)
+        self.chances, self.seeds = row.of(Kind.CHANCE), row.of(Kind.SEED)
 
     # Arguments and operands
 
     def prepared(self, given: Arguments) -> Arguments:
-        """Return checked arguments. Under autocast, cast tensors that the row says, and those of 16-bit types that must
-        have the type of these.
+        """Check arguments, and cast them under autocast: those in ``row.cast``, and 16-bit tensors that must have the
+        same type.
         """
         given = self.operands.check(given)
         return self.cast(given) if torch.is_autocast_enabled("cpu") else given
@@ -155,9 +144,8 @@ class _Function:
 
     def drawn(self, given: Arguments, in_graph: bool) -> Arguments:
         """Return the arguments with the seed of what is drawn."""
-        for name in self.chances:
+        for name, seed in zip(self.chances, self.seeds, strict=True):
             if name in given:
-                seed = name.replace("_prob", "_seed")
                 return given | {seed: operators.seed_of(given[name], given.get(seed), in_graph)}
         return given
 

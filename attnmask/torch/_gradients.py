@@ -37,7 +37,7 @@ def transforms(function: Any) -> tuple[Any, Any]:
         raise RuntimeError(NO_SECOND.format(function.name))
 
     def keep_none(ctx: object, inputs: object, output: object) -> None:
-        """Keep nothing for a second derivative, which there is not."""
+        """Keep nothing: second derivatives are not supported."""
 
     operands, row, count = function.operands, function.row, len(function.row.results)
     first_list, end = operands.tensors, operands.tensors + operands.lists

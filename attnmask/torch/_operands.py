@@ -1,4 +1,7 @@
-"""What operators take for the arguments of a function. Those that PyTorch has no type for are two operands or three."""
+"""Operands: what PyTorch's operators take for the arguments of a function.
+
+An argument of a type that operators do not have becomes two or three operands (`_PARTS`), such as a mask.
+"""
 
 from __future__ import annotations
 
@@ -126,10 +129,11 @@ def _order(part: str) -> int:
 
 
 class Operands:
-    """The operands of a row: tensors first, of which those with gradients come first, as a schema names them.
+    """The operands of a row, in the order of its schema: tensors with gradients, other tensors, then the rest.
 
-    What checks arguments, and turns them into operands and back, is compiled from text: what a graph's compiler sees
-    of it, it would look at again in every call.
+    Three functions are compiled from text: `check` checks arguments, `of` turns them into operands, and `arguments`
+    turns operands back. As loops over the row, they would be slower: ``torch.compile`` guards every attribute that it
+    reads while tracing, and evaluates the guards in each call.
     """
 
     def __init__(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""What the functions of tensors have in common: checks, casts, and the registration of operators."""
+"""Shared by all functions of tensors: checks, casts, and the registration of operators."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

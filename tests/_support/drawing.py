@@ -51,7 +51,7 @@ def value_of(value: Any, rng: Rng, sizes: Sizes) -> Any:
 
 
 def draw(rng: Rng, *rows: Any, chance: float = 1, **sizes: int) -> Arguments:
-    """Values of rows, each of which maps names to values, or is drawn itself; each argument is given with a chance."""
+    """Draw arguments from rows: dicts of names and values, or draws of such dicts. Each is kept with this chance."""
     found: Arguments = {}
     for row in rows:
         for name, value in value_of(row, rng, sizes).items():
@@ -75,7 +75,7 @@ def made(make: Callable[[Rng], Any]) -> Draw:
 FLAG = one(False, True)
 
 
-# Arrays: a layout is as "2, H, n", of which letters that no other argument fixes are drawn
+# Arrays. A layout is text such as "2, H, n"; the size of a letter is drawn where it first occurs
 
 
 def shape_of(layout: str, rng: Rng, sizes: Sizes) -> tuple[int, ...]:
