@@ -15,12 +15,13 @@ from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._faces import torch_function
 from attnmask.torch._import import torch
+from attnmask.torch._masks import mask_tensors, restored
 from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator
 from attnmask.torch._states import MaskTensors
 
 _attend, _attend_to_cache, _write = map(torch_function, (ATTENTION, CACHE, WRITE))
 
-# Plain calls, which ask for little: ``attnmask::flash_attention_plain`` is sooner called, and knows no gradient.
+# Plain calls, which ask for little: their operators are sooner called, and know no gradient.
 
 
 def _plain_on_cpu(
@@ -30,9 +31,12 @@ def _plain_on_cpu(
     causal: bool,
     offset: "int | None",
     scale: "float | None",
+    mask: "MaskInfo | MaskTensors | None" = None,
 ) -> torch.Tensor:
     given: Arguments = {"query": query, "key": key, "value": value, "causal": causal, "softmax_scale": scale}
     tensors = {name: given[name] for name in LEARNED[:3]}
+    if mask is not None:
+        given["attention_mask"] = mask
     more = {} if offset is None else {"causal_offset": offset}
     result: torch.Tensor = _attend.compute(given | more, False, tensors)
     return result
@@ -44,7 +48,24 @@ def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_:
     return query.new_empty(shape)
 
 
-# The same in C, which leaves to it what is unusual, or wrong.
+def _masked_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_tensors: list[torch.Tensor],
+    mask_specification: str,
+    *others: Any,
+) -> torch.Tensor:
+    mask = restored(mask_specification, mask_tensors)
+    return _plain_on_cpu(query, key, value, *others, mask)
+
+
+def _masked_fake(*operands: Any) -> torch.Tensor:
+    operators.check_devices((*LEARNED[:3], "mask_tensors"), operands[:4])
+    return _plain_fake(*operands)
+
+
+# `_plain_on_cpu` in C, which leaves to it what is unusual, or wrong.
 _plain = _core.tensor_attention(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _plain_on_cpu)
 _plain_operator = operators.register(
     "flash_attention_plain",
@@ -52,6 +73,14 @@ _plain_operator = operators.register(
     "Tensor",
     _plain,
     _plain_fake,
+)
+_masked_operator = operators.register(
+    "flash_attention_masked",
+    "Tensor query, Tensor key, Tensor value, Tensor[] mask_tensors, str mask_specification, "
+    "bool causal, SymInt? offset, float? softmax_scale",
+    "Tensor",
+    _masked_on_cpu,
+    _masked_fake,
 )
 
 # Compiled calls look again at every global name and attribute that was read to compile them: these are few.
@@ -63,14 +92,13 @@ _are_transforms_active = operators.are_transforms_active
 _PLAIN_OPTIONS = {"causal", "causal_offset", "softmax_scale"}
 
 
-def _is_plain(tensors: Sequence[Any], others: Sequence[object], more: Arguments) -> bool:
-    """Return whether ``attnmask::flash_attention_plain`` can answer a call; `others` must be None."""
+def _is_plain(tensors: Sequence[Any], mask: object, bias: object, more: Arguments) -> bool:
+    """Return whether an operator of plain calls can answer a call."""
     for x in tensors:
         if not (isinstance(x, _Tensor) and x.is_cpu):
             return False
-    for x in others:
-        if x is not None:
-            return False
+    if bias is not None or not (mask is None or isinstance(mask, MaskInfo)):
+        return False
     for name, x in more.items():
         if name == "causal":
             usual = x is True or x is False
@@ -168,13 +196,21 @@ def flash_attention(
     """
     compiling = _is_compiling()
     tensors = query, key, value
-    if return_lse is False and _is_plain(tensors, (attention_mask, bias), more):
-        causal, scale = more.get("causal", False), more.get("softmax_scale")
+    if return_lse is False and _is_plain(tensors, attention_mask, bias, more):
+        causal, offset, scale = more.get("causal", False), more.get("causal_offset"), more.get("softmax_scale")
+        mask: Any = attention_mask
         if compiling:
-            return _plain_operator(*tensors, causal, more.get("causal_offset"), scale)
+            if mask is None:
+                return _plain_operator(*tensors, causal, offset, scale)
+            described = mask_tensors(mask)
+            return _masked_operator(
+                *tensors, list(described.tensors), described.specification, causal, offset, scale
+            )
         check_no_tangents(LEARNED, tensors, "flash_attention")
         if more.keys() <= _PLAIN_OPTIONS and not needs_operator(tensors):
-            return _plain(*tensors, causal, more.get("causal_offset"), scale)
+            if mask is None:
+                return _plain(*tensors, causal, offset, scale)
+            return _plain_on_cpu(*tensors, causal, offset, scale, mask)
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     if not more.keys() <= DEFAULTS.keys():
