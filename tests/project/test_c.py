@@ -37,3 +37,16 @@ def test_macros_have_few_inputs():
     for path in sorted(CSRC.rglob("*.[ch]")):
         for name, inputs in re.findall(r"# *define (\w+)\(([^)]*)\)", path.read_text(encoding="utf-8")):
             assert inputs.count(",") < MOST_INPUTS, (path.name, name)
+
+
+def test_templates_name_their_inputs():
+    arithmetic = set(re.findall(r"# *define (\w+)", (CSRC / "kernels/attention/f32.h").read_text()))
+    for path in sorted(CSRC.rglob("*_tpl.h")):
+        text = path.read_text(encoding="utf-8")
+        code = re.sub(COMMENT_OR_STRING, " ", text, flags=re.DOTALL)
+        guard = re.match(r"\s*#if(?:ndef|.*!defined).*\n# *error", code)
+        assert guard, path.name
+        assert f'#    error "{path.name} needs ' in text, path.name
+        known = set(re.findall(r"defined (\w+)|# *(?:define|ifn?def) (\w+)", text))
+        known = {name for names in known for name in names}
+        assert known | arithmetic >= set(re.findall(r"# *undef (\w+)", text)), path.name

@@ -1,5 +1,9 @@
-/* additive_tpl.h – the first negative, infinite or NaN number of a row, as unsigned integers T, and what the
- * row has. They were written as floats, so that a plain T would be another object to the compiler. */
+/* additive_tpl.h – the first negative, infinite or NaN number of a row, and what the row has. */
+#if !defined T || !defined FN
+#    error "additive_tpl.h needs T (an unsigned integer as wide as a number) and FN(name)"
+#endif
+
+/* Numbers were written as floats, so that a plain T would be another object to the compiler. */
 typedef T FN(bits_of) __attribute__((may_alias));
 
 static ptrdiff_t FN(first_additive)(const char *row, ptrdiff_t stride, ptrdiff_t count, T infinity, T one,

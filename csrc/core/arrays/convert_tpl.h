@@ -1,5 +1,7 @@
-/* convert_tpl.h – the integer type T to and from int64, with checks that vanish where nothing can overflow.
- */
+/* convert_tpl.h – integers to and from int64, with checks that vanish where nothing can overflow. */
+#if !defined T || !defined FN
+#    error "convert_tpl.h needs T (the type of the integers) and FN(name)"
+#endif
 
 static bool FN(load)(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
 {

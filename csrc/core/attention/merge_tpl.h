@@ -1,5 +1,7 @@
-/* merge_tpl.h – merges rows of partial attention results, and computes their gradients, in the precision
- * T. */
+/* merge_tpl.h – merges rows of partial attention results, and computes their gradients. */
+#if !defined T || !defined TYPE || !defined FN || !defined EXP || !defined LOG
+#    error "merge_tpl.h needs T and TYPE (what it computes in), FN(name), EXP(x) and LOG(x) (of a T)"
+#endif
 
 /* Finds the weight of each part in the row at `place` (batch, token, head); it is negative for a part without
  * a live pair. Returns the row's lse. */

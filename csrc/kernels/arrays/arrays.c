@@ -71,9 +71,8 @@
 #define FN(name) name##_64
 #include "kernels/arrays/sequences_tpl.h"
 
-#include "kernels/arrays/mask_tpl.h"
-#include "kernels/arrays/words_tpl.h"
-#include "kernels/arrays/keep_tpl.h"
+#include "kernels/arrays/bits.h"
+#include "kernels/arrays/words.h"
 
 #define T uint8_t
 #define MASK 0xff

@@ -1,4 +1,7 @@
 /* convert_rows_tpl.h – whole rows of sixteen-bit floats to float32 and back. */
+#ifndef FN
+#    error "convert_rows_tpl.h needs FN(name) (for one kind of these floats)"
+#endif
 
 static void FN(widen)(float *dst, const uint16_t *src, ptrdiff_t count)
 {

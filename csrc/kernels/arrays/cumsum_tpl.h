@@ -1,4 +1,4 @@
-/* cumsum_tpl.h – running sums of elements T, which MEM reads and writes, in vectors V of LANES elements.
+/* cumsum_tpl.h – running sums.
  *
  *     out[t] = scale * (carry + x[0] + … + x[t])
  *
@@ -6,6 +6,12 @@
  * adds the sum of the block. That costs one addition per step more than adding to a single sum, and needs no
  * compensation term. Infinities and NaN need no special care, since the carry itself follows IEEE rules.
  */
+#if !defined V || !defined VOP || !defined LANES
+#    error "cumsum_tpl.h needs V (vectors that are summed), VOP(op) (their operations) and LANES"
+#endif
+#if !defined T || !defined MEM || !defined FN
+#    error "cumsum_tpl.h needs T (an element), MEM(op) (its loads and stores) and FN(name)"
+#endif
 
 enum {
     FN(LINE) = 64 / (int)sizeof(T), /* elements per cache line */

@@ -1,5 +1,8 @@
-/* interleave_tpl.h – splits and joins a few rows of elements as wide as T. Compilers know the shuffles for it
- * if the number of rows is known. */
+/* interleave_tpl.h – splits and joins a few rows of elements. Compilers know the shuffles for it if the
+ * number of rows is known. */
+#if !defined T || !defined FN
+#    error "interleave_tpl.h needs T (an integer as wide as an element) and FN(name)"
+#endif
 
 INLINE void FN(split_rows)(T *restrict to, ptrdiff_t stride, const T *restrict from, ptrdiff_t count,
                            const int rows)

@@ -1,4 +1,7 @@
-/* mask_bits_tpl.h – converts up to 64 elements of SIZE bits to a word of bits, and back. */
+/* mask_bits_tpl.h – converts up to 64 elements to a word of bits, and back. */
+#ifndef SIZE
+#    error "mask_bits_tpl.h needs SIZE (the bits of an element)"
+#endif
 #define NAME_(name, size) name##_##size
 #define NAME2(name, size) NAME_(name, size)
 #define FN(name) NAME2(name, SIZE)

@@ -1,5 +1,8 @@
-/* mask_rows_tpl.h – scans rows of a mask with elements T. An element counts as zero if its bits in MASK are
- * zero. BITS(src, count, MASK) returns a bit for each of up to 64 elements. */
+/* mask_rows_tpl.h – scans rows of a mask. */
+#if !defined T || !defined MASK || !defined BITS || !defined FN
+#    error "mask_rows_tpl.h needs T (as wide as an element), MASK (its bits that count), FN(name) and"
+#    error "BITS(src, count, MASK), which returns a bit for each of up to 64 elements"
+#endif
 
 enum { FN(STRETCH) = 512 / (int)sizeof(T) };
 

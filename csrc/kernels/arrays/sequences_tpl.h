@@ -1,5 +1,7 @@
-/* sequences_tpl.h – computes what the prepare_* functions return for every sequence, in the integer type
- * T. */
+/* sequences_tpl.h – computes what the prepare_* functions return for every sequence. */
+#if !defined T || !defined UNSIGNED || !defined FN
+#    error "sequences_tpl.h needs T (starts and results), UNSIGNED (its unsigned type) and FN(name)"
+#endif
 
 /* dst[i] = (length of sequence i + more) / 2^shift. Returns false if a start or a length is negative;
  * differences may then overflow, and dst is not used. */

@@ -1,10 +1,13 @@
-/* tokens_tpl.h – writes what the prepare_* functions return for every token, in the integer type T (U is its
- * unsigned type): the number of its sequence, its position there, or both.
+/* tokens_tpl.h – writes what the prepare_* functions return for every token: the number of its sequence, its
+ * position there, or both.
  *
  * Sequences are short (documents of a hundred tokens), so their ends matter most: one is written in whole
  * vectors, which may reach into the next one, since that is written afterwards. They never reach beyond
  * `end`, where the tokens of another thread begin.
  */
+#if !defined T || !defined U || !defined FN
+#    error "tokens_tpl.h needs T (the type of results), U (its unsigned type) and FN(name)"
+#endif
 
 INLINE void FN(fill)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end,
                      bool sequences, bool positions)

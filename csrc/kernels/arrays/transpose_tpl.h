@@ -1,4 +1,7 @@
-/* transpose_tpl.h – transposes a matrix of elements as wide as T, in tiles of LANES × LANES. */
+/* transpose_tpl.h – transposes a matrix of elements in tiles of LANES × LANES. */
+#if !defined V || !defined VOP || !defined LANES || !defined T || !defined FN
+#    error "transpose_tpl.h needs V, VOP(op), LANES (vectors), T (as wide as an element) and FN(name)"
+#endif
 
 static void FN(transpose)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
                           ptrdiff_t rows, ptrdiff_t columns)

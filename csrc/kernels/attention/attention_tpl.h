@@ -1,4 +1,7 @@
-/* attention_tpl.h – attention of a block of rows over a tile of keys, for one type of numbers. */
+/* attention_tpl.h – attention of a block of rows over a tile of keys. */
+#if !defined T || !defined EACH_ROWS
+#    error "attention_tpl.h needs f32.h or f64.h (what it computes with), and product_tpl.h"
+#endif
 
 /* Turns products into logits: scale, bias and cap. */
 static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,

@@ -6,9 +6,12 @@
  *     dK = dK + dSᵀ Q
  *     dQ = dQ + dS K
  *
- * A lane of the factors holds WIDTH numbers, which are neighbours in the sum that is taken.
- * AMX_PRODUCTS: by products of amx.h, of HEIGHT rows at a time; dV and dK are transposed.
+ * With AMX_PRODUCTS, by products of amx.h; dV and dK are transposed.
  */
+#if !defined T || !defined STEP || !defined WIDTH || !defined HEIGHT
+#    error "backward_step_tpl.h needs f32.h or f64.h, STEP(name), HEIGHT (rows of a product) and"
+#    error "WIDTH (numbers in a lane of the factors, which are neighbours in the sum that is taken)"
+#endif
 
 /* From row to row of P and dS as p_and_ds makes them. */
 #define JOINED_STRIDE (WIDTH * AM_FLASH_TILE)

@@ -1,5 +1,7 @@
-/* backward_tpl.h – attention backward of a block of rows over a tile of keys, for one type of numbers.
- */
+/* backward_tpl.h – attention backward of a block of rows over a tile of keys. */
+#if !defined T || !defined EACH_ROWS
+#    error "backward_tpl.h needs f32.h or f64.h (what it computes with), and product_tpl.h"
+#endif
 
 /* A product of the backward step, c = a bᵀ or sum += a b or aᵀ b: rows of a, `stride` from row to row of what
  * has `columns`, which is a in the first case, else the sum; of only the live pairs if `live` is not NULL. */

@@ -177,10 +177,12 @@ static inline vd tanh_tail_f64(vd z)
     return vd_div(vd_mul(p, z), q);
 }
 
-#define KV_KERNELS(type)                                                                                     \
+/* The kernels of a format of keys and values, and members that not all formats have. */
+#define KV_KERNELS(type, ...)                                                                                \
     {.reading = AM_KV_READ,                                                                                  \
      .pack_keys = pack_keys_##type,                                                                          \
      .pack_values = pack_values_##type,                                                                      \
-     .step_unpacked = step_unpacked_##type}
+     .step_unpacked = step_unpacked_##type,                                                                  \
+     __VA_ARGS__}
 
 #endif

@@ -1,4 +1,7 @@
-/* merge_tpl.h – joins what attention has accumulated over other keys, for one type of numbers. */
+/* merge_tpl.h – joins what attention has accumulated over other keys. */
+#if !defined T || !defined EACH_ROWS
+#    error "merge_tpl.h needs f32.h or f64.h (what it computes with), and product_tpl.h"
+#endif
 
 /* Stores the first of LANES numbers, which may be all. */
 static inline void FN(store_first)(T *to, V v, ptrdiff_t count)

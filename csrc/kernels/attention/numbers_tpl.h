@@ -1,5 +1,7 @@
-/* numbers_tpl.h – the kernels for a bias and a result whose elements in memory are S, which MEM loads and
- * stores. */
+/* numbers_tpl.h – the kernels for a bias and a result of one type in memory. */
+#if !defined T || !defined S || !defined MEM || !defined FROM
+#    error "numbers_tpl.h needs f32.h or f64.h, S (an element), MEM(op) (its loads and stores) and FROM(name)"
+#endif
 
 static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
 {

@@ -1,25 +1,30 @@
-/* product_of_tpl.h – the innermost loop of the product, for a b of type S. LOAD loads a vector of a row; or
- * LOADS loads one or two from the row at b, or two from the two rows there that lie half of b_row apart, and
- * LOADS_WIDE four, if that is not twice LOADS. FMA multiplies and adds, and TIMES multiplies. If two loaded
- * vectors hold columns in another order, SPLIT puts sums in that order, and JOIN puts them back.
+/* product_of_tpl.h – the innermost loop of the product.
  *
  * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
  * while the strip before is stored. */
+#if !defined T || !defined EACH_ROWS || !defined S || !defined FROM
+#    error "product_of_tpl.h needs f32.h or f64.h, product_tpl.h, S (a number of b) and FROM(name)"
+#endif
+#if !defined FMA || !defined TIMES || !(defined LOAD || defined LOADS)
+#    error "product_of_tpl.h needs FMA (multiplies, adds), TIMES (multiplies), and LOAD (a vector) or LOADS"
+#endif
 
-#ifndef SPLIT
+#ifndef SPLIT /* where two loaded vectors hold columns in another order: puts sums in that order, JOIN back  \
+               */
 #    define SPLIT(first, second) (void)0
 #    define JOIN(first, second) (void)0
 #endif
-#ifndef LOADS
+#ifndef LOADS /* loads one or two vectors of the row at b, or two of the two rows half of b_row apart there  \
+               */
 #    define LOADS(b, b_row, vectors, to) *(to)[0] = LOAD(b), *(to)[1] = LOAD((b) + ((vectors) > 1) * LANES)
 #endif
-#ifndef SUM_A_COLUMN
-#    define SUM_A_COLUMN AM_FLASH_TILE /* from row to row of P and dS in backward */
-#endif
-#ifndef LOADS_WIDE
+#ifndef LOADS_WIDE /* loads four */
 #    define LOADS_WIDE(b, b_row, to)                                                                         \
         LOADS(b, b_row, 2, to);                                                                              \
         LOADS((b) + FN(PANEL), b_row, 2, (to) + 2)
+#endif
+#ifndef SUM_A_COLUMN /* from row to row of P and dS in backward */
+#    define SUM_A_COLUMN AM_FLASH_TILE
 #endif
 
 /* What is multiplied, and where sums go: c += a b or c = a b, of sums of `length` products. Functions that

@@ -1,8 +1,10 @@
-/* product_tpl.h – the product of attention forward and backward, and two functions, for one
- * type of numbers.
+/* product_tpl.h – the product of attention forward and backward, and two functions.
  *
  * A strip of up to STRIP rows times a panel of PANEL columns, or half a strip times two, which fill the
  * vector registers. */
+#ifndef T
+#    error "product_tpl.h needs f32.h or f64.h (what it computes with)"
+#endif
 
 enum {
     FN(PANEL) = 2 * LANES,

@@ -1,4 +1,7 @@
-/* rows_tpl.h – loads, adds and multiplies rows of numbers, for one type of numbers. */
+/* rows_tpl.h – loads, adds and multiplies rows of numbers. */
+#if !defined T || !defined EACH_ROWS
+#    error "rows_tpl.h needs f32.h or f64.h (what it computes with), and product_tpl.h"
+#endif
 
 static bool FN(load_rows)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
                           ptrdiff_t rows, ptrdiff_t head_dim)

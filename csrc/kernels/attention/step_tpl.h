@@ -5,9 +5,12 @@
  *                     it by more than FLASH_SLACK
  *     O = O + P V     one panel of columns after the other
  *
- * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
- * is only partly live, each strip takes the columns from its first live one to its last.
+ * Of a tile that is only partly live, each strip takes the columns from its first live one to its last.
  */
+#if !defined T || !defined STEP || !defined WIDTH || !defined EXP2_TERMS
+#    error "step_tpl.h needs f32.h or f64.h, STEP(name), EXP2_TERMS (coefficients of 2^x) and"
+#    error "WIDTH (numbers in a lane of Q, K, P or V, which are neighbours in the sum that is taken)"
+#endif
 
 /* Whether a logit exceeds `running_max` by so much that the row is rescaled. */
 static inline bool STEP(exceeds_running_max)(V most, const T *running_max)

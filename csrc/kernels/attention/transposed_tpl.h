@@ -4,6 +4,9 @@
  *     Pᵀ = e^(Sᵀ - m)   lane by lane, which are rows here; m is the running max
  *     O = O + (Pᵀ)ᵀ V   one panel of columns after the other
  */
+#if !defined T || !defined STEP || !defined WIDTH || !defined EXP2_TERMS
+#    error "transposed_tpl.h needs what step_tpl.h does, which includes it"
+#endif
 
 /* Stores P of neighbouring keys where `add_product_transposed` reads it, and adds it to `total`. */
 INLINE V STEP(store_p_transposed)(T *to, const V *p, const int count, V total)

@@ -8,6 +8,9 @@
  *
  * Gradients go the same way back, from those of out and of the next state to those of everything. Products
  * with a state, and those of values by values, are large, and may round their factors. */
+#if !defined T || !defined HEIGHT || !defined VECTORS
+#    error "chunk_tpl.h needs f32.h or f64.h, HEIGHT and VECTORS (rows and vectors of a tile)"
+#endif
 
 #ifdef ROUNDED
 static ptrdiff_t FN(numbers_of_factors)(const am_linear_shape *s) { return rounded_numbers(s); }

@@ -1,6 +1,8 @@
-/* conv_forward_tpl.h – short convolutions by channel of elements S in memory, which MEM loads and stores;
- * channels lie side by side in vectors. A result is the same sum, in the same order, wherever it lies in a
- * tile. */
+/* conv_forward_tpl.h – short convolutions by channel; channels lie side by side in vectors. A result is the
+ * sum of the same numbers, in the same order, wherever it lies in a tile. */
+#if !defined GET || !defined S || !defined MEM || !defined FROM
+#    error "conv_forward_tpl.h needs conv_tpl.h, S (an element), MEM(op) (loads and stores it) and FROM"
+#endif
 
 /* `rows` results of some vectors of channels, from `lane` on; a width of 0 is any. */
 INLINE void FROM(conv_strip)(S *dst, const S *src, const am_conv_tile *tile, const ptrdiff_t lane,

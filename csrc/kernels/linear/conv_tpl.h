@@ -1,4 +1,7 @@
-/* conv_tpl.h – what short convolutions in one type of numbers share, and their gradients. */
+/* conv_tpl.h – what short convolutions and their gradients share. */
+#if !defined T || !defined EACH_ROWS
+#    error "conv_tpl.h needs f32.h or f64.h (what it computes with), and product_tpl.h"
+#endif
 
 enum { FN(CONV_ROWS) = V_STRIP > 6 ? 8 : 4 }; /* results whose sums do not wait for one another */
 

@@ -1,5 +1,8 @@
-/* multiply_tpl.h – the product of matrices, by the innermost loop of attention's. A lane of depth holds
- * JOINED numbers. */
+/* multiply_tpl.h – the product of matrices, by the innermost loop of attention's. */
+#if !defined T || !defined FROM || !defined JOINED || !defined HEIGHT || !defined VECTORS
+#    error "multiply_tpl.h needs f32.h or f64.h, FROM(name), JOINED (numbers in a lane of depth),"
+#    error "HEIGHT and VECTORS (rows and vectors of a tile)"
+#endif
 
 /* Some rows and columns of a product. */
 INLINE void FROM(tile)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column, ptrdiff_t begin, ptrdiff_t end,

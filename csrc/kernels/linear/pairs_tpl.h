@@ -9,6 +9,9 @@
  * By channel, a chunk is cut into subchunks of SUBCHUNK tokens. Pairs of a subchunk are taken one by one. For
  * a query and an earlier subchunk D is a product of two: of the factors up to the start of the query's
  * subchunk, which is multiplied into the keys, and of those from there on, multiplied into the query. */
+#if !defined T || !defined HEIGHT || !defined VECTORS
+#    error "pairs_tpl.h needs f32.h or f64.h, HEIGHT and VECTORS (rows and vectors of a tile)"
+#endif
 
 #ifndef AM_LINEAR_SUBCHUNK
 #    define AM_LINEAR_SUBCHUNK

@@ -1,5 +1,8 @@
 /* product_tpl.h – the product of matrices from which everything in a chunk is made, the solution of a
  * triangular system by it, and transposing. */
+#if !defined T || !defined EACH_ROWS || !defined HEIGHT || !defined VECTORS
+#    error "product_tpl.h needs f32.h or f64.h, attention/product_tpl.h, HEIGHT and VECTORS (of a tile)"
+#endif
 
 #ifndef AM_LINEAR_PRODUCT
 #    define AM_LINEAR_PRODUCT

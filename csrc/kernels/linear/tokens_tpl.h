@@ -3,6 +3,9 @@
  *     S ← factor S          u ← v, or beta (v - Sᵀ k)          S ← S + k uᵀ          out = Sᵀ q
  *
  * A state goes through the first-level cache in panels of columns, and so comes from further away once. */
+#if !defined T || !defined HEIGHT || !defined VECTORS
+#    error "tokens_tpl.h needs f32.h or f64.h, HEIGHT and VECTORS (rows and vectors of a tile)"
+#endif
 
 /* One token. */
 typedef struct {

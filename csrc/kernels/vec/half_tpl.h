@@ -1,4 +1,7 @@
 /* half_tpl.h – loads and stores less than a vector of sixteen-bit floats. */
+#ifndef FN
+#    error "half_tpl.h needs FN(name) (for one kind of these floats)"
+#endif
 
 #ifndef V_PARTS_16
 static inline vf FN(vf_load_part)(const uint16_t *p, ptrdiff_t count)

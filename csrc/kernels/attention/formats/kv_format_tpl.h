@@ -1,7 +1,13 @@
-/* kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
- * load lanes of them. Keys and values are packed for many rows, and read unpacked for few. Rows of some types
- * are widened before they are read unpacked: then WIDEN writes the numbers of some rows as W, each 1 / UNIT
- * of what it is, and functions named by WIDE read them. */
+/* kv_format_tpl.h – the kernels for keys and values of one type in memory, packed for many rows, and read
+ * unpacked for few. Rows of some types are widened before they are read unpacked: then WIDEN writes the
+ * numbers of some rows as W, each 1 / UNIT of what it is, and functions named by WIDE read them. */
+#if !defined T || !defined S || !defined LOAD || !defined LOAD_PART || !defined FROM || !defined OWN
+#    error "kv_format_tpl.h needs f32.h or f64.h, S (an element), LOAD, LOAD_PART (lanes of them), FROM(name)"
+#    error "and OWN(name) (find_p and add_packed of this arithmetic)"
+#endif
+#if defined WIDE && !(defined W && defined LOAD_WIDE && defined LOAD_PART_WIDE && defined UNIT)
+#    error "kv_format_tpl.h: WIDE(name) needs W, LOAD_WIDE, LOAD_PART_WIDE and UNIT"
+#endif
 
 #ifndef WIDE
 #    define W S
@@ -127,3 +133,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #define FIND_P OWN(find_p)
 #define STEP(name) FN(name)
 #include "kernels/attention/formats/unpacked_tpl.h"
+
+#undef WIDE
+#undef LOAD

@@ -1,5 +1,7 @@
-/* pack_8_tpl.h – packs keys and values of eight bits, NUMBER, as bf16x2. LOAD_SOME loads up to a vector
- * of them as bfloat16. */
+/* pack_8_tpl.h – packs keys and values of eight bits as bf16x2. */
+#if !defined T || !defined NUMBER || !defined LOAD_SOME || !defined FROM
+#    error "pack_8_tpl.h needs f32.h, NUMBER (an element), LOAD_SOME (some as bfloat16) and FROM(name)"
+#endif
 
 typedef struct {
     NUMBER both[2];

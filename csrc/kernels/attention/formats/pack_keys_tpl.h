@@ -1,4 +1,7 @@
-/* pack_keys_tpl.h – packs keys whose lanes in memory are S. LOAD and LOAD_PART load lanes of them. */
+/* pack_keys_tpl.h – packs keys. */
+#if !defined T || !defined S || !defined LOAD || !defined LOAD_PART || !defined FROM
+#    error "pack_keys_tpl.h needs f32.h or f64.h, S (a lane of memory), FROM(name), LOAD and LOAD_PART"
+#endif
 
 /* Loads a square of lanes and transposes it; missing rows and columns are zero. */
 INLINE void FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t stride, ptrdiff_t rows,

@@ -1,5 +1,7 @@
-/* pack_pairs_tpl.h – packs values of type S as bf16x2. LOAD_SOME loads up to a vector of them as
- * bfloat16. */
+/* pack_pairs_tpl.h – packs values as bf16x2. */
+#if !defined T || !defined S || !defined LOAD_SOME || !defined FROM
+#    error "pack_pairs_tpl.h needs f32.h, S (an element), LOAD_SOME (some as bfloat16) and FROM(name)"
+#endif
 
 /* Packs up to a panel's columns of some rows into `lanes` rows of bf16x2. Adds 0 × what it reads to `nothing`
  * unless that is NULL, and prefetches as many lines as it reads. */

@@ -1,5 +1,7 @@
-/* pack_panel_tpl.h – packs values whose elements in memory are S. LOAD and LOAD_PART load lanes of
- * them. */
+/* pack_panel_tpl.h – packs values. */
+#if !defined T || !defined S || !defined LOAD || !defined LOAD_PART || !defined FROM
+#    error "pack_panel_tpl.h needs f32.h or f64.h, S (an element), FROM(name), LOAD and LOAD_PART"
+#endif
 
 /* Packs rows of up to a panel's columns. Adds 0 × what it reads to `nothing`: 0, or NaN if a value is not
  * finite.

@@ -1,13 +1,20 @@
-/* pairs_tpl.h – attention of few rows to keys and values of eight bits, S, which become numbers of
+/* pairs_tpl.h – attention of few rows to keys and values of eight bits, which become numbers of
  * sixteen bits as they are read. The processor's own dot products multiply them in pairs, which are
  * neighbours in head_dim in queries and keys, and neighbouring keys in P and values.
  *
- * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
- * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied.
- * NUMBER_OF_SUM turns sums of values into numbers, and P_UNIT is by what those of a row of P are multiplied.
- * USUAL is a byte that takes no longer than others, for columns that are not there. STEP names the functions
- * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
- * pairs, if it is not so yet, and calls add_pairs. */
+ * The includer defines add_tile, which turns P times the scales of values into pairs, if it is not so yet,
+ * and calls add_pairs. */
+#if !defined T || !defined S || !defined FROM || !defined STEP || !defined FIND_P
+#    error "pairs_tpl.h needs f32.h, S (an element), FROM(name), STEP(name), FIND_P (turn logits into P)"
+#endif
+#if !defined LOAD_WIDE || !defined LOAD_PART_WIDE || !defined FMA || !defined SUMS || !defined ROW_UNIT
+#    error "pairs_tpl.h needs LOAD_WIDE, LOAD_PART_WIDE (pairs of a key), FMA (multiplies, adds), SUMS(name)"
+#    error "(adds up lanes) and ROW_UNIT (by what the sums of a row are multiplied)"
+#endif
+#if !defined P_UNIT || !defined NUMBER_OF_SUM || !defined UNIT || !defined USUAL
+#    error "pairs_tpl.h needs UNIT, NUMBER_OF_SUM (of values), P_UNIT (by what it is multiplied) and"
+#    error "USUAL (a byte that takes no longer than others, for columns that are not there)"
+#endif
 
 /* Values begin … end - 1 of a tile, for the rows of a block. */
 typedef struct {
@@ -122,6 +129,7 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
 #define QUERY_STEP am_packed_query_lanes
 #include "kernels/attention/formats/unpacked_tpl.h"
 
+#undef WIDE
 #undef P_UNIT
 #undef NUMBER_OF_SUM
 #undef USUAL

@@ -1,10 +1,20 @@
-/* unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
- * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
- * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says by what the sums of a
- * row are multiplied, and SUMS names the functions that add up lanes. Where one load has the numbers of two
- * vectors (PARTS), PART_OF takes one of them; a rest of one vector is in order. In either case the includer
- * says where such queries are, which are zero behind the last number. AT_ONCE tells whether add_values takes
- * the values of all runs at once if all are live. */
+/* unpacked_tpl.h – attention of few rows to unpacked keys and values. */
+#if !defined T || !defined S || !defined W || !defined UNIT || !defined FROM || !defined STEP
+#    error "unpacked_tpl.h needs f32.h or f64.h, S (an element), W (as it is read, 1 / UNIT of it), FROM"
+#    error "and STEP(name) (turns logits into P)"
+#endif
+#if !defined LOAD_WIDE || !defined LOAD_PART_WIDE || !defined FMA || !(defined AT_ONCE || defined NUMBERS)
+#    error "unpacked_tpl.h needs LOAD_WIDE, LOAD_PART_WIDE (lanes of W), FMA (multiplies, adds) and AT_ONCE"
+#    error "(whether add_values, which adds P V, takes the values of all runs at once if all are live)"
+#endif
+#if defined NUMBERS && !(defined SUMS && defined ROW_UNIT && defined QUERIES && defined QUERY_STEP)
+#    error "unpacked_tpl.h: lanes of NUMBERS of S need ROW_UNIT (by what the sums of a row are multiplied),"
+#    error "SUMS(name) (adds up lanes), QUERIES and QUERY_STEP (such queries, zero behind the last number)"
+#endif
+#if defined PARTS && !(defined PART_OF && defined LOAD_PART && defined QUERIES && defined QUERY_STEP)
+#    error "unpacked_tpl.h: loads of PARTS vectors need PART_OF (takes one), LOAD_PART (a rest of one vector,"
+#    error "in order), QUERIES and QUERY_STEP (such queries, zero behind the last number)"
+#endif
 
 #ifndef NUMBERS
 #    define NUMBERS 1
@@ -364,12 +374,10 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
 #undef ROW_UNIT
 #undef S
 #undef W
-#undef WIDE
 #undef WIDEN
 #undef UNIT
 #undef LOAD_WIDE
 #undef LOAD_PART_WIDE
-#undef LOAD
 #undef LOAD_PART
 #undef FMA
 #undef STEP

@@ -1,4 +1,4 @@
-/* words_tpl.h – transposes matrices of bits, and compares rows of a mask by words of 64 bits. */
+/* words.h – transposes matrices of bits, and compares rows of a mask by words of 64 bits. */
 
 INLINE void swap_quarters(uint64_t *rows, const int tiles, const int size, const uint64_t low)
 {
