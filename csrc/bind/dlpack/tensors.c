@@ -166,20 +166,22 @@ static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs
 
 static PyMethodDef attend_method = {"attend", (PyCFunction)(void *)attend, METH_FASTCALL, NULL};
 
+typedef struct {
+    PyObject *exchange, *other; /* borrowed */
+} arguments;
+
 /* The other function itself if there is no table, or one of a version that is not known. */
-static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *bind(PyObject *module, const arguments *a)
 {
-    PyObject *capsule, *other;
-    const am_param params[] = {{"exchange", am_to_object, &capsule}, {"other", am_to_object, &other}};
-    if (am_parse("tensor_attention", args, nargs, params, 2) < 0) return NULL;
-    if (!PyCapsule_IsValid(capsule, TABLE)) return Py_NewRef(other);
-    const am_dl_exchange *exchange = PyCapsule_GetPointer(capsule, TABLE);
-    if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(other);
+    if (!PyCapsule_IsValid(a->exchange, TABLE)) return Py_NewRef(a->other);
+    const am_dl_exchange *exchange = PyCapsule_GetPointer(a->exchange, TABLE);
+    if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(a->other);
     am_owned PyObject *bound =
-        Py_BuildValue("OOONN", module, capsule, other, PyUnicode_InternFromString("requires_grad"),
+        Py_BuildValue("OOONN", module, a->exchange, a->other, PyUnicode_InternFromString("requires_grad"),
                       PyUnicode_InternFromString("is_neg"));
     return bound ? PyCFunction_New(&attend_method, bound) : NULL;
 }
+AM_FUNCTION(tensor_attention, bind(module, a), AM_ARG(exchange, am_to_object), AM_ARG(other, am_to_object))
 
 /* --- Properties for PyTorch's compiler --- */
 

@@ -14,43 +14,58 @@ PyObject *am_describe(void *object) { return am_ask(AM_DESCRIBE, "(O)", object);
         return object == Py_None ? 0 : convert(object, name, dst);                                           \
     }
 
+static void *field_of(const am_param *param, void *arguments) { return (char *)arguments + param->at; }
+
 /* The array that an argument was converted to; NULL: none. */
-static PyArrayObject *converted(const am_param *param)
+static PyArrayObject *converted(const am_param *param, void *arguments)
 {
-    am_to *const of_arrays[] = {am_to_array,  am_to_array_or_none,  am_to_readable, am_to_readable_or_none,
-                                am_to_starts, am_to_starts_or_none, am_to_mask};
-    for (size_t i = 0; i < sizeof of_arrays / sizeof *of_arrays; i++) {
-        if (param->convert == of_arrays[i]) return *(PyArrayObject **)param->dst; /* starts begin with it */
-    }
-    return NULL;
+    const bool holds = param->holds == AM_HOLDS_ARRAY || param->holds == AM_HOLDS_STARTS;
+    return holds ? *(PyArrayObject **)field_of(param, arguments) : NULL; /* starts begin with it */
 }
 
 /* An array that is written to must not share memory with any other argument: neither with the caller's own
  * array, which a converter may have copied, nor with what became of an object of another library. */
-static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
+static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out,
+                       void *arguments)
 {
-    PyArrayObject *written = ((const am_out *)params[out].dst)->array;
+    PyArrayObject *written = ((const am_out *)field_of(&params[out], arguments))->array;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i == out || params[i].convert == am_to_object) continue;
-        PyArrayObject *input = PyArray_Check(args[i]) ? (PyArrayObject *)args[i] : converted(&params[i]);
+        PyArrayObject *input =
+            PyArray_Check(args[i]) ? (PyArrayObject *)args[i] : converted(&params[i], arguments);
         if (input && am_check_apart(written, params[out].name, input, params[i].name) < 0) return -1;
     }
     return 0;
 }
 
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
-             Py_ssize_t count)
+             Py_ssize_t count, void *arguments)
 {
     if (nargs != count)
         return am_fail(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
+        if (params[i].convert(args[i], params[i].name, field_of(&params[i], arguments)) < 0) return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        const bool written = params[i].convert == am_to_out || params[i].convert == am_to_state;
-        if (written && args[i] != Py_None && check_given(args, params, count, i) < 0) return -1;
+        const bool written = params[i].holds == AM_HOLDS_OUT && args[i] != Py_None;
+        if (written && check_given(args, params, count, i, arguments) < 0) return -1;
     }
     return 0;
+}
+
+void am_release_params(const am_param *params, Py_ssize_t count, void *arguments)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        void *field = field_of(&params[i], arguments);
+        switch (params[i].holds) {
+        case AM_HOLDS_NOTHING: break;
+        case AM_HOLDS_ARRAY:
+        case AM_HOLDS_DTYPE: am_release(field); break;
+        case AM_HOLDS_STARTS: am_free_starts(field); break;
+        case AM_HOLDS_OUT: am_free_out(field); break;
+        }
+        if (params[i].release) params[i].release(field);
+    }
 }
 
 int am_reject(PyObject *exception, const char *name, const char *expected, void *got)
@@ -425,14 +440,14 @@ int am_check_starts(am_starts *s, const char *name)
     s->sequences = count - 1;
     s->starts = am_new(ptrdiff_t, count);
     if (!s->starts) return am_raise(AM_NO_MEMORY);
-    npy_intp beyond = am_widen(&s->entries, s->starts);
+    s->beyond = am_widen(&s->entries, s->starts);
     if (s->starts[0] != 0) return am_reject_element(name, "start at 0", s->array, 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
     for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
     for (npy_intp i = 1; decreases; i++) {
         if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s, name, i);
     }
-    return beyond < 0 ? 0 : am_reject_element(name, "hold values below 2**63", s->array, beyond, "");
+    return s->beyond < 0 ? 0 : am_reject_element(name, "hold values below 2**63", s->array, s->beyond, "");
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)

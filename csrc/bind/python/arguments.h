@@ -1,19 +1,22 @@
 /* arguments.h – converts Python arguments to C, and raises the errors of those that do not fit.
  *
  * Each message names the argument, what was expected and what came. The package's Python functions pass every
- * argument by position, so a table of converters is all the parsing that is needed:
+ * argument by position, so a table of parameters is all the parsing that is needed. A file has a struct named
+ * `arguments`, and each parameter is one of its fields:
  *
- *     am_owned PyArrayObject *g = NULL;
- *     bool reverse;
- *     const am_param params[] = {{"g", am_to_array, &g}, {"reverse", am_to_bool, &reverse}};
- *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) return NULL;
+ *     typedef struct {
+ *         PyArrayObject *g;
+ *         bool reverse;
+ *     } arguments;
+ *     static PyObject *compute(PyObject *module, arguments *a) { … }
+ *     AM_FUNCTION(chunk_cumsum, compute(module, a), AM_ARG(g, am_to_array), AM_ARG(reverse, am_to_bool))
  *
- * The caller owns what a converter stores, also after a failure: initialize to zero, and let the end of the
- * scope release it (state.h).
+ * What a field holds follows from its type, and is released behind the call, also after a failure.
  */
 #ifndef AM_BIND_PYTHON_ARGUMENTS_H
 #define AM_BIND_PYTHON_ARGUMENTS_H
 
+#include <stddef.h>
 #include <stdlib.h>
 
 #include "bind/python/state.h"
@@ -23,15 +26,49 @@
  * In free-threaded builds Python's own allocator would not say so: it gives more memory than there is. */
 #define am_new(type, count) ((type *)calloc((size_t)(count) + 1, sizeof(type)))
 
+/* Converts an object to a field, which is zero before; 0 or -1. */
 typedef int am_to(PyObject *object, const char *name, void *dst);
+typedef enum { AM_HOLDS_NOTHING, AM_HOLDS_ARRAY, AM_HOLDS_DTYPE, AM_HOLDS_STARTS, AM_HOLDS_OUT } am_holds;
 typedef struct {
     const char *name;
     am_to *convert;
-    void *dst;
+    unsigned at; /* bytes before the field */
+    am_holds holds;
+    void (*release)(void *field); /* of a type that only its file knows; NULL: as `holds` says */
 } am_param;
+#define AM_HOLDS(field)                                                                                      \
+    _Generic(field,                                                                                          \
+        PyArrayObject *: AM_HOLDS_ARRAY,                                                                     \
+        PyArray_Descr *: AM_HOLDS_DTYPE,                                                                     \
+        am_starts: AM_HOLDS_STARTS,                                                                          \
+        am_out: AM_HOLDS_OUT,                                                                                \
+        default: AM_HOLDS_NOTHING)
+#define AM_PARAM(text, to, field)                                                                            \
+    {.name = (text),                                                                                         \
+     .convert = (to),                                                                                        \
+     .at = offsetof(arguments, field),                                                                       \
+     .holds = AM_HOLDS(((arguments *)0)->field)}
+#define AM_ARG(field, to) AM_PARAM(#field, to, field)
 
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
-             Py_ssize_t count);
+             Py_ssize_t count, void *arguments);
+/* Releases what the fields of these parameters hold. */
+void am_release_params(const am_param *params, Py_ssize_t count, void *arguments);
+
+/* Defines a function of these parameters, which returns `result`: an expression of `module` and of `a`, the
+ * arguments. */
+#define AM_FUNCTION(function, result, ...)                                                                   \
+    static PyObject *function(PyObject *module, PyObject *const *args, Py_ssize_t nargs)                     \
+    {                                                                                                        \
+        static const am_param params_[] = {__VA_ARGS__};                                                     \
+        const Py_ssize_t count_ = sizeof params_ / sizeof *params_;                                          \
+        arguments given_ = {0}, *const a = &given_;                                                          \
+        const bool fits_ = am_parse(#function, args, nargs, params_, count_, a) == 0;                        \
+        (void)module;                                                                                        \
+        PyObject *result_ = fits_ ? (result) : NULL;                                                         \
+        am_release_params(params_, count_, a);                                                               \
+        return result_;                                                                                      \
+    }
 
 /* Returns a new list of name_of(0), name_of(1), … up to the first that is NULL. */
 PyObject *am_names(const char *name_of(ptrdiff_t i));
@@ -102,6 +139,7 @@ typedef struct {
     PyArray_Descr *dtype; /* owned */
     ptrdiff_t *starts;    /* owned; NULL until am_check_starts */
     ptrdiff_t sequences;
+    ptrdiff_t beyond; /* the first entry that exceeds ptrdiff_t, which became its largest value; -1: none */
 } am_starts;
 am_to am_to_starts, am_to_starts_or_none;
 void am_free_starts(am_starts *starts);

@@ -14,15 +14,19 @@
 
 typedef struct {
     PyArrayObject *query, *key, *value;
-    PyArrayObject *d_out, *result, *lse, *d_lse; /* what gradients take */
-    PyObject *wanted;                            /* the terms whose gradients are returned; borrowed */
-    PyArray_Descr *dtype;                        /* of the query; owned */
+    PyArrayObject *dout, *result, *lse, *dlse; /* what gradients take */
+    PyObject *wanted;                          /* the terms whose gradients are returned; borrowed */
+    PyArray_Descr *dtype;                      /* of the query; owned */
     am_out out;
     PyObject *nodes, *terms, *places, *part; /* borrowed */
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
     am_mask_arg mask;
-    am_scale scale;
-    bool normalize, return_lse, return_wide; /* return_wide: also the result as `wide_result` says */
+    am_scale softmax_scale;
+    bool normalize_output, return_lse, return_wide; /* return_wide: also the result as `wide_result` says */
+    int threads;
+    uint64_t seed;
+    am_scale prob;
+    PyObject *shape; /* borrowed */
 } arguments;
 
 static int to_seed(PyObject *object, const char *name, void *dst)
@@ -64,7 +68,7 @@ static int read_numbers(arguments *a)
 {
     am_request *r = &a->mask.request;
     am_places *places = &r->attn.terms.places;
-    r->attn.scale = a->scale.value, r->attn.normalize = a->normalize;
+    r->attn.scale = a->softmax_scale.value, r->attn.normalize = a->normalize_output;
     if (a->part != Py_None && !PyTuple_Check(a->part))
         return am_reject(PyExc_TypeError, "part", "a tuple of two, or None", a->part);
     if (a->part != Py_None &&
@@ -112,31 +116,38 @@ static PyObject *compute(PyObject *module, arguments *a)
                         lse ? (PyObject *)lse : Py_None, wide);
 }
 
-/* arguments *: reads and checks the fields of a Problem (attnmask/_attention/problem.py), in their order. */
+/* The fields of a Problem (attnmask/_attention/problem.py), in their order. */
+static const am_param fields[] = {
+    AM_ARG(query, am_to_array),           AM_ARG(key, am_to_array),     AM_ARG(value, am_to_array),
+    AM_ARG(nodes, am_to_object),          AM_ARG(terms, am_to_object),  AM_ARG(softmax_scale, am_to_scale),
+    AM_ARG(normalize_output, am_to_bool), AM_ARG(places, am_to_object), AM_ARG(part, am_to_object),
+};
+enum { FIELDS = sizeof fields / sizeof *fields };
+
+/* arguments *: reads and checks a Problem. */
 static int to_problem(PyObject *object, const char *name, void *dst)
 {
     arguments *a = dst;
     am_request *r = &a->mask.request;
-    const am_param fields[] = {
-        {"query", am_to_array, &a->query},
-        {"key", am_to_array, &a->key},
-        {"value", am_to_array, &a->value},
-        {"nodes", am_to_object, &a->nodes},
-        {"terms", am_to_object, &a->terms},
-        {"softmax_scale", am_to_scale, &a->scale},
-        {"normalize_output", am_to_bool, &a->normalize},
-        {"places", am_to_object, &a->places},
-        {"part", am_to_object, &a->part},
-    };
     if (!PyTuple_Check(object)) return am_reject(PyExc_TypeError, name, "a Problem", object);
-    return am_parse("Problem", ((PyTupleObject *)object)->ob_item, PyTuple_GET_SIZE(object), fields,
-                    sizeof fields / sizeof *fields) < 0 ||
+    return am_parse("Problem", ((PyTupleObject *)object)->ob_item, PyTuple_GET_SIZE(object), fields, FIELDS,
+                    a) < 0 ||
                    am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
                    am_to_places(r, a->places) < 0 || read_numbers(a) < 0 ||
                    am_to_terms(r, a->terms, a->term_arrays) < 0
                ? -1
                : 0;
 }
+
+static void release_problem(void *dst)
+{
+    arguments *a = dst;
+    am_release_params(fields, FIELDS, a);
+    am_free_mask(&a->mask);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
+    Py_XDECREF(a->dtype);
+}
+#define PROBLEM {.name = "problem", .convert = to_problem, .release = release_problem}
 
 static int check_out_apart(const arguments *a)
 {
@@ -148,36 +159,21 @@ static int check_out_apart(const arguments *a)
     return 0;
 }
 
-static void release(arguments *a)
+static PyObject *forward(PyObject *module, arguments *a)
 {
-    PyArrayObject *const arrays[] = {a->query,  a->key, a->value, a->d_out,
-                                     a->result, a->lse, a->d_lse, a->out.array};
-    am_free_mask(&a->mask);
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) Py_XDECREF(arrays[i]);
-    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
-    Py_XDECREF(a->dtype);
+    return check_out_apart(a) < 0 ? NULL : compute(module, a);
 }
+AM_FUNCTION(flash_forward, forward(module, a), PROBLEM, AM_ARG(return_lse, am_to_bool),
+            AM_ARG(out, am_to_out))
 
-static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* For gradients: with the logsumexp, and the result in the type of the arithmetic, which rounding to a
+ * narrower type would make the largest error of the gradients. */
+static PyObject *forward_vjp(PyObject *module, arguments *a)
 {
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"problem", to_problem, &a},
-        {"return_lse", am_to_bool, &a.return_lse},
-        {"out", am_to_out, &a.out},
-    };
-    if (am_parse("flash_forward", args, nargs, params, 3) < 0 || check_out_apart(&a) < 0) return NULL;
-    return compute(module, &a);
+    a->return_lse = a->return_wide = true;
+    return compute(module, a);
 }
-
-/* The same for gradients: with the logsumexp, and the result in the type of the arithmetic, which rounding to
- * a narrower type would make the largest error of the gradients. */
-static PyObject *flash_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {.return_lse = true, .return_wide = true};
-    const am_param params[] = {{"problem", to_problem, &a}};
-    return am_parse("flash_forward_vjp", args, nargs, params, 1) < 0 ? NULL : compute(module, &a);
-}
+AM_FUNCTION(flash_forward_vjp, forward_vjp(module, a), PROBLEM)
 
 /* --- Usual calls --- */
 
@@ -281,13 +277,19 @@ static bool read_usual(PyObject *const *taken, arguments *a, ptrdiff_t *high)
     return check_out_apart(a) == 0;
 }
 
+static void release_usual(arguments *a)
+{
+    release_problem(a);
+    am_free_out(&a->out);
+}
+
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
  * are, with a causal mask or none. Returns NotImplemented if anything is unusual, or wrong. */
 static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool return_lse,
                               bool return_wide)
 {
     am_node node = {.kind = AM_TERM_ALL};
-    am_scoped(release) arguments a = {.part = Py_None, .return_wide = return_wide};
+    am_scoped(release_usual) arguments a = {.part = Py_None, .return_wide = return_wide};
     am_mask *mask = &a.mask.request.mask;
     PyObject *taken[USUAL] = {NULL};
     if (nargs != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]))
@@ -319,47 +321,45 @@ static int to_threads(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *forward_schedule(PyObject *module, const arguments *a)
 {
-    am_scoped(release) arguments a = {0};
     am_scoped(am_sections_free) am_sections sections = {0};
     am_scoped(am_schedule_free) am_schedule schedule = {0};
-    int threads;
-    const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &threads}};
-    if (am_parse("attention_schedule", args, nargs, params, 2) < 0) return NULL;
-    const am_attn *attn = &a.mask.request.attn;
+    const am_attn *attn = &a->mask.request.attn;
     am_call call;
     const am_context *context = am_enter(&call, module, 0);
     const am_attn_base base = am_attn_base_of(context, attn);
     am_status status = am_mask_prepare(context, attn->mask);
     if (status == AM_OK) status = am_sections_make(&sections, attn->mask, true);
-    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, threads);
+    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, a->threads);
     if (am_leave(&call, status) < 0) return NULL;
-    return am_schedule_data(&(am_schedule_view){&base, &sections, &schedule}, threads);
+    const am_schedule_view view = {.base = &base, .sections = &sections, .schedule = &schedule};
+    return am_schedule_data(&view, a->threads);
 }
+AM_FUNCTION(attention_schedule, forward_schedule(module, a), PROBLEM, AM_ARG(threads, to_threads))
 
-/* The same of backward, without gradients of terms. */
-static PyObject *backward_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* The schedule of backward, without gradients of terms. */
+static PyObject *schedule_of_backward(PyObject *module, const arguments *a)
 {
-    am_scoped(release) arguments a = {0};
-    am_scoped(am_backward_plan_free) am_backward_plan plan = {0};
-    const am_param params[] = {{"problem", to_problem, &a}, {"threads", to_threads, &plan.threads}};
-    if (am_parse("backward_schedule", args, nargs, params, 2) < 0) return NULL;
+    am_scoped(am_backward_plan_free) am_backward_plan plan = {.threads = a->threads};
     am_call call;
     const am_context *context = am_enter(&call, module, 0);
-    plan.base = am_attn_base_of(context, &a.mask.request.attn);
+    plan.base = am_attn_base_of(context, &a->mask.request.attn);
     am_status status = am_mask_prepare(context, plan.base.attn->mask);
     if (status == AM_OK) status = am_backward_plan_make(&plan, true);
     return am_leave(&call, status) < 0 ? NULL : am_backward_schedule_data(&plan);
 }
+AM_FUNCTION(backward_schedule, schedule_of_backward(module, a), PROBLEM, AM_ARG(threads, to_threads))
 
 /* --- Backward --- */
 
 static int check_backward(arguments *a, am_attn_gradients *problem)
 {
     am_request *r = &a->mask.request;
-    const am_gradients_given given = {am_view_of(a->d_out), am_view_of(a->result), am_view_of(a->lse),
-                                      am_view_of(a->d_lse)};
+    const am_gradients_given given = {.d_out = am_view_of(a->dout),
+                                      .out = am_view_of(a->result),
+                                      .lse = am_view_of(a->lse),
+                                      .d_lse = am_view_of(a->dlse)};
     if (!PyTuple_Check(a->wanted)) return am_reject(PyExc_TypeError, "wanted", "a tuple of names", a->wanted);
     return am_raise_refused(r, am_read_gradients(r, &given, problem));
 }
@@ -398,66 +398,48 @@ static PyObject *new_term_gradients(const arguments *a, am_terms *terms)
     return made;
 }
 
-static PyObject *compute_backward(PyObject *module, arguments *a, am_attn_gradients *problem)
+static PyObject *backward(PyObject *module, arguments *a)
 {
-    am_tokens *const places[] = {&problem->d_q, &problem->d_k, &problem->d_v};
-    am_owned PyObject *of_terms = new_term_gradients(a, &problem->forward.terms);
+    am_attn_gradients problem;
+    if (check_backward(a, &problem) < 0) return NULL;
+    am_tokens *const places[] = {&problem.d_q, &problem.d_k, &problem.d_v};
+    am_owned PyObject *of_terms = new_term_gradients(a, &problem.forward.terms);
     if (!of_terms) return NULL;
     am_owned PyArrayObject *d_q = like(a, a->query), *d_k = d_q ? like(a, a->key) : NULL,
                            *d_v = d_k ? like(a, a->value) : NULL;
     if (!d_v) return NULL;
     PyArrayObject *const made[] = {d_q, d_k, d_v};
     for (int i = 0; i < 3; i++) *places[i] = am_tokens_of_array(made[i]);
-    const bool done = am_computed(module, am_attn_work(&problem->forward), am_attn_backward, problem);
+    const bool done = am_computed(module, am_attn_work(&problem.forward), am_attn_backward, &problem);
     return done ? PyTuple_Pack(4, d_q, d_k, d_v, of_terms) : NULL;
 }
 
-static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"problem", to_problem, &a},
-        {"dout", am_to_array, &a.d_out},
-        {"out", am_to_array, &a.result},
-        {"lse", am_to_array, &a.lse},
-        {"dlse", am_to_array_or_none, &a.d_lse},
-        {"wanted", am_to_object, &a.wanted},
-    };
-    am_attn_gradients problem;
-    if (am_parse("flash_backward", args, nargs, params, 6) < 0 || check_backward(&a, &problem) < 0)
-        return NULL;
-    return compute_backward(module, &a, &problem);
-}
+AM_FUNCTION(flash_backward, backward(module, a), PROBLEM, AM_ARG(dout, am_to_array),
+            AM_PARAM("out", am_to_array, result), AM_ARG(lse, am_to_array), AM_ARG(dlse, am_to_array_or_none),
+            AM_ARG(wanted, am_to_object))
 
-static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *keep_mask(PyObject *module, const arguments *a)
 {
-    uint64_t seed;
-    am_scale probability;
-    PyObject *shape;
-    am_scoped(am_free_out) am_out out = {0};
-    const am_param params[] = {
-        {"seed", to_seed, &seed},
-        {"prob", am_to_scale, &probability},
-        {"shape", am_to_object, &shape},
-        {"out", am_to_out, &out},
-    };
-    if (am_parse("dropout_keep_mask", args, nargs, params, 4) < 0) return NULL;
     npy_intp dims[4];
-    if (!PyArg_ParseTuple(shape, "nnnn;shape must be four integers", &dims[0], &dims[1], &dims[2], &dims[3]))
+    const double probability = a->prob.value;
+    if (!PyArg_ParseTuple(a->shape, "nnnn;shape must be four integers", &dims[0], &dims[1], &dims[2],
+                          &dims[3]))
         return NULL;
-    if (!(probability.value >= 0 && probability.value < 1))
+    if (!(probability >= 0 && probability < 1))
         return PyErr_Format(PyExc_ValueError, "prob must be at least 0 and less than 1");
     if (dims[3] > AM_MOST_KEYS_OF_DROPOUT)
         return PyErr_Format(PyExc_ValueError,
                             "shape: dropout takes up to 2**32 keys, got %zd; compute without it", dims[3]);
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
-    am_owned PyArrayObject *target = am_target(&out, 4, dims, dtype);
+    am_owned PyArrayObject *target = am_target(&a->out, 4, dims, dtype);
     if (!target) return NULL;
-    return am_computed(module, PyArray_SIZE(target), am_dropout_keep_mask, seed, probability.value, dims,
+    return am_computed(module, PyArray_SIZE(target), am_dropout_keep_mask, a->seed, probability, dims,
                        PyArray_STRIDES(target), PyArray_DATA(target))
-               ? am_returned(&out, target)
+               ? am_returned(&a->out, target)
                : NULL;
 }
+AM_FUNCTION(dropout_keep_mask, keep_mask(module, a), AM_ARG(seed, to_seed), AM_ARG(prob, am_to_scale),
+            AM_ARG(shape, am_to_object), AM_ARG(out, am_to_out))
 
 PyMethodDef am_flash_methods[] = {
     AM_METHOD(flash_forward, "problem, return_lse, out"),

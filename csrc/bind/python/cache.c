@@ -38,6 +38,7 @@ typedef struct {
     const char *names[ARGUMENTS];
     int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
+    PyArrayObject *slot_mapping;      /* of write_kvcache */
     am_starts starts, new_starts;     /* of packed queries and new tokens */
     am_out out;
     am_cached cached;
@@ -135,9 +136,11 @@ static int read_options(arguments *a)
     if (!options || !PyArg_ParseTuple(options, "dOOOnp", &a->scale, &terms, &low, &high, &chunk, &lse))
         return -1;
     a->terms = Py_NewRef(terms);
-    a->cached.limits =
-        (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
-                       high == Py_None ? 0 : PyLong_AsSsize_t(high), chunk};
+    a->cached.limits = (am_kv_limits){.has_low = low != Py_None,
+                                      .has_high = high != Py_None,
+                                      .low = low == Py_None ? 0 : PyLong_AsSsize_t(low),
+                                      .high = high == Py_None ? 0 : PyLong_AsSsize_t(high),
+                                      .chunk = chunk};
     a->with_lse = lse;
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -297,7 +300,7 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
     a->defaults = args[1];
     a->count = (int)PyTuple_GET_SIZE(names);
     for (int i = OTHERS; i < a->count; i++) {
-        params[i] = (am_param){PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), to_given, NULL};
+        params[i] = (am_param){.name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), .convert = to_given};
         if (!params[i].name) return -1;
     }
     for (int i = 0; i < a->count; i++) {
@@ -311,7 +314,7 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
         if (i == a->count) return am_fail(PyExc_TypeError, "unexpected argument '%S'", name);
         a->given[i] = value;
     }
-    return am_parse("flash_kvcache", a->given, a->count, params, a->count);
+    return am_parse("flash_kvcache", a->given, a->count, params, a->count, a);
 }
 
 static void release(arguments *a)
@@ -323,32 +326,35 @@ static void release(arguments *a)
     am_free_starts(&a->new_starts);
     am_cached_free(&a->cached);
     Py_XDECREF(a->table);
-    Py_XDECREF(a->out.array);
+    Py_XDECREF(a->slot_mapping);
+    am_free_out(&a->out);
     for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a->arrays[i]);
 }
+
+#define ARRAY(text, to, i) AM_PARAM(text, to, arrays[i])
 
 /* Computes, or checks only what check_all does. */
 static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
     am_scoped(release) arguments a = {0};
     am_param params[ARGUMENTS] = {
-        [QUERY] = {"query", am_to_readable, &a.arrays[QUERY]},
-        [K_CACHE] = {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
-        [V_CACHE] = {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
-        [KEY] = {"key", am_to_readable_or_none, &a.arrays[KEY]},
-        [VALUE] = {"value", am_to_readable_or_none, &a.arrays[VALUE]},
-        [CACHE_SEQLENS] = {"cache_seqlens", to_given, NULL},
-        [BLOCK_TABLE] = {"block_table", am_to_readable_or_none, &a.arrays[BLOCK_TABLE]},
-        [CU_SEQLENS_Q] = {"cu_seqlens_q", am_to_starts_or_none, &a.starts},
-        [CU_SEQLENS_K_NEW] = {"cu_seqlens_k_new", am_to_starts_or_none, &a.new_starts},
-        [K_SCALE] = {"k_scale", am_to_readable_or_none, &a.arrays[K_SCALE]},
-        [V_SCALE] = {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
-        [SOFTMAX_SCALE] = {"softmax_scale", to_given, NULL},
-        [CAUSAL] = {"causal", to_given, NULL},
-        [SLIDING_WINDOW] = {"sliding_window", to_given, NULL},
-        [ATTENTION_MASK] = {"attention_mask", to_given, NULL},
-        [RETURN_LSE] = {"return_lse", to_given, NULL},
-        [OUT] = {"out", am_to_out, &a.out},
+        [QUERY] = ARRAY("query", am_to_readable, QUERY),
+        [K_CACHE] = ARRAY("k_cache", am_to_readable, K_CACHE),
+        [V_CACHE] = ARRAY("v_cache", am_to_readable, V_CACHE),
+        [KEY] = ARRAY("key", am_to_readable_or_none, KEY),
+        [VALUE] = ARRAY("value", am_to_readable_or_none, VALUE),
+        [CACHE_SEQLENS] = {.name = "cache_seqlens", .convert = to_given},
+        [BLOCK_TABLE] = ARRAY("block_table", am_to_readable_or_none, BLOCK_TABLE),
+        [CU_SEQLENS_Q] = AM_PARAM("cu_seqlens_q", am_to_starts_or_none, starts),
+        [CU_SEQLENS_K_NEW] = AM_PARAM("cu_seqlens_k_new", am_to_starts_or_none, new_starts),
+        [K_SCALE] = ARRAY("k_scale", am_to_readable_or_none, K_SCALE),
+        [V_SCALE] = ARRAY("v_scale", am_to_readable_or_none, V_SCALE),
+        [SOFTMAX_SCALE] = {.name = "softmax_scale", .convert = to_given},
+        [CAUSAL] = {.name = "causal", .convert = to_given},
+        [SLIDING_WINDOW] = {.name = "sliding_window", .convert = to_given},
+        [ATTENTION_MASK] = {.name = "attention_mask", .convert = to_given},
+        [RETURN_LSE] = {.name = "return_lse", .convert = to_given},
+        [OUT] = AM_ARG(out, am_to_out),
     };
     if (take(&a, params, args, nargs) < 0 || check_all(&a, only_check) < 0) return NULL;
     if (only_check) Py_RETURN_NONE;
@@ -377,19 +383,18 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
     enum { PARAMS = ARRAYS + 1 }; /* slot_mapping is the last */
     am_scoped(release) arguments a = {0};
     am_request *r = &a.mask.request;
-    am_owned PyArrayObject *slots = NULL;
-    const am_param params[PARAMS] = {
-        {"k_cache", am_to_readable, &a.arrays[K_CACHE]},
-        {"v_cache", am_to_readable, &a.arrays[V_CACHE]},
-        {"key", am_to_readable, &a.arrays[KEY]},
-        {"value", am_to_readable_or_none, &a.arrays[VALUE]},
-        {"k_scale", am_to_readable_or_none, &a.arrays[K_SCALE]},
-        {"v_scale", am_to_readable_or_none, &a.arrays[V_SCALE]},
-        {"slot_mapping", am_to_readable, &slots},
+    static const am_param params[PARAMS] = {
+        ARRAY("k_cache", am_to_readable, K_CACHE),
+        ARRAY("v_cache", am_to_readable, V_CACHE),
+        ARRAY("key", am_to_readable, KEY),
+        ARRAY("value", am_to_readable_or_none, VALUE),
+        ARRAY("k_scale", am_to_readable_or_none, K_SCALE),
+        ARRAY("v_scale", am_to_readable_or_none, V_SCALE),
+        AM_ARG(slot_mapping, am_to_readable),
     };
-    if (am_parse("write_kvcache", args, nargs, params, PARAMS) < 0) return NULL;
+    if (am_parse("write_kvcache", args, nargs, params, PARAMS, &a) < 0) return NULL;
     for (int i = 0; i < ARRAYS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
-    const am_view view = am_view_of(slots);
+    const am_view view = am_view_of(a.slot_mapping);
     look_at_caches(&a);
     if (am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) < 0) return NULL;
     if (!only_check &&

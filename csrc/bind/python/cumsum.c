@@ -6,10 +6,10 @@
 typedef struct {
     PyArrayObject *array;
     am_out out;
-    am_starts starts;
-    PyArray_Descr *dtype;
+    am_starts cu_seqlens;
+    PyArray_Descr *output_dtype;
     npy_intp chunk_size;
-    am_scale scale;
+    am_scale softmax_scale;
     bool reverse, head_first;
 } arguments;
 
@@ -42,48 +42,49 @@ static int check(arguments *a, const char *name)
     }
     if (type == AM_BOOL)
         return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers", array);
-    if (!a->dtype) a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(array));
-    am_dtype result = am_dtype_of(a->dtype);
+    if (!a->output_dtype) a->output_dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(array));
+    am_dtype result = am_dtype_of(a->output_dtype);
     if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result)))
         return am_fail(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",
                        am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type",
-                       name, PyArray_DESCR(array), a->dtype);
-    if (!a->starts.array) return 0;
+                       name, PyArray_DESCR(array), a->output_dtype);
+    if (!a->cu_seqlens.array) return 0;
     const npy_intp batch = PyArray_DIM(array, 0), time = PyArray_DIM(array, a->head_first ? 2 : 1),
-                   end = a->starts.starts[a->starts.sequences];
+                   end = a->cu_seqlens.starts[a->cu_seqlens.sequences];
     if (batch != 1)
         return am_fail(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd", name,
                        batch);
     return end == time
                ? 0
                : am_fail(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd",
-                         time, name, end, a->starts.sequences);
+                         time, name, end, a->cu_seqlens.sequences);
 }
 
-static PyObject *compute(PyObject *module, arguments *a, const char *name)
+static PyObject *compute(PyObject *module, arguments *a)
 {
+    const char *name = a->chunk_size ? "g" : "s";
     if (check(a, name) < 0) return NULL;
     PyArrayObject *array = a->array;
     int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
-    am_owned PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->dtype);
+    am_owned PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->output_dtype);
     if (!out) return NULL;
 
     ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
     am_cumsum job = {
         .src_type = am_dtype_of(PyArray_DESCR(array)),
-        .dst_type = am_dtype_of(a->dtype),
+        .dst_type = am_dtype_of(a->output_dtype),
         .src = PyArray_BYTES(array),
         .dst = PyArray_BYTES(out),
         .steps = PyArray_DIM(array, time),
         .src_time_stride = PyArray_STRIDE(array, time),
         .dst_time_stride = PyArray_STRIDE(out, time),
         .shape = {1, 1, 1},
-        .starts = a->starts.array ? a->starts.starts : whole,
-        .sequences = a->starts.array ? a->starts.sequences : 1,
+        .starts = a->cu_seqlens.array ? a->cu_seqlens.starts : whole,
+        .sequences = a->cu_seqlens.array ? a->cu_seqlens.sequences : 1,
         .chunk = a->chunk_size,
         .reverse = a->reverse,
-        .scaled = a->scale.given,
-        .scale = a->scale.value,
+        .scaled = a->softmax_scale.given,
+        .scale = a->softmax_scale.value,
     };
     for (int i = 0, n = 0; i < ndim; i++) {
         if (i == time) continue;
@@ -98,49 +99,19 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     if (status == AM_OK) return am_returned(&a->out, out);
     if (am_is_integer(job.dst_type))
         return PyErr_Format(PyExc_OverflowError, "a sum of %s, or what it is scaled to, does not fit %S",
-                            name, a->dtype);
+                            name, a->output_dtype);
     return PyErr_Format(PyExc_OverflowError, "a sum of %s does not fit int64, in which integers are added up",
                         name);
 }
 
-static void release(arguments *a)
-{
-    Py_XDECREF(a->array);
-    Py_XDECREF(a->out.array);
-    Py_XDECREF(a->dtype);
-    am_free_starts(&a->starts);
-}
-
-static PyObject *chunk_local_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"g", am_to_array, &a.array},
-        {"chunk_size", to_chunk_size, &a.chunk_size},
-        {"reverse", am_to_bool, &a.reverse},
-        {"softmax_scale", am_to_scale, &a.scale},
-        {"cu_seqlens", am_to_starts_or_none, &a.starts},
-        {"head_first", am_to_bool, &a.head_first},
-        {"output_dtype", am_to_dtype, &a.dtype},
-        {"out", am_to_out, &a.out},
-    };
-    return am_parse("chunk_local_cumsum", args, nargs, params, 8) < 0 ? NULL : compute(module, &a, "g");
-}
-
-static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"s", am_to_array, &a.array},
-        {"reverse", am_to_bool, &a.reverse},
-        {"cu_seqlens", am_to_starts_or_none, &a.starts},
-        {"softmax_scale", am_to_scale, &a.scale},
-        {"head_first", am_to_bool, &a.head_first},
-        {"output_dtype", am_to_dtype, &a.dtype},
-        {"out", am_to_out, &a.out},
-    };
-    return am_parse("chunk_global_cumsum", args, nargs, params, 7) < 0 ? NULL : compute(module, &a, "s");
-}
+AM_FUNCTION(chunk_local_cumsum, compute(module, a), AM_PARAM("g", am_to_array, array),
+            AM_ARG(chunk_size, to_chunk_size), AM_ARG(reverse, am_to_bool),
+            AM_ARG(softmax_scale, am_to_scale), AM_ARG(cu_seqlens, am_to_starts_or_none),
+            AM_ARG(head_first, am_to_bool), AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out))
+AM_FUNCTION(chunk_global_cumsum, compute(module, a), AM_PARAM("s", am_to_array, array),
+            AM_ARG(reverse, am_to_bool), AM_ARG(cu_seqlens, am_to_starts_or_none),
+            AM_ARG(softmax_scale, am_to_scale), AM_ARG(head_first, am_to_bool),
+            AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out))
 
 PyMethodDef am_cumsum_methods[] = {
     AM_METHOD(chunk_local_cumsum,

@@ -12,10 +12,10 @@ enum { KEPT = AM_LINEAR_INPUTS, D_OUT, D_STATE, INDICES, ARRAYS };
 typedef struct {
     PyArrayObject *arrays[ARRAYS]; /* owned; NULL: not given */
     am_scale scale;
-    am_starts starts;
-    bool normalize, with_state;
-    npy_intp chunk;
-    am_out out, state; /* state: of a step, which is updated */
+    am_starts cu_seqlens;
+    bool normalize_qk, return_state;
+    npy_intp chunk_size; /* not of a step */
+    am_out out, state;   /* state: of a step, which is updated */
     am_request request;
     am_linear linear;
     const ptrdiff_t *slots; /* of a step; NULL: each row has its own */
@@ -29,13 +29,11 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
     return am_reject(PyExc_ValueError, name, "a power of two from 16 to 256", object);
 }
 
-static void release(arguments *a)
+/* Returns a result, once the request is freed. */
+static PyObject *ended(arguments *a, PyObject *result)
 {
-    for (int i = 0; i < ARRAYS; i++) Py_XDECREF(a->arrays[i]);
-    am_free_out(&a->out);
-    am_free_out(&a->state);
-    am_free_starts(&a->starts);
     am_request_free(&a->request);
+    return result;
 }
 
 static int wide_type(const arguments *a)
@@ -79,28 +77,25 @@ static int check(arguments *a, bool step)
         inputs[i] = am_view_of(a->arrays[i]);
         if (step) inputs[i] = am_with_token(inputs[i]);
     }
-    linear->starts = a->starts.starts, linear->sequences = a->starts.sequences;
+    linear->starts = a->cu_seqlens.starts, linear->sequences = a->cu_seqlens.sequences;
     if (am_raise_refused(&a->request, am_read_linear(&a->request, inputs, step, linear)) < 0) return -1;
     if (isnan(a->scale.value)) return am_fail(PyExc_ValueError, "scale must be a number, got nan");
     linear->scale = a->scale.given ? a->scale.value : 1 / sqrt((double)am_max(linear->rows, 1));
-    linear->normalize = a->normalize;
-    linear->chunk = a->chunk;
+    linear->normalize = a->normalize_qk;
+    linear->chunk = step ? 16 : a->chunk_size;
     return look_for_habits(a, step);
 }
 
 /* The arguments of all but a step. */
-#define PROBLEM(a)                                                                                           \
-    {"query", am_to_array, &(a)->arrays[AM_QUERY]}, {"key", am_to_array, &(a)->arrays[AM_KEY]},              \
-        {"value", am_to_array, &(a)->arrays[AM_VALUE]},                                                      \
-        {"decay", am_to_array_or_none, &(a)->arrays[AM_DECAY]},                                              \
-        {"beta", am_to_array_or_none, &(a)->arrays[AM_BETA]}, {"scale", am_to_scale, &(a)->scale},           \
-        {"initial_state", am_to_array_or_none, &(a)->arrays[AM_STATE]},                                      \
-        {"cu_seqlens", am_to_starts_or_none, &(a)->starts}, {"normalize_qk", am_to_bool, &(a)->normalize},   \
-    {                                                                                                        \
-        "chunk_size", to_chunk_size, &(a)->chunk                                                             \
-    }
-
-enum { PROBLEM_PARAMS = 10 };
+#define INPUT(name, to, i) AM_PARAM(#name, to, arrays[i])
+#define QKV                                                                                                  \
+    INPUT(query, am_to_array, AM_QUERY), INPUT(key, am_to_array, AM_KEY), INPUT(value, am_to_array, AM_VALUE)
+#define GATES INPUT(decay, am_to_array_or_none, AM_DECAY), INPUT(beta, am_to_array_or_none, AM_BETA)
+#define PROBLEM                                                                                              \
+    QKV, GATES, AM_ARG(scale, am_to_scale), INPUT(initial_state, am_to_array_or_none, AM_STATE),             \
+        AM_ARG(cu_seqlens, am_to_starts_or_none), AM_ARG(normalize_qk, am_to_bool),                          \
+        AM_ARG(chunk_size, to_chunk_size)
+#define CHECKED(check, computed) ended(a, check < 0 ? NULL : computed)
 
 /* About how many products a call takes. */
 static npy_intp work_of(const arguments *a)
@@ -140,46 +135,28 @@ static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, P
                : NULL;
 }
 
-static PyObject *linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* Returns the result, and the state if it is wanted; and behind them what gradients need, if that is. */
+static PyObject *forward(PyObject *module, arguments *a, bool keep)
 {
-    am_scoped(release) arguments a = {0};
-    am_owned PyArrayObject *state = NULL;
-    const am_param params[] = {
-        PROBLEM(&a), {"return_state", am_to_bool, &a.with_state}, {"out", am_to_out, &a.out}};
-    if (am_parse("linear_attention", args, nargs, params, PROBLEM_PARAMS + 2) < 0 || check(&a, false) < 0 ||
-        (a.with_state && !(state = new_states(&a))))
-        return NULL;
-    am_owned PyObject *out = compute(module, &a, state, NULL);
-    return out && state ? PyTuple_Pack(2, out, state) : Py_XNewRef(out);
-}
-
-/* Checks the arguments alone; returns the shape of what linear_forward_vjp keeps. */
-static PyObject *check_linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    ptrdiff_t states, numbers;
-    const am_param params[] = {PROBLEM(&a)};
-    (void)module;
-    if (am_parse("check_linear_attention", args, nargs, params, PROBLEM_PARAMS) < 0 || check(&a, false) < 0)
-        return NULL;
-    return am_linear_kept(&a.linear, &states, &numbers) ? Py_BuildValue("nn", states, numbers)
-                                                        : PyErr_NoMemory();
-}
-
-/* Returns what linear_attention returns, and what its gradients need. */
-static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    am_owned PyArrayObject *state = NULL, *kept = NULL;
-    const am_param params[] = {
-        PROBLEM(&a), {"return_state", am_to_bool, &a.with_state}, {"out", am_to_out, &a.out}};
-    if (am_parse("linear_forward_vjp", args, nargs, params, PROBLEM_PARAMS + 2) < 0 || check(&a, false) < 0 ||
-        (a.with_state && !(state = new_states(&a))) || !(kept = new_kept(&a)))
-        return NULL;
-    am_owned PyObject *out = compute(module, &a, state, kept);
+    am_owned PyArrayObject *state = a->return_state ? new_states(a) : NULL, *kept = NULL;
+    if ((a->return_state && !state) || (keep && !(kept = new_kept(a)))) return NULL;
+    am_owned PyObject *out = compute(module, a, state, kept);
     if (!out) return NULL;
-    return state ? Py_BuildValue("(OO)O", out, state, kept) : PyTuple_Pack(2, out, kept);
+    if (keep) return state ? Py_BuildValue("(OO)O", out, state, kept) : PyTuple_Pack(2, out, kept);
+    return state ? PyTuple_Pack(2, out, state) : Py_NewRef(out);
 }
+#define RESULTS AM_ARG(return_state, am_to_bool), AM_ARG(out, am_to_out)
+AM_FUNCTION(linear_attention, CHECKED(check(a, false), forward(module, a, false)), PROBLEM, RESULTS)
+AM_FUNCTION(linear_forward_vjp, CHECKED(check(a, false), forward(module, a, true)), PROBLEM, RESULTS)
+
+/* The shape of what linear_forward_vjp keeps. */
+static PyObject *kept_shape(const arguments *a)
+{
+    ptrdiff_t states, numbers;
+    return am_linear_kept(&a->linear, &states, &numbers) ? Py_BuildValue("nn", states, numbers)
+                                                         : PyErr_NoMemory();
+}
+AM_FUNCTION(check_linear_attention, CHECKED(check(a, false), kept_shape(a)), PROBLEM)
 
 /* --- Gradients --- */
 
@@ -209,29 +186,25 @@ static int check_gradients(arguments *a)
     return am_reject(PyExc_ValueError, "kept", "what linear_forward_vjp has returned", kept);
 }
 
-static PyObject *linear_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {PROBLEM(&a),
-                               {"kept", am_to_array, &a.arrays[KEPT]},
-                               {"dout", am_to_array, &a.arrays[D_OUT]},
-                               {"dstate", am_to_array_or_none, &a.arrays[D_STATE]}};
-    if (am_parse("linear_backward", args, nargs, params, PROBLEM_PARAMS + 3) < 0 || check(&a, false) < 0 ||
-        check_gradients(&a) < 0)
-        return NULL;
-    am_linear_back back = {.d_out = am_linear_array_of(am_view_of(a.arrays[D_OUT])),
-                           .d_state = am_linear_array_of(am_view_of(a.arrays[D_STATE])),
-                           .kept = PyArray_DATA(a.arrays[KEPT])};
+    if (check_gradients(a) < 0) return NULL;
+    am_linear_back back = {.d_out = am_linear_array_of(am_view_of(a->arrays[D_OUT])),
+                           .d_state = am_linear_array_of(am_view_of(a->arrays[D_STATE])),
+                           .kept = PyArray_DATA(a->arrays[KEPT])};
     PyArrayObject *made[AM_LINEAR_INPUTS];
     am_view results[AM_LINEAR_INPUTS];
-    am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a.arrays, made);
+    am_owned PyObject *result = am_new_like(AM_LINEAR_INPUTS, a->arrays, made);
     if (!result) return NULL;
     for (int i = 0; i < AM_LINEAR_INPUTS; i++) results[i] = am_view_of(made[i]);
     if (am_set_linear_gradients(&back, results) &&
-        !am_computed(module, work_of(&a), am_linear_backward_all, &a.linear, &back))
+        !am_computed(module, work_of(a), am_linear_backward_all, &a->linear, &back))
         return NULL;
     return Py_NewRef(result);
 }
+AM_FUNCTION(linear_backward, CHECKED(check(a, false), compute_gradients(module, a)), PROBLEM,
+            INPUT(kept, am_to_array, KEPT), INPUT(dout, am_to_array, D_OUT),
+            INPUT(dstate, am_to_array_or_none, D_STATE))
 
 /* --- One token --- */
 
@@ -266,36 +239,20 @@ static PyObject *compute_step(PyObject *module, arguments *a)
         am_target(&a->out, 3, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     if (PyArray_SIZE(out)) {
-        const am_linear_step step = {am_linear_array_of(am_with_token(am_view_of(out))),
-                                     am_linear_array_of(am_view_of(a->state.array)), a->slots};
+        const am_linear_step step = {.out = am_linear_array_of(am_with_token(am_view_of(out))),
+                                     .state = am_linear_array_of(am_view_of(a->state.array)),
+                                     .slots = a->slots};
         if (!am_computed(module, work_of(a), am_linear_step_all, &a->linear, &step)) return NULL;
     }
     return am_returned(&a->out, out);
 }
 
-/* `compute_it` is NULL where the arguments are only checked, and there is no `out`. */
-static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
-                           PyObject *(*compute_it)(PyObject *, arguments *))
-{
-    am_scoped(release) arguments a = {.chunk = 16};
-    const am_param params[] = {
-        {"query", am_to_array, &a.arrays[AM_QUERY]},
-        {"key", am_to_array, &a.arrays[AM_KEY]},
-        {"value", am_to_array, &a.arrays[AM_VALUE]},
-        {"state", am_to_state, &a.state},
-        {"decay", am_to_array_or_none, &a.arrays[AM_DECAY]},
-        {"beta", am_to_array_or_none, &a.arrays[AM_BETA]},
-        {"scale", am_to_scale, &a.scale},
-        {"normalize_qk", am_to_bool, &a.normalize},
-        {"state_indices", am_to_array_or_none, &a.arrays[INDICES]},
-        {"out", am_to_out, &a.out},
-    };
-    if (am_parse(name, args, nargs, params, compute_it ? 10 : 9) < 0 || check_step(&a) < 0) return NULL;
-    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
-}
-
-AM_VARIANT(linear_attention_step, take_step, "linear_attention_step", compute_step)
-AM_VARIANT(check_linear_attention_step, take_step, "check_linear_attention_step", NULL)
+#define STEP                                                                                                 \
+    QKV, AM_ARG(state, am_to_state), GATES, AM_ARG(scale, am_to_scale), AM_ARG(normalize_qk, am_to_bool),    \
+        INPUT(state_indices, am_to_array_or_none, INDICES)
+AM_FUNCTION(linear_attention_step, CHECKED(check_step(a), compute_step(module, a)), STEP,
+            AM_ARG(out, am_to_out))
+AM_FUNCTION(check_linear_attention_step, CHECKED(check_step(a), Py_NewRef(Py_None)), STEP)
 
 PyMethodDef am_linear_attention_methods[] = {
     AM_ENTRY(linear_attention), AM_ENTRY(check_linear_attention), AM_ENTRY(linear_forward_vjp),

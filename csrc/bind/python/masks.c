@@ -15,6 +15,14 @@
 
 static const char PREPARED[] = "attnmask.mask";
 
+typedef struct {
+    am_mask_arg mask;
+    PyArray_Descr *dtype;
+    PyObject *live, *dead, *batch, *head; /* borrowed */
+    npy_intp q_cell, k_cell;
+    am_out out;
+} arguments;
+
 void am_free_mask(am_mask_arg *arg)
 {
     am_request_free(&arg->request);
@@ -156,48 +164,42 @@ int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const 
 
 /* --- Methods: the number of pairs to compute is not known before, so that all count as large --- */
 
-static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static void release_mask(void *mask) { am_free_mask(mask); }
+#define MASK                                                                                                 \
+    AM_PARAM("shape", to_shape, mask.request.mask),                                                          \
+    {                                                                                                        \
+        .name = "nodes", .convert = to_nodes, .at = offsetof(arguments, mask), .release = release_mask       \
+    }
+
+static PyObject *fill(PyObject *module, arguments *a)
 {
-    am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *live, *dead;
-    am_owned PyArray_Descr *dtype = NULL;
-    am_scoped(am_free_out) am_out given = {0};
-    const am_param params[] = {
-        {"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask},
-        {"dtype", am_to_dtype, &dtype},          {"live", am_to_object, &live},
-        {"dead", am_to_object, &dead},           {"out", am_to_out, &given},
-    };
-    if (am_parse("mask_fill", args, nargs, params, 6) < 0) return NULL;
-    am_mask *m = &mask.request.mask;
+    am_mask *m = &a->mask.request.mask;
     npy_intp const dims[4] = {m->batch, m->heads, m->queries, m->keys};
-    if (!dtype) return PyErr_Format(PyExc_TypeError, "dtype must be a dtype, got None");
-    am_mask_target target = {.size = PyDataType_ELSIZE(dtype)};
-    if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) return NULL;
-    am_owned PyArrayObject *out = am_target(&given, 4, dims, dtype);
-    if (!out || (given.given && am_check_apart_from_mask(out, &mask, "the mask's arrays") < 0)) return NULL;
+    if (!a->dtype) return PyErr_Format(PyExc_TypeError, "dtype must be a dtype, got None");
+    am_mask_target target = {.size = PyDataType_ELSIZE(a->dtype)};
+    if (am_bytes_of(a->live, a->dtype, &target.live) < 0 || am_bytes_of(a->dead, a->dtype, &target.dead) < 0)
+        return NULL;
+    am_owned PyArrayObject *out = am_target(&a->out, 4, dims, a->dtype);
+    if (!out || (a->out.given && am_check_apart_from_mask(out, &a->mask, "the mask's arrays") < 0))
+        return NULL;
     target.data = PyArray_BYTES(out);
     target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
     target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
-    return am_computed(module, NPY_MAX_INTP, am_mask_fill, m, &target) ? am_returned(&given, out) : NULL;
+    return am_computed(module, NPY_MAX_INTP, am_mask_fill, m, &target) ? am_returned(&a->out, out) : NULL;
 }
+AM_FUNCTION(mask_fill, fill(module, a), MASK, AM_ARG(dtype, am_to_dtype), AM_ARG(live, am_to_object),
+            AM_ARG(dead, am_to_object), AM_ARG(out, am_to_out))
 
-static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *count(PyObject *module, am_mask *m)
 {
-    am_scoped(am_free_mask) am_mask_arg mask = {0};
-    const am_param params[] = {{"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask}};
-    if (am_parse("mask_count", args, nargs, params, 2) < 0) return NULL;
-    am_mask *m = &mask.request.mask;
     am_owned PyArrayObject *counts = am_new_array_of(2, (npy_intp[]){m->batch, m->heads}, NPY_INT64);
     if (!counts || !am_computed(module, NPY_MAX_INTP, am_mask_count, m, PyArray_DATA(counts))) return NULL;
     return Py_NewRef(counts);
 }
+AM_FUNCTION(mask_count, count(module, &a->mask.request.mask), MASK)
 
-static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *any(PyObject *module, am_mask *m)
 {
-    am_scoped(am_free_mask) am_mask_arg mask = {0};
-    const am_param params[] = {{"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask}};
-    if (am_parse("mask_any", args, nargs, params, 2) < 0) return NULL;
-    am_mask *m = &mask.request.mask;
     npy_intp const q_dims[3] = {m->batch, m->heads, m->queries}, k_dims[3] = {m->batch, m->heads, m->keys};
     am_owned PyArrayObject *queries = am_new_array_of(3, q_dims, NPY_BOOL),
                            *keys = queries ? am_new_array_of(3, k_dims, NPY_BOOL) : NULL;
@@ -206,6 +208,7 @@ static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t na
         am_computed(module, NPY_MAX_INTP, am_mask_any, m, PyArray_DATA(queries), PyArray_DATA(keys));
     return done ? PyTuple_Pack(2, queries, keys) : NULL;
 }
+AM_FUNCTION(mask_any, any(module, &a->mask.request.mask), MASK)
 
 /* Converts an index of the batch, or of the heads. */
 static int to_index(PyObject *object, const char *name, ptrdiff_t count, ptrdiff_t *result)
@@ -218,29 +221,23 @@ static int to_index(PyObject *object, const char *name, ptrdiff_t count, ptrdiff
     return 0;
 }
 
-static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *grid(PyObject *module, arguments *a)
 {
-    am_scoped(am_free_mask) am_mask_arg mask = {0};
-    PyObject *batch, *head;
-    npy_intp q_cell, k_cell;
+    am_mask *m = &a->mask.request.mask;
     ptrdiff_t b = 0, h = 0;
-    const am_param params[] = {
-        {"shape", to_shape, &mask.request.mask}, {"nodes", to_nodes, &mask},
-        {"batch", am_to_object, &batch},         {"head", am_to_object, &head},
-        {"q_cell", am_to_count, &q_cell},        {"k_cell", am_to_count, &k_cell},
-    };
-    if (am_parse("mask_grid", args, nargs, params, 6) < 0) return NULL;
-    am_mask *m = &mask.request.mask;
-    if (to_index(batch, "batch", m->batch, &b) < 0 || to_index(head, "head", m->heads, &h) < 0) return NULL;
-    q_cell = q_cell < m->queries ? q_cell : m->queries + (m->queries == 0);
-    k_cell = k_cell < m->keys ? k_cell : m->keys + (m->keys == 0);
-    npy_intp const dims[2] = {(m->queries + q_cell - 1) / q_cell, (m->keys + k_cell - 1) / k_cell};
+    if (to_index(a->batch, "batch", m->batch, &b) < 0 || to_index(a->head, "head", m->heads, &h) < 0)
+        return NULL;
+    npy_intp const q_cell = a->q_cell < m->queries ? a->q_cell : m->queries + (m->queries == 0),
+                   k_cell = a->k_cell < m->keys ? a->k_cell : m->keys + (m->keys == 0),
+                   dims[2] = {(m->queries + q_cell - 1) / q_cell, (m->keys + k_cell - 1) / k_cell};
     PyArrayObject *counts = am_new_array_of(2, dims, NPY_INT64);
     if (!counts) return NULL;
     if (!am_computed(module, NPY_MAX_INTP, am_mask_grid, m, b, h, q_cell, k_cell, PyArray_DATA(counts)))
         Py_CLEAR(counts);
     return (PyObject *)counts;
 }
+AM_FUNCTION(mask_grid, grid(module, a), MASK, AM_ARG(batch, am_to_object), AM_ARG(head, am_to_object),
+            AM_ARG(q_cell, am_to_count), AM_ARG(k_cell, am_to_count))
 
 static void free_prepared(PyObject *capsule)
 {
@@ -249,21 +246,21 @@ static void free_prepared(PyObject *capsule)
     free(prepared);
 }
 
-static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* The mask is moved to the capsule: what its program points to stays where it is. */
+static PyObject *prepare(PyObject *module, am_mask_arg *mask)
 {
-    PyObject *result = NULL;
-    am_mask_arg *mask = am_new(am_mask_arg, 1);
-    if (!mask) return PyErr_NoMemory();
-    const am_param params[] = {{"shape", to_shape, &mask->request.mask}, {"nodes", to_nodes, mask}};
-    if (am_parse("mask_prepare", args, nargs, params, 2) == 0 &&
-        am_computed(module, NPY_MAX_INTP, am_mask_prepare, &mask->request.mask))
-        result = PyCapsule_New(mask, PREPARED, free_prepared);
-    if (!result) {
-        am_free_mask(mask);
-        free(mask);
+    if (!am_computed(module, NPY_MAX_INTP, am_mask_prepare, &mask->request.mask)) return NULL;
+    am_mask_arg *moved = am_new(am_mask_arg, 1);
+    PyObject *capsule = moved ? PyCapsule_New(moved, PREPARED, free_prepared) : PyErr_NoMemory();
+    if (capsule) {
+        *moved = *mask;
+        *mask = (am_mask_arg){0};
+    } else {
+        free(moved);
     }
-    return result;
+    return capsule;
 }
+AM_FUNCTION(mask_prepare, prepare(module, &a->mask), MASK)
 
 static const char *node_name(ptrdiff_t i)
 {

@@ -9,25 +9,29 @@
 enum { NAME = 48 }; /* bytes, enough for "outs[123]" */
 
 typedef struct {
+    PyObject *outs, *lses, *dout, *dlse; /* borrowed; the last two NULL without gradients */
+} arguments;
+
+typedef struct {
     PyObject *arrays;     /* a list that owns the arrays */
     am_merge_part *parts; /* [count + 1]: the last one is the gradient */
     npy_intp count;
     int ndim; /* axes of one out: 4, or 3 without a batch axis; 0 until it is known */
     npy_intp dims[4];
     PyArray_Descr *dtype; /* of all outs */
-} arguments;
+} states;
 
-static am_dtype type_of(const arguments *a) { return am_dtype_of(a->dtype); }
+static am_dtype type_of(const states *a) { return am_dtype_of(a->dtype); }
 
 /* Adds an array to the list that `a` owns, and returns it borrowed; NULL with the exception set. */
-static PyArrayObject *own(arguments *a, PyArrayObject *array)
+static PyArrayObject *own(states *a, PyArrayObject *array)
 {
     bool owned = array && PyList_Append(a->arrays, (PyObject *)array) == 0;
     Py_XDECREF(array);
     return owned ? array : NULL;
 }
 
-static PyArrayObject *read_array(arguments *a, PyObject *object, const char *name)
+static PyArrayObject *read_array(states *a, PyObject *object, const char *name)
 {
     PyArrayObject *array = NULL;
     if (am_to_array(object, name, &array) < 0) return NULL;
@@ -36,7 +40,7 @@ static PyArrayObject *read_array(arguments *a, PyObject *object, const char *nam
     return am_reject_array(PyExc_TypeError, name, "a floating-point array", array);
 }
 
-static int check_out(arguments *a, PyArrayObject *out, const char *name)
+static int check_out(states *a, PyArrayObject *out, const char *name)
 {
     const int ndim = PyArray_NDIM(out);
     if (a->ndim == 0) {
@@ -55,7 +59,7 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name)
                    "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
 }
 
-static int read_out(arguments *a, PyObject *object, const char *name, npy_intp i)
+static int read_out(states *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *out = read_array(a, object, name);
     if (!out || check_out(a, out, name) < 0) return -1;
@@ -66,7 +70,7 @@ static int read_out(arguments *a, PyObject *object, const char *name, npy_intp i
 }
 
 /* The shape of an lse, [B, H, T] or [H, T], from that of its out, [B, T, H, D] or [T, H, D]. */
-static void find_lse_shape(const arguments *a, npy_intp shape[3])
+static void find_lse_shape(const states *a, npy_intp shape[3])
 {
     const int axes = a->ndim - 1;
     memcpy(shape, a->dims, (size_t)axes * sizeof *shape);
@@ -74,7 +78,7 @@ static void find_lse_shape(const arguments *a, npy_intp shape[3])
 }
 
 /* The same of an lse, which is converted to the type of the sums: it is small compared with its out. */
-static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i)
+static int read_lse(states *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *lse = read_array(a, object, name);
     if (!lse) return -1;
@@ -95,10 +99,10 @@ static int read_lse(arguments *a, PyObject *object, const char *name, npy_intp i
     return 0;
 }
 
-typedef int reader(arguments *a, PyObject *object, const char *name, npy_intp i);
+typedef int reader(states *a, PyObject *object, const char *name, npy_intp i);
 
 /* Reads the parts of a tuple or of a stack, whose views are made one at a time: there may be millions. */
-static int read_each(arguments *a, PyObject *list, const char *name, reader *read)
+static int read_each(states *a, PyObject *list, const char *name, reader *read)
 {
     for (npy_intp i = 0; i < a->count; i++) {
         char part[NAME];
@@ -126,7 +130,7 @@ static PyObject *fixed(PyObject *list)
     return PyArray_Check(list) ? PyArray_View((PyArrayObject *)list, NULL, &PyArray_Type) : Py_NewRef(list);
 }
 
-static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
+static int read_parts(states *a, PyObject *outs, PyObject *lses)
 {
     am_owned PyObject *all = fixed(outs), *stats = all ? fixed(lses) : NULL;
     if (!stats) return -1;
@@ -144,7 +148,7 @@ static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
     return read_each(a, all, "outs", read_out) < 0 ? -1 : read_each(a, stats, "lses", read_lse);
 }
 
-static void release(arguments *a)
+static void release(states *a)
 {
     Py_XDECREF(a->arrays);
     Py_XDECREF(a->dtype);
@@ -152,7 +156,7 @@ static void release(arguments *a)
 }
 
 /* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
-static PyObject *run_merge(PyObject *module, const arguments *a, bool backward)
+static PyObject *run_merge(PyObject *module, const states *a, bool backward)
 {
     const int skip = !backward, axes = a->ndim - skip;
     npy_intp dims[5] = {a->count}, lse_dims[4] = {a->count};
@@ -176,32 +180,19 @@ static PyObject *run_merge(PyObject *module, const arguments *a, bool backward)
     return am_computed(module, work, am_merge_states, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
 }
 
-static PyObject *merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *merge(PyObject *module, const arguments *given)
 {
-    am_scoped(release) arguments a = {0};
-    PyObject *outs, *lses;
-    const am_param params[] = {{"outs", am_to_object, &outs}, {"lses", am_to_object, &lses}};
-    if (am_parse("merge_attention_states", args, nargs, params, 2) < 0 || read_parts(&a, outs, lses) < 0)
+    am_scoped(release) states a = {0};
+    const bool backward = given->dout;
+    if (read_parts(&a, given->outs, given->lses) < 0 ||
+        (backward && read_out(&a, given->dout, "dout", a.count) < 0) ||
+        (backward && given->dlse != Py_None && read_lse(&a, given->dlse, "dlse", a.count) < 0))
         return NULL;
-    return run_merge(module, &a, false);
+    return run_merge(module, &a, backward);
 }
-
-static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    PyObject *outs, *lses, *dout, *dlse;
-    const am_param params[] = {
-        {"outs", am_to_object, &outs},
-        {"lses", am_to_object, &lses},
-        {"dout", am_to_object, &dout},
-        {"dlse", am_to_object, &dlse},
-    };
-    if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0 ||
-        read_out(&a, dout, "dout", a.count) < 0 ||
-        (dlse != Py_None && read_lse(&a, dlse, "dlse", a.count) < 0))
-        return NULL;
-    return run_merge(module, &a, true);
-}
+#define STATES AM_ARG(outs, am_to_object), AM_ARG(lses, am_to_object)
+AM_FUNCTION(merge_attention_states, merge(module, a), STATES)
+AM_FUNCTION(merge_backward, merge(module, a), STATES, AM_ARG(dout, am_to_object), AM_ARG(dlse, am_to_object))
 
 PyMethodDef am_merge_methods[] = {
     AM_METHOD(merge_attention_states, "outs, lses"),

@@ -8,6 +8,15 @@
 
 #include <string.h>
 
+typedef struct {
+    am_starts cu_seqlens;
+    npy_intp chunk_size;
+    PyArrayObject *mask, *a, *b;
+    PyArray_Descr *out_dtype;
+    PyObject *starts; /* of checked_starts, which names them by `name` */
+    const char *name;
+} arguments;
+
 /* Computes lengths; or if `chunk` is not 0, the offsets of chunks of `chunk` tokens. `type` is AM_INT32 or
  * AM_INT64. Returns false if starts do not begin with 0 or decrease. */
 static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
@@ -48,6 +57,7 @@ static int to_raw_starts(PyObject *object, const char *name, void *dst)
     return am_read_starts(dst, object, name);
 }
 
+/* The lengths of sequences; or the offsets of their chunks, if these have a size. */
 static PyObject *prepare_counts(PyObject *module, am_starts *s, npy_intp chunk)
 {
     PyObject *result = quick_counts(module, s, chunk);
@@ -58,38 +68,22 @@ static PyObject *prepare_counts(PyObject *module, am_starts *s, npy_intp chunk)
     count(module, AM_INT64, counts, s->starts, s->sequences, chunk);
     return am_counts_as(counts, entries, s->dtype);
 }
-
-static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(am_free_starts) am_starts s = {0};
-    const am_param params[] = {{"cu_seqlens", to_raw_starts, &s}};
-    return am_parse("prepare_lens", args, nargs, params, 1) < 0 ? NULL : prepare_counts(module, &s, 0);
-}
-
-static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(am_free_starts) am_starts s = {0};
-    npy_intp chunk;
-    const am_param params[] = {{"cu_seqlens", to_raw_starts, &s}, {"chunk_size", am_to_count, &chunk}};
-    if (am_parse("prepare_chunk_offsets", args, nargs, params, 2) < 0) return NULL;
-    return prepare_counts(module, &s, chunk);
-}
+AM_FUNCTION(prepare_lens, prepare_counts(module, &a->cu_seqlens, 0), AM_ARG(cu_seqlens, to_raw_starts))
+AM_FUNCTION(prepare_chunk_offsets, prepare_counts(module, &a->cu_seqlens, a->chunk_size),
+            AM_ARG(cu_seqlens, to_raw_starts), AM_ARG(chunk_size, am_to_count))
 
 /* Returns checked starts as a new array of int64. */
-static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *check_starts(PyObject *object, const char *name)
 {
-    (void)module;
-    const char *name = NULL;
-    PyObject *object;
     am_scoped(am_free_starts) am_starts s = {0};
-    const am_param params[] = {{"cu_seqlens", am_to_object, &object}, {"name", am_to_text, &name}};
-    if (am_parse("checked_starts", args, nargs, params, 2) < 0 || am_to_starts(object, name, &s) < 0)
-        return NULL;
+    if (am_to_starts(object, name, &s) < 0) return NULL;
     npy_intp const entries = s.sequences + 1;
     PyArrayObject *result = am_new_array_of(1, &entries, NPY_INT64);
     if (result) memcpy(PyArray_DATA(result), s.starts, (size_t)PyArray_NBYTES(result));
     return (PyObject *)result;
 }
+AM_FUNCTION(checked_starts, check_starts(a->starts, a->name), AM_PARAM("cu_seqlens", am_to_object, starts),
+            AM_ARG(name, am_to_text))
 
 /* Returns an array over all tokens: [total], or [total, 2] for pairs. */
 static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff_t *starts,
@@ -109,31 +103,27 @@ static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff
                : NULL;
 }
 
-static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                const char *function, am_token_kind kind)
+static PyObject *prepare_tokens(PyObject *module, am_token_kind kind, const am_starts *s)
 {
-    am_scoped(am_free_starts) am_starts s = {0};
-    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
-    if (am_parse(function, args, nargs, params, 1) < 0) return NULL;
-    return fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
+    return fill_tokens(module, kind, s->starts, s->sequences, s->dtype);
 }
-
-AM_VARIANT(prepare_position_ids, prepare_tokens, "prepare_position_ids", AM_POSITIONS)
-AM_VARIANT(prepare_sequence_ids, prepare_tokens, "prepare_sequence_ids", AM_SEQUENCES)
-AM_VARIANT(prepare_token_indices, prepare_tokens, "prepare_token_indices", AM_PAIRS)
+AM_FUNCTION(prepare_position_ids, prepare_tokens(module, AM_POSITIONS, &a->cu_seqlens),
+            AM_ARG(cu_seqlens, am_to_starts))
+AM_FUNCTION(prepare_sequence_ids, prepare_tokens(module, AM_SEQUENCES, &a->cu_seqlens),
+            AM_ARG(cu_seqlens, am_to_starts))
+AM_FUNCTION(prepare_token_indices, prepare_tokens(module, AM_PAIRS, &a->cu_seqlens),
+            AM_ARG(cu_seqlens, am_to_starts))
 
 /* The offsets of chunks have the form of starts: the chunks of a sequence take the place of its tokens. */
-static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *number_chunks(PyObject *module, const am_starts *s, npy_intp chunk)
 {
-    am_scoped(am_free_starts) am_starts s = {0};
-    npy_intp chunk;
-    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk}};
-    if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) return NULL;
-    am_freed ptrdiff_t *offsets = am_new(ptrdiff_t, s.sequences + 1);
+    am_freed ptrdiff_t *offsets = am_new(ptrdiff_t, s->sequences + 1);
     if (!offsets) return PyErr_NoMemory();
-    count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
-    return fill_tokens(module, AM_PAIRS, offsets, s.sequences, s.dtype);
+    count(module, AM_INT64, offsets, s->starts, s->sequences, chunk);
+    return fill_tokens(module, AM_PAIRS, offsets, s->sequences, s->dtype);
 }
+AM_FUNCTION(prepare_chunk_indices, number_chunks(module, &a->cu_seqlens, a->chunk_size),
+            AM_ARG(cu_seqlens, am_to_starts), AM_ARG(chunk_size, am_to_count))
 
 /* Returns the number of live tokens in each row of a 2-D mask, as int64. */
 static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
@@ -156,27 +146,21 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
     return lens;
 }
 
-static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *lens_of_mask(PyObject *module, PyArrayObject *mask)
 {
-    am_owned PyArrayObject *mask = NULL, *lens = NULL;
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
-    const am_param params[] = {{"mask", am_to_mask, &mask}};
-    if (am_parse("prepare_lens_from_mask", args, nargs, params, 1) < 0) return NULL;
-    lens = count_mask(module, mask);
+    am_owned PyArrayObject *lens = count_mask(module, mask);
     if (!lens) return NULL;
     const int64_t *values = PyArray_DATA(lens);
     npy_intp longest = 0;
     for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) longest = values[i] > longest ? values[i] : longest;
     return am_check_fits(longest, dtype, "mask", "a length") < 0 ? NULL : am_finish(lens, dtype);
 }
+AM_FUNCTION(prepare_lens_from_mask, lens_of_mask(module, a->mask), AM_ARG(mask, am_to_mask))
 
-static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *starts_of_mask(PyObject *module, PyArrayObject *mask, PyArray_Descr *dtype)
 {
-    am_owned PyArrayObject *mask = NULL, *lens = NULL, *starts = NULL;
-    am_owned PyArray_Descr *dtype = NULL;
-    const am_param params[] = {{"mask", am_to_mask, &mask}, {"out_dtype", am_to_integer_dtype, &dtype}};
-    if (am_parse("prepare_cu_seqlens_from_mask", args, nargs, params, 2) < 0) return NULL;
-    lens = count_mask(module, mask);
+    am_owned PyArrayObject *lens = count_mask(module, mask), *starts = NULL;
     if (!lens) return NULL;
     npy_intp rows = PyArray_DIM(lens, 0), entries = rows + 1;
     starts = am_new_array_of(1, &entries, NPY_INT64);
@@ -194,6 +178,8 @@ static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const 
                ? NULL
                : am_finish(starts, dtype);
 }
+AM_FUNCTION(prepare_cu_seqlens_from_mask, starts_of_mask(module, a->mask, a->out_dtype),
+            AM_ARG(mask, am_to_mask), AM_ARG(out_dtype, am_to_integer_dtype))
 
 static int to_integers(PyObject *object, const char *name, void *dst)
 {
@@ -333,27 +319,18 @@ static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
     return (PyArrayObject *)Py_NewRef(narrow);
 }
 
-static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* Divides integers of any kind; is_int: whether each was an integer of Python. */
+static PyObject *divide_any(PyObject *module, PyArrayObject *a, PyArrayObject *b, const bool is_int[2])
 {
-    am_owned PyArrayObject *a = NULL, *b = NULL, *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
-    am_owned PyArray_Descr *dtype = NULL;
-    PyObject *result = NULL;
-    if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
-        int overflow; /* then the divisor is -1, which quick_quotients does not take */
-        int64_t divisor = PyLong_AsLongLongAndOverflow(args[1], &overflow);
-        result = quick_quotients(module, (PyArrayObject *)args[0], NULL, divisor);
-        if (result || PyErr_Occurred()) return result;
-    }
-    const am_param params[] = {{"a", to_integers, &a}, {"b", to_integers, &b}};
-    if (am_parse("cdiv", args, nargs, params, 2) < 0) return NULL;
-    dtype = cdiv_type(a, PyLong_CheckExact(args[0]), b, PyLong_CheckExact(args[1]));
+    am_owned PyArrayObject *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
+    am_owned PyArray_Descr *dtype = cdiv_type(a, is_int[0], b, is_int[1]);
     if (!dtype) return NULL;
     bool one = PyArray_NDIM(b) == 0;
     if (one && !(wide_b = widened(b))) return NULL;
     /* A divisor of uint64 above the range of int64 turns negative, which quick_quotients does not take. */
     int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
     if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
-        result = quick_quotients(module, a, one ? NULL : b, divisor);
+        PyObject *result = quick_quotients(module, a, one ? NULL : b, divisor);
         if (result || PyErr_Occurred()) return result;
     }
     wide_a = widened(a);
@@ -362,6 +339,24 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     quotients = (PyArrayObject *)quick_quotients(module, wide_a, one ? NULL : wide_b, divisor);
     if (!quotients && !PyErr_Occurred()) quotients = divide(module, wide_a, wide_b);
     return quotients ? PyArray_Return(narrowed(quotients, dtype)) : NULL;
+}
+
+static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const am_param params[] = {AM_ARG(a, to_integers), AM_ARG(b, to_integers)};
+    arguments given = {0};
+    PyObject *result = NULL;
+    if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
+        int overflow; /* then the divisor is -1, which quick_quotients does not take */
+        int64_t divisor = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        result = quick_quotients(module, (PyArrayObject *)args[0], NULL, divisor);
+        if (result || PyErr_Occurred()) return result;
+    }
+    if (am_parse("cdiv", args, nargs, params, 2, &given) == 0)
+        result = divide_any(module, given.a, given.b,
+                            (bool[]){PyLong_CheckExact(args[0]), PyLong_CheckExact(args[1])});
+    am_release_params(params, 2, &given);
+    return result;
 }
 
 PyMethodDef am_packed_methods[] = {

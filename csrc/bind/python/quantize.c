@@ -4,9 +4,14 @@
 
 _Static_assert(NPY_MAXDIMS <= AM_QUANTIZED_AXES, "an array has more axes");
 
+typedef struct {
+    PyArrayObject *x, *values, *scales;
+} arguments;
+
 /* Describes arrays whose shapes fit: those of values and scales are made for it. */
-static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values, PyArrayObject *scales)
+static bool describe(am_quantization *q, const arguments *a)
 {
+    PyArrayObject *const x = a->x, *const values = a->values, *const scales = a->scales;
     const int axes = PyArray_NDIM(x), last = axes - 1;
     q->format = am_kv_format_of(am_kv_type_of(am_kv_dtype_of(PyArray_DESCR(values))));
     q->type = am_dtype_of(PyArray_DESCR(x));
@@ -23,8 +28,10 @@ static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values
         if (PyArray_DIM(values, i) * (i == last ? am_numbers_of(q->format->type) : 1) != PyArray_DIM(x, i) ||
             (i < last && PyArray_DIM(scales, i) != PyArray_DIM(x, i)))
             return false;
-        q->axis[i] = (am_quantized_axis){PyArray_DIM(x, i), PyArray_STRIDE(x, i), PyArray_STRIDE(values, i),
-                                         PyArray_STRIDE(scales, i)};
+        q->axis[i] = (am_quantized_axis){.length = PyArray_DIM(x, i),
+                                         .from = PyArray_STRIDE(x, i),
+                                         .to = PyArray_STRIDE(values, i),
+                                         .scale = PyArray_STRIDE(scales, i)};
     }
     if (!grouped) return groups == 1;
     return am_kv_is_group(q->group) && q->group * groups == of_row && PyArray_DIM(scales, axes) == 2;
@@ -32,16 +39,14 @@ static bool describe(am_quantization *q, PyArrayObject *x, PyArrayObject *values
 
 /* Fills C-contiguous values and scales: one scale per row along the last axis, or a scale and an offset per
  * group. */
-static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *fill(PyObject *module, arguments *a)
 {
-    am_owned PyArrayObject *x = NULL, *values = NULL, *scales = NULL;
     am_quantization q = {0};
-    const am_param params[] = {
-        {"x", am_to_array, &x}, {"values", am_to_readable, &values}, {"scales", am_to_array, &scales}};
-    if (am_parse("quantize", args, nargs, params, 3) < 0) return NULL;
-    if (!describe(&q, x, values, scales))
-        return am_reject_array(PyExc_ValueError, "values", "made for x and scales", values);
-    return am_computed(module, PyArray_SIZE(x), am_quantize, &q) ? Py_NewRef(Py_None) : NULL;
+    if (!describe(&q, a))
+        return am_reject_array(PyExc_ValueError, "values", "made for x and scales", a->values);
+    return am_computed(module, PyArray_SIZE(a->x), am_quantize, &q) ? Py_NewRef(Py_None) : NULL;
 }
+AM_FUNCTION(quantize, fill(module, a), AM_ARG(x, am_to_array), AM_ARG(values, am_to_readable),
+            AM_ARG(scales, am_to_array))
 
 PyMethodDef am_quantize_methods[] = {AM_METHOD(quantize, "x, values, scales"), {.ml_name = NULL}};

@@ -11,6 +11,22 @@
 
 #define LONGEST_CHUNK ((npy_intp)1 << 60) /* holds every key, and every query at the furthest shift */
 
+typedef struct {
+    bool given;
+    npy_intp value;
+} limit;
+
+typedef struct {
+    PyArrayObject *mask, *array, *shifts, *ids[2]; /* ids: of queries and keys */
+    PyArray_Descr *dtype;
+    am_out out;
+    PyObject *object; /* borrowed, called `name` */
+    const char *name;
+    bool per_head, strict, last;
+    npy_intp pad_value, size;
+    limit max_segments;
+} arguments;
+
 /* --- From masks to ids --- */
 
 /* Axes along which the array repeats itself may be of any length. */
@@ -37,14 +53,10 @@ static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am
                    found->live, where);
 }
 
-static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *group(PyObject *module, PyArrayObject *mask, bool per_head, bool strict)
 {
-    am_owned PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
-    bool per_head, strict;
+    am_owned PyArrayObject *q_ids = NULL, *k_ids = NULL;
     am_dense dense;
-    const am_param params[] = {
-        {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
-    if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) return NULL;
     if (check_lengths(mask) < 0 || am_to_dense(module, mask, "mask", 2, &dense) < 0) return NULL;
     if (!per_head && dense.heads == 0)
         return am_reject_array(PyExc_ValueError, "mask", "of one head or more, or per_head True", mask);
@@ -74,13 +86,13 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     if (found.any && reject_ungrouped(mask, &dense, &found) < 0) return NULL;
     return PyTuple_Pack(2, q_ids, k_ids);
 }
+AM_FUNCTION(mask_to_segment_ids, group(module, a->mask, a->per_head, a->strict), AM_ARG(mask, am_to_mask),
+            AM_ARG(per_head, am_to_bool), AM_ARG(strict, am_to_bool))
 
-static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *mark_padding(PyObject *module, PyArrayObject *mask)
 {
-    am_owned PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
+    am_owned PyArrayObject *q_ids = NULL, *k_ids = NULL;
     am_dense dense;
-    const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
-    if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) return NULL;
     if (am_to_dense(module, mask, "attention_mask", 2, &dense) < 0) return NULL;
     q_ids = am_new_array_of(2, (npy_intp[]){dense.batch, dense.queries}, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, (npy_intp[]){dense.batch, dense.keys}, NPY_INT32) : NULL;
@@ -90,6 +102,7 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
                ? PyTuple_Pack(2, q_ids, k_ids)
                : NULL;
 }
+AM_FUNCTION(padding_segment_ids, mark_padding(module, a->mask), AM_PARAM("attention_mask", am_to_mask, mask))
 
 /* --- Ids --- */
 
@@ -135,49 +148,41 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
 }
 
 /* Returns ids as terms of masks need them, int32 and C-contiguous: `ids` itself if it is so already. */
-static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *ids_of(PyObject *module, const arguments *a)
 {
-    const char *name = NULL;
-    PyObject *object;
     am_owned PyArrayObject *array = NULL;
-    am_scoped(am_free_out) am_out out = {0};
-    const am_param params[] = {
-        {"ids", am_to_object, &object}, {"name", am_to_text, &name}, {"out", am_to_out, &out}};
-    if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
-        return NULL;
+    if (am_to_array(a->object, a->name, &array) < 0) return NULL;
     PyArrayObject *given =
-        PyArray_Check(object) ? (PyArrayObject *)object : array; /* the caller's array, not a copy */
-    if (out.given && am_check_apart(out.array, "out", given, name) < 0) return NULL;
+        PyArray_Check(a->object) ? (PyArrayObject *)a->object : array; /* the caller's array, not a copy */
+    if (a->out.given && am_check_apart(a->out.array, "out", given, a->name) < 0) return NULL;
     am_ids ids;
-    if (read_ids(array, name, 2, 3, &ids) < 0) return NULL;
+    if (read_ids(array, a->name, 2, 3, &ids) < 0) return NULL;
     return ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array)
                ? Py_NewRef(array)
-               : (PyObject *)new_int32(module, array, name, AM_TO_IDS, 0);
+               : (PyObject *)new_int32(module, array, a->name, AM_TO_IDS, 0);
 }
+AM_FUNCTION(segment_ids, ids_of(module, a), AM_PARAM("ids", am_to_object, object), AM_ARG(name, am_to_text),
+            AM_ARG(out, am_to_out))
 
 /* Returns a copy of integers as int32, of one to three axes. */
-static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *copy(PyObject *module, PyObject *object, const char *name)
 {
-    const char *name = NULL;
-    PyObject *object;
     am_owned PyArrayObject *array = NULL;
-    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
-    if (am_parse("int32_copy", args, nargs, params, 2) < 0 || am_to_array(object, name, &array) < 0)
-        return NULL;
+    if (am_to_array(object, name, &array) < 0) return NULL;
     return (PyObject *)new_int32(module, array, name, AM_TO_INTEGERS, 0);
 }
+AM_FUNCTION(int32_copy, copy(module, a->object, a->name), AM_PARAM("array", am_to_object, object),
+            AM_ARG(name, am_to_text))
 
 /* Refuses additive biases: see am_check_mask. */
-static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *check(PyObject *module, PyObject *object, const char *name)
 {
-    const char *name = NULL;
-    PyObject *object;
     am_owned PyArrayObject *array = NULL;
-    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
-    bool fits = am_parse("check_mask", args, nargs, params, 2) == 0 &&
-                am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
+    const bool fits = am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
     return fits ? Py_NewRef(Py_None) : NULL;
 }
+AM_FUNCTION(check_mask, check(module, a->object, a->name), AM_PARAM("array", am_to_object, object),
+            AM_ARG(name, am_to_text))
 
 static int to_int32(PyObject *object, const char *name, void *dst)
 {
@@ -185,33 +190,26 @@ static int to_int32(PyObject *object, const char *name, void *dst)
     return am_to_integer(object, name, (am_range){INT32_MIN, INT32_MAX}, expected, dst);
 }
 
-static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_owned PyArrayObject *array = NULL;
-    npy_intp pad;
-    const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
-    if (am_parse("positions_from_segment_ids", args, nargs, params, 2) < 0) return NULL;
-    return (PyObject *)new_int32(module, array, "segment_ids", AM_TO_POSITIONS, (int32_t)pad);
-}
+AM_FUNCTION(positions_from_segment_ids,
+            (PyObject *)new_int32(module, a->array, "segment_ids", AM_TO_POSITIONS, (int32_t)a->pad_value),
+            AM_PARAM("segment_ids", am_to_array, array), AM_ARG(pad_value, to_int32))
 
 /* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */
-static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *mark_valid(PyObject *module, PyArrayObject *ids, PyArray_Descr *dtype)
 {
-    am_owned PyArrayObject *ids = NULL, *result = NULL;
-    am_owned PyArray_Descr *dtype = NULL;
     uint64_t one;
-    const am_param params[] = {{"ids", am_to_array, &ids}, {"dtype", am_to_mask_dtype, &dtype}};
-    if (am_parse("segment_ids_to_token_mask", args, nargs, params, 2) < 0) return NULL;
     if (am_dtype_of(PyArray_DESCR(ids)) != AM_INT32 || !PyArray_IS_C_CONTIGUOUS(ids))
         return am_reject_array(PyExc_TypeError, "ids", "a C-contiguous array of int32", ids);
     if (am_bytes_of(Py_True, dtype, &one) < 0) return NULL;
-    result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
+    am_owned PyArrayObject *result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
     if (!result) return NULL;
     return am_computed(module, PyArray_SIZE(ids), am_mark_valid, PyArray_DATA(ids), PyArray_SIZE(ids),
                        PyArray_DATA(result), PyArray_ITEMSIZE(result), one)
                ? Py_NewRef(result)
                : NULL;
 }
+AM_FUNCTION(segment_ids_to_token_mask, mark_valid(module, a->array, a->dtype),
+            AM_PARAM("ids", am_to_array, array), AM_ARG(dtype, am_to_mask_dtype))
 
 /* --- Lengths --- */
 
@@ -225,11 +223,6 @@ static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entr
     return am_counts_as(sums, entries, dtype);
 }
 
-typedef struct {
-    bool given;
-    npy_intp value;
-} limit;
-
 static int to_limit(PyObject *object, const char *name, void *dst)
 {
     limit *l = dst;
@@ -237,44 +230,36 @@ static int to_limit(PyObject *object, const char *name, void *dst)
     return l->given ? am_to_length(object, name, &l->value) : 0;
 }
 
-static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *starts_of(PyObject *module, const arguments *a)
 {
-    am_owned PyArrayObject *array = NULL;
-    am_owned PyArray_Descr *dtype = NULL;
-    limit max_segments = {0};
     am_freed ptrdiff_t *counts = NULL;
     ptrdiff_t segments = 0, large;
     am_ids ids;
-    const am_param params[] = {{"segment_ids", am_to_array, &array},
-                               {"out_dtype", am_to_integer_dtype, &dtype},
-                               {"max_segments", to_limit, &max_segments}};
-    if (am_parse("segment_ids_to_cu_seqlens", args, nargs, params, 3) < 0) return NULL;
-    if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) return NULL;
-    const ptrdiff_t most = max_segments.given ? max_segments.value : PTRDIFF_MAX;
-    if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, most, &counts, &segments, &large))
+    if (read_ids(a->array, "segment_ids", 1, 3, &ids) < 0) return NULL;
+    const ptrdiff_t most = a->max_segments.given ? a->max_segments.value : PTRDIFF_MAX;
+    if (!am_computed(module, PyArray_SIZE(a->array), am_count_segments, &ids, most, &counts, &segments,
+                     &large))
         return NULL;
     if (large >= 0) {
-        char expected[64];
-        PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
-        am_reject_element("segment_ids", max_segments.given ? expected : "be below 2**63 - 1", array, large,
-                          "");
+        char expected[64] = "be below 2**63 - 1";
+        if (a->max_segments.given)
+            PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd", (Py_ssize_t)most);
+        am_reject_element("segment_ids", expected, a->array, large, "");
         return NULL;
     }
-    const npy_intp last = max_segments.given ? most : segments;
-    return last < NPY_MAX_INTP ? sums_of(counts, segments, last + 1, dtype) : PyErr_NoMemory();
+    const npy_intp last = a->max_segments.given ? most : segments;
+    return last < NPY_MAX_INTP ? sums_of(counts, segments, last + 1, a->dtype) : PyErr_NoMemory();
 }
+AM_FUNCTION(segment_ids_to_cu_seqlens, starts_of(module, a), AM_PARAM("segment_ids", am_to_array, array),
+            AM_PARAM("out_dtype", am_to_integer_dtype, dtype), AM_ARG(max_segments, to_limit))
 
 /* Returns the number of tokens of each segment up to the highest id, as int32, for ids from segment_ids(). */
-static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *lens_of(PyObject *module, PyArrayObject *array)
 {
-    am_owned PyArrayObject *array = NULL;
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
     am_freed ptrdiff_t *counts = NULL;
-    ptrdiff_t segments = 0;
-    ptrdiff_t large;
+    ptrdiff_t segments = 0, large;
     am_ids ids;
-    const am_param params[] = {{"ids", am_to_array, &array}};
-    if (am_parse("segment_lens", args, nargs, params, 1) < 0) return NULL;
     if (read_ids(array, "ids", 2, 3, &ids) < 0) return NULL;
     if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, PTRDIFF_MAX, &counts, &segments,
                      &large))
@@ -284,6 +269,7 @@ static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_
     }
     return am_counts_as(counts, segments, dtype);
 }
+AM_FUNCTION(segment_lens, lens_of(module, a->array), AM_PARAM("ids", am_to_array, array))
 
 /* --- Numbers of tokens --- */
 
@@ -310,87 +296,52 @@ static int read_sides(PyArrayObject *const arrays[2], am_ids ids[2])
     return 0;
 }
 
-/* Ids of queries and keys, and numbers of their tokens. */
-typedef struct {
-    PyArrayObject *ids[2], *numbers[2]; /* owned */
-} sides;
-
-static void free_sides(sides *s)
+/* Reads by how much queries are shifted in each batch row, or in all. */
+static int read_shifts(PyArrayObject *shifts, am_numbering *n)
 {
-    for (int i = 0; i < 2; i++) Py_XDECREF(s->ids[i]), Py_XDECREF(s->numbers[i]);
+    const npy_intp count = PyArray_NDIM(shifts) == 1 ? PyArray_DIM(shifts, 0) : -1;
+    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n->ids[0].shape[0]))
+        return am_reject(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", shifts);
+    n->shifts = PyArray_BYTES(shifts);
+    n->shift_stride = count == 1 ? 0 : PyArray_STRIDE(shifts, 0);
+    return 0;
 }
 
-/* Makes new arrays of numbers: of queries, and of keys if they have chunks. */
-static int number_tokens(PyObject *module, am_numbering *n, sides *s)
+/* Returns the numbers of queries; with chunks, a pair of these and of those of keys, which are one array if
+ * there are no ids of keys; of queries among keys, None if all stay. */
+static PyObject *number(PyObject *module, const arguments *a, am_token_number what)
 {
     static const int64_t still = 0;
-    const int count = n->what == AM_CHUNKS && s->ids[1] ? 2 : 1;
-    const bool heads = PyArray_NDIM(s->ids[0]) == 3 || (s->ids[1] && PyArray_NDIM(s->ids[1]) == 3);
-    npy_intp tokens = PyArray_SIZE(s->ids[0]);
-    if (!n->shifts) n->shifts = (const char *)&still;
+    am_numbering n = {.what = what, .size = am_min(a->size, LONGEST_CHUNK), .shifts = (const char *)&still};
+    if (read_sides(a->ids, n.ids) < 0 || (a->shifts && read_shifts(a->shifts, &n) < 0)) return NULL;
+    am_owned PyArrayObject *queries = NULL, *keys = NULL;
+    PyArrayObject **const numbers[2] = {&queries, &keys};
+    const int count = what == AM_CHUNKS && a->ids[1] ? 2 : 1;
+    const bool heads = PyArray_NDIM(a->ids[0]) == 3 || (a->ids[1] && PyArray_NDIM(a->ids[1]) == 3);
+    npy_intp tokens = PyArray_SIZE(a->ids[0]);
     for (int side = 0; side < count; side++) {
-        npy_intp shape[AM_ID_AXES] = {n->ids[side].shape[0], n->ids[side].shape[1]};
-        shape[1 + heads] = n->ids[side].shape[2];
-        s->numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
-        if (!s->numbers[side]) return -1;
-        n->dst[side] = PyArray_DATA(s->numbers[side]);
-        tokens += PyArray_SIZE(s->numbers[side]);
+        npy_intp shape[AM_ID_AXES] = {n.ids[side].shape[0], n.ids[side].shape[1]};
+        shape[1 + heads] = n.ids[side].shape[2];
+        *numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
+        if (!*numbers[side]) return NULL;
+        n.dst[side] = PyArray_DATA(*numbers[side]);
+        tokens += PyArray_SIZE(*numbers[side]);
     }
     am_call call;
     const am_context *context = am_enter(&call, module, tokens);
     call.overflow = "the number of a token does not fit int32";
-    return am_leave(&call, am_number_tokens(context, n));
+    if (am_leave(&call, am_number_tokens(context, &n)) < 0) return NULL;
+    if (what == AM_CHUNKS) return PyTuple_Pack(2, queries, keys ? keys : queries);
+    return Py_NewRef(what == AM_EARLIER_TOKENS || n.moved ? (PyObject *)queries : Py_None);
 }
-
-/* Returns how many tokens of the same segment come before each token. */
-static PyObject *count_earlier_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(free_sides) sides s = {0};
-    am_numbering n = {.what = AM_EARLIER_TOKENS};
-    const am_param params[] = {{"q_ids", am_to_array, &s.ids[0]}};
-    if (am_parse("count_earlier_tokens", args, nargs, params, 1) < 0 || read_sides(s.ids, n.ids) < 0 ||
-        number_tokens(module, &n, &s) < 0)
-        return NULL;
-    return Py_NewRef(s.numbers[0]);
-}
-
-/* Returns where queries lie among the keys if the first (or last) token of each segment is the same; None if
- * all stay. */
-static PyObject *queries_among_keys(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(free_sides) sides s = {0};
-    am_numbering n = {0};
-    bool last;
-    const am_param params[] = {
-        {"q_ids", am_to_array, &s.ids[0]}, {"kv_ids", am_to_array, &s.ids[1]}, {"last", am_to_bool, &last}};
-    if (am_parse("queries_among_keys", args, nargs, params, 3) < 0 || read_sides(s.ids, n.ids) < 0)
-        return NULL;
-    n.what = last ? AM_SAME_LAST_TOKEN : AM_SAME_FIRST_TOKEN;
-    if (number_tokens(module, &n, &s) < 0) return NULL;
-    return Py_NewRef(n.moved ? (PyObject *)s.numbers[0] : Py_None);
-}
-
-/* Returns the chunks of queries and keys, which are one array if `kv_ids` is None. */
-static PyObject *chunks_of_segments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(free_sides) sides s = {0};
-    am_owned PyArrayObject *shifts = NULL;
-    am_numbering n = {.what = AM_CHUNKS};
-    const am_param params[] = {{"q_ids", am_to_array, &s.ids[0]},
-                               {"kv_ids", am_to_array_or_none, &s.ids[1]},
-                               {"size", am_to_count, &n.size},
-                               {"shifts", am_to_array, &shifts}};
-    if (am_parse("chunks_of_segments", args, nargs, params, 4) < 0 || read_sides(s.ids, n.ids) < 0)
-        return NULL;
-    const npy_intp count = PyArray_NDIM(shifts) == 1 ? PyArray_DIM(shifts, 0) : -1;
-    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n.ids[0].shape[0]))
-        return am_reject_array(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", shifts);
-    n.size = am_min(n.size, LONGEST_CHUNK);
-    n.shifts = PyArray_BYTES(shifts);
-    n.shift_stride = count == 1 ? 0 : PyArray_STRIDE(shifts, 0);
-    if (number_tokens(module, &n, &s) < 0) return NULL;
-    return PyTuple_Pack(2, s.numbers[0], s.numbers[s.numbers[1] != NULL]);
-}
+#define Q_IDS AM_PARAM("q_ids", am_to_array, ids[0])
+AM_FUNCTION(count_earlier_tokens, number(module, a, AM_EARLIER_TOKENS), Q_IDS)
+/* Where queries lie among the keys if the first (or last) token of each segment is the same. */
+AM_FUNCTION(queries_among_keys, number(module, a, a->last ? AM_SAME_LAST_TOKEN : AM_SAME_FIRST_TOKEN), Q_IDS,
+            AM_PARAM("kv_ids", am_to_array, ids[1]), AM_ARG(last, am_to_bool))
+AM_FUNCTION(chunks_of_segments, number(module, a, AM_CHUNKS), Q_IDS,
+            AM_PARAM("kv_ids", am_to_array_or_none, ids[1]), AM_ARG(size, am_to_count),
+            AM_ARG(shifts, am_to_array))
 
 PyMethodDef am_segments_methods[] = {
     AM_METHOD(mask_to_segment_ids, "mask, per_head, strict"),

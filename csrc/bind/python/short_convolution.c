@@ -4,11 +4,11 @@
 #include "core/runtime/sizes.h"
 
 typedef struct {
-    PyArrayObject *x, *weight, *bias, *initial, *dout, *dstate;
-    PyArrayObject *indices;
-    am_starts starts;
+    PyArrayObject *x, *weight, *bias, *initial_state, *dout, *dstate;
+    PyArrayObject *state_indices;
+    am_starts cu_seqlens;
     am_out out, state; /* state: of a step, which is updated */
-    bool silu, return_state;
+    bool activation, return_state;
     am_request request;
     am_short_conv conv;
     const ptrdiff_t *slots; /* of a step; NULL: each row has its own */
@@ -22,25 +22,23 @@ static int to_silu(PyObject *object, const char *name, void *dst)
     return *silu || object == Py_None ? 0 : am_reject(PyExc_ValueError, name, "one of None, 'silu'", object);
 }
 
-static void release(arguments *a)
+/* Returns a result, once the request is freed. */
+static PyObject *ended(arguments *a, PyObject *result)
 {
-    PyArrayObject *const owned[] = {a->x,      a->weight,  a->bias,      a->initial,    a->dout,
-                                    a->dstate, a->indices, a->out.array, a->state.array};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
-    am_free_starts(&a->starts);
     am_request_free(&a->request);
+    return result;
 }
 
 static am_conv_array tokens_of(const arguments *a, PyArrayObject *array)
 {
-    return am_conv_tokens_of(am_view_of(array), a->starts.array != NULL);
+    return am_conv_tokens_of(am_view_of(array), a->cu_seqlens.array != NULL);
 }
 
 /* Checks x, weight and bias. */
 static int check_common(arguments *a, const am_view *x, bool step)
 {
     const am_view weight = am_view_of(a->weight), bias = am_view_of(a->bias);
-    a->conv.silu = a->silu;
+    a->conv.silu = a->activation;
     return am_raise_refused(&a->request, am_read_conv(&a->request, x, &weight, &bias, step, &a->conv));
 }
 
@@ -48,11 +46,11 @@ static int check_common(arguments *a, const am_view *x, bool step)
 static bool check_others(arguments *a, const am_view *x)
 {
     am_request *r = &a->request;
-    const am_view before = am_view_of(a->initial), d_out = am_view_of(a->dout),
+    const am_view before = am_view_of(a->initial_state), d_out = am_view_of(a->dout),
                   d_after = am_view_of(a->dstate);
-    const ptrdiff_t rows = a->starts.array ? a->starts.sequences : x->shape[0];
-    a->conv.sequences = rows, a->conv.starts = a->starts.starts, a->conv.tokens = x->shape[1];
-    if (!am_check_packed(r, "x", x, a->starts.starts, rows) ||
+    const ptrdiff_t rows = a->cu_seqlens.array ? a->cu_seqlens.sequences : x->shape[0];
+    a->conv.sequences = rows, a->conv.starts = a->cu_seqlens.starts, a->conv.tokens = x->shape[1];
+    if (!am_check_packed(r, "x", x, a->cu_seqlens.starts, rows) ||
         (before.data && !am_check_tail(r, &before, "initial_state", &a->conv, rows, x)) ||
         (d_out.data && !am_check_shape(r, &d_out, "dout", "", 3, x->shape, false)))
         return false;
@@ -66,7 +64,7 @@ static int check_sequences(arguments *a)
 {
     const am_view x = am_view_of(a->x);
     if (check_common(a, &x, false) < 0 || am_raise_refused(&a->request, check_others(a, &x)) < 0) return -1;
-    a->conv.x = tokens_of(a, a->x), a->conv.before = am_conv_array_of(am_view_of(a->initial), 0, 2, 1);
+    a->conv.x = tokens_of(a, a->x), a->conv.before = am_conv_array_of(am_view_of(a->initial_state), 0, 2, 1);
     return 0;
 }
 
@@ -97,33 +95,9 @@ static PyObject *compute(PyObject *module, arguments *a)
     return state ? PyTuple_Pack(2, result, state) : Py_NewRef(result);
 }
 
-typedef PyObject *computation(PyObject *module, arguments *a);
-
-/* `compute_it` is NULL where the arguments are only checked. */
-static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
-                          computation *compute_it)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"x", am_to_array, &a.x},
-        {"weight", am_to_array, &a.weight},
-        {"bias", am_to_array_or_none, &a.bias},
-        {"activation", to_silu, &a.silu},
-        {"cu_seqlens", am_to_starts_or_none, &a.starts},
-        {"initial_state", am_to_array_or_none, &a.initial},
-        {"return_state", am_to_bool, &a.return_state},
-        {"out", am_to_out, &a.out},
-    };
-    if (am_parse(name, args, nargs, params, compute_it ? 8 : 6) < 0 || check_sequences(&a) < 0) return NULL;
-    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
-}
-
-AM_VARIANT(short_convolution, convolve, "short_convolution", compute)
-AM_VARIANT(check_short_convolution, convolve, "check_short_convolution", NULL)
-
 static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
-    PyArrayObject *const of[] = {a->x, a->weight, a->bias, a->initial};
+    PyArrayObject *const of[] = {a->x, a->weight, a->bias, a->initial_state};
     PyArrayObject *grads[4];
     am_owned PyObject *result = am_new_like(4, of, grads);
     if (!result) return NULL;
@@ -140,39 +114,32 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
     return Py_NewRef(result);
 }
 
-static PyObject *short_convolution_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"x", am_to_array, &a.x},
-        {"weight", am_to_array, &a.weight},
-        {"bias", am_to_array_or_none, &a.bias},
-        {"activation", to_silu, &a.silu},
-        {"cu_seqlens", am_to_starts_or_none, &a.starts},
-        {"initial_state", am_to_array_or_none, &a.initial},
-        {"dout", am_to_array, &a.dout},
-        {"dstate", am_to_array_or_none, &a.dstate},
-    };
-    if (am_parse("short_convolution_backward", args, nargs, params, 8) < 0 || check_sequences(&a) < 0)
-        return NULL;
-    return compute_gradients(module, &a);
-}
+#define CONVOLUTION                                                                                          \
+    AM_ARG(x, am_to_array), AM_ARG(weight, am_to_array), AM_ARG(bias, am_to_array_or_none),                  \
+        AM_ARG(activation, to_silu), AM_ARG(cu_seqlens, am_to_starts_or_none),                               \
+        AM_ARG(initial_state, am_to_array_or_none)
+#define CHECKED(check, computed) ended(a, check < 0 ? NULL : computed)
+AM_FUNCTION(short_convolution, CHECKED(check_sequences(a), compute(module, a)), CONVOLUTION,
+            AM_ARG(return_state, am_to_bool), AM_ARG(out, am_to_out))
+AM_FUNCTION(check_short_convolution, CHECKED(check_sequences(a), Py_NewRef(Py_None)), CONVOLUTION)
+AM_FUNCTION(short_convolution_backward, CHECKED(check_sequences(a), compute_gradients(module, a)),
+            CONVOLUTION, AM_ARG(dout, am_to_array), AM_ARG(dstate, am_to_array_or_none))
 
 static int check_step(arguments *a)
 {
-    const am_view x = am_with_token(am_view_of(a->x)), indices = am_view_of(a->indices);
+    const am_view x = am_with_token(am_view_of(a->x)), indices = am_view_of(a->state_indices);
     am_request *r = &a->request;
     if (check_common(a, &x, true) < 0) return -1;
     if (!a->state.given) return am_reject(PyExc_TypeError, "state", "a NumPy array", Py_None);
     PyArrayObject *array = a->state.array;
     const am_view state = am_view_of(array);
     const ptrdiff_t rows = a->conv.sequences = x.shape[0],
-                    slots = a->indices && state.axes == 3 ? state.shape[0] : rows;
+                    slots = a->state_indices && state.axes == 3 ? state.shape[0] : rows;
     if (am_raise_refused(r, am_check_tail(r, &state, "state", &a->conv, slots, &x)) < 0) return -1;
     if (am_check_out(array, "state", 3, PyArray_DIMS(array), PyArray_DESCR(a->x)) < 0) return -1;
     a->conv.x = am_conv_array_of(x, 0, -1, 2), a->conv.before = am_conv_array_of(state, 0, 2, 1);
-    if (a->indices) a->slots = am_read_slots(r, &indices, rows, slots);
-    return am_raise_refused(r, !a->indices || a->slots);
+    if (a->state_indices) a->slots = am_read_slots(r, &indices, rows, slots);
+    return am_raise_refused(r, !a->state_indices || a->slots);
 }
 
 static PyObject *compute_step(PyObject *module, arguments *a)
@@ -186,22 +153,13 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     return am_returned(&a->out, out);
 }
 
-static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
-                           computation *compute_it)
-{
-    am_scoped(release) arguments a = {0};
-    const am_param params[] = {
-        {"x", am_to_array, &a.x},         {"weight", am_to_array, &a.weight},
-        {"state", am_to_state, &a.state}, {"bias", am_to_array_or_none, &a.bias},
-        {"activation", to_silu, &a.silu}, {"state_indices", am_to_array_or_none, &a.indices},
-        {"out", am_to_out, &a.out},
-    };
-    if (am_parse(name, args, nargs, params, compute_it ? 7 : 6) < 0 || check_step(&a) < 0) return NULL;
-    return compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
-}
-
-AM_VARIANT(short_convolution_step, take_step, "short_convolution_step", compute_step)
-AM_VARIANT(check_short_convolution_step, take_step, "check_short_convolution_step", NULL)
+#define STEP                                                                                                 \
+    AM_ARG(x, am_to_array), AM_ARG(weight, am_to_array), AM_ARG(state, am_to_state),                         \
+        AM_ARG(bias, am_to_array_or_none), AM_ARG(activation, to_silu),                                      \
+        AM_ARG(state_indices, am_to_array_or_none)
+AM_FUNCTION(short_convolution_step, CHECKED(check_step(a), compute_step(module, a)), STEP,
+            AM_ARG(out, am_to_out))
+AM_FUNCTION(check_short_convolution_step, CHECKED(check_step(a), Py_NewRef(Py_None)), STEP)
 
 PyMethodDef am_short_convolution_methods[] = {
     AM_ENTRY(short_convolution),
