@@ -29,16 +29,32 @@ static inline ptrdiff_t am_shared_stride(const am_view *v, int axis)
     return v->shape[axis] <= 1 ? 0 : v->stride[axis];
 }
 
-/* Of a view [batch, tokens, heads, channels], or of one without the first axis. */
-static inline am_tokens am_tokens_of(const am_view *v)
+/* The same view with these strides: its array repeats itself along such an axis. */
+static inline am_view am_shared(am_view v)
 {
-    const int first = v->axes == 4;
-    return (am_tokens){v->data,
-                       v->type,
-                       first ? am_shared_stride(v, 0) : 0,
-                       v->stride[first],
-                       v->stride[first + 1],
-                       v->stride[first + 2]};
+    for (int i = 0; i < AM_MOST_AXES; i++) v.stride[i] = am_shared_stride(&v, i);
+    return v;
+}
+
+/* An array by the axes of a view, of which -1 is none. */
+static inline am_array am_array_of(const am_view *v, am_by_axis axes)
+{
+    am_array a = {.data = v->data, .type = v->type, .shape = {1, 1, 1, 1}};
+    if (axes.batch >= 0)
+        a.shape.batch = v->shape[axes.batch], a.stride.batch = am_shared_stride(v, (int)axes.batch);
+    if (axes.token >= 0) a.shape.token = v->shape[axes.token], a.stride.token = v->stride[axes.token];
+    if (axes.head >= 0) a.shape.head = v->shape[axes.head], a.stride.head = v->stride[axes.head];
+    if (axes.channel >= 0)
+        a.shape.channel = v->shape[axes.channel], a.stride.channel = v->stride[axes.channel];
+    return a;
+}
+static const am_by_axis AM_TOKENS_FIRST = {.batch = 0, .token = 1, .head = 2, .channel = 3},
+                        AM_HEADS_FIRST = {.batch = 0, .head = 1, .token = 2, .channel = 3};
+
+/* Of a view [batch, tokens, heads, channels], or of one without the first axis. */
+static inline am_array am_tokens_of(const am_view *v)
+{
+    return am_array_of(v, v->axes == 4 ? AM_TOKENS_FIRST : (am_by_axis){-1, 0, 1, 2});
 }
 
 const char *am_dtype_name(am_dtype type);

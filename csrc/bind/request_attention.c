@@ -65,11 +65,6 @@ bool am_check_stats(am_request *r, const am_view *v, const char *name)
            am_refuse(r, AM_WRONG_VALUE, v, "%s must be [B, H, Tq]", name);
 }
 
-static am_row_stats stats_of(const am_view *v)
-{
-    return (am_row_stats){v->data, v->stride[0], v->stride[1], v->stride[2]};
-}
-
 bool am_read_gradients(am_request *r, const am_gradients_given *g, am_attn_gradients *to)
 {
     const am_dtype type = r->attn.q.type, wide = am_wide_type(type);
@@ -78,8 +73,8 @@ bool am_read_gradients(am_request *r, const am_gradients_given *g, am_attn_gradi
         !am_check_stats(r, &g->lse, "lse") || (g->d_lse.data && !am_check_stats(r, &g->d_lse, "dlse")))
         return false;
     *to = (am_attn_gradients){.forward = r->attn,
-                              .lse = stats_of(&g->lse),
-                              .d_lse = stats_of(&g->d_lse),
+                              .lse = am_array_of(&g->lse, AM_HEADS_FIRST),
+                              .d_lse = am_array_of(&g->d_lse, AM_HEADS_FIRST),
                               .d_out = am_tokens_of(&g->d_out)};
     to->forward.out = am_tokens_of(&g->out);
     return true;

@@ -163,14 +163,8 @@ static bool read_groups(am_request *r, am_cached *c, int side)
                          "%s must be of shape (%td, %td, %td, %td / group, 2) with a group of 32, 64 or 128 "
                          "for a cache of uint8",
                          name, n[0], n[1], n[2], channels);
-    c->scales[side] = (am_kv_scales){.data = v->data,
-                                     .batch = v->stride[0],
-                                     .token = v->stride[1],
-                                     .head = v->stride[2],
-                                     .element = v->stride[3],
-                                     .offset = v->stride[4],
-                                     .group = group,
-                                     .type = v->type};
+    c->scales[side] =
+        (am_kv_scales){.array = am_array_of(v, AM_TOKENS_FIRST), .offset = v->stride[4], .group = group};
     return true;
 }
 
@@ -200,13 +194,9 @@ static bool read_scales(am_request *r, am_cached *c, int side)
     if (c->rows[0].data && !by_channel && !same_shape(v->shape, n, 3))
         return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of shape (%td, %td, %td, 1) to take new tokens",
                          name, n[0], n[1], n[2]);
-    c->scales[side] = (am_kv_scales){.data = v->data,
-                                     .type = v->type,
-                                     .by_channel = by_channel,
-                                     .batch = am_shared_stride(v, 0),
-                                     .token = am_shared_stride(v, 1),
-                                     .head = am_shared_stride(v, 2),
-                                     .element = am_shared_stride(v, 3)};
+    const am_view shared = am_shared(*v);
+    c->scales[side] =
+        (am_kv_scales){.array = am_array_of(&shared, AM_TOKENS_FIRST), .by_channel = by_channel};
     const float *wrong = by_channel ? am_kv_wrong_scale(&c->scales[side], n[2], n[3]) : NULL;
     return !wrong ||
            am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite and positive for each channel, got %g", name,
@@ -231,7 +221,8 @@ static bool share_scales(am_request *r, am_cached *c)
             "v_cache must be whole groups of %td channels of k_cache, got %td from channel %td on", group,
             am_cached_channels(v_cache), before);
     c->scales[1] = c->scales[0];
-    c->scales[1].data += (group ? before / group : elements) * c->scales[0].element;
+    am_array *array = &c->scales[1].array;
+    array->data += (group ? before / group : elements) * array->stride.channel;
     return true;
 }
 
@@ -475,13 +466,13 @@ static int one_of(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *
                              .k_shift = cache->k_shift + s};
     *one = *all;
     one->batch = 1, one->queries = cache->q_starts[s + 1] - begin, one->keys = own.keys;
-    one->q.data += begin * one->q.token, one->out.data += begin * one->out.token;
+    one->q.data += begin * one->q.stride.token, one->out.data += begin * one->out.stride.token;
     one->pages.table += s * one->pages.table_stride, one->pages.used += s, one->pages.lengths += s;
     one->pages.starts = NULL, one->pages.sequences = 1;
     one->terms.places = (am_places){.offsets = cache->offsets + s};
     for (int i = 0; i < one->terms.count; i++) {
-        am_tokens *array = &one->terms.list[i].array;
-        array->data += s * array->batch + begin * array->token;
+        am_array *array = &one->terms.list[i].array;
+        array->data = am_token(array, s, 0, begin);
     }
     return am_kv_cache_terms(&own, &c->limits, terms);
 }

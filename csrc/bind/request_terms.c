@@ -42,13 +42,8 @@ static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
         const bool in_place = v.type == AM_FLOAT64 && (v.shape[3] == 1 || v.stride[3] == sizeof(double));
         if (!in_place && !copy_doubles(r, &v)) return false;
     }
-    memcpy(term->shape, v.shape, sizeof term->shape);
-    term->array = (am_tokens){.data = v.data,
-                              .type = v.type,
-                              .batch = am_shared_stride(&v, 0),
-                              .head = am_shared_stride(&v, 1),
-                              .token = am_shared_stride(&v, 2),
-                              .element = am_shared_stride(&v, 3)};
+    v = am_shared(v);
+    term->array = am_array_of(&v, AM_HEADS_FIRST);
     return true;
 }
 
@@ -66,11 +61,11 @@ static bool read_integer(am_request *r, const am_operand *o, am_logit_term *term
 
 static bool is_finite(am_request *r, const am_logit_term *term)
 {
-    const am_tokens *array = &term->array;
-    for (ptrdiff_t row = 0; row < term->shape[0]; row++) {
-        for (ptrdiff_t head = 0; head < term->shape[1]; head++) {
-            const double *number = (const double *)(array->data + row * array->batch + head * array->head);
-            for (ptrdiff_t i = 0; i < term->shape[3]; i++) {
+    const am_array *array = &term->array;
+    for (ptrdiff_t row = 0; row < term->array.shape.batch; row++) {
+        for (ptrdiff_t head = 0; head < term->array.shape.head; head++) {
+            const double *number = (const double *)am_token(array, row, head, 0);
+            for (ptrdiff_t i = 0; i < term->array.shape.channel; i++) {
                 if (!isfinite(number[i]))
                     return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite, got %g",
                                      am_row_of_term(term)->name, number[i]);

@@ -386,7 +386,7 @@ am_view am_view_of(PyArrayObject *array)
     return v;
 }
 
-am_tokens am_tokens_of_array(PyArrayObject *array)
+am_array am_tokens_of_array(PyArrayObject *array)
 {
     const am_view v = am_view_of(array);
     return am_tokens_of(&v);

@@ -124,7 +124,7 @@ am_to am_to_object;
 am_to am_to_text;
 /* The view keeps no reference; NULL becomes one without data. */
 am_view am_view_of(PyArrayObject *array);
-am_tokens am_tokens_of_array(PyArrayObject *array);
+am_array am_tokens_of_array(PyArrayObject *array);
 /* Looks at a 1-D array of integers; false for other arrays. */
 bool am_entries_of(PyArrayObject *array, am_view *entries);
 

@@ -376,8 +376,8 @@ static int add_term_gradient(const arguments *a, int i, am_logit_term *term, PyO
     am_owned PyObject *name = PyUnicode_FromString(am_row_of_term(term)->name);
     const int wanted = name ? PySequence_Contains(a->wanted, name) : -1;
     if (wanted <= 0 || !am_can_learn(term)) return wanted < 0 ? -1 : 0;
-    npy_intp shape[4];
-    memcpy(shape, term->shape, sizeof shape);
+    const am_by_axis *own = &term->array.shape;
+    npy_intp shape[4] = {own->batch, own->head, own->token, own->channel};
     if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = a->mask.request.attn.heads;
     PyArray_Descr *dtype = PyArray_DESCR(a->term_arrays[i]);
     am_owned PyArrayObject *array =
@@ -402,7 +402,7 @@ static PyObject *backward(PyObject *module, arguments *a)
 {
     am_attn_gradients problem;
     if (check_backward(a, &problem) < 0) return NULL;
-    am_tokens *const places[] = {&problem.d_q, &problem.d_k, &problem.d_v};
+    am_array *const places[] = {&problem.d_q, &problem.d_k, &problem.d_v};
     am_owned PyObject *of_terms = new_term_gradients(a, &problem.forward.terms);
     if (!of_terms) return NULL;
     am_owned PyArrayObject *d_q = like(a, a->query), *d_k = d_q ? like(a, a->key) : NULL,

@@ -180,7 +180,8 @@ static bool look_at_all_written(problem *p)
     }
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
         const am_kv_scales *scales = &cached->scales[side];
-        if (scales->data && !scales->by_channel && !am_xla_next_written(p->c, &cached->scale_arrays[side]))
+        if (scales->array.data && !scales->by_channel &&
+            !am_xla_next_written(p->c, &cached->scale_arrays[side]))
             return false;
     }
     return true;

@@ -147,7 +147,7 @@ static bool read_attention(am_xla_call *c, int own)
 }
 
 /* Looks at the next result. That of a part, which will be added to others, has the type of the arithmetic. */
-static bool look_at_result(am_xla_call *c, bool wide, am_view like, am_tokens *to)
+static bool look_at_result(am_xla_call *c, bool wide, am_view like, am_array *to)
 {
     const am_dtype own = c->request.attn.q.type;
     like.axes = 4, like.shape[4] = 1;
@@ -183,12 +183,13 @@ static bool look_at_gradient(am_xla_call *c, am_logit_term *term, am_view *to)
     bool fits = to->axes == 4 &&
                 (is_bias ? to->type == term->array.type : to->type == AM_FLOAT32 || to->type == AM_FLOAT64);
     /* Under vmap a bias that all calls share has a gradient for each. */
-    if (is_bias) memcpy(term->shape, to->shape, sizeof term->shape);
-    for (int i = 0; i < 4; i++) fits &= to->shape[i] == term->shape[i];
-    if (!fits || !am_term_fits(attn, term))
+    const am_by_axis shape = am_array_of(to, AM_HEADS_FIRST).shape;
+    if (is_bias) term->array.shape = shape;
+    if (!fits || memcmp(&shape, &term->array.shape, sizeof shape) != 0 || !am_term_fits(attn, term))
         return am_xla_fail(c, "d%s has a type or a shape that does not fit", am_row_of_term(term)->name);
     term->gradient =
-        is_bias ? to->data : am_keep(&c->request, am_product(attn->heads, term->shape[3], 1), sizeof(double));
+        is_bias ? to->data
+                : am_keep(&c->request, am_product(attn->heads, term->array.shape.channel, 1), sizeof(double));
     return term->gradient;
 }
 

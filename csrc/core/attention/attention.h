@@ -4,28 +4,22 @@
 
 #include <stdint.h>
 
+#include "core/cache/formats.h"
+#include "core/cache/layout.h"
 #include "core/masks/mask.h"
 #include "core/runtime/threads.h"
 #include "core/attention/terms/kinds.h"
 
-/* A strided array; strides in bytes. */
-typedef struct {
-    char *data;
-    am_dtype type;
-    ptrdiff_t batch, token, head, element;
-} am_tokens;
-
 /* One term of the logits, as kinds.h has them. */
 typedef struct {
     am_logit_kind kind;
-    am_tokens array;    /* its numbers by batch row or sequence, head, query and key: strides are 0 along
-                         * axes that are shared. double, and side by side along the last axis; a bias is of any
-                         * type and has any strides */
-    ptrdiff_t shape[4]; /* of the array; 1 along axes that are shared */
-    double number;      /* of a soft cap, the cap; of dropout, the probability, below 1 */
-    int64_t integer;    /* of a relative bias, the distance that it begins with; of dropout, the seed */
-    void *gradient;     /* of a bias, C-contiguous as its array and of its type; else double [heads][length]
-                         * of the last axis; NULL: not computed */
+    am_array array;  /* its numbers by batch row or sequence, head, query and key: strides are 0 along
+                      * axes that are shared. double, and side by side along the last axis; a bias is of any
+                      * type and has any strides */
+    double number;   /* of a soft cap, the cap; of dropout, the probability, below 1 */
+    int64_t integer; /* of a relative bias, the distance that it begins with; of dropout, the seed */
+    void *gradient;  /* of a bias, C-contiguous as its array and of its type; else double [heads][length]
+                      * of the last axis; NULL: not computed */
 } am_logit_term;
 
 /* Where queries are among the keys: the distance of a pair is k - q - offset, with the offset of its batch
@@ -45,29 +39,6 @@ typedef struct {
     am_places places;
 } am_terms;
 
-/* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
- * is a sequence; or packed sequences lie one behind the other in one row of keys. */
-typedef struct {
-    const int32_t *table;     /* NULL: keys and values are no pages */
-    ptrdiff_t table_stride;   /* from sequence to sequence, in entries */
-    ptrdiff_t size;           /* tokens of a page */
-    const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
-    const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
-    const ptrdiff_t *starts;  /* of packed sequences among the keys, [sequences + 1]; NULL: batch rows */
-    ptrdiff_t sequences;
-} am_pages;
-
-/* Scales of the numbers in memory, float32: one for each token and head, or for each head and channel, where
- * strides from token to token are 0. Or a scale, and an offset that is added after it, for each `group`
- * channels of a token and head, `element` apart. Strides are in bytes. */
-typedef struct {
-    char *data; /* NULL: none */
-    bool by_channel;
-    ptrdiff_t batch, token, head, element;
-    ptrdiff_t group, offset; /* group 0: no groups; offset: from a scale to its offset */
-    am_dtype type;           /* float32, or float16 of groups */
-} am_kv_scales;
-
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
  *
  *     logit = q·k scale + added terms,  capped to cap tanh(logit / cap) if there is a soft cap
@@ -76,9 +47,9 @@ typedef struct {
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
-    am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
-    am_tokens wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
-    am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
+    am_array q, k, v, out; /* k and v of one type, q and out of another or the same */
+    am_array wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
+    am_pages pages;        /* then the batch rows of k and v are pages; not for gradients */
     am_kv_scales k_scales, v_scales; /* both, of pages of eight or four bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
     am_terms terms;
@@ -92,17 +63,11 @@ static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
 
 am_status am_attn_forward(const am_context *context, const am_attn *attn);
 
-/* One number for each row, of the arithmetic type; strides in bytes. */
 typedef struct {
-    const char *data;
-    ptrdiff_t batch, head, token;
-} am_row_stats;
-
-typedef struct {
-    am_attn forward;         /* its terms say which of their gradients are computed; `out` is its result, of
-                              * its type or of that of the arithmetic; its lse is not read */
-    am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
-    am_tokens d_out, d_q, d_k, d_v;
+    am_attn forward;     /* its terms say which of their gradients are computed; `out` is its result, of
+                          * its type or of that of the arithmetic; its lse is not read */
+    am_array lse, d_lse; /* one number for each row, of the arithmetic type; d_lse.data: NULL if it is 0 */
+    am_array d_out, d_q, d_k, d_v;
 } am_attn_gradients;
 
 am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);

@@ -30,7 +30,7 @@ static am_status compute(const am_context *context, am_backward_plan *p)
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
     if (status == AM_OK && am_is_learned(p->base.terms.sinks)) status = am_sum_sink_gradients(context, p);
     /* Batch rows that share the numbers of a term add to its gradient in order, too. */
-    const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->lines.count > 0;
+    const bool in_order = (p->bias.sums && p->bias.shape.batch == 1) || p->lines.count > 0;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
     if (status == AM_OK)
         status = am_parallel_rows(context, in_order ? 1 : f->batch,
@@ -76,13 +76,14 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     p.stats.data = am_alloc_aligned(stats_bytes);
     if (p.d_q.type != p.base.type) {
         own_d_q = am_alloc_aligned(d_q_bytes);
-        p.d_q = (am_tokens){
+        p.d_q = (am_array){
             .data = own_d_q,
             .type = p.base.type,
-            .batch = f->heads * f->queries * f->head_dim * size,
-            .head = f->queries * f->head_dim * size,
-            .token = f->head_dim * size,
-            .element = size,
+            .shape = {f->batch, f->queries, f->heads, f->head_dim},
+            .stride = {.batch = f->heads * f->queries * f->head_dim * size,
+                       .head = f->queries * f->head_dim * size,
+                       .token = f->head_dim * size,
+                       .channel = size},
         };
     }
     if (status == AM_OK && !(p.stats.data && p.d_q.data)) status = AM_NO_MEMORY;
@@ -133,7 +134,7 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
     for (int i = 0; i < f->terms.count; i++) learned |= am_is_learned(&f->terms.list[i]);
     if (f->head_dim == 0 && f->value_dim == 0 && !learned) return AM_OK;
     const am_logit_term *bias = am_find_terms(f).bias;
-    if (!am_is_learned(bias) || bias->shape[0] > 1 || f->batch == 1)
+    if (!am_is_learned(bias) || bias->array.shape.batch > 1 || f->batch == 1)
         return compute_gradients(context, problem, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
      * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that

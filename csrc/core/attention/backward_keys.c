@@ -2,17 +2,14 @@
  * queries that see them. */
 #include <string.h>
 
-#include "core/arrays/strided.h"
 #include "core/attention/backward_plan.h"
 
 enum { TILE = AM_FLASH_TILE };
 
-/* Writes rows of the arithmetic type to those of an array from `to` on. */
-static void write_rows(const am_backward_plan *p, const am_tokens *t, const char *to, am_rows from,
-                       ptrdiff_t rows, ptrdiff_t count)
+/* Writes rows of the arithmetic type, `stride` numbers apart, to those of an array. */
+static void write_rows(const am_backward_plan *p, const am_array *to, const char *from, ptrdiff_t stride)
 {
-    const am_strided target = {(char *)to, t->type, t->token, (ptrdiff_t)am_size_of(t->type), rows, count};
-    am_scatter(p->base.all_kernels, &target, p->base.type, from.data, from.stride / p->base.size);
+    am_scatter(p->base.all_kernels, to, p->base.type, from, stride);
 }
 
 /* Adds a sum of tiles to d_q, if there is one, once those before have been added. There always is a first
@@ -21,15 +18,13 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
                              ptrdiff_t sum, const char *d_q, am_team *team)
 {
     am_status status = am_await(team, &state->semaphore, sum);
-    char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
+    const am_array to = am_rows_of_block(&p->d_q, at);
     if (status != AM_OK) return status;
-    if (sum == state->first) {
-        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .stride = p->lengths.stride * p->base.size},
-                   at->rows, p->base.attn->head_dim);
-    } else if (d_q) {
-        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->lengths.stride, at->rows,
-                                     p->base.attn->head_dim);
-    }
+    if (sum == state->first)
+        write_rows(p, &to, d_q, p->lengths.stride);
+    else if (d_q)
+        p->base.arithmetic->add_rows(to.data, to.stride.token / p->base.size, d_q, p->lengths.stride,
+                                     at->rows, p->base.attn->head_dim);
     atomic_store_explicit(&state->semaphore, sum + 1, memory_order_release);
     return AM_OK;
 }
@@ -172,11 +167,11 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     const am_attn *f = p->base.attn;
     const am_kv_kernels *kv = p->base.kv;
     const ptrdiff_t count = am_length(keys);
-    const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
+    const am_rows k = am_read_lanes(&p->base, am_rows_of_keys(&f->k, at, keys), s->row);
     kv->pack_keys(s->k_columns + i * p->lengths.k_columns, &k, count, am_lanes(&p->base, f->head_dim), 1,
                   NULL);
     const bool finite = kv->pack_values(s->k + i * p->lengths.k_panels, &k, count, f->head_dim, NULL);
-    const am_rows v = am_read_keys(&p->base, &f->v, at, keys, f->value_dim, s->row);
+    const am_rows v = am_read_lanes(&p->base, am_rows_of_keys(&f->v, at, keys), s->row);
     kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
                   NULL);
     s->tiles[i].packed = true, s->tiles[i].finite = finite;
@@ -187,7 +182,7 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
                           am_prefetch_plan *plan)
 {
     const am_attn *f = p->base.attn;
-    const am_tokens *d_out = &p->problem->d_out;
+    const am_array *d_out = &p->problem->d_out;
     const am_range tiles = tiles_of(task, at->section);
     const am_rows_state *state = am_rows_state_of(p, at);
     if (am_length(tiles) <= 0 || am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
@@ -195,10 +190,10 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
         return;
     const am_range keys = {am_range_at(&p->sections.tiles, tiles.begin).begin,
                            am_range_at(&p->sections.tiles, tiles.end - 1).end};
-    am_plan_rows(plan, am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->head_dim));
-    am_plan_rows(plan, am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_dim));
+    am_plan_rows(plan, am_prefetch_block(&f->q, at, 1));
+    am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
-    am_plan_rows(plan, am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->head_dim));
+    am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
 /* A block on its way over the tiles of a task. */
@@ -240,7 +235,11 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             walk->loaded = true;
         }
         walk->rows.d_q = (am_backward_sum){
-            .sum = s->d_q, .fresh = !any, .onto = walk->d_q, .onto_stride = p->d_q.token / p->base.size};
+            .sum = s->d_q,
+            .fresh = !any,
+            .onto = walk->d_q,
+            .onto_stride = p->d_q.stride.token / p->base.size,
+        };
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
@@ -259,10 +258,10 @@ static char *result_of_step(const am_backward_plan *p, const am_attn_place *at, 
                             ptrdiff_t sum)
 {
     const bool whole = p->sum_tiles[at->section - p->sections.list] == 1 && sum > state->first,
-               fits = p->d_q.element == p->base.size &&
+               fits = p->d_q.stride.channel == p->base.size &&
                       p->base.attn->head_dim % (p->base.arithmetic->panel / 2) == 0;
     if (!whole || !fits || atomic_load_explicit(&state->semaphore, memory_order_acquire) != sum) return NULL;
-    return (char *)am_token(&p->d_q, at->b, at->head, at->q);
+    return am_token(&p->d_q, at->b, at->head, at->q);
 }
 
 /* Takes a block over the tiles of a task. */
@@ -297,7 +296,7 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
  * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
 static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
 {
-    const bool in_order = p->bias.sums && p->bias.shape[1] == 1;
+    const bool in_order = p->bias.sums && p->bias.shape.head == 1;
     if (in_order || p->base.attn->batch >= p->threads) return i;
     const ptrdiff_t heads = p->base.attn->kv_heads, thread = i % p->threads;
     return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
@@ -307,33 +306,31 @@ static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
 static am_status write_zeros(const am_backward_plan *p, const am_attn_place *at, am_range keys, am_team *team)
 {
     enum { PIECE = 1 << 12 }; /* keys between two checkpoints */
-    const am_tokens *const results[] = {&p->problem->d_k, &p->problem->d_v};
-    const ptrdiff_t head_dims[] = {p->base.attn->head_dim, p->base.attn->value_dim};
+    const am_array *const results[] = {&p->problem->d_k, &p->problem->d_v};
     am_status status = AM_OK;
     for (ptrdiff_t k = keys.begin; status == AM_OK && k < keys.end; k++) {
         for (int i = 0; i < 2; i++)
-            memset((char *)am_token(results[i], at->b, at->kv_head, k), 0,
-                   (size_t)head_dims[i] * am_size_of(results[i]->type));
+            memset(am_token(results[i], at->b, at->kv_head, k), 0,
+                   (size_t)results[i]->shape.channel * am_size_of(results[i]->type));
         if (k % PIECE == 0) status = am_checkpoint(team);
     }
     return status;
 }
 
-/* Writes sums of some keys to those of an array from `to` on. */
-static void write_sums(const am_backward_plan *p, const am_tokens *t, const char *to, const char *sums,
-                       am_sum_shape shape, char *scratch)
+/* Writes sums of some keys to an array. */
+static void write_sums(const am_backward_plan *p, am_array to, const char *sums, am_sum_shape shape,
+                       char *scratch)
 {
     if (!p->base.arithmetic->by_channel) {
-        const am_rows from = {.data = sums, .stride = shape.stride * p->base.size};
-        write_rows(p, t, to, from, shape.rows, shape.columns);
+        write_rows(p, &to, sums, shape.stride);
         return;
     }
-    const am_rows from = {.data = scratch, .stride = TILE * p->base.size};
     for (ptrdiff_t channel = 0; channel < shape.rows; channel += TILE) {
-        const ptrdiff_t channels = am_min(shape.rows - channel, TILE);
+        to.shape.channel = am_min(shape.rows - channel, TILE);
         p->base.all_kernels->copy.transpose_32(scratch, TILE, sums + channel * shape.stride * p->base.size,
-                                               shape.stride, channels, shape.columns);
-        write_rows(p, t, to + channel * am_size_of(t->type), from, shape.columns, channels);
+                                               shape.stride, to.shape.channel, shape.columns);
+        write_rows(p, &to, scratch, TILE);
+        to.data += TILE * to.stride.channel;
     }
 }
 
@@ -348,11 +345,9 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         const am_key_sums sums = tile_sums(p, &s->total, i);
         if (!s->tiles[i].summed) clear_sums(p, sums, am_length(keys));
-        const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-        write_sums(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), sums.d_k,
-                   shape_of_d_k(p, am_length(keys)), s->p);
-        write_sums(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), sums.d_v,
-                   shape_of_d_v(p, am_length(keys)), s->p);
+        const am_array *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
+        write_sums(p, am_rows_of_keys(d_k, at, keys), sums.d_k, shape_of_d_k(p, am_length(keys)), s->p);
+        write_sums(p, am_rows_of_keys(d_v, at, keys), sums.d_v, shape_of_d_v(p, am_length(keys)), s->p);
         behind = keys.end;
     }
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
@@ -415,8 +410,7 @@ am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
     const am_attn_place at = am_backward_block(p, index);
-    const am_tokens *to = &p->problem->d_q;
-    const am_rows from = {.data = am_token(&p->d_q, at.b, at.head, at.q), .stride = p->d_q.token};
-    write_rows(p, to, am_token(to, at.b, at.head, at.q), from, at.rows, p->base.attn->head_dim);
+    const am_array to = am_rows_of_block(&p->problem->d_q, &at);
+    write_rows(p, &to, am_token(&p->d_q, at.b, at.head, at.q), p->d_q.stride.token / p->base.size);
     return am_checkpoint(team);
 }

@@ -65,7 +65,7 @@ typedef struct {
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
                             * and the same for any number of threads */
-    am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
+    am_array d_q;          /* of the arithmetic type: the result, or what is converted to it */
     am_rows_state *states; /* [block][heads] */
     struct {
         char *data;      /* base, rest, add and share, each [batch][heads][queries] */

@@ -12,13 +12,6 @@ enum {
     FAR = 1024, /* |lse| from which its rounding costs P more than ten binary digits */
 };
 
-/* The rows of a block. */
-static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                          ptrdiff_t count, char *scratch)
-{
-    return am_read_rows(&p->base, t, am_token(t, at->b, at->head, at->q), at->rows, count, scratch);
-}
-
 /* Transposes what is packed like values, panel by panel. */
 static void transpose_panels(const am_backward_plan *p, char *to, const char *panels, ptrdiff_t dim)
 {
@@ -29,21 +22,21 @@ static void transpose_panels(const am_backward_plan *p, char *to, const char *pa
 
 /* Loads the rows of a block to rows `stride` apart; or where a lane holds two numbers side by side, and
  * packed like values, or by channel. */
-static am_backward_operand load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                                      am_backward_operand to, char *lanes, char *packed, char *scratch)
+static am_backward_operand load_block(const am_backward_plan *p, am_array block, am_backward_operand to,
+                                      char *lanes, char *packed, char *scratch)
 {
+    const am_attn_base *base = &p->base;
     to.lanes = lanes, to.packed = packed;
-    if (am_width(&p->base) > 1) {
-        const am_rows rows = am_copy_lanes(lanes, t, am_token(t, at->b, at->head, at->q), at->rows, to.dim,
-                                           am_width(&p->base));
-        const bool by_channel = p->base.arithmetic->by_channel;
+    if (am_width(base) > 1) {
+        const am_rows rows = am_copy_lanes(base, block, lanes);
+        const bool by_channel = base->arithmetic->by_channel;
         char *panels = by_channel ? scratch : packed;
-        to.finite = am_kv_own(&p->base)->pack_values(panels, &rows, at->rows, to.dim, NULL);
+        to.finite = am_kv_own(base)->pack_values(panels, &rows, block.shape.token, to.dim, NULL);
         if (by_channel) transpose_panels(p, packed, panels, to.dim);
     } else {
-        const am_rows rows = read_block(p, t, at, to.dim, scratch);
-        to.finite = p->base.arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / p->base.size,
-                                                  at->rows, to.dim);
+        const am_rows rows = am_read_wide(base, block, scratch);
+        to.finite = base->arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / base->size,
+                                                block.shape.token, to.dim);
     }
     return to;
 }
@@ -56,8 +49,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
                               d_out = {.dim = f->value_dim, .stride = p->lengths.value_stride};
     return (am_backward_rows){
         .rows = at->rows,
-        .q = load_block(p, &f->q, at, q, s->q, s->q_rows, s->row),
-        .d_out = load_block(p, &p->problem->d_out, at, d_out, s->d_out, s->d_out_rows, s->row),
+        .q = load_block(p, am_rows_of_block(&f->q, at), q, s->q, s->q_rows, s->row),
+        .d_out =
+            load_block(p, am_rows_of_block(&p->problem->d_out, at), d_out, s->d_out, s->d_out_rows, s->row),
         .base = am_row_stats_of(p, at, AM_ROW_BASE),
         .rest = am_row_stats_of(p, at, AM_ROW_REST),
         .add = am_row_stats_of(p, at, AM_ROW_ADD),
@@ -73,13 +67,10 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
     };
 }
 
-static double given_row_stat(const am_backward_plan *p, const am_row_stats *row_stats,
-                             const am_attn_place *at, ptrdiff_t row)
+static double given_row_stat(const am_backward_plan *p, const am_array *row_stats, const am_attn_place *at,
+                             ptrdiff_t row)
 {
-    return am_number(&p->base,
-                     row_stats->data + at->b * row_stats->batch + at->head * row_stats->head +
-                         (at->q + row) * row_stats->token,
-                     0);
+    return am_number(&p->base, am_token(row_stats, at->b, at->head, at->q + row), 0);
 }
 
 /* Finds of each row, sinks included, the greatest logit as AM_ROW_BASE, the sum of powers relative to it as
@@ -102,7 +93,7 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         const am_range keys = am_range_at(&p->sections.tiles, i);
         am_backward_tile tile = {.k_columns = s->k_columns, .columns = am_length(keys)};
         if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
-        const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
+        const am_rows k = am_read_lanes(&p->base, am_rows_of_keys(&f->k, at, keys), s->row);
         p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
         p->base.arithmetic->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
@@ -126,8 +117,8 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
     char *other = s->row + am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)),
          *base = am_row_stats_of(p, at, AM_ROW_BASE), *rest = am_row_stats_of(p, at, AM_ROW_REST),
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
-    const am_rows out = read_block(p, &f->out, at, f->value_dim, s->row),
-                  d_out = read_block(p, &p->problem->d_out, at, f->value_dim, other);
+    const am_rows out = am_read_wide(&p->base, am_rows_of_block(&f->out, at), s->row),
+                  d_out = am_read_wide(&p->base, am_rows_of_block(&p->problem->d_out, at), other);
     p->base.arithmetic->dot_rows(add, d_out.data, d_out.stride / p->base.size, out.data,
                                  out.stride / p->base.size, at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
@@ -174,8 +165,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
         find_row_stats(p, at, s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
         for (ptrdiff_t r = 0; r < unseen; r++)
-            memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
-                   (size_t)(f->head_dim * p->base.size));
+            memset(am_token(&p->d_q, at->b, at->head, at->q + r), 0, (size_t)(f->head_dim * p->base.size));
     }
     return status == AM_OK ? am_checkpoint(team) : status;
 }

@@ -2,10 +2,6 @@
 #include "core/attention/base.h"
 
 #include <math.h>
-#include <string.h>
-
-#include "core/arrays/strided.h"
-#include "core/cache/formats.h"
 
 enum { WIDEST = 8 }; /* bytes of a number; a bias may be wider than the arithmetic */
 
@@ -73,46 +69,15 @@ ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
     return am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
 }
 
-am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *src, ptrdiff_t rows,
-                     ptrdiff_t count, char *scratch)
+am_prefetch_rows am_prefetch_tokens(const am_array *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows)
 {
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    if (t->type == base->type && t->element == size && t->token % size == 0)
-        return (am_rows){.data = src, .stride = t->token};
-    const am_strided from = {(char *)src, t->type, t->token, t->element, rows, count};
-    am_gather(base->all_kernels, base->type, scratch, count, &from);
-    return (am_rows){.data = scratch, .stride = count * base->size};
-}
-
-bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)
-{
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    return t->element == size && t->token % (width * size) == 0 && count % width == 0;
-}
-
-bool am_is_aligned(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)
-{
-    const uintptr_t rows = (uintptr_t)t->data | (uintptr_t)t->batch | (uintptr_t)t->head;
-    return am_is_plain(t, count, width) && rows % ((uintptr_t)width * am_size_of(t->type)) == 0;
-}
-
-am_rows am_copy_lanes(char *to, const am_tokens *t, const char *src, ptrdiff_t rows, ptrdiff_t count,
-                      ptrdiff_t width)
-{
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = am_ceil_div(count, width) * width * size;
-    if (count % width) memset(to, 0, (size_t)(rows * row));
-    am_copy_2d(to, row, size, src, t->token, t->element, rows, count, (size_t)size);
-    return (am_rows){.data = to, .stride = row};
-}
-
-am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
-                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count)
-{
-    if (rows <= 0 || !am_is_plain(t, count, 1)) return (am_prefetch_rows){0};
-    ptrdiff_t one = am_row_bytes(t->type, count), all = (heads - 1) * t->head + one;
-    bool side_by_side = one < all && all <= t->token;
+    if (rows <= 0 || !am_is_plain(t, 1)) return (am_prefetch_rows){0};
+    ptrdiff_t one = t->shape.channel * (ptrdiff_t)am_size_of(t->type),
+              all = (heads - 1) * t->stride.head + one;
+    bool side_by_side = one < all && all <= t->stride.token;
     return (am_prefetch_rows){.at = am_token(t, b, head, token),
-                              .stride = t->token,
+                              .stride = t->stride.token,
                               .length = side_by_side ? all : one,
                               .rows = rows};
 }
@@ -120,12 +85,13 @@ am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t h
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
                        ptrdiff_t count, ptrdiff_t stride)
 {
-    const char *head = scales->data + kv_head * scales->head;
+    const char *head = am_token(&scales->array, 0, kv_head, 0);
+    const ptrdiff_t channel = scales->array.stride.channel;
     for (ptrdiff_t r = 0; r < row_count; r++, rows += stride) {
-        if (scales->element == sizeof(float)) { /* side by side: vectors */
+        if (channel == sizeof(float)) { /* side by side: vectors */
             for (ptrdiff_t i = 0; i < count; i++) rows[i] *= ((const float *)head)[i];
         } else {
-            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= *(const float *)(head + i * scales->element);
+            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= *(const float *)(head + i * channel);
         }
     }
 }

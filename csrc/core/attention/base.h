@@ -110,31 +110,49 @@ static inline void am_set_number(const am_attn_base *base, void *array, ptrdiff_
         ((float *)array)[i] = (float)x;
 }
 
-/* Returns rows of `count` numbers of an array from `src` on as the arithmetic type: where they lie, or copied
- * to `scratch` of am_row_scratch bytes. */
-am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *src, ptrdiff_t rows,
-                     ptrdiff_t count, char *scratch);
+/* Rows as numbers of the arithmetic type: where they lie, or copied to `scratch` of am_row_scratch bytes. */
+static inline am_rows am_read_wide(const am_attn_base *base, am_array rows, char *scratch)
+{
+    return am_read_rows(base->all_kernels, base->type, 1, &rows, rows.shape.channel, scratch);
+}
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
-/* The address of a token of one head. */
-static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
+/* Copies rows of the same type as whole lanes, side by side. */
+static inline am_rows am_copy_lanes(const am_attn_base *base, am_array rows, char *to)
 {
-    return t->data + b * t->batch + head * t->head + token * t->token;
+    const ptrdiff_t stride = am_lanes(base, rows.shape.channel) * am_width(base);
+    am_gather(base->all_kernels, rows.type, to, stride, &rows);
+    return (am_rows){.data = to, .stride = stride * (ptrdiff_t)am_size_of(rows.type)};
 }
 
-/* Whether kernels can read rows of `count` numbers where they lie, as lanes of `width` numbers: by whole
- * vectors, or also lane by lane. */
-bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width);
-bool am_is_aligned(const am_tokens *t, ptrdiff_t count, ptrdiff_t width);
+/* Returns such rows where they lie if they can be read there, else copied. */
+static inline am_rows am_read_lanes(const am_attn_base *base, am_array rows, char *scratch)
+{
+    if (am_is_aligned(&rows, am_width(base)))
+        return (am_rows){.data = rows.data, .stride = rows.stride.token};
+    return am_copy_lanes(base, rows, scratch);
+}
 
-/* Copies rows of `count` numbers as whole lanes of `width` numbers, side by side. */
-am_rows am_copy_lanes(char *to, const am_tokens *t, const char *src, ptrdiff_t rows, ptrdiff_t count,
-                      ptrdiff_t width);
+/* The rows of a block of one head. */
+static inline am_array am_rows_of_block(const am_array *a, const am_attn_place *at)
+{
+    return am_rows_from(a, am_token(a, at->b, at->head, at->q), at->rows);
+}
 
-/* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
- * first. */
-am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
-                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count);
+/* The rows of some keys of one key head, in no pages. */
+static inline am_array am_rows_of_keys(const am_array *a, const am_attn_place *at, am_range keys)
+{
+    return am_rows_from(a, am_token(a, at->b, at->kv_head, keys.begin), keys.end - keys.begin);
+}
+
+/* Rows to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the first. */
+am_prefetch_rows am_prefetch_tokens(const am_array *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows);
+
+static inline am_prefetch_rows am_prefetch_block(const am_array *a, const am_attn_place *at, ptrdiff_t heads)
+{
+    return am_prefetch_tokens(a, at->b, at->head, heads, at->q, at->queries);
+}
 
 /* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
 static inline double am_power(double unit, double logit, double from)

@@ -49,24 +49,25 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
                    const am_flash_rows *block, char *scratch)
 {
     const am_attn *f = base->attn;
-    const am_tokens *out = &f->out;
+    const am_array *out = &f->out;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
-    const bool direct = out->element == size;
+    const bool direct = out->stride.channel == size;
     am_flash_write *write = base->arithmetic->numbers[out->type].write;
     const char *row = block->out;
     if (f->v_scales.by_channel)
         am_scale_channels(&f->v_scales, at->kv_head, block->out, block->rows, f->value_dim, block->out_dim);
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         const ptrdiff_t head = at->head + h;
-        char *dst = (char *)am_token(out, at->b, head, at->q);
+        char *dst = am_token(out, at->b, head, at->q);
         ptrdiff_t lse_index = (at->b * f->heads + head) * f->queries + at->q;
-        for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
+        for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->stride.token, lse_index++) {
             const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse_index);
             write(direct ? dst : scratch, row, factor, f->value_dim);
             if (f->wide_out.data)
-                base->arithmetic->numbers[base->type].write(
-                    (char *)am_token(&f->wide_out, at->b, head, at->q + q), row, factor, f->value_dim);
-            if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_dim, (size_t)size);
+                base->arithmetic->numbers[base->type].write(am_token(&f->wide_out, at->b, head, at->q + q),
+                                                            row, factor, f->value_dim);
+            if (!direct)
+                am_copy_2d(dst, 0, out->stride.channel, scratch, 0, size, 1, f->value_dim, (size_t)size);
             row += block->out_dim * base->size;
         }
     }

@@ -142,7 +142,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     it.rows.q = it.q, it.rows.q_stride = query_lanes(f, g);
     if (g->shape.queries_direct) {
         it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
-        it.rows.q_stride = f->base.attn->q.token / size;
+        it.rows.q_stride = f->base.attn->q.stride.token / size;
     }
     it.rows.q_packed = it.q_packed;
     it.rows.logits = w->logits + tile_row * TILE * size;
@@ -153,42 +153,42 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
 }
 
 /* Copies the queries of one head in whole lanes; those of scaled channels are rounded again. */
-static void load_lanes(const am_attn_base *base, const item *it, const char *src, char *scratch, char *to)
+static void load_lanes(const am_attn_base *base, const item *it, am_array q, char *scratch, char *to)
 {
-    const am_tokens *q = &base->attn->q;
     const am_kv_scales *scales = &base->attn->k_scales;
     const ptrdiff_t head_dim = base->attn->head_dim, count = it->at.queries,
                     row_bytes = am_lanes(base, head_dim) * base->size;
     if (!scales->by_channel) {
-        am_copy_lanes(to, q, src, count, head_dim, am_width(base));
+        am_copy_lanes(base, q, to);
         return;
     }
-    am_read_rows(base, q, src, count, head_dim, scratch); /* of another type, and so copied */
+    am_read_wide(base, q, scratch); /* of another type, and so copied */
     float *rows = (float *)scratch;
     am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, head_dim);
     if (head_dim % am_width(base)) memset(to, 0, (size_t)(count * row_bytes));
     for (ptrdiff_t r = 0; r < count; r++, rows += head_dim)
-        base->arithmetic->numbers[q->type].write(to + r * row_bytes, rows, 1, head_dim);
+        base->arithmetic->numbers[q.type].write(to + r * row_bytes, rows, 1, head_dim);
 }
 
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
 static void load_queries(const forward *f, const am_scheduled *g, const item *it, char *scratch)
 {
     const am_attn_base *base = &f->base;
-    const am_tokens *q = &base->attn->q;
+    const am_array *q = &base->attn->q;
     const ptrdiff_t head_dim = base->attn->head_dim, row_bytes = query_lanes(f, g) * base->size;
     const bool packs = g->shape.packs_queries, in_lanes = am_scales_products(base) && !packs,
                scaled = g->shape.scales_keys || (packs && base->kv_rows->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
-        const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
+        const am_array of_head =
+            am_rows_from(q, am_token(q, it->at.b, it->at.head + h, it->at.q), it->at.queries);
         if (in_lanes) {
-            load_lanes(base, it, src, scratch, to);
+            load_lanes(base, it, of_head, scratch, to);
             to += it->at.queries * row_bytes;
             continue;
         }
-        const am_rows rows = am_read_rows(base, q, src, it->at.queries, head_dim, scratch);
+        const am_rows rows = am_read_wide(base, of_head, scratch);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes)
             base->arithmetic->numbers[base->type].write(to, (const char *)rows.data + r * rows.stride, factor,
                                                         head_dim);
@@ -268,13 +268,9 @@ static void plan_prefetch(const forward *f, const position *here, const position
     if (after.of != next || am_splits_are_tasks(&f->schedule, here->section) ||
         (then->block == at->block && then->head == at->head))
         return;
-    am_plan_rows(plan, am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q, then->queries,
-                                          attn->head_dim));
-    am_plan_rows(plan,
-                 am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q, at->queries, attn->value_dim));
-    if (attn->wide_out.data)
-        am_plan_rows(plan, am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q, at->queries,
-                                              attn->value_dim));
+    am_plan_rows(plan, am_prefetch_block(&attn->q, then, heads));
+    am_plan_rows(plan, am_prefetch_block(&attn->out, at, heads));
+    if (attn->wide_out.data) am_plan_rows(plan, am_prefetch_block(&attn->wide_out, at, heads));
 }
 
 /* Plans the bias of a block, or of the first one that follows, for the tile after this one. */
@@ -508,8 +504,8 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
 am_status am_attn_forward(const am_context *context, const am_attn *attn)
 {
     /* Tiles have room for the scales of both sides, or of none. */
-    assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.data != NULL));
-    assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.data != NULL));
+    assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.array.data != NULL));
+    assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.array.data != NULL));
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_dim == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/strided.h"
+#include "core/arrays/array.h"
 
 enum {
     LANES = 16,      /* independent sums, which the compiler puts in vectors */

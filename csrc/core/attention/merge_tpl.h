@@ -34,8 +34,8 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t stride, ptrdiff_t count,
                              T *scratch)
 {
-    const am_strided row = am_strided_row(from, job->merge->type, stride, count);
-    return am_gather_row(job->kernels, TYPE, scratch, &row);
+    const am_array row = am_one_row(from, job->merge->type, stride, count);
+    return am_read_rows(job->kernels, TYPE, 1, &row, count, scratch).data;
 }
 
 static void FN(weighted_sum)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,

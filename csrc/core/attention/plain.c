@@ -71,18 +71,19 @@ static void write_number(const plain *p, am_dtype type, char *to, double x)
         am_convert(p->kernels, type, to, AM_FLOAT32, &number, 1);
 }
 
-static void read_row(const am_tokens *t, const char *from, ptrdiff_t count, double *to)
+static void read_row(const am_array *t, const char *from, ptrdiff_t count, double *to)
 {
-    for (ptrdiff_t i = 0; i < count; i++) to[i] = read_number(t->type, from + i * t->element);
+    for (ptrdiff_t i = 0; i < count; i++) to[i] = read_number(t->type, from + i * t->stride.channel);
 }
 
-static void write_row(const plain *p, const am_tokens *t, const char *to, ptrdiff_t count, const double *from)
+static void write_row(const plain *p, const am_array *t, const char *to, ptrdiff_t count, const double *from)
 {
-    for (ptrdiff_t i = 0; i < count; i++) write_number(p, t->type, (char *)to + i * t->element, from[i]);
+    for (ptrdiff_t i = 0; i < count; i++)
+        write_number(p, t->type, (char *)to + i * t->stride.channel, from[i]);
 }
 
 /* Where a key or value is, or its scale: in its page, if there are pages. */
-static const char *key_at(const am_attn *f, const am_tokens *t, const row *r, ptrdiff_t k)
+static const char *key_at(const am_attn *f, const am_array *t, const row *r, ptrdiff_t k)
 {
     const am_pages *x = &f->pages;
     if (!x->table) return am_token(t, r->b, r->kv_head, k);
@@ -94,20 +95,20 @@ static const char *key_at(const am_attn *f, const am_tokens *t, const row *r, pt
 /* Reads a key or a value, times its scales. */
 static const double *read_key(const am_attn *f, const row *r, bool value, ptrdiff_t k)
 {
-    const am_tokens *t = value ? &f->v : &f->k;
+    const am_array *t = value ? &f->v : &f->k;
     const am_kv_scales *s = value ? &f->v_scales : &f->k_scales;
-    const am_tokens scales = am_kv_scale_tokens(s);
-    const ptrdiff_t count = value ? f->value_dim : f->head_dim, stride = s->by_channel ? s->element : 0;
+    const ptrdiff_t count = value ? f->value_dim : f->head_dim,
+                    stride = s->by_channel ? s->array.stride.channel : 0;
     if (s->group) {
         const am_kv_widening w = am_kv_widening_of(am_kv_format_of(t->type)->widen, sizeof(float), t, s);
-        am_kv_widen_row(&w, (char *)r->number, key_at(f, t, r, k), key_at(f, &scales, r, k), count);
+        am_kv_widen_row(&w, (char *)r->number, key_at(f, t, r, k), key_at(f, &s->array, r, k), count);
         for (ptrdiff_t i = count; i-- > 0;) /* in place */
             r->number[i] = read_number(AM_FLOAT32, (const char *)r->number + i * (ptrdiff_t)sizeof(float));
         return r->number;
     }
     read_row(t, key_at(f, t, r, k), count, r->number);
-    if (!s->data) return r->number;
-    const char *at = s->by_channel ? s->data + r->kv_head * s->head : key_at(f, &scales, r, k);
+    if (!s->array.data) return r->number;
+    const char *at = s->by_channel ? am_token(&s->array, 0, r->kv_head, 0) : key_at(f, &s->array, r, k);
     for (ptrdiff_t i = 0; i < count; i++) r->number[i] *= read_number(AM_FLOAT32, at + i * stride);
     return r->number;
 }
@@ -143,10 +144,11 @@ static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
     double sum = 0;
     for (int i = 0; i < f->terms.count && sum != -INFINITY; i++) {
         const am_logit_term *term = &f->terms.list[i];
-        const am_tokens *array = &term->array;
+        const am_array *array = &term->array;
         if (am_row_of_term(term)->acts == AM_ADDS_PAIRS) {
             const ptrdiff_t key = k - am_keys_of_query(f, r->b, r->q).begin;
-            sum += read_number(array->type, am_token(array, r->b, r->head, r->q) + key * array->element);
+            sum +=
+                read_number(array->type, am_token(array, r->b, r->head, r->q) + key * array->stride.channel);
         } else if (am_row_of_term(term)->add) {
             const am_line line = line_of(f, term, r, k);
             am_row_of_term(term)->add(&line, &sum);
@@ -236,10 +238,9 @@ static void forward_row(const plain *p, row *r)
 
 /* --- Backward --- */
 
-static double given(const plain *p, const am_row_stats *stats, const row *r)
+static double given(const am_array *stats, const row *r)
 {
-    const am_dtype type = am_wide_type(p->f->q.type);
-    return read_number(type, stats->data + r->b * stats->batch + r->head * stats->head + r->q * stats->token);
+    return read_number(stats->type, am_token(stats, r->b, r->head, r->q));
 }
 
 /* What the gradient of a row is made of: p = e^(logit - reference), ds = p (d_out·v + shift) - share. */
@@ -252,20 +253,12 @@ static row_gradient row_gradient_of(const plain *p, const row *r)
 {
     const am_attn *f = p->f;
     const double epsilon = f->q.type == AM_FLOAT64 ? DBL_EPSILON : FLT_EPSILON;
-    double lse = given(p, &p->g->lse, r), d_lse = 0, delta = 0;
-    if (p->g->d_lse.data) d_lse = given(p, &p->g->d_lse, r);
+    double lse = given(&p->g->lse, r), d_lse = 0, delta = 0;
+    if (p->g->d_lse.data) d_lse = given(&p->g->d_lse, r);
     if (!(fabs(lse - lse_of(r)) > 4 * epsilon * fabs(lse))) lse = lse_of(r);
     for (ptrdiff_t i = 0; i < f->value_dim; i++) delta += r->out[i] == 0 ? 0 : r->out[i] * r->d_out[i];
     if (f->normalize) return (row_gradient){lse, d_lse - delta, 0};
     return (row_gradient){r->highest, d_lse * exp(r->highest - lse), delta / fmax(r->equal, 1)};
-}
-
-static ptrdiff_t bias_index(const ptrdiff_t shape[4], const row *r, ptrdiff_t k)
-{
-    const ptrdiff_t at[] = {r->b, r->head, r->q, k};
-    ptrdiff_t index = 0;
-    for (int i = 0; i < 4; i++) index = index * shape[i] + (shape[i] == 1 ? 0 : at[i]);
-    return index;
 }
 
 /* Adds the gradient of the logit of a pair to those of terms. */
@@ -274,10 +267,10 @@ static void learn(const plain *p, const row *r, ptrdiff_t k, double ds)
     const am_terms *terms = &p->f->terms;
     for (int i = 0; i < terms->count; i++) {
         const am_logit_term *term = &terms->list[i];
-        const ptrdiff_t length = term->shape[3];
+        const ptrdiff_t length = term->array.shape.channel;
         if (!term->gradient) continue;
         if (term == p->terms.bias) {
-            p->d_bias[bias_index(term->shape, r, k)] += ds;
+            p->d_bias[am_bias_index(&term->array.shape, r->b, r->head, r->q, k)] += ds;
         } else if (am_row_of_term(term)->learn) {
             const am_line line = line_of(p->f, term, r, k);
             am_line_sums sums = {{0, length}, (double *)term->gradient + r->head * length};
@@ -365,7 +358,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
         status = am_checkpoint(team);
     }
     for (ptrdiff_t k = 0; p->g && status == AM_OK && k < f->keys; k++) {
-        const am_tokens *d_k = &p->g->d_k, *d_v = &p->g->d_v;
+        const am_array *d_k = &p->g->d_k, *d_v = &p->g->d_v;
         write_row(p, d_k, am_token(d_k, r.b, r.kv_head, k), f->head_dim, r.d_k + k * f->head_dim);
         write_row(p, d_v, am_token(d_v, r.b, r.kv_head, k), f->value_dim, r.d_v + k * f->value_dim);
     }
@@ -391,8 +384,8 @@ am_status am_plain_backward(const am_context *context, const am_attn_gradients *
     const am_attn *f = &g->forward;
     plain p = {.f = f, .g = g, .kernels = context->kernels, .terms = am_find_terms(f)};
     const am_logit_term *bias = am_is_learned(p.terms.bias) ? p.terms.bias : NULL;
-    const ptrdiff_t count =
-        bias ? am_product(bias->shape[0] * bias->shape[1], bias->shape[2], bias->shape[3]) : 0;
+    const am_by_axis *shape = bias ? &bias->array.shape : &(am_by_axis){0};
+    const ptrdiff_t count = am_product(shape->batch * shape->head, shape->token, shape->channel);
     am_context one_thread = *context; /* heads may add to the same gradients */
     one_thread.threads = 1;
     p.d_bias = calloc((size_t)am_max(count, 1), sizeof *p.d_bias);
@@ -400,7 +393,7 @@ am_status am_plain_backward(const am_context *context, const am_attn_gradients *
     for (int i = 0; i < f->terms.count; i++) {
         const am_logit_term *term = &f->terms.list[i];
         if (term->gradient && term != bias)
-            memset(term->gradient, 0, (size_t)(f->heads * term->shape[3]) * sizeof(double));
+            memset(term->gradient, 0, (size_t)(f->heads * term->array.shape.channel) * sizeof(double));
     }
     const am_status status = take_heads(&one_thread, &p);
     for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {

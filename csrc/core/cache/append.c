@@ -21,14 +21,12 @@ static row_move move_of(const am_kv_append *a, ptrdiff_t index)
     const am_pages *p = &a->pages;
     if (a->slots) {
         const ptrdiff_t slot = a->slots[index];
-        return (row_move){a->rows.data + index * a->rows.token, slot < 0 ? -1 : slot / p->size,
-                          slot % p->size};
+        return (row_move){am_token(&a->rows, 0, 0, index), slot < 0 ? -1 : slot / p->size, slot % p->size};
     }
     const ptrdiff_t count = a->starts ? 1 : p->lengths[0] - a->begins[0],
                     s = a->starts ? am_sequence_of(a->starts, p->sequences, index) : index / count,
                     row = index - (a->starts ? a->starts[s] : s * count), token = a->begins[s] + row;
-    const char *from = a->starts ? a->rows.data + index * a->rows.token
-                                 : a->rows.data + s * a->rows.batch + row * a->rows.token;
+    const char *from = am_token(&a->rows, a->starts ? 0 : s, 0, a->starts ? index : row);
     return (row_move){from, p->table[s * p->table_stride + token / p->size], token % p->size};
 }
 
@@ -39,39 +37,39 @@ typedef struct {
 } append_job;
 
 /* Converts numbers, by way of float32 where there is no direct one. */
-static void convert_row(const am_kernels *kernels, const am_strided *target, const am_strided *source)
+static void convert_row(const am_kernels *kernels, const am_array *target, const am_array *source)
 {
     const bool direct = source->type == target->type || am_converter(source->type, target->type);
     const am_dtype type = direct ? target->type : AM_FLOAT32;
-    if (direct && target->column == (ptrdiff_t)am_size_of(type)) {
-        am_gather(kernels, type, target->data, target->columns, source);
+    if (direct && am_is_plain(target, 1)) {
+        am_gather(kernels, type, target->data, target->shape.channel, source);
         return;
     }
-    am_strided to = *target, from = *source;
-    for (ptrdiff_t left = to.columns; left > 0; left -= to.columns) {
+    am_array to = *target, from = *source;
+    for (ptrdiff_t left = to.shape.channel, count; left > 0; left -= count) {
         double piece[PIECE];
-        to.columns = from.columns = am_min(PIECE, left);
-        am_scatter(kernels, &to, type, am_gather_row(kernels, type, piece, &from), to.columns);
-        from.data += from.columns * from.column, to.data += to.columns * to.column;
+        to.shape.channel = from.shape.channel = count = am_min(PIECE, left);
+        am_scatter(kernels, &to, type, am_read_rows(kernels, type, 1, &from, count, piece).data, count);
+        from.data += count * from.stride.channel, to.data += count * to.stride.channel;
     }
 }
 
 /* Finds scales, too, unless they are of channels. */
 static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t head, char *to,
-                         const am_strided *from)
+                         const am_array *from)
 {
     const am_kv_scales *s = &job->append->scales;
     const am_quantized_row row = {.kernels = job->context->kernels,
                                   .format = job->format,
                                   .from = *from,
                                   .to = to,
-                                  .stride = job->append->cache.element,
+                                  .stride = job->append->cache.stride.channel,
                                   .saturates = true};
-    char *scale = s->data + move->page * s->batch + move->token * s->token + head * s->head;
+    char *scale = am_token(&s->array, move->page, head, move->token);
     if (job->format->scales == AM_SCALES_OF_GROUPS)
         am_quantize_groups(&row, s, scale);
     else if (s->by_channel)
-        am_quantize_by_channel(&row, s->data + head * s->head, s->element);
+        am_quantize_by_channel(&row, am_token(&s->array, 0, head, 0), s->array.stride.channel);
     else
         am_quantize_row(&row, (float *)scale);
 }
@@ -81,12 +79,11 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
     const append_job *job = arg;
     const am_kv_append *a = job->append;
     const row_move move = move_of(a, index);
-    am_strided from = am_strided_row(move.from, a->rows.type, a->rows.element, a->head_dim),
-               to = am_strided_row(NULL, a->cache.type, a->cache.element, a->head_dim);
+    am_array from = am_one_row(move.from, a->rows.type, a->rows.stride.channel, a->head_dim),
+             to = am_one_row(NULL, a->cache.type, a->cache.stride.channel, a->head_dim);
     (void)team; /* what is begun is finished */
-    for (ptrdiff_t h = 0; move.page >= 0 && h < a->kv_heads; h++, from.data += a->rows.head) {
-        to.data =
-            a->cache.data + move.page * a->cache.batch + move.token * a->cache.token + h * a->cache.head;
+    for (ptrdiff_t h = 0; move.page >= 0 && h < a->kv_heads; h++, from.data += a->rows.stride.head) {
+        to.data = am_token(&a->cache, move.page, h, move.token);
         if (job->format->scales == AM_SCALES_NONE)
             convert_row(job->context->kernels, &to, &from);
         else

@@ -2,11 +2,11 @@
 #ifndef AM_CORE_CACHE_APPEND_H
 #define AM_CORE_CACHE_APPEND_H
 
-#include "core/attention/attention.h"
+#include "core/cache/layout.h"
 
 typedef struct {
-    am_tokens cache; /* of pages */
-    am_tokens rows;  /* what is appended: batch rows, or packed in one row */
+    am_array cache; /* of pages */
+    am_array rows;  /* what is appended: batch rows, or packed in one row */
     ptrdiff_t kv_heads, head_dim;
     am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
     const ptrdiff_t *begins; /* the lengths before it */

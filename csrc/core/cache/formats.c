@@ -112,31 +112,29 @@ const am_kv_format *am_kv_format_of(am_dtype type)
 void am_kv_read_groups(const am_kv_scales *s, float *to, const char *from, ptrdiff_t groups)
 {
     for (ptrdiff_t i = 0; i < 2 * groups; i++) {
-        const char *at = from + i / 2 * s->element + i % 2 * s->offset;
-        to[i] = s->type == AM_FLOAT16 ? am_widen_one_f16(*(const uint16_t *)at) : *(const float *)at;
+        const char *at = from + i / 2 * s->array.stride.channel + i % 2 * s->offset;
+        to[i] = s->array.type == AM_FLOAT16 ? am_widen_one_f16(*(const uint16_t *)at) : *(const float *)at;
     }
 }
 
 float am_kv_write_scale(const am_kv_scales *s, char *to, float number)
 {
-    if (s->type != AM_FLOAT16) return *(float *)to = number;
+    if (s->array.type != AM_FLOAT16) return *(float *)to = number;
     *(uint16_t *)to = am_narrow_one_f16(number);
     return am_widen_one_f16(*(uint16_t *)to);
 }
 
-am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,
+am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_array *rows,
                                  const am_kv_scales *scales)
 {
-    const ptrdiff_t number = sizeof(float);
-    const bool own = scales->type == AM_FLOAT32 && scales->offset == number && scales->element == 2 * number,
-               plain = rows->element == (ptrdiff_t)am_size_of(rows->type) && (own || scales->group == 0);
+    const bool plain = am_is_plain(rows, 1) && (!scales->group || am_kv_has_pairs(scales, AM_FLOAT32));
     return (am_kv_widening){widen, size, rows, scales, plain};
 }
 
 void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const char *groups, ptrdiff_t count)
 {
     enum { PIECE = 2 * AM_KV_MOST_GROUP, MOST_GROUPS = PIECE / AM_KV_LEAST_GROUP };
-    const am_tokens *t = w->rows;
+    const am_array *t = w->rows;
     const am_kv_scales *s = w->scales;
     if (w->plain) {
         w->widen(to, from, (const float *)groups, s->group, count);
@@ -147,9 +145,10 @@ void am_kv_widen_row(const am_kv_widening *w, char *to, const char *from, const 
         char piece[PIECE];
         float scales[2 * MOST_GROUPS];
         some = am_min(count - i, PIECE / size);
-        am_copy_2d(piece, 0, size, from + i / numbers * t->element, 0, t->element, 1, some / numbers,
-                   (size_t)size);
-        if (groups) am_kv_read_groups(s, scales, groups + i / s->group * s->element, some / s->group);
+        am_copy_2d(piece, 0, size, from + i / numbers * t->stride.channel, 0, t->stride.channel, 1,
+                   some / numbers, (size_t)size);
+        if (groups)
+            am_kv_read_groups(s, scales, groups + i / s->group * s->array.stride.channel, some / s->group);
         w->widen(to, piece, scales, s->group, some);
     }
 }

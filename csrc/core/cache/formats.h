@@ -7,7 +7,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "core/attention/attention.h"
+#include "core/arrays/array.h"
 
 typedef enum {
     AM_SCALES_NONE,      /* floats are what they are */
@@ -44,21 +44,31 @@ const am_kv_format *am_kv_format_of(am_dtype type);
 /* The i-th format; NULL behind the last one. */
 const am_kv_format *am_kv_format_at(int i);
 
-/* Scales of tokens or of their groups, as an array of tokens. */
-static inline am_tokens am_kv_scale_tokens(const am_kv_scales *s)
+/* Scales of the numbers in memory, float32: one for each token and head; or for each head and channel, the
+ * same for all tokens. Or a scale, and an offset that is added after it, for each `group` channels of a token
+ * and head, float32 or float16. */
+typedef struct {
+    am_array array; /* without data: none */
+    bool by_channel;
+    ptrdiff_t group, offset; /* group 0: no groups; offset: bytes from a scale to its offset */
+} am_kv_scales;
+
+/* Whether scales and offsets of the groups of a token lie side by side, as numbers of a type. */
+static inline bool am_kv_has_pairs(const am_kv_scales *s, am_dtype type)
 {
-    return (am_tokens){s->data, s->type, s->batch, s->token, s->head, s->element};
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
+    return s->array.type == type && s->offset == size && s->array.stride.channel == 2 * size;
 }
 
 /* Rows that are widened; `plain` if they and the scales of their groups lie as `widen` takes them. */
 typedef struct {
     am_widen_row *widen;
     ptrdiff_t size; /* bytes of a number that it makes */
-    const am_tokens *rows;
+    const am_array *rows;
     const am_kv_scales *scales;
     bool plain;
 } am_kv_widening;
-am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_tokens *rows,
+am_kv_widening am_kv_widening_of(am_widen_row *widen, ptrdiff_t size, const am_array *rows,
                                  const am_kv_scales *scales);
 
 /* Widens a row of `count` numbers, whatever its strides. `groups`: its scales, if they are of groups. */
@@ -99,7 +109,7 @@ static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *num
         low[0] = am_lesser(low[j], low[0]), high[0] = -am_lesser(-high[j], -high[0]);
         nothing[0] += nothing[j];
     }
-    const bool half = s->type == AM_FLOAT16;
+    const bool half = s->array.type == AM_FLOAT16;
     const float greatest = saturates ? FLT_MAX * (1 - 0x1p-20f) : INFINITY, /* 15 scales may round up */
         most = half ? 65504 : greatest, widest = half ? 65504 : greatest / 15,
                 least = -am_lesser(-am_lesser(low[0], most), most);

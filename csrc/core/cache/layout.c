@@ -126,15 +126,15 @@ static bool is_scale(float x) { return 0 < x && x <= FLT_MAX; }
 const float *am_kv_wrong_scale(const am_kv_scales *scales, ptrdiff_t heads, ptrdiff_t channels)
 {
     for (ptrdiff_t h = 0; h < heads; h++) {
-        const char *head = scales->data + h * scales->head;
-        if (scales->element == sizeof(float)) { /* side by side: without a branch for each */
+        const char *head = am_token(&scales->array, 0, h, 0);
+        if (scales->array.stride.channel == sizeof(float)) { /* side by side: without a branch for each */
             const float *x = (const float *)head;
             int all = 1;
             for (ptrdiff_t i = 0; i < channels; i++) all &= is_scale(x[i]);
             if (all) continue;
         }
         for (ptrdiff_t i = 0; i < channels; i++) {
-            const float *x = (const float *)(head + i * scales->element);
+            const float *x = (const float *)(head + i * scales->array.stride.channel);
             if (!is_scale(*x)) return x;
         }
     }

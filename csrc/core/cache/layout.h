@@ -3,7 +3,20 @@
 #ifndef AM_CORE_CACHE_LAYOUT_H
 #define AM_CORE_CACHE_LAYOUT_H
 
-#include "core/attention/attention.h"
+#include "core/cache/formats.h"
+#include "core/masks/mask.h"
+
+/* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
+ * is a sequence; or packed sequences lie one behind the other in one row of keys. */
+typedef struct {
+    const int32_t *table;     /* NULL: keys and values are no pages */
+    ptrdiff_t table_stride;   /* from sequence to sequence, in entries */
+    ptrdiff_t size;           /* tokens of a page */
+    const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
+    const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
+    const ptrdiff_t *starts;  /* of packed sequences among the keys, [sequences + 1]; NULL: batch rows */
+    ptrdiff_t sequences;
+} am_pages;
 
 /* The queries are the last tokens of their sequences, which are batch rows, or packed in one row. */
 typedef struct {

@@ -18,16 +18,11 @@ static am_status check(const am_quantized_row *r, ptrdiff_t done)
     return done % CHECK_NUMBERS || !r->team ? AM_OK : am_checkpoint(r->team);
 }
 
-static am_strided piece_of(const am_quantized_row *r, ptrdiff_t i, ptrdiff_t count)
-{
-    return am_strided_row(r->from.data + i * r->from.column, r->from.type, r->from.column, count);
-}
-
 /* Finite float64 beyond float32 become its largest numbers. */
-static void saturate(const am_strided *from, float *to)
+static void saturate(const am_array *from, float *to)
 {
-    for (ptrdiff_t i = 0; i < from->columns; i++) {
-        const double number = *(const double *)(from->data + i * from->column);
+    for (ptrdiff_t i = 0; i < from->shape.channel; i++) {
+        const double number = *(const double *)(from->data + i * from->stride.channel);
         if (isinf(to[i]) && !isinf(number)) to[i] = copysignf(FLT_MAX, to[i]);
     }
 }
@@ -35,8 +30,9 @@ static void saturate(const am_strided *from, float *to)
 /* Up to PIECE numbers of a row, from number i on, as float32: where they are, or in `to`. */
 static const float *read_floats(const am_quantized_row *r, float *to, ptrdiff_t i, ptrdiff_t count)
 {
-    const am_strided piece = piece_of(r, i, count);
-    const float *numbers = am_gather_row(r->kernels, AM_FLOAT32, to, &piece);
+    const am_array *row = &r->from, piece = am_one_row(row->data + i * row->stride.channel, row->type,
+                                                       row->stride.channel, count);
+    const float *numbers = am_read_rows(r->kernels, AM_FLOAT32, 1, &piece, count, to).data;
     if (r->saturates && piece.type == AM_FLOAT64) saturate(&piece, to);
     return numbers;
 }
@@ -79,8 +75,8 @@ am_status am_quantize_row(const am_quantized_row *r, float *scale)
     float piece[PIECE], quotients[PIECE], own = 1;
     int32_t bits = 0;
     for (int pass = 0; pass < 2; pass++) {
-        for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
-            count = am_min(PIECE, r->from.columns - i);
+        for (ptrdiff_t i = 0, count; i < r->from.shape.channel; i += count) {
+            count = am_min(PIECE, r->from.shape.channel - i);
             const float *numbers = read_floats(r, piece, i, count);
             if (pass == 0) {
                 bits = greatest(bits, numbers, count);
@@ -98,9 +94,9 @@ am_status am_quantize_row(const am_quantized_row *r, float *scale)
 
 am_status am_quantize_by_channel(const am_quantized_row *r, const char *scales, ptrdiff_t stride)
 {
-    for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
+    for (ptrdiff_t i = 0, count; i < r->from.shape.channel; i += count) {
         float piece[PIECE], quotients[PIECE];
-        count = am_min(PIECE, r->from.columns - i);
+        count = am_min(PIECE, r->from.shape.channel - i);
         const float *numbers = read_floats(r, piece, i, count);
         for (ptrdiff_t j = 0; j < count; j++)
             quotients[j] = numbers[j] / *(const float *)(scales + (i + j) * stride);
@@ -111,12 +107,12 @@ am_status am_quantize_by_channel(const am_quantized_row *r, const char *scales, 
 
 am_status am_quantize_groups(const am_quantized_row *r, const am_kv_scales *s, char *at)
 {
-    for (ptrdiff_t i = 0, count; i < r->from.columns; i += count) {
+    for (ptrdiff_t i = 0, count; i < r->from.shape.channel; i += count) {
         float numbers[PIECE];
-        count = am_min(PIECE, r->from.columns - i);
+        count = am_min(PIECE, r->from.shape.channel - i);
         const float *read = read_floats(r, numbers, i, count);
         if (read != numbers) memcpy(numbers, read, (size_t)count * sizeof *read);
-        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->element)
+        for (ptrdiff_t j = 0; j < count; j += s->group, at += s->array.stride.channel)
             am_kv_scale_group(s, at, numbers + j, r->saturates);
         write_values(r, i, numbers, count);
         am_status status = check(r, i + count);
@@ -141,7 +137,7 @@ static am_status quantize_task(void *arg, ptrdiff_t index, am_team *team)
     const am_quantized_axis *row = row_of(q);
     am_quantized_row r = {.kernels = job->kernels,
                           .format = q->format,
-                          .from = am_strided_row(q->from, q->type, row->from, row->length),
+                          .from = am_one_row(q->from, q->type, row->from, row->length),
                           .to = q->to,
                           .stride = row->to,
                           .team = team};
@@ -152,8 +148,9 @@ static am_status quantize_task(void *arg, ptrdiff_t index, am_team *team)
         index /= axis->length;
         r.from.data += place * axis->from, r.to += place * axis->to, scale += place * axis->scale;
     }
-    const am_kv_scales groups = {
-        .group = q->group, .element = row->scale, .offset = sizeof(float), .type = AM_FLOAT32};
+    const am_kv_scales groups = {.array = {.type = AM_FLOAT32, .stride.channel = row->scale},
+                                 .group = q->group,
+                                 .offset = sizeof(float)};
     return q->group ? am_quantize_groups(&r, &groups, scale) : am_quantize_row(&r, (float *)scale);
 }
 

@@ -2,7 +2,6 @@
 #ifndef AM_CORE_CACHE_QUANTIZE_H
 #define AM_CORE_CACHE_QUANTIZE_H
 
-#include "core/arrays/strided.h"
 #include "core/cache/formats.h"
 #include "core/runtime/threads.h"
 
@@ -10,8 +9,8 @@
 typedef struct {
     const am_kernels *kernels;
     const am_kv_format *format;
-    am_strided from;
-    char *to; /* its values */
+    am_array from; /* one row */
+    char *to;      /* its values */
     ptrdiff_t stride;
     am_team *team;  /* NULL: it is finished without a checkpoint */
     bool saturates; /* finite numbers beyond what the format, or float32, can hold become the nearest one;

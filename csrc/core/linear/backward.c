@@ -94,8 +94,8 @@ static void write_tokens(const backward_job *job, const am_linear_array *to, con
 {
     const am_linear_base *base = &job->base;
     if (!to->data) return;
-    am_strided rows = am_linear_rows_at(to, at->batch, token, at->head);
-    rows.column = to->stride[1];
+    am_array rows = am_linear_rows_at(to, at->batch, token, at->head);
+    rows.stride.channel = to->stride[1];
     am_linear_write(base->all_kernels, base->type, rows, from, 0, 1, count);
 }
 
@@ -246,13 +246,13 @@ static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
         for (ptrdiff_t begin = 0; begin < linear->rows; begin += PIECE) {
             const ptrdiff_t count = am_min(linear->rows - begin, PIECE);
             for (ptrdiff_t i = 0; i < shared; i++) {
-                am_strided from = am_linear_rows_at(job->from, batch, token, h * shared + i);
-                from.data += begin * from.column;
+                am_array from = am_linear_rows_at(job->from, batch, token, h * shared + i);
+                from.data += begin * from.stride.channel;
                 am_linear_read(kernels, AM_FLOAT64, i ? piece : sums, count, from, 1, count);
                 for (ptrdiff_t r = 0; i && r < count; r++) sums[r] += piece[r];
             }
-            am_strided to = am_linear_rows_at(job->to, batch, token, h);
-            to.data += begin * to.column;
+            am_array to = am_linear_rows_at(job->to, batch, token, h);
+            to.data += begin * to.stride.channel;
             am_linear_write(kernels, AM_FLOAT64, to, sums, count, 1, count);
         }
     }

@@ -135,19 +135,19 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
     return at;
 }
 
-am_strided am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
+am_array am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
 {
-    am_strided rows = am_linear_rows_at(array, at->batch, token, at->head);
+    am_array rows = am_linear_rows_at(array, at->batch, token, at->head);
     rows.data += at->channel * array->stride[3];
     return rows;
 }
 
 /* A state, of an array of states. */
-static am_strided state_at(const am_linear_array *states, const am_linear_place *at)
+static am_array state_at(const am_linear_array *states, const am_linear_place *at)
 {
-    am_strided rows = am_linear_rows_at(states, at->sequence, at->head, 0);
+    am_array rows = am_linear_rows_at(states, at->sequence, at->head, 0);
     rows.data += at->channel * states->stride[3];
-    rows.row = states->stride[2];
+    rows.stride.token = states->stride[2];
     return rows;
 }
 
@@ -231,16 +231,16 @@ void am_linear_workspaces_free(am_workspaces *workspaces)
 static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,
                         ptrdiff_t token, ptrdiff_t count, void *to)
 {
-    am_strided rows = am_linear_rows_at(array, at->batch, token, at->head);
-    rows.column = array->stride[1];
+    am_array rows = am_linear_rows_at(array, at->batch, token, at->head);
+    rows.stride.channel = array->stride[1];
     am_linear_read(base->all_kernels, base->type, to, base->shape.token_stride, rows, 1, count);
 }
 
 /* Whether kernels can read rows of this type where they lie, a lane of 4 bytes at a time. */
-static bool is_plain(const am_linear_base *base, const am_strided *rows, am_dtype type)
+static bool is_plain(const am_linear_base *base, const am_array *rows, am_dtype type)
 {
-    const uintptr_t places = (uintptr_t)rows->data | (uintptr_t)rows->row;
-    return rows->type == type && rows->column == (ptrdiff_t)am_size_of(type) &&
+    const uintptr_t places = (uintptr_t)rows->data | (uintptr_t)rows->stride.token;
+    return rows->type == type && rows->stride.channel == (ptrdiff_t)am_size_of(type) &&
            places % (uintptr_t)base->size == 0;
 }
 
@@ -255,13 +255,13 @@ static void read_channel_decay(const am_linear_base *base, const am_linear_buffe
 static void read_factors_by_channel(const am_linear_base *base, const am_linear_buffers *b,
                                     const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
 {
-    const am_strided from = am_linear_rows_at(&base->linear->decay, at->batch, token, at->head);
+    const am_array from = am_linear_rows_at(&base->linear->decay, at->batch, token, at->head);
     const ptrdiff_t stride = base->shape.row_stride;
     const bool in_place = is_plain(base, &from, base->type) && base->shape.rows == stride;
     if (!in_place) read_channel_decay(base, b, at, token, count);
     double *sums = (double *)b->sums;
     base->kernels->factors(b->factor, sums, in_place ? from.data : b->decay,
-                           in_place ? from.row / base->size : stride, count, stride);
+                           in_place ? from.stride.token / base->size : stride, count, stride);
     base->kernels->exp_of_sums(b->whole, sums, stride);
 }
 
@@ -294,7 +294,7 @@ static void read_decay(const am_linear_base *base, const am_linear_buffers *b, c
 }
 
 /* Queries, or keys. */
-static am_strided keys_at(const am_linear_base *base, bool keys, const am_linear_place *at, ptrdiff_t token)
+static am_array keys_at(const am_linear_base *base, bool keys, const am_linear_place *at, ptrdiff_t token)
 {
     const am_linear *linear = base->linear;
     return am_linear_rows_at(keys ? &linear->key : &linear->query, at->batch, token,
@@ -306,9 +306,10 @@ static const void *unscaled_keys(const am_linear_base *base, bool keys, const am
                                  ptrdiff_t token, void *to)
 {
     const am_linear_shape *s = &base->shape;
-    const am_strided from = keys_at(base, keys, at, token);
+    const am_array from = keys_at(base, keys, at, token);
     const am_dtype type = base->chunks->rows;
-    if (is_plain(base, &from, type) && s->rows == s->row_stride && from.row == s->row_stride * from.column)
+    if (is_plain(base, &from, type) && s->rows == s->row_stride &&
+        from.stride.token == s->row_stride * from.stride.channel)
         return from.data;
     am_linear_read(base->all_kernels, type, to, s->row_stride, from, am_min(s->tokens, at->end - token),
                    s->rows);
@@ -371,22 +372,22 @@ void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *
 {
     const am_linear_shape *s = &base->shape;
     const am_dtype type = base->chunks->rows;
-    const am_strided from = am_linear_values_at(&base->linear->value, at, token);
+    const am_array from = am_linear_values_at(&base->linear->value, at, token);
     const bool read_once = s->delta || type != base->type;
     chunk->shape = s;
     chunk->out = b->out;
     chunk->v = b->v, chunk->v_stride = s->channel_stride;
     if (read_once && is_plain(base, &from, type) && at->channels == s->channel_stride)
-        chunk->v = from.data, chunk->v_stride = from.row / from.column;
+        chunk->v = from.data, chunk->v_stride = from.stride.token / from.stride.channel;
     else
         read_values(base, type, at, token, chunk->tokens, b->v);
 }
 
-static void add_soon(am_linear_soon *soon, am_strided rows, ptrdiff_t count, ptrdiff_t columns)
+static void add_soon(am_linear_soon *soon, am_array rows, ptrdiff_t count, ptrdiff_t columns)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows.type);
-    if (rows.column == size && count > 0)
-        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.row, columns * size, count};
+    if (rows.stride.channel == size && count > 0)
+        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.stride.token, columns * size, count};
 }
 
 void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,

@@ -86,7 +86,7 @@ static void take_step(const step_job *job, const am_linear_buffers *b, const am_
 {
     const am_linear_base *base = &job->base;
     const am_linear_step *step = job->step;
-    const am_strided out = am_linear_values_at(&step->out, at, 0);
+    const am_array out = am_linear_values_at(&step->out, at, 0);
     am_linear_place slot = *at;
     slot.sequence = step->slots ? step->slots[at->sequence] : at->sequence;
     if (slot.sequence < 0) {

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/strided.h"
+#include "core/arrays/array.h"
 #include "core/sequences/packed.h"
 
 am_conv_place am_conv_place_of(const am_short_conv *conv, const am_kernels *kernels, ptrdiff_t channel,
@@ -66,23 +66,25 @@ am_status am_conv_results(const am_conv_place *p, void *to, const void *from, am
     return status;
 }
 
-static am_strided rows_of(const am_conv_place *p, const am_conv_array *array, ptrdiff_t token, ptrdiff_t rows)
+static am_array rows_of(const am_conv_place *p, const am_conv_array *array, ptrdiff_t token, ptrdiff_t rows)
 {
-    return (am_strided){
-        am_conv_at(p, array, token), array->type, array->token, array->channel, rows, p->lanes};
+    return (am_array){.data = am_conv_at(p, array, token),
+                      .type = array->type,
+                      .shape = {.token = rows, .channel = p->lanes},
+                      .stride = {.token = array->token, .channel = array->channel}};
 }
 
 void am_conv_load(const am_conv_place *p, am_dtype type, void *to, const am_conv_array *from, ptrdiff_t token,
                   ptrdiff_t rows)
 {
-    const am_strided source = rows_of(p, from, token, rows);
+    const am_array source = rows_of(p, from, token, rows);
     am_gather(p->kernels, type, to, p->lanes, &source);
 }
 
 void am_conv_store(const am_conv_place *p, am_dtype type, const am_conv_array *to, ptrdiff_t token,
                    const void *from, ptrdiff_t rows)
 {
-    const am_strided target = rows_of(p, to, token, rows);
+    const am_array target = rows_of(p, to, token, rows);
     am_scatter(p->kernels, &target, type, from, p->lanes);
 }
 

@@ -19,7 +19,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/arrays/strided.h"
+#include "core/arrays/array.h"
 #include "core/sequences/packed.h"
 
 enum {
@@ -74,17 +74,17 @@ static bool is_transposed(ptrdiff_t stride, am_dtype type)
 
 /* Stores integer sums in the type of the result. Scaled ones are computed in float64, and truncated if the
  * result is an integer. */
-static bool store_integers(const plan *p, const am_strided *to, tile_buffers *tile)
+static bool store_integers(const plan *p, const am_array *to, tile_buffers *tile)
 {
     const am_cumsum *c = p->cumsum;
-    const ptrdiff_t count = to->rows * to->columns;
+    const ptrdiff_t count = to->shape.token * to->shape.channel;
     const bool integers = am_is_integer(c->dst_type);
-    if (!c->scaled && integers) return am_scatter(p->kernels, to, AM_INT64, tile->out, to->columns);
+    if (!c->scaled && integers) return am_scatter(p->kernels, to, AM_INT64, tile->out, to->shape.channel);
     am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, count);
     for (ptrdiff_t i = 0; c->scaled && i < count; i++) tile->in[i] *= c->scale;
-    if (!integers) return am_scatter(p->kernels, to, AM_FLOAT64, tile->in, to->columns);
+    if (!integers) return am_scatter(p->kernels, to, AM_FLOAT64, tile->in, to->shape.channel);
     return am_converter(AM_FLOAT64, AM_INT64)(p->kernels, tile->out, tile->in, count) &&
-           am_scatter(p->kernels, to, AM_INT64, tile->out, to->columns);
+           am_scatter(p->kernels, to, AM_INT64, tile->out, to->shape.channel);
 }
 
 static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile *tile, int64_t *carry)
@@ -119,6 +119,17 @@ typedef struct {
     ptrdiff_t done; /* elements since the last checkpoint */
 } band;
 
+/* The steps of a region in memory, which a scan takes as one row. */
+static am_array rows_of(const plan *p, char *data, am_dtype type, ptrdiff_t step, ptrdiff_t lane,
+                        const am_cumsum_tile *tile)
+{
+    if (p->scan) return am_one_row(data, type, step, tile->steps);
+    return (am_array){.data = data,
+                      .type = type,
+                      .shape = {.token = tile->steps, .channel = tile->lanes},
+                      .stride = {.token = step, .channel = lane}};
+}
+
 /* Sums one region of a band, from step `first` in memory on. */
 static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t steps, ptrdiff_t period,
                        void *carry)
@@ -141,20 +152,16 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
         return true;
     }
     tile_buffers *scratch = l->buffers;
-    am_strided from = {(char *)src, c->src_type, c->src_time_stride, p->src_lane, steps, lanes},
-               to = {dst, c->dst_type, c->dst_time_stride, p->dst_lane, steps, lanes};
-    if (p->scan) {
-        from = am_strided_row(src, c->src_type, c->src_time_stride, steps);
-        to = am_strided_row(dst, c->dst_type, c->dst_time_stride, steps);
-    }
-    bool fits = p->src_direct || am_gather(p->kernels, p->type, scratch->in, from.columns, &from);
+    const am_array from = rows_of(p, (char *)src, c->src_type, c->src_time_stride, p->src_lane, &tile),
+                   to = rows_of(p, dst, c->dst_type, c->dst_time_stride, p->dst_lane, &tile);
+    bool fits = p->src_direct || am_gather(p->kernels, p->type, scratch->in, from.shape.channel, &from);
     if (p->type == AM_INT64) {
         fits &= sum_integers((int64_t *)scratch->out, (const int64_t *)scratch->in, &tile, carry);
         return fits && store_integers(p, &to, scratch);
     }
     sum_floats(p, p->dst_direct ? (void *)dst : scratch->out, p->src_direct ? (const void *)src : scratch->in,
                &tile, carry);
-    return p->dst_direct || am_scatter(p->kernels, &to, p->type, scratch->out, to.columns);
+    return p->dst_direct || am_scatter(p->kernels, &to, p->type, scratch->out, to.shape.channel);
 }
 
 /* Sums steps begin … end - 1 in regions of `piece` steps, in the direction of the sums. */

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/strided.h"
+#include "core/arrays/array.h"
 
 enum {
     WORD = 64,
@@ -28,7 +28,7 @@ static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, p
                   ptrdiff_t count, int64_t *wide)
 {
     const ptrdiff_t stride = ids->stride[2];
-    const am_strided from = am_strided_row(row_of(ids, row) + begin * stride, ids->type, stride, count);
+    const am_array from = am_one_row(row_of(ids, row) + begin * stride, ids->type, stride, count);
     const bool fits = am_gather(kernels, AM_INT64, wide, count, &from);
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }

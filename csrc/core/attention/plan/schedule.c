@@ -46,18 +46,17 @@ static ptrdiff_t count_tiles(const am_attn_base *base, const am_sections *sectio
  * lines. */
 static bool can_read_queries(const am_attn_base *base)
 {
-    const am_tokens *q = &base->attn->q;
-    if (q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
-    if (am_width(base) > 1) return am_is_aligned(q, base->attn->head_dim, am_width(base));
-    return q->type == base->type && am_is_plain(q, base->attn->head_dim, 1);
+    const am_array *q = &base->attn->q;
+    if (q->stride.token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
+    return am_width(base) > 1 ? am_is_aligned(q, am_width(base)) : q->type == base->type && am_is_plain(q, 1);
 }
 
 /* Whether values can be read where they lie, in whole vectors. */
 static bool can_read_values(const am_attn_base *base)
 {
-    const am_tokens *v = &base->attn->v;
+    const am_array *v = &base->attn->v;
     const ptrdiff_t width = am_width(base), panel = base->arithmetic->panel, count = base->attn->value_dim;
-    if (v->token <= 0 || base->widens || !am_is_plain(v, count, width)) return false;
+    if (v->stride.token <= 0 || base->widens || !am_is_plain(v, width)) return false;
     if (width > 1) return am_kv_width(base) == width && count % panel == 0;
     return count % (panel / 2) == 0 && v->type == base->type;
 }
@@ -118,11 +117,12 @@ double am_time_alone(const am_attn *attn, const am_sections *sections)
 static ptrdiff_t side_by_side(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
-    const am_tokens *k = &f->k, *v = &f->v;
+    const am_array *k = &f->k, *v = &f->v;
     const ptrdiff_t width = am_kv_width(base);
-    if (!am_is_plain(k, f->head_dim, width) || !am_is_plain(v, f->value_dim, width)) return 1;
-    if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
-    return SIDE_BY_SIDE / am_max(k->head, v->head);
+    if (!am_is_plain(k, width) || !am_is_plain(v, width)) return 1;
+    const ptrdiff_t k_head = k->stride.head, v_head = v->stride.head;
+    if (k_head <= 0 || v_head <= 0 || k_head >= k->stride.token || v_head >= v->stride.token) return 1;
+    return SIDE_BY_SIDE / am_max(k_head, v_head);
 }
 
 /* Items of a task that take each tile in lockstep, of `items` in all sections. */
@@ -279,7 +279,7 @@ static ptrdiff_t step_tiles_of(const am_attn_base *base, double factor)
     const am_attn *f = base->attn;
     const am_terms_found *terms = &base->terms;
     const bool plain = !(terms->dropout || terms->cap || am_adds_to_products(terms)) && f->normalize &&
-                       factor > 0 && base->unit == 1 && !f->k_scales.data && !f->v_scales.data &&
+                       factor > 0 && base->unit == 1 && !f->k_scales.array.data && !f->v_scales.array.data &&
                        !terms->nearest_first;
     return base->arithmetic->steps && plain ? AM_STEP_TILES : 1;
 }
@@ -303,7 +303,7 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         .lanes = am_lanes(base, f->head_dim),
         .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
         .scale_bytes =
-            am_scales_products(base) && f->k_scales.data && !f->k_scales.group ? TILE * base->size : 0,
+            am_scales_products(base) && f->k_scales.array.data && !f->k_scales.group ? TILE * base->size : 0,
     };
     if (!s->sections) return AM_NO_MEMORY;
     if (am_scales_products(base)) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */

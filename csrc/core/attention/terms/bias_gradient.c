@@ -4,8 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arrays/strided.h"
-
 enum {
     TILE = AM_FLASH_TILE,
     PIECE = 1 << 16, /* numbers that a thread zeroes or converts at a time */
@@ -16,17 +14,14 @@ typedef am_bias_gradient bias_gradient;
 /* The index of the first number of a block in the result, or in its sums. */
 static ptrdiff_t index_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t k)
 {
-    ptrdiff_t index = g->shape[0] == 1 ? 0 : at->b;
-    index = index * g->shape[1] + (g->shape[1] == 1 ? 0 : at->head);
-    index = index * g->shape[2] + (g->shape[2] == 1 ? 0 : at->q);
-    return index * g->shape[3] + (g->shape[3] == 1 ? 0 : k);
+    return am_bias_index(&g->shape, at->b, at->head, at->q, k);
 }
 
 static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
 {
     am_dtype own = g->base->type, wanted = g->base->terms.bias->array.type;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(wanted);
-    const am_strided to = am_strided_row(g->result + index * size, wanted, size, count);
+    const am_array to = am_one_row(g->result + index * size, wanted, size, count);
     am_scatter(g->base->all_kernels, &to, own, from, count);
 }
 
@@ -42,13 +37,13 @@ static place_in_order order_of(const bias_gradient *g, const am_attn_place *at, 
 {
     const ptrdiff_t counts[] = {g->base->attn->batch, g->tasks, g->base->attn->heads},
                     here[] = {at->b, task, at->head};
-    const bool shared[] = {g->shape[0] == 1, g->shape[3] == 1, g->shape[1] == 1};
+    const bool shared[] = {g->shape.batch == 1, g->shape.channel == 1, g->shape.head == 1};
     ptrdiff_t turn = 0, cell = 0;
     for (int i = 0; i < 3; i++) {
         ptrdiff_t *which = shared[i] ? &turn : &cell;
         *which = *which * counts[i] + here[i];
     }
-    if (g->shape[2] != 1) { /* batch rows that share a bias have the same blocks */
+    if (g->shape.token != 1) { /* batch rows that share a bias have the same blocks */
         const bool same = shared[0] && !g->blocks->list;
         cell = cell * g->blocks->count + (same ? at->block % g->blocks->row : at->block);
     }
@@ -61,9 +56,9 @@ static am_status add_ordered(const bias_gradient *g, const am_attn_place *at, pt
     const place_in_order here = order_of(g, at, task);
     am_status status = am_await(team, here.semaphore, here.turn);
     if (status == AM_OK)
-        g->base->arithmetic->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape[3],
-                                      from, TILE, g->shape[2] == 1 ? 1 : at->rows,
-                                      g->shape[3] == 1 ? 1 : am_length(keys));
+        g->base->arithmetic->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape.channel,
+                                      from, TILE, g->shape.token == 1 ? 1 : at->rows,
+                                      g->shape.channel == 1 ? 1 : am_length(keys));
     return status;
 }
 
@@ -80,12 +75,12 @@ static am_status pass_turn(const bias_gradient *g, const am_attn_place *at, ptrd
 /* Sums up a tile along shared axes into its first row or column. */
 static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
 {
-    for (ptrdiff_t r = 0; g->shape[3] == 1 && r < rows; r++) {
+    for (ptrdiff_t r = 0; g->shape.channel == 1 && r < rows; r++) {
         double sum = 0;
         for (ptrdiff_t c = 0; c < TILE; c++) sum += am_number(g->base, tile, r * TILE + c);
         am_set_number(g->base, tile, r * TILE, sum);
     }
-    if (g->shape[2] == 1)
+    if (g->shape.token == 1)
         g->base->arithmetic->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
 }
 
@@ -93,7 +88,7 @@ static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
  * that share it would run one after the other. */
 ptrdiff_t am_bias_scratch_bytes(const bias_gradient *g)
 {
-    return g->sums && g->shape[2] == 1 ? g->base->heads_per_kv * g->task_tiles * TILE * g->base->size : 0;
+    return g->sums && g->shape.token == 1 ? g->base->heads_per_kv * g->task_tiles * TILE * g->base->size : 0;
 }
 
 static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at, ptrdiff_t index)
@@ -107,12 +102,12 @@ am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t
     const ptrdiff_t row = TILE * g->base->size;
     if (!g->sums) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
-            convert(g, index_of(g, at, tile->keys.begin) + r * g->shape[3], tile->d_s + r * row,
+            convert(g, index_of(g, at, tile->keys.begin) + r * g->shape.channel, tile->d_s + r * row,
                     am_length(tile->keys));
         return AM_OK;
     }
     fold(g, tile->d_s, at->rows);
-    if (g->shape[2] != 1) return add_ordered(g, at, task, tile->keys, tile->d_s, team);
+    if (g->shape.token != 1) return add_ordered(g, at, task, tile->keys, tile->d_s, team);
     char *sums = scratch + scratch_offset(g, at, tile->index);
     g->base->arithmetic->add_rows(sums, TILE, tile->d_s, TILE, 1, TILE);
     return AM_OK;
@@ -120,7 +115,7 @@ am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t
 
 am_status am_bias_end_block(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
 {
-    return g->sums && g->shape[2] != 1 ? pass_turn(g, at, task, team) : AM_OK;
+    return g->sums && g->shape.token != 1 ? pass_turn(g, at, task, team) : AM_OK;
 }
 
 am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task,
@@ -149,19 +144,16 @@ am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, cons
                          .result = bias ? bias->gradient : NULL,
                          .blocks = &sections->blocks,
                          .tasks = tasks,
-                         .task_tiles = task_tiles,
-                         .count = 1};
+                         .task_tiles = task_tiles};
     if (!g->result) return AM_OK;
+    g->shape = bias->array.shape;
+    g->count = g->shape.batch * g->shape.head * g->shape.token * g->shape.channel;
     const am_attn *f = base->attn;
-    const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys}, *shape = bias->shape;
-    bool shared = false;
-    for (int axis = 0; axis < 4; axis++) {
-        g->count *= g->shape[axis] = shape[axis];
-        shared |= shape[axis] != full_shape[axis];
-    }
-    if (!shared) return AM_OK;
-    const ptrdiff_t cells = am_product(shape[0] * shape[1] * (shape[3] == 1 ? 1 : tasks),
-                                       shape[2] == 1 ? 1 : sections->blocks.count, sizeof *g->semaphores);
+    const am_by_axis *s = &g->shape;
+    if (s->batch == f->batch && s->head == f->heads && s->token == f->queries && s->channel == f->keys)
+        return AM_OK;
+    const ptrdiff_t cells = am_product(s->batch * s->head * (s->channel == 1 ? 1 : tasks),
+                                       s->token == 1 ? 1 : sections->blocks.count, sizeof *g->semaphores);
     g->semaphores = calloc((size_t)am_max(cells, 1), 1);
     g->sums = bias->array.type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
     return g->semaphores && g->sums ? AM_OK : AM_NO_MEMORY;

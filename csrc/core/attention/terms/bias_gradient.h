@@ -12,7 +12,8 @@
 typedef struct {
     const am_attn_base *base;
     char *result; /* C-contiguous, of the bias's type; NULL: not computed */
-    ptrdiff_t shape[4], count;
+    am_by_axis shape;
+    ptrdiff_t count;
     const am_ranges *blocks;
     ptrdiff_t tasks, task_tiles; /* tasks of each key head and batch row, in the order of keys */
     char

@@ -28,8 +28,7 @@ static double alibi_bound(const am_attn *attn, const am_logit_term *term)
         const double offset = (double)am_offset_of_row(places, row),
                      farthest = (double)(attn->queries + attn->keys) + fabs(offset);
         for (ptrdiff_t head = 0; head < attn->heads; head++) {
-            const double *slope =
-                (const double *)(term->array.data + row * term->array.batch + head * term->array.head);
+            const double *slope = (const double *)am_token(&term->array, row, head, 0);
             most = fmax(most, fabs(*slope) * farthest);
         }
     }

@@ -140,7 +140,7 @@ am_status am_line_gradients_make(am_line_gradients *g, const am_attn_base *base)
     for (int i = 0; i < f->terms.count; i++) {
         const am_logit_term *term = &f->terms.list[i];
         if (!term->gradient || !am_row_of_term(term)->learn) continue;
-        memset(term->gradient, 0, (size_t)(f->heads * term->shape[3]) * sizeof(double));
+        memset(term->gradient, 0, (size_t)(f->heads * term->array.shape.channel) * sizeof(double));
         g->terms[g->count++] = term;
     }
     if (g->count == 0) return AM_OK;
@@ -155,7 +155,7 @@ am_line_sums *am_line_sums_take(const am_line_gradients *g, char *memory, ptrdif
     const ptrdiff_t heads = g->base->heads_per_kv;
     am_line_sums *sums = (am_line_sums *)am_take(memory, used, am_product(g->count, heads, sizeof *sums));
     for (int i = 0; i < g->count; i++) {
-        const ptrdiff_t length = g->terms[i]->shape[3];
+        const ptrdiff_t length = g->terms[i]->array.shape.channel;
         double *numbers = (double *)am_take(memory, used, am_product(heads, length, sizeof *numbers));
         for (ptrdiff_t h = 0; memory && h < heads; h++)
             sums[i * heads + h] = (am_line_sums){.sums = numbers + h * length};
@@ -202,7 +202,7 @@ am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, 
     if (status != AM_OK) return status;
     const ptrdiff_t heads = g->base->heads_per_kv;
     for (int i = 0; i < g->count; i++) {
-        const ptrdiff_t length = g->terms[i]->shape[3];
+        const ptrdiff_t length = g->terms[i]->array.shape.channel;
         double *to = (double *)g->terms[i]->gradient + at->kv_head * heads * length;
         for (ptrdiff_t h = 0; h < heads; h++, sums++, to += length) {
             for (ptrdiff_t k = sums->filled.begin; k < sums->filled.end; k++) to[k] += sums->sums[k];

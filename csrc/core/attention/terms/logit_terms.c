@@ -17,27 +17,27 @@ enum {
 /* The bias of a row of a block from the `i`-th key on that it has numbers for. */
 static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t row, ptrdiff_t i)
 {
-    const am_tokens *bias = &base->terms.bias->array;
-    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + i * bias->element;
+    const am_array *bias = &base->terms.bias->array;
+    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + i * bias->stride.channel;
 }
 
 am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys)
 {
     if (!base->terms.bias || at->heads > 1 || keys.begin == keys.end) return (am_prefetch_rows){0};
-    const am_tokens *bias = &base->terms.bias->array;
+    const am_array *bias = &base->terms.bias->array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
-    if (bias->element != size) return (am_prefetch_rows){0};
+    if (bias->stride.channel != size) return (am_prefetch_rows){0};
     const ptrdiff_t first = am_keys_of_query(base->attn, at->b, at->q).begin;
     return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin - first),
-                              .stride = bias->token,
+                              .stride = bias->stride.token,
                               .length = (keys.end - keys.begin) * size,
-                              .rows = bias->token ? at->queries : 1};
+                              .rows = bias->stride.token ? at->queries : 1};
 }
 
 double am_sink_logit(const am_logit_term *sinks, bool wide, ptrdiff_t head, ptrdiff_t i)
 {
-    const am_tokens *array = &sinks->array;
-    const double logit = *(const double *)(array->data + head * array->head + i * array->element);
+    const am_array *array = &sinks->array;
+    const double logit = *(const double *)(am_token(array, 0, head, 0) + i * array->stride.channel);
     const float narrow = (float)logit;
     if (wide) return logit;
     return isfinite(logit) && isinf(narrow) ? (double)copysignf(FLT_MAX, narrow) : (double)narrow;
@@ -133,17 +133,15 @@ static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrd
 static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff_t columns, char *scratch,
                               char *to)
 {
-    const am_tokens *bias = &base->terms.bias->array;
+    const am_array *bias = &base->terms.bias->array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
     am_flash_read_bias *direct = base->arithmetic->numbers[bias->type].read_bias; /* not of all types */
-    if (bias->element == size && direct) return direct(to, src, columns);
-    if (bias->element) {
-        const am_tokens row = {.type = bias->type, .element = bias->element};
-        return base->arithmetic->numbers[base->type].read_bias(
-            to, am_read_rows(base, &row, src, 1, columns, scratch).data, columns);
+    if (bias->stride.channel == size && direct) return direct(to, src, columns);
+    if (bias->stride.channel) {
+        src = am_read_wide(base, am_one_row(src, bias->type, bias->stride.channel, columns), scratch).data;
+        return base->arithmetic->numbers[base->type].read_bias(to, src, columns);
     }
-    const am_tokens one = {.type = bias->type, .element = size}; /* one number for all keys */
-    src = am_read_rows(base, &one, src, 1, 1, scratch).data;
+    src = am_read_wide(base, am_one_row(src, bias->type, size, 1), scratch).data; /* one for all keys */
     uint64_t pattern = 0;
     memcpy(&pattern, src, (size_t)base->size);
     if (base->size == 4) pattern |= pattern << 32;

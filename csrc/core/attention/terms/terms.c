@@ -46,14 +46,14 @@ am_line am_line_of(const am_attn *attn, const am_logit_term *term, ptrdiff_t row
                    ptrdiff_t at)
 {
     const am_logit_row *kind = am_row_of_term(term);
-    const am_tokens *array = &term->array;
+    const am_array *array = &term->array;
     if (kind->axes[1] == AM_AXIS_KV) head /= attn->heads / attn->kv_heads;
     if (kind->acts == AM_ADDS_BY_KEY) at -= am_keys_of_row(attn, row).begin;
     if (kind->acts == AM_ADDS_BY_KEY && kind->axes[3] != AM_AXIS_K) at += attn->terms.places.first_key;
     return (am_line){
         .term = term,
-        .numbers = (const double *)(array->data + row * array->batch + head * array->head),
-        .length = term->shape[3],
+        .numbers = (const double *)am_token(array, row, head, 0),
+        .length = term->array.shape.channel,
         .factor = 1,
         .first = at,
         .count = 1,
@@ -101,17 +101,19 @@ static bool is_length(const am_attn *attn, am_axis axis, ptrdiff_t length)
 bool am_term_fits(const am_attn *attn, const am_logit_term *term)
 {
     const am_logit_row *row = am_row_of_term(term);
-    const am_tokens *array = &term->array;
+    const am_array *array = &term->array;
     if (row->acts == AM_CAPS && !(term->number > 0)) return false;
     if (row->acts == AM_DROPS && !(term->number > 0 && term->number < 1)) return false;
     if (row->axes[0] == AM_NO_AXIS) return !array->data;
-    const bool fits =
-        row->acts == AM_ADDS_PAIRS
-            ? am_is_floating(array->type)
-            : array->type == AM_FLOAT64 && (term->shape[3] == 1 || array->element == sizeof(double));
+    const bool fits = row->acts == AM_ADDS_PAIRS
+                          ? am_is_floating(array->type)
+                          : array->type == AM_FLOAT64 &&
+                                (term->array.shape.channel == 1 || array->stride.channel == sizeof(double));
     if (!array->data || !fits) return false;
+    const ptrdiff_t shape[] = {array->shape.batch, array->shape.head, array->shape.token,
+                               array->shape.channel};
     for (int axis = 0; axis < 4; axis++) {
-        if (!is_length(attn, row->axes[axis], term->shape[axis])) return false;
+        if (!is_length(attn, row->axes[axis], shape[axis])) return false;
     }
     return row->acts != AM_ADDS_BY_DISTANCE ||
            (attn->terms.places.offsets && am_abs(term->integer) <= AM_FAR);

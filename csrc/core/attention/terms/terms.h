@@ -74,6 +74,15 @@ static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
     return places->offsets ? places->offsets[row * places->offset_stride] : 0;
 }
 
+/* Where the number of a pair is in the gradient of a bias, which is C-contiguous. */
+static inline ptrdiff_t am_bias_index(const am_by_axis *shape, ptrdiff_t b, ptrdiff_t head, ptrdiff_t q,
+                                      ptrdiff_t k)
+{
+    const ptrdiff_t row = (shape->batch == 1 ? 0 : b) * shape->head + (shape->head == 1 ? 0 : head);
+    return (row * shape->token + (shape->token == 1 ? 0 : q)) * shape->channel +
+           (shape->channel == 1 ? 0 : k);
+}
+
 /* The gradient of a term's numbers of one head, as a task adds it up: those in a range, the others are not
  * set. */
 typedef struct {
@@ -126,7 +135,7 @@ static inline double am_dropout_of(const am_terms_found *found)
 }
 static inline ptrdiff_t am_sink_count(const am_terms_found *found)
 {
-    return found->sinks ? found->sinks->shape[3] : 0;
+    return found->sinks ? found->sinks->array.shape.channel : 0;
 }
 
 /* Whether the array of a term has a gradient. */

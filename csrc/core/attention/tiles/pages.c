@@ -17,7 +17,7 @@ static page_place page_place_of(const am_pages *p, const am_attn_place *at, ptrd
     return (page_place){s, token, p->table + s * p->table_stride + token / p->size, token % p->size};
 }
 
-am_key_run am_key_run_of(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys)
+am_key_run am_key_run_of(const am_attn *f, const am_array *t, const am_attn_place *at, am_range keys)
 {
     const am_pages *p = &f->pages;
     if (!p->table) return (am_key_run){am_token(t, at->b, at->kv_head, keys.begin), am_length(keys)};
@@ -28,14 +28,15 @@ am_key_run am_key_run_of(const am_attn *f, const am_tokens *t, const am_attn_pla
     if (used <= 0) return (am_key_run){NULL, all};
     if (first.token < p->used[s]) return (am_key_run){NULL, am_min(all, p->used[s] - first.token)};
     const int32_t *page = first.page;
-    const char *data = t->data + *page * t->batch + at->kv_head * t->head + first.inside * t->token;
+    const char *data = am_token(t, *page, at->kv_head, first.inside);
     ptrdiff_t count = p->size - first.inside;
-    for (; count < used && t->batch == p->size * t->token && page[1] == page[0] + 1; page++) count += p->size;
+    const bool joined = t->stride.batch == p->size * t->stride.token;
+    for (; count < used && joined && page[1] == page[0] + 1; page++) count += p->size;
     /* A page has memory behind the end of its sequence, which may be read as well. */
     return (am_key_run){data, count >= all ? all : am_min(count, used)};
 }
 
-bool am_find_runs(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
+bool am_find_runs(const am_attn *f, const am_array *t, const am_attn_place *at, am_range keys,
                   const void *runs[AM_MOST_RUNS], ptrdiff_t *rows)
 {
     const am_pages *p = &f->pages;
@@ -45,18 +46,16 @@ bool am_find_runs(const am_attn *f, const am_tokens *t, const am_attn_place *at,
     if (begin.token >= end || AM_FLASH_TILE % *rows != 0 || *rows % 2 != 0) return false;
     if (p->size > AM_FLASH_TILE ? begin.inside + AM_FLASH_TILE > p->size : begin.inside != 0) return false;
     if (p->starts && keys.end > p->starts[s + 1]) return false;
-    const char *data = t->data + at->kv_head * t->head + begin.inside * t->token;
     const ptrdiff_t first = am_max(0, p->used[s] - begin.token) / *rows;
     if (first * *rows >= end - begin.token) return false;
     /* Rows that are not to be read are dead, and may be any. */
     for (ptrdiff_t i = 0; i * *rows < AM_FLASH_TILE; i++) {
         const bool there = i >= first && begin.token + i * *rows < end;
-        runs[i] = data + begin.page[there ? i : first] * t->batch;
+        runs[i] = am_token(t, begin.page[there ? i : first], at->kv_head, begin.inside);
     }
     const ptrdiff_t next = begin.inside + AM_FLASH_TILE;
-    runs[AM_FLASH_TILE / *rows] =
-        begin.token + AM_FLASH_TILE < p->lengths[s]
-            ? data + begin.page[next / p->size] * t->batch + (next % p->size - begin.inside) * t->token
-            : NULL;
+    runs[AM_FLASH_TILE / *rows] = begin.token + AM_FLASH_TILE < p->lengths[s]
+                                      ? am_token(t, begin.page[next / p->size], at->kv_head, next % p->size)
+                                      : NULL;
     return true;
 }

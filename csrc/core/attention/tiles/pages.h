@@ -12,13 +12,12 @@ typedef struct {
     const char *data; /* NULL: they are not to be read */
     ptrdiff_t count;
 } am_key_run;
-am_key_run am_key_run_of(const am_attn *attn, const am_tokens *tokens, const am_attn_place *at,
-                         am_range keys);
+am_key_run am_key_run_of(const am_attn *attn, const am_array *tokens, const am_attn_place *at, am_range keys);
 
 /* Where the rows of a whole tile begin in each page, for kernels that read them there: runs of `*rows` each,
  * and behind them that of the next tile, to prefetch, or NULL if there is none. False if pages are too short
  * or too long, or the tile does not begin with one. */
-bool am_find_runs(const am_attn *attn, const am_tokens *tokens, const am_attn_place *at, am_range keys,
+bool am_find_runs(const am_attn *attn, const am_array *tokens, const am_attn_place *at, am_range keys,
                   const void *runs[AM_MOST_RUNS], ptrdiff_t *rows);
 
 #endif

@@ -35,12 +35,11 @@ static void copy_groups(const am_attn_base *base, const am_kv_scales *s, float *
 {
     enum { MOST = 32 };
     float part[AM_FLASH_TILE * MOST];
-    const ptrdiff_t size = sizeof(uint16_t);
-    const bool halves = s->type == AM_FLOAT16 && s->offset == size && s->element == 2 * size;
+    const bool halves = am_kv_has_pairs(s, AM_FLOAT16);
     for (ptrdiff_t i = 0, count; i < columns; i += count, to += count * AM_FLASH_TILE) {
         count = am_min(columns - i, MOST);
-        const char *row = from + i / 2 * s->element;
-        for (ptrdiff_t r = 0; r < tokens; r++, row += s->token) {
+        const char *row = from + i / 2 * s->array.stride.channel;
+        for (ptrdiff_t r = 0; r < tokens; r++, row += s->array.stride.token) {
             if (halves)
                 base->all_kernels->copy.widen_f16(part + r * MOST, (const uint16_t *)row, count);
             else
@@ -54,16 +53,15 @@ static void copy_groups(const am_attn_base *base, const am_kv_scales *s, float *
 static void copy_scales(const am_attn_base *base, const am_kv_scales *s, float *to, const char *from,
                         ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t columns)
 {
-    const ptrdiff_t size = sizeof(float);
-    const bool plain = s->type == AM_FLOAT32 && s->offset == size && s->element == 2 * size;
+    const am_by_axis *stride = &s->array.stride;
     if (!s->group) {
-        copy_columns(base, to, from, s->token, s->head, tokens, heads);
+        copy_columns(base, to, from, stride->token, stride->head, tokens, heads);
         return;
     }
-    if (s->head == columns / 2 * s->element) columns *= heads, heads = 1; /* side by side */
-    for (ptrdiff_t h = 0; h < heads; h++, from += s->head, to += columns * AM_FLASH_TILE) {
-        if (plain)
-            copy_columns(base, to, from, s->token, size, tokens, columns);
+    if (stride->head == columns / 2 * stride->channel) columns *= heads, heads = 1; /* side by side */
+    for (ptrdiff_t h = 0; h < heads; h++, from += stride->head, to += columns * AM_FLASH_TILE) {
+        if (am_kv_has_pairs(s, AM_FLOAT32))
+            copy_columns(base, to, from, stride->token, sizeof(float), tokens, columns);
         else
             copy_groups(base, s, to, from, tokens, columns);
     }
@@ -73,17 +71,18 @@ void am_read_scales(const am_attn_base *base, const am_kv_scales *scales, const 
                     am_range keys, ptrdiff_t heads, ptrdiff_t columns, float *to)
 {
     const am_attn *f = base->attn;
-    const am_tokens t = am_kv_scale_tokens(scales);
+    const am_by_axis *stride = &scales->array.stride;
     am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
-    const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
+    const ptrdiff_t some = 0 < stride->token && stride->token < AM_LINE ? AM_LINE / stride->token
+                                                                        : 1, /* tokens in a line */
         count = am_length(keys), all = heads * columns,
-                    bytes = scales->group && t.head < t.token ? heads * t.head : 1;
+                    bytes = scales->group && stride->head < stride->token ? heads * stride->head : 1;
     const bool in_few_runs = !f->pages.table || f->pages.size * AM_PREFETCH_RUNS >= AM_FLASH_TILE;
     for (ptrdiff_t i = 0; i < all && count < AM_FLASH_TILE; i++)
         memset(to + i * AM_FLASH_TILE + count, 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
     am_key_run run;
     for (ptrdiff_t i = 0; i < count; i += run.count) {
-        run = am_key_run_of(f, &t, at, (am_range){keys.begin + i, keys.end});
+        run = am_key_run_of(f, &scales->array, at, (am_range){keys.begin + i, keys.end});
         if (run.data) {
             copy_scales(base, scales, to + i, run.data, run.count, heads, columns);
             continue;
@@ -93,9 +92,10 @@ void am_read_scales(const am_attn_base *base, const am_kv_scales *scales, const 
     }
     if (scales->group && in_few_runs) return; /* kernels prefetch them */
     for (; next.begin < next.end; next.begin += run.count) {
-        run = am_key_run_of(f, &t, at, next);
+        run = am_key_run_of(f, &scales->array, at, next);
         for (ptrdiff_t r = 0; run.data && r < run.count; r += some) {
-            for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(run.data + r * t.token + i);
+            for (ptrdiff_t i = 0; i < bytes; i += AM_LINE)
+                __builtin_prefetch(run.data + r * stride->token + i);
         }
     }
 }

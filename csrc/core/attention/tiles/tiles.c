@@ -17,16 +17,6 @@ enum {
  * itself. */
 typedef enum { NOT_PACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
-/* --- Rows --- */
-
-am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn_place *at, am_range keys,
-                     ptrdiff_t count, char *scratch)
-{
-    const char *data = am_token(t, at->b, at->kv_head, keys.begin);
-    if (am_is_plain(t, count, am_width(base))) return (am_rows){.data = data, .stride = t->token};
-    return am_copy_lanes(scratch, t, data, am_length(keys), count, am_width(base));
-}
-
 /* What there is of keys and of values: packed tiles, copies, scales, addresses of pages; of these also for
  * the next keys. */
 typedef enum { OF_K, OF_V, OF_NEXT_K } side;
@@ -91,7 +81,7 @@ void am_kv_workspace_take(const am_kv *kv, char *memory, ptrdiff_t *used, am_kv_
     const am_attn *f = kv->base->attn;
     const am_schedule *s = kv->schedule;
     const ptrdiff_t heads = f->pages.table ? am_max(1, s->step_items) : 1,
-                    scaled = f->k_scales.data ? am_max(1, s->step_items) : 0, number = sizeof(float);
+                    scaled = f->k_scales.array.data ? am_max(1, s->step_items) : 0, number = sizeof(float);
     w->kv = kv;
     w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
     for (side i = OF_K; i <= OF_V; i++)
@@ -125,14 +115,13 @@ static ptrdiff_t row_width(const am_kv_workspace *w)
 /* Whether kernels can read rows of keys or values where they lie, in lanes of `width` numbers. */
 static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
 {
-    const am_kv_side *s = &w->kv->sides[which];
-    return !are_widened(w) && am_is_plain(s->array, s->count, width);
+    return !are_widened(w) && am_is_plain(w->kv->sides[which].array, width);
 }
 
 /* Goes from run to run of keys or values and of the scales of their groups, if there are any. */
 typedef struct {
     const am_attn *attn;
-    const am_tokens *rows, *groups;
+    const am_array *rows, *groups;
     const am_attn_place *at;
     am_range keys;
     const char *row, *scales; /* of the run; NULL: it is not to be read */
@@ -156,15 +145,14 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
 {
     const am_attn_base *base = w->kv->base;
     const am_attn *f = base->attn;
-    const am_tokens *t = w->kv->sides[which].array;
+    const am_array *t = w->kv->sides[which].array;
     const am_kv_scales *s = w->kv->sides[which].scales;
     const ptrdiff_t count = w->kv->sides[which].count;
-    const am_tokens groups = am_kv_scale_tokens(s);
     const ptrdiff_t size = (ptrdiff_t)am_size_of(base->arithmetic->factors),
-                    bytes = am_row_bytes(t->type, count);
+                    bytes = am_row_bytes(t->type, count), group_stride = s->group ? s->array.stride.token : 0;
     const am_kv_widening widening = am_kv_widening_of(base->widen, size, t, s);
     const am_rows rows = {.data = to, .stride = count * size};
-    run_walk now = {f, t, s->group ? &groups : NULL, at, w->keys, NULL, NULL}, ahead = now;
+    run_walk now = {f, t, s->group ? &s->array : NULL, at, w->keys, NULL, NULL}, ahead = now;
     ahead.keys = (am_range){w->keys.end, am_min(w->keys.end + TILE, f->keys)};
     for (ptrdiff_t left, later = 0; (left = next_run(&now)) > 0;) {
         for (ptrdiff_t r = 0; r < left; r++, to += rows.stride) {
@@ -172,7 +160,7 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
             if (later > 0 && ahead.row) {
                 for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(ahead.row + i);
                 __builtin_prefetch(ahead.scales);
-                ahead.row += t->token, ahead.scales += s->group ? s->token : 0;
+                ahead.row += t->stride.token, ahead.scales += group_stride;
             }
             later -= later > 0;
             if (!now.row) {
@@ -180,7 +168,7 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
                 continue;
             }
             am_kv_widen_row(&widening, to, now.row, now.scales, count);
-            now.row += t->token, now.scales += s->group ? s->token : 0;
+            now.row += t->stride.token, now.scales += group_stride;
         }
     }
     return rows;
@@ -188,7 +176,7 @@ static am_rows widen_rows(const am_kv_workspace *w, const am_attn_place *at, sid
 
 /* Prefetches a row of a page of one token: these may lie anywhere. With 2,048 of them, one query is 2.1
  * to 3.6 times as fast. */
-static void prefetch_row(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t key,
+static void prefetch_row(const am_attn *f, const am_array *t, const am_attn_place *at, ptrdiff_t key,
                          ptrdiff_t bytes)
 {
     if (key >= f->keys) return;
@@ -203,25 +191,26 @@ static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side
 {
     const am_attn *f = w->kv->base->attn;
     if (are_widened(w)) return widen_rows(w, at, which, copy);
-    const am_tokens *t = w->kv->sides[which].array;
+    const am_array *t = w->kv->sides[which].array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type),
-                    count = am_row_bytes(t->type, w->kv->sides[which].count) / size; /* of elements */
+                    stride = am_ceil_div(t->shape.channel, width) * width;
     am_range keys = w->keys;
     am_key_run run = am_key_run_of(f, t, at, keys);
     if (direct && run.data && run.count == am_length(keys))
-        return (am_rows){.data = run.data, .stride = t->token};
-    am_rows rows = {.stride = t->token};
+        return (am_rows){.data = run.data, .stride = t->stride.token};
+    am_rows rows = {.stride = t->stride.token};
     if (direct && in_pages && am_find_runs(f, t, at, keys, w->runs[which], &rows.run) &&
         rows.run % AM_PACKED_RUN == 0) {
         rows.data = *w->runs[which], rows.runs = w->runs[which];
         return rows;
     }
-    rows = (am_rows){.data = copy, .stride = am_ceil_div(count, width) * width * size};
+    rows = (am_rows){.data = copy, .stride = stride * size};
     for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.stride) {
         run = am_key_run_of(f, t, at, keys);
-        if (f->pages.table && f->pages.size == 1) prefetch_row(f, t, at, keys.begin + AHEAD, count * size);
+        if (f->pages.table && f->pages.size == 1) prefetch_row(f, t, at, keys.begin + AHEAD, rows.stride);
+        const am_array from = am_rows_from(t, run.data, run.count);
         if (run.data)
-            am_copy_lanes(copy, t, run.data, run.count, count, width);
+            am_gather(w->kv->base->all_kernels, t->type, copy, stride, &from);
         else
             memset(copy, 0, (size_t)(run.count * rows.stride));
     }
@@ -251,9 +240,9 @@ static bool find_pages(am_kv_workspace *w, const am_attn_place *at)
 /* Keys or values in these pages. */
 static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, side which)
 {
-    const am_tokens *t = w->kv->sides[which].array;
-    return (am_rows){.data = (const char *)*w->runs[which] + (at->kv_head - w->head) * t->head,
-                     .stride = t->token,
+    const am_array *t = w->kv->sides[which].array;
+    return (am_rows){.data = (const char *)*w->runs[which] + (at->kv_head - w->head) * t->stride.head,
+                     .stride = t->stride.token,
                      .run = w->run,
                      .runs = w->runs[which]};
 }
@@ -262,7 +251,7 @@ static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, 
 static const am_kv_scales *token_scales(const am_kv_workspace *w, side which)
 {
     const am_kv_scales *scales = w->kv->sides[which].scales;
-    return scales->data && !scales->by_channel && !(scales->group && are_widened(w)) ? scales : NULL;
+    return scales->array.data && !scales->by_channel && !(scales->group && are_widened(w)) ? scales : NULL;
 }
 
 static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t heads)
@@ -356,8 +345,11 @@ static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *
     const am_attn *f = base->attn;
     const am_rows k = read_rows(w, at, OF_K, am_width(base), direct, false, copy_of(w, at, OF_K));
     if (am_width(base) > 1 || f->k.type == base->type) return k;
-    const am_tokens t = {.type = f->k.type, .token = k.stride, .element = (ptrdiff_t)am_size_of(f->k.type)};
-    return am_read_rows(base, &t, k.data, TILE, f->head_dim, converted);
+    const am_array rows = {.data = (char *)k.data,
+                           .type = f->k.type,
+                           .shape = {.token = TILE, .channel = f->head_dim},
+                           .stride = {.token = k.stride, .channel = (ptrdiff_t)am_size_of(f->k.type)}};
+    return am_read_wide(base, rows, converted);
 }
 
 /* The place of a tile among the local ones. */
@@ -395,8 +387,7 @@ static void full_tile(am_kv_workspace *w, const am_attn_place *at, am_flash_tile
     const am_attn *f = base->attn;
     const ptrdiff_t width = am_width(base);
     const bool transposed = am_is_transposed(tile->layout), value_rows = am_has_value_rows(tile->layout),
-               direct = transposed && (width > 1 ? am_is_aligned(&f->k, f->head_dim, width)
-                                                 : am_is_plain(&f->k, f->head_dim, width));
+               direct = transposed && (width > 1 ? am_is_aligned(&f->k, width) : am_is_plain(&f->k, width));
     w->local[0].tile = -1;
     if (direct && value_rows && (width > 1 || f->k.type == base->type) && find_pages(w, at) &&
         w->run % AM_TRANSPOSED_KEYS == 0) {
@@ -447,15 +438,15 @@ void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, bool full, am_flash
 /* --- Prefetching --- */
 
 /* Tokens of some heads; of tokens in pages as many that lie one after the other. */
-static void find_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
-                        am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
+static void find_tokens(const am_attn *f, const am_array *t, const am_attn_place *at, ptrdiff_t heads,
+                        am_range keys, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
     memset(to, 0, AM_PREFETCH_RUNS * sizeof *to);
     for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
         const am_key_run run = am_key_run_of(f, t, at, keys);
-        am_tokens from = *t;
+        am_array from = *t;
         from.data = (char *)run.data;
-        to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, head_dim);
+        to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0);
         keys.begin += run.count;
     }
 }
@@ -465,9 +456,10 @@ static void find_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdi
                         side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
     const am_kv_scales *s = w->kv->sides[which].scales;
-    am_tokens t = am_kv_scale_tokens(s);
-    if (s->element == 2 * s->offset) t.element = s->offset;
-    find_tokens(w->kv->base->attn, &t, at, heads, keys, w->kv->sides[which].scale_columns, to);
+    am_array t = s->array;
+    if (t.stride.channel == 2 * s->offset) t.stride.channel = s->offset;
+    t.shape.channel = w->kv->sides[which].scale_columns;
+    find_tokens(w->kv->base->attn, &t, at, heads, keys, to);
     for (int i = 0; i < AM_PREFETCH_RUNS; i++) {
         am_prefetch_rows *rows = &to[i];
         if (rows->rows <= 0 || rows->stride != rows->length) continue;
@@ -486,12 +478,12 @@ static void plan_unpacked(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t
     ptrdiff_t run;
     if (are_widened(w)) return; /* prefetches them itself */
     if (f->pages.table && am_find_runs(f, &f->k, at, keys, runs, &run)) {
-        am_tokens first = f->k;
+        am_array first = f->k;
         first.data = (char *)runs[0];
-        *next = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->head_dim);
+        *next = am_prefetch_tokens(&first, 0, 0, heads, 0, run);
         plan->runs = runs, plan->run_count = TILE / run + (runs[TILE / run] != NULL);
     } else {
-        find_tokens(f, &f->k, at, heads, keys, f->head_dim, next);
+        find_tokens(f, &f->k, at, heads, keys, next);
     }
     plan->rows[0] = *next, plan->count = 1;
     if (!f->k_scales.group) return;
@@ -517,8 +509,8 @@ void am_kv_prefetch(am_kv_workspace *w, const am_scheduled *g, const am_attn_pla
         return;
     const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
     am_prefetch_rows rows[2 * AM_PREFETCH_RUNS];
-    find_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
-    find_tokens(f, &f->v, at, heads, keys, f->value_dim, rows + AM_PREFETCH_RUNS);
+    find_tokens(f, &f->k, at, heads, keys, rows);
+    find_tokens(f, &f->v, at, heads, keys, rows + AM_PREFETCH_RUNS);
     for (int i = 0; i < 2 * AM_PREFETCH_RUNS; i++) am_plan_rows(plan, rows[i]);
     if (to) am_plan_rows(plan, (am_prefetch_rows){.at = to, .stride = bytes, .length = bytes, .rows = 1});
 }

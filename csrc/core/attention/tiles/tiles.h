@@ -5,11 +5,6 @@
 #include "core/attention/plan/schedule.h"
 #include "core/attention/tiles/pages.h"
 
-/* Keys or values of one key head that lie in no pages, in whole lanes: where they lie, or copied to `scratch`
- * of am_row_scratch bytes. */
-am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn_place *at, am_range keys,
-                     ptrdiff_t count, char *scratch);
-
 /* The tiles of a wave that all tasks share. */
 typedef struct {
     char *packed;         /* k and v of each; NULL if none are shared */
@@ -25,7 +20,7 @@ void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
 
 /* Keys, or values: what all tiles of a call have in common. */
 typedef struct {
-    const am_tokens *array;
+    const am_array *array;
     const am_kv_scales *scales;
     ptrdiff_t count;                    /* numbers of a row */
     ptrdiff_t scale_columns;            /* of a head: one of tokens, or two of each of their groups */
