@@ -5,7 +5,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 
 from attnmask._attention import arguments as table
-from attnmask._faces import linear, rows, sums
+from attnmask._faces import attention, linear, rows, sums
 from attnmask._faces.rows import NUMPY, Face, Row
 
 PACKAGE = Path(__file__).parents[1] / "attnmask"
@@ -57,6 +57,9 @@ from typing import Literal, overload
 import jax
 import numpy.typing as npt
 from jax.typing import ArrayLike
+
+from attnmask._masks.info import MaskInfo
+from attnmask.jax._cache import KVCacheResult
 """
 # How the libraries write types, without the libraries.
 IN_TORCH = NUMPY._replace(
@@ -69,10 +72,12 @@ IN_JAX = NUMPY._replace(
     result="jax.Array",
     returns_state=True,
     imports="jax",
+    named={"flash_attention_with_kvcache": "KVCacheResult"},
 )
 IN_FACES = (
     linear.LINEAR_ATTENTION, linear.LINEAR_ATTENTION_STEP, linear.SHORT_CONVOLUTION, linear.SHORT_CONVOLUTION_STEP
 )  # fmt: skip
+TO_CACHES = attention.CACHE, attention.WRITE
 SUMMED = sums.CHUNK_LOCAL_CUMSUM, sums.CHUNK_GLOBAL_CUMSUM
 RESULT = "Array"
 
@@ -115,8 +120,9 @@ def of_function(function: table.Function) -> list[str]:
 
 
 def of_row(row: Row, face: Face) -> list[str]:
+    flag = "" if row.name in face.named else row.all
     return overloaded(
-        row.name, rows.signature(row, face), row.all, lambda every: rows.returned(row, face, every)
+        row.name, rows.signature(row, face), flag, lambda every: rows.returned(row, face, every)
     )
 
 
@@ -159,7 +165,7 @@ STUBS = {  # path: imports, functions
         *(of_row(row, NUMPY) for row in vars(sums).values() if isinstance(row, Row)),
     ),
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
-    PACKAGE / "jax" / "_linear.pyi": (JAX, *(of_row(row, IN_JAX) for row in IN_FACES)),
+    PACKAGE / "jax" / "_functions.pyi": (JAX, *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES))),
 }
 
 if __name__ == "__main__":

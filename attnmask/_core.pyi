@@ -75,16 +75,7 @@ def write_kvcache(
     slot_mapping: NDArray[Any],
     /,
 ) -> None: ...
-def check_write_kvcache(
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
-    slot_mapping: NDArray[Any],
-    /,
-) -> None: ...
+def check_write_kvcache(*arguments: Any) -> None: ...
 def check_kvcache(
     names: tuple[str, ...], defaults: tuple[object, ...], args: tuple[object, ...], given: Arguments, /
 ) -> None: ...

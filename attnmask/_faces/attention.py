@@ -2,13 +2,21 @@
 
 from typing import Any
 
-from attnmask._attention.arguments import ARGUMENTS, CACHE_DEFAULTS, LEARNED, OF_CACHES
+from attnmask._attention.arguments import (
+    ARGUMENTS,
+    CACHE_DEFAULTS,
+    KVCACHE_DEFAULTS,
+    KVCACHE_NAMES,
+    LEARNED,
+    OF_CACHES,
+)
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.write_kvcache import write_kvcache
-from attnmask._common.arguments import describe
+from attnmask._common.arguments import describe, integer_array
+from attnmask._common.loading import _core
 from attnmask._common.types import AnyFunction, Arguments, Array
 from attnmask._faces.rows import Argument, Kind, Result, Row, arguments
 
@@ -25,6 +33,15 @@ def _fits_cache(given: Arguments, _: AnyFunction) -> None:
     if given["query"].ndim != (3 if packed else 4):
         expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
         raise ValueError(f"query must be {expected}, got {describe(given['query'])}")
+
+
+def _check_cache(*, rotate: bool, **given: Any) -> None:
+    # The bias is checked later: its keys depend on lengths.
+    _core.check_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), given | {"bias": None})
+
+
+def _check_write(*, rotate: bool, slot_mapping: Any, **given: Any) -> None:
+    _core.check_write_kvcache(*given.values(), integer_array(slot_mapping, "slot_mapping"))
 
 
 def _fits(given: Arguments, is_floating: AnyFunction) -> None:
@@ -83,10 +100,26 @@ out : out = None
     ),
     places=5,
     entry=flash_attention_with_kvcache,
+    check=_check_cache,
     cast=LEARNED[:3],
+    handler="attnmask_flash_kvcache",
     by_name=True,
     trained="flash_attention",
     fits=_fits_cache,
+    examples={
+        "jax": """
+>>> from functools import partial
+>>> @partial(jax.jit, donate_argnums=0)
+... def step(caches, token, length):
+...     result = attnmask.jax.flash_attention_with_kvcache(token, *caches, token, token, cache_seqlens=length)
+...     return (result.k_cache, result.v_cache), result.out
+>>> caches = jnp.zeros((1, 64, 1, 8)), jnp.zeros((1, 64, 1, 8))
+>>> for length in range(3):
+...     caches, out = step(caches, jnp.full((1, 1, 1, 8), length, jnp.float32), length)
+>>> caches[0][0, :4, 0, 0].tolist()
+[0.0, 1.0, 2.0, 0.0]
+""",
+    },
 )
 WRITE = Row(
     "write_kvcache",
@@ -102,6 +135,20 @@ rotate : flag = False
     (),
     places=5,
     entry=write_kvcache,
+    check=_check_write,
+    handler="attnmask_write_kvcache",
     by_name=True,
     trained="flash_attention",
+    examples={
+        "jax": """
+>>> from functools import partial
+>>> @partial(jax.jit, donate_argnums=0)
+... def write(caches, tokens, slots):
+...     return attnmask.jax.write_kvcache(*caches, tokens, tokens, slots)[:2]
+>>> caches = jnp.zeros((2, 4, 1, 8)), jnp.zeros((2, 4, 1, 8))
+>>> caches = write(caches, jnp.ones((2, 1, 8)), jnp.array([5, -1]))
+>>> caches[0][:, :, 0, 0].tolist()
+[[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+""",
+    },
 )

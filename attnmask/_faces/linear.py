@@ -97,7 +97,7 @@ out : out = None
     check=_core.check_linear_attention_step,
     trained="linear_attention",
     cast=("query", "key", "value"),
-    handler="attnmask_linear",
+    handler="attnmask_linear_step",
     examples={
         "torch": """
 >>> state = torch.zeros(1, 1, 2, 1)
@@ -195,7 +195,7 @@ out : out = None
     check=_core.check_short_convolution_step,
     trained="short_convolution",
     cast=("x",),
-    handler="attnmask_convolution",
+    handler="attnmask_convolution_step",
     examples={
         "torch": """
 >>> weight, state = torch.tensor([[100.0, 10, 1]]), torch.zeros(1, 1, 2)

@@ -126,6 +126,7 @@ class Face(NamedTuple):
     imports: str = ""
     returns_state: bool = False  # a new one, and writes to none
     dtype: str = "DTypeLike"
+    named: Mapping[str, str] = {}  # the types of what functions return, by their names
 
     def type_of(self, argument: Argument) -> str:
         name = {
@@ -139,6 +140,10 @@ class Face(NamedTuple):
             Kind.DTYPE: self.dtype,
             Kind.CHOICE: "Literal[{}]".format(", ".join(repr(x) for x in argument.choices if x)),
             Kind.OUT: "Array",
+            Kind.DATA: self.integers,
+            Kind.LENGTHS: self.integers,
+            Kind.MASK: f"{self.integers} | MaskInfo",
+            Kind.WINDOW: "int | tuple[int | None, int | None]",
         }.get(argument.kind, "bool")
         return f"{name} | None" if argument.optional else name
 
@@ -156,6 +161,9 @@ class Face(NamedTuple):
             Kind.DTYPE: "dtype",
             Kind.CHOICE: f"{{{choices}}}",
             Kind.OUT: self.returned,
+            Kind.DATA: self.given,
+            Kind.LENGTHS: self.integers_given,
+            Kind.MASK: f"{self.given} or MaskInfo",
         }.get(argument.kind, "bool")
         shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""
         return name + shape + (", optional" if argument.optional and not argument.choices else "")
@@ -233,6 +241,9 @@ class Row:
     def of(self, *kinds: Kind) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.arguments if argument.kind in kinds)
 
+    def argument(self, name: str) -> Argument:
+        return next(argument for argument in self.arguments if argument.name == name)
+
     def sizes(self, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the sizes that layouts name, for the shapes of arguments. N is the number of states."""
         found: dict[str, Any] = {}
@@ -306,8 +317,11 @@ def signature(row: Row, face: Face) -> Signature:
 
 def returned(row: Row, face: Face, every: bool | None = None) -> str:
     """Return the type of what a call returns: with all results or the first alone, or either."""
-    count = len(row.results) + (len(row.of(Kind.STATE)) if face.returns_state else 0)
-    both = f"tuple[{', '.join([face.result] * count)}]" if count > 1 else face.result
+    if row.name in face.named:
+        return face.named[row.name]
+    states = [x for x in row.arguments if x.kind is Kind.STATE and face.returns_state]
+    parts = [face.result] * len(row.results) + [face.result + " | None" * x.optional for x in states]
+    both = f"tuple[{', '.join(parts)}]" if len(parts) > 1 else face.result
     grads = row.grads.__name__ if row.all else face.result
     ways = [
         (face.result if row.all else both, both),
@@ -354,13 +368,15 @@ def library_doc(row: Row, face: Face, about: str, static: str = "") -> str:
     arrays = [x._replace(about="") for x in row.problem if x.kind in ARRAYS]
     others = [x.name for x in row.arguments if x.kind not in (*ARRAYS, Kind.OUT)]
     states = [x for x in arrays if x.kind is Kind.STATE and face.returns_state]
-    one = f"{face.returned}, shape {row.results[0].layout}"
-    if row.all:
+    one = [f"{face.returned}, shape {row.results[0].layout}"] if row.results else []
+    if row.name in face.named:
+        returned = [face.named[row.name]]
+    elif row.all:
         returned = [f"{face.returned}, or tuple of {('two', 'three')[len(row.results) - 2]} if `{row.all}`"]
     elif states:
-        returned = [f"out : {one}", *parameters(states, face)]
+        returned = [*(f"out : {x}" for x in one), *parameters(states, face)]
     else:
-        returned = [one]
+        returned = one
     library = f"attnmask.{face.imports.split(',')[0]}"
     lines = [
         *about.splitlines(),

@@ -25,9 +25,7 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from typing import Any, Generic, Literal, Required, TypeVar, Unpack, overload
-
-import numpy as np
+from typing import Generic, Literal, Required, TypeVar, Unpack, overload
 
 try:
     import jax
@@ -38,38 +36,23 @@ if not hasattr(jax, "enable_x64"):
         f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
     )
 
-from attnmask._attention.arguments import (
-    DEFAULTS,
-    LEARNED,
-    OPTIONS,
-    TRACED,
-    CacheArguments,
-    Call,
-    cache_keywords,
-)
-from attnmask._attention.flash_attention import flash_attention as attend_in_numpy
-from attnmask._common.arguments import describe
-from attnmask._common.keywords import reject_unknown
+from attnmask._attention.arguments import OPTIONS, Call
 from attnmask._common.types import Arguments
-from attnmask._faces.attention import CACHE, WRITE
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.ring import KEYWORDS, RingArguments, arguments_of
-from attnmask.jax import _cache as kvcache
-from attnmask.jax import _call as call
-from attnmask.jax import _callback as in_python
 from attnmask.jax import _ring as ring
-from attnmask.jax._arguments import check, check_known, is_traced, known_flag, sinks_of, specify
+from attnmask.jax._arguments import known_flag
+from attnmask.jax._attention import attend, attend_by_callback
 from attnmask.jax._cache import KVCacheResult
-from attnmask.jax._call import register, to_jax
-from attnmask.jax._faces import on_copies
-from attnmask.jax._gradients import differentiable
-from attnmask.jax._linear import (
+from attnmask.jax._call import register
+from attnmask.jax._functions import (
+    flash_attention_with_kvcache,
     linear_attention,
     linear_attention_step,
     short_convolution,
     short_convolution_step,
+    write_kvcache,
 )
-from attnmask.jax._types import ByName, Results
 
 __all__ = [
     "KVCacheResult",
@@ -86,33 +69,6 @@ __all__ = [
 __dir__ = __all__.copy  # what completion offers
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
-
-
-def _check_kinds(arrays: Arguments, static: Arguments) -> None:
-    """Check what has another message here than where attention is computed."""
-    for name in LEARNED[:3]:
-        if name in static:
-            raise TypeError(f"{name} must be an array, got {describe(static[name])}")
-        if arrays[name].ndim not in (3, 4):
-            raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
-    for name, x in static.items():
-        if name not in DEFAULTS:
-            reject_unknown("flash_attention", [name], (*DEFAULTS, "return_lse"))
-        check_known(x, name)
-
-
-def _four_axes(learned: ByName) -> ByName:
-    """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
-    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
-    if "bias" in learned:
-        bias = learned["bias"]
-        arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    if "softmax_aux" in learned:
-        arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
-    tables = {name: x for name, x in learned.items() if name not in arranged}
-    return arranged | {
-        name: x if x.dtype.itemsize >= 4 else x.astype(np.float32) for name, x in tables.items()
-    }
 
 
 _Flag = TypeVar("_Flag", bound=bool)
@@ -205,197 +161,15 @@ def flash_attention(
     >>> [round(x, 3) for x in jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()]
     [1.833, 0.833, 0.333]
     """
-    with_lse = known_flag(return_lse, "return_lse")
-    own: Arguments = {"query": query, "key": key, "value": value}
-    given = own | {"attention_mask": attention_mask, "bias": bias} | more
-    arrays = {
-        name: x if isinstance(x, (MaskInfo, jax.Array)) else np.asarray(x)
-        for name, x in given.items()
-        if name in TRACED and not (x is None or isinstance(x, (int, str)))
-    }
-    static = {name: x for name, x in given.items() if name not in arrays}
-    _check_kinds(arrays, static)
-    if not any(map(is_traced, arrays.values())):  # nothing to compile
-        return to_jax(attend_in_numpy(**in_python.on_host(arrays), **static, return_lse=with_lse))
-
-    learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
-    known = DEFAULTS | static | learned | arrays
-    problem, batched = check(known)
-    if known_flag(callback, "callback") or not call.registered():
-        engine: Any = in_python
-        spec: Any = static
-        others: Any = arrays
-    else:
-        engine = call
-        spec, others = specify(known, problem)
-    count, dtype = 1 + with_lse, learned["query"].dtype
-
-    def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
-        if not for_gradients:
-            return tuple(engine.forward(spec, learned, others, count))
-        # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
-        out, lse, *wide_out = engine.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
-        return *(out, lse)[:count], *(wide_out or (out,)), lse
-
-    def backward(
-        learned: ByName, others: Any, wanted: tuple[str, ...], kept: Any, of_results: Any
-    ) -> Results:
-        dout, *dlse = of_results
-        given = (dout, *kept, *(x for x in dlse if x is not None))
-        found: tuple[jax.Array, ...] = engine.backward(spec, learned, others, wanted, given)
-        return found
-
-    results = differentiable(forward, backward, count)(_four_axes(learned), others)
-    results = results if batched else tuple(x[0] for x in results)
-    return results if with_lse else results[0]
-
-
-_CACHE = cache_keywords("ArrayLike")
-
-
-@_CACHE
-def flash_attention_with_kvcache(
-    query: jax.typing.ArrayLike,
-    k_cache: jax.typing.ArrayLike,
-    v_cache: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike | None = None,
-    value: jax.typing.ArrayLike | None = None,
-    *,
-    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
-    return_lse: bool = False,
-    **more: Unpack[CacheArguments[jax.typing.ArrayLike]],
-) -> KVCacheResult:
-    """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
-
-    Compiled functions write to their caches in place if ``donate_argnums`` names them or a loop carries them. Otherwise
-    the caches are copied, as in eager calls. Gradients are not supported.
-
-    Parameters
-    ----------
-    query, k_cache, v_cache, key, value : array
-        As in `attnmask.flash_attention_with_kvcache`.
-    cache_seqlens, block_table, cu_seqlens_q, cu_seqlens_k_new : array, optional
-        May be traced, like all arrays. Errors in their numbers are raised when the function runs.
-    k_scale, v_scale : array, optional
-        The scales of a quantized cache.
-    attention_mask : array or MaskInfo, optional
-        May be traced.
-    return_lse, rotate : bool
-        As in `attnmask.flash_attention_with_kvcache`.
-    **more
-        The other arguments of `attnmask.flash_attention_with_kvcache` by name, except `out`. Arrays may be traced; the
-        others, like `return_lse`, must be known at compile time.
-
-    Returns
-    -------
-    KVCacheResult
-        ``out``, ``lse``, and ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale`` as they are after the call.
-
-    Examples
-    --------
-    >>> from functools import partial
-    >>> import jax, jax.numpy as jnp
-    >>> import attnmask.jax
-    >>> @partial(jax.jit, donate_argnums=0)
-    ... def step(caches, token, length):
-    ...     result = attnmask.jax.flash_attention_with_kvcache(token, *caches, token, token, cache_seqlens=length)
-    ...     return (result.k_cache, result.v_cache), result.out
-    >>> caches = jnp.zeros((1, 64, 1, 8)), jnp.zeros((1, 64, 1, 8))
-    >>> for length in range(3):
-    ...     caches, out = step(caches, jnp.full((1, 1, 1, 8), length, jnp.float32), length)
-    >>> caches[0][0, :4, 0, 0].tolist()
-    [0.0, 1.0, 2.0, 0.0]
-    """
-    own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
-    own |= {"attention_mask": attention_mask, "return_lse": return_lse}
-    given = _CACHE.complete(flash_attention_with_kvcache, own, more)
-    _check_value(given)
-    for name, x in given.items():
-        if name not in kvcache.TRACED:
-            check_known(x, name)
-    if not any(map(is_traced, given.values())):
-        found, caches = on_copies(CACHE, given, given["key"] is not None)
-        out, lse = found if given["return_lse"] else (found, None)
-        return KVCacheResult(out, lse, **{name: given[name] for name in kvcache.CACHES} | caches)
-    register()
-    return kvcache.attend(given)
-
-
-def _check_value(given: Arguments) -> None:
-    """Refuse keys alone, which NumPy's functions take where the values are a view of the keys' channels."""
-    if given["key"] is None or given["value"] is not None:
-        return
-    v_cache = jax.numpy.asarray(given["v_cache"])
-    channels = v_cache.shape[-1] * (2 if v_cache.dtype == np.uint8 else 1) if v_cache.ndim else 0
-    raise ValueError(
-        "value must be given with key, got None; arrays in JAX share no memory, so that a latent cache has its values "
-        f"in an array of their own: write value=key[..., :{channels}]"
-    )
-
-
-def write_kvcache(
-    k_cache: jax.typing.ArrayLike,
-    v_cache: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
-    slot_mapping: jax.typing.ArrayLike,
-    *,
-    k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None,
-    rotate: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Apply `attnmask.write_kvcache` in JAX, and return the caches with the new tokens.
-
-    Compiled functions write to their caches in place as `flash_attention_with_kvcache` does.
-
-    Parameters
-    ----------
-    k_cache, v_cache, key, value : array
-        As in `attnmask.write_kvcache`. `value` is required, since arrays in JAX share no memory.
-    slot_mapping : array of integers, shape [total]
-        May be traced, like all arrays. Errors in its numbers are raised when the function runs.
-    k_scale, v_scale : array, optional
-        The scales of a quantized cache.
-    rotate : bool
-
-    Returns
-    -------
-    k_cache, v_cache : array
-        The caches as they are after the call.
-    k_scale, v_scale : array or None
-        Their scales; None for caches that have none.
-
-    Examples
-    --------
-    >>> from functools import partial
-    >>> import jax, jax.numpy as jnp
-    >>> import attnmask.jax
-    >>> @partial(jax.jit, donate_argnums=0)
-    ... def write(caches, tokens, slots):
-    ...     return attnmask.jax.write_kvcache(*caches, tokens, tokens, slots)[:2]
-    >>> caches = jnp.zeros((2, 4, 1, 8)), jnp.zeros((2, 4, 1, 8))
-    >>> caches = write(caches, jnp.ones((2, 1, 8)), jnp.array([5, -1]))
-    >>> caches[0][:, :, 0, 0].tolist()
-    [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
-    """
     given: Arguments = {
-        "k_cache": k_cache,
-        "v_cache": v_cache,
+        "query": query,
         "key": key,
         "value": value,
-        "slot_mapping": slot_mapping,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "rotate": rotate,
+        "attention_mask": attention_mask,
+        "bias": bias,
     }
-    _check_value(given)
-    check_known(rotate, "rotate")
-    if any(map(is_traced, given.values())):
-        register()
-        written: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None] = kvcache.write(given)
-        return written
-    _, caches = on_copies(WRITE, given)
-    return caches["k_cache"], caches["v_cache"], caches.get("k_scale"), caches.get("v_scale")
+    by_callback = callback is not False and known_flag(callback, "callback")
+    return (attend_by_callback if by_callback else attend)(given | more | {"return_lse": return_lse})
 
 
 @overload

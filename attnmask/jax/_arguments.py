@@ -11,28 +11,14 @@ import numpy as np
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._attention.terms import Term
-from attnmask._common.arguments import TOP_LEFT, flag, is_floating, is_number
-from attnmask._common.types import Array, Given, Tree
+from attnmask._common.arguments import TOP_LEFT, as_array, flag, is_floating, is_number
+from attnmask._common.types import Arguments, Array, Given, Tree
+from attnmask._faces.attention import ATTENTION
+from attnmask._faces.rows import Argument, Kind, Row
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Leaf, Program, mapped
 from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 from attnmask.jax._types import AnyArray
-
-__all__ = [
-    "Arrays",
-    "Learned",
-    "Operand",
-    "Spec",
-    "Wide",
-    "check",
-    "is_traced",
-    "like",
-    "mask_like",
-    "mask_terms",
-    "sinks_of",
-    "specify",
-    "starts_like",
-]
 
 
 class Wide(NamedTuple):
@@ -92,30 +78,47 @@ def check(given: Given) -> tuple[Problem, bool]:
     """Return what `read_problem` returns, for traced arguments by type and shape. The core checks their values when the
     compiled function runs.
     """
-    tokens = dict.fromkeys(("query", "key"), 0)
     for name in LEARNED[:3]:
         shape = given[name].shape
         if not all(isinstance(length, int) for length in shape):
             raise ValueError(f"{name} must have a known shape at trace time, got {shape}")
-        if len(shape) > 2:
-            tokens[name] = shape[-3]
-    known = dict(given)
-    for name, value in given.items():
-        if not is_traced(value):
-            continue
-        if isinstance(value, MaskInfo):
-            known[name] = mask_like(value)
-        elif name in ("cum_seqlens_q", "cum_seqlens_k"):
-            known[name] = starts_like(value, tokens["query" if name == "cum_seqlens_q" else "key"])
-            if given["causal_offset"] is TOP_LEFT:
-                known["causal_offset"] = 0  # whether a sequence has fewer queries than keys is not known
-        elif name == "dropout_seed":
-            known[name] = np.zeros(value.shape, value.dtype)[()]
-        elif name == "attention_mask":
-            known[name] = like(value, 1)
-        else:
-            known[name] = like(value)
+    known = stand_ins(ATTENTION, given)
+    if given["causal_offset"] is TOP_LEFT and any(
+        is_traced(given[name]) for name in ATTENTION.of(Kind.STARTS)
+    ):
+        known["causal_offset"] = 0  # whether a sequence has fewer queries than keys is not known
     return read_problem(known)
+
+
+def stand_ins(row: Row, given: Given) -> Arguments:
+    """Return what stands for arguments when types and shapes are checked: they themselves unless they are traced."""
+
+    def tokens_of(name: str) -> int:
+        first = "key" if "_k" in name else row.arguments[0].name
+        argument, shape = row.argument(first), getattr(given[first], "shape", ())
+        axes = argument.axes(len(shape)) or []
+        if given.get("head_first"):
+            axes = axes[:1] + axes[1:3][::-1]
+        return next(
+            (size for axis, size in zip(axes, shape, strict=False) if axis[0] == "T" or axis == "total"), 0
+        )
+
+    def stand_in(argument: Argument, x: Any) -> Any:
+        if argument.kind is Kind.STATE and x is not None and not argument.optional:
+            return np.zeros(x.shape, x.dtype)  # which may be written to
+        if not is_traced(x):
+            return as_array(x, argument.name) if isinstance(x, jax.Array) else x
+        if isinstance(x, MaskInfo):
+            return mask_like(x)
+        if argument.kind is Kind.STARTS:
+            return starts_like(x, tokens_of(argument.name))
+        if argument.kind is Kind.SLOTS and x.dtype.kind in "iu":
+            return np.full(x.shape, -1)  # which may occur twice
+        if argument.kind is Kind.SEED:
+            return np.zeros(x.shape, x.dtype)[()]
+        return like(x, int(argument.kind in (Kind.MASK, Kind.STATE)))  # scales are positive
+
+    return {argument.name: stand_in(argument, given.get(argument.name)) for argument in row.problem}
 
 
 def like(value: AnyArray, number: int = 0) -> Array:

@@ -3,14 +3,12 @@
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._attention.arguments import KVCACHE_DEFAULTS, KVCACHE_NAMES
 from attnmask._attention.problem import mask_nodes
 from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
@@ -22,28 +20,15 @@ from attnmask._common.arguments import (
     wide_dtype,
 )
 from attnmask._common.loading import _core
-from attnmask._common.types import Arguments, Given
-from attnmask._faces.attention import CACHE
-from attnmask._faces.rows import ARRAYS, Kind
+from attnmask._common.types import AnyFunction, Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import (
-    Arrays,
-    is_traced,
-    known_flag,
-    like,
-    mask_like,
-    mask_terms,
-    starts_like,
-    term_operands,
-)
-from attnmask.jax._types import AnyArray, Shaped
-
-__all__ = ["CACHES", "TRACED", "KVCacheResult", "attend", "write"]
+from attnmask.jax._arguments import Arrays, is_traced, known_flag, mask_terms, stand_ins, term_operands
+from attnmask.jax._faces import Call, Writing
+from attnmask.jax._types import AnyArray, AnyByName, Results, Shaped
 
 _FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
-CACHES, TRACED = CACHE.of(Kind.STATE), CACHE.of(*ARRAYS)
 
 
 class KVCacheResult(NamedTuple):
@@ -81,90 +66,93 @@ class KVCacheResult(NamedTuple):
         return fields_in_a_line(self)
 
 
-def attend(given: Given) -> KVCacheResult:
-    """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
-    given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
-    rotate = known_flag(given.pop("rotate"), "rotate")
-    if rotate:
-        check_tokens_rotate(given["query"], given["v_cache"])
-        tokens = [name for name in ("query", "key", "value") if given[name] is not None]
-        given |= {name: _rotated(given[name]) for name in tokens}
-    known = {name: _known(name, value, given) for name, value in given.items()}
-    # The bias is checked later: its keys depend on lengths.
-    _core.check_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), known | {"bias": None})
-    packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
-    first = {name: given[name] for name in _FIRST if given[name] is not None}
-    if packed:
-        first["query"] = first["query"][None]
-    if appends and (packed or given["cu_seqlens_k_new"] is not None):
-        first |= {name: first[name][None] for name in ("key", "value") if name in first}
-    query, k_cache = first["query"], first["k_cache"]
-    arrays = Arrays()
-    words, with_lse = _words(given, known, query.shape, arrays)
+class _ToCache(Writing):
+    """A function that writes new tokens to a cache."""
 
-    batch, queries, heads, _ = query.shape
-    value_dim = first["v_cache"].shape[3] * (2 if k_cache.dtype == np.uint8 else 1)
-    shapes: list[Shaped] = [((batch, queries, heads, value_dim), query.dtype)]
-    if with_lse:
-        shapes.append(((batch, heads, queries), wide_dtype(query.dtype)))
-    results, caches = _call("flash_attention_with_kvcache", words, first, arrays, shapes, appends)
-    out, *lse = (x[0] if packed else x for x in results)
-    return KVCacheResult(_rotated(out) if rotate else out, lse[0] if with_lse else None, **caches)
+    rotated: AnyFunction  # returns arrays with rotated tokens
+
+    def __call__(self, given: Arguments) -> Any:
+        _check_value(given)
+        return super().__call__(given)
+
+    def first(self, arrays: AnyByName) -> AnyByName:
+        return {name: arrays[name] for name in _FIRST if name in arrays}
+
+    def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
+        rotate = known_flag(static["rotate"], "rotate")
+        return super().traced(self.rotated(arrays) if rotate else arrays, static, with_all)
+
+    def written(self, arrays: AnyByName) -> list[str]:
+        """Return the caches and the scales of tokens; those of channels stay."""
+        if "key" not in arrays:
+            return []
+        by_token = (*np.shape(arrays["k_cache"])[:3], 1)
+        scales = [
+            name
+            for name in self.states[2:]
+            if name in arrays and (arrays[name].ndim == 5 or arrays[name].shape == by_token)  # 5: of groups
+        ]
+        return [*self.states[:2], *scales]
 
 
-def write(given: Given) -> Any:
-    """Write, given the arguments of `attnmask.write_kvcache` by name, some of them traced."""
-    given = dict(given) | {
-        name: jax.numpy.asarray(given[name]) for name in _FIRST[1:] if given[name] is not None
-    }
-    if known_flag(given.pop("rotate"), "rotate"):
-        given["key"], given["value"] = rotated_tokens(given["key"], given["value"], _rotated)
-    known = {name: _known(name, x, given) for name, x in given.items()}
-    slots = integer_array(known.pop("slot_mapping"), "slot_mapping")
-    _core.check_write_kvcache(*[*(known[name] for name in _FIRST[1:]), slots])
-    first = {name: given[name] for name in _FIRST[1:] if given[name] is not None}
-    first |= {name: first[name][None] for name in ("key", "value")}
-    arrays = Arrays()
-    place = arrays.place(given["slot_mapping"] if is_traced(given["slot_mapping"]) else slots)
-    flags = call.flags_of("cache", {name: name in first for name in ("k_scale", "v_scale")})
-    words = np.array([call.VERSION, flags, *call.operand_words(place)], np.int64)
-    _, caches = _call("write_kvcache", words, first, arrays, [], True)
-    return tuple(caches.values())
+class Write(_ToCache):
+    """The function of `WRITE`."""
+
+    def rotated(self, arrays: AnyByName) -> AnyByName:
+        key, value = rotated_tokens(arrays["key"], arrays["value"], _rotated)
+        return arrays | {"key": key, "value": value}
+
+    def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
+        slots, first, more = arrays["slot_mapping"], self.first(arrays), Arrays()
+        place = more.place(slots if is_traced(slots) else integer_array(slots, "slot_mapping"))
+        flags = call.flags_of("cache", {name: name in first for name in ("k_scale", "v_scale")})
+        words = np.array([call.VERSION, flags, *call.operand_words(place)], np.int64)
+        first |= {name: first[name][None] for name in ("key", "value")}
+        return Call(words, first, more.taken, [], self.written(arrays))
 
 
-_HANDLERS = {
-    "flash_attention_with_kvcache": "attnmask_flash_kvcache",
-    "write_kvcache": "attnmask_write_kvcache",
-}
+class Attend(_ToCache):
+    """The function of `CACHE`."""
+
+    made = KVCacheResult._make
+
+    def rotated(self, arrays: AnyByName) -> AnyByName:
+        check_tokens_rotate(arrays["query"], arrays["v_cache"])
+        tokens = [name for name in ("query", "key", "value") if name in arrays]
+        return arrays | {name: _rotated(arrays[name]) for name in tokens}
+
+    def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
+        given: Arguments = static | arrays | {"return_lse": with_all}
+        packed, first, more = "cu_seqlens_q" in arrays, self.first(arrays), Arrays()
+        if packed:
+            first["query"] = first["query"][None]
+        if packed or "cu_seqlens_k_new" in arrays:
+            first |= {name: first[name][None] for name in ("key", "value") if name in first}
+        batch, queries, heads, _ = first["query"].shape
+        words = _words(given, stand_ins(self.row, given), first["query"].shape, more)
+        channels = first["v_cache"].shape[3] * (2 if first["v_cache"].dtype == np.uint8 else 1)
+        dtype = first["query"].dtype
+        shapes: list[Shaped] = [((batch, queries, heads, channels), dtype)]
+        if with_all:
+            shapes.append(((batch, heads, queries), wide_dtype(dtype)))
+
+        def finish(found: Results) -> list[jax.Array]:
+            out, *lse = (x[0] if packed else x for x in found)
+            return [_rotated(out) if static["rotate"] else out, *lse]
+
+        return Call(words, first, more.taken, shapes, self.written(arrays), finish)
 
 
-def _call(
-    function: str,
-    words: NDArray[np.int64],
-    first: Mapping[str, jax.Array],
-    arrays: Arrays,
-    shapes: list[Shaped],
-    writes: bool,
-) -> tuple[tuple[jax.Array, ...], Arguments]:
-    """Return results of these shapes, and the caches and scales as they are after the call."""
-    by_token = (*first["k_cache"].shape[:3], 1)
-    caches: Arguments = {name: first.get(name) for name in CACHES}
-    scales = [
-        name
-        for name in CACHES[2:]
-        if name in first and (first[name].ndim == 5 or first[name].shape == by_token)  # 5: of groups
-    ]
-    written = [*CACHES[:2], *scales] if writes else []
-    results = call.call_handler(
-        _HANDLERS[function],
-        words,
-        [*first.values(), *arrays.taken],
-        [*shapes, *((first[name].shape, first[name].dtype) for name in written)],
-        f"attnmask.jax.{function} has no gradients: flash_attention has them",
-        "sequential",  # each call of a mapped function writes to a cache of its own
-        {list(first).index(name): len(shapes) + i for i, name in enumerate(written)},
+def _check_value(given: Given) -> None:
+    """Refuse keys alone, which NumPy's functions take where the values are a view of the keys' channels."""
+    if given["key"] is None or given["value"] is not None:
+        return
+    v_cache = jax.numpy.asarray(given["v_cache"])
+    channels = v_cache.shape[-1] * (2 if v_cache.dtype == np.uint8 else 1) if v_cache.ndim else 0
+    raise ValueError(
+        "value must be given with key, got None; arrays in JAX share no memory, so that a latent cache has its values "
+        f"in an array of their own: write value=key[..., :{channels}]"
     )
-    return results[: len(shapes)], caches | dict(zip(written, results[len(shapes) :], strict=True))
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -182,19 +170,19 @@ def _rotated(x: jax.Array) -> jax.Array:
     return (sums.reshape(x.shape) * scale).astype(x.dtype)
 
 
-def _words(
-    given: Given, known: Given, shape: tuple[int, int, int, int], arrays: Arrays
-) -> tuple[NDArray[np.int64], bool]:
-    """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
+def _words(given: Given, known: Given, shape: tuple[int, int, int, int], arrays: Arrays) -> NDArray[np.int64]:
+    """Return what the handler is told. `shape` is that of the queries."""
     batch, queries, heads, channels = shape
     sequences = batch if given["cu_seqlens_q"] is None else len(known["cu_seqlens_q"]) - 1
     before, table = given["cache_seqlens"], given["block_table"]
     rows = known["k_cache"].shape[1]
-    keys = _keys(known, rows if table is None else rows * table.shape[1])
-    scale, terms, low, high, chunk, with_lse = kvcache.options(
-        known["query"], (batch, heads, queries, keys), sequences, channels, dict(known)
+    keys = _keys(known, rows if table is None else rows * np.shape(table)[1])
+    scale, terms, low, high, chunk, _ = kvcache.options(
+        known["query"], (batch, heads, queries, keys), sequences, channels, {**given, **known}
     )
-    said = {name: given[name] is not None for name in call.WORDS["cache"]} | {"return_lse": with_lse}
+    said = {name: given[name] is not None for name in call.WORDS["cache"]} | {
+        "return_lse": given["return_lse"]
+    }
     if is_traced(before):
         before = before.reshape(-1)
     elif before is not None:
@@ -219,7 +207,7 @@ def _words(
     if given["attention_mask"] is not None:
         nodes = _mask(given["attention_mask"], known["attention_mask"], (batch, heads, queries, keys))
         words += call.mask_words(mapped(nodes, arrays.place))
-    return np.array(words, np.int64), with_lse
+    return np.array(words, np.int64)
 
 
 def _keys(known: Given, capacity: int) -> int:
@@ -248,17 +236,3 @@ def _mask(mask: MaskInfo | AnyArray, known: Any, shape: Shape) -> Program:
     if isinstance(mask, MaskInfo) and not is_traced(mask):
         mask = known
     return tuple(term for node in mask_nodes(known, shape) for term in mask_terms(mask, node))
-
-
-def _known(name: str, value: Any, given: Given) -> Any:
-    """Return what stands for an argument when types and shapes are checked: itself unless it is traced."""
-    if value is None or not is_traced(value):
-        return as_array(value, name) if isinstance(value, jax.Array) else value
-    if isinstance(value, MaskInfo):
-        return mask_like(value)
-    if name in ("cu_seqlens_q", "cu_seqlens_k_new"):
-        tokens = given["query" if name == "cu_seqlens_q" else "key"]
-        return starts_like(value, tokens.shape[0] if getattr(tokens, "ndim", 0) else 0)
-    if name == "slot_mapping" and value.dtype.kind in "iu":
-        return np.full(value.shape, -1)  # which may occur twice
-    return like(value, 1 if name in ("k_scale", "v_scale", "attention_mask") else 0)

@@ -19,22 +19,6 @@ from attnmask._masks.program import Leaf, Program
 from attnmask.jax._arguments import Learned, Spec, Wide
 from attnmask.jax._types import ByName, Shaped
 
-__all__ = [
-    "VERSION",
-    "WORDS",
-    "alike",
-    "backward",
-    "call_handler",
-    "first_words",
-    "flags_of",
-    "forward",
-    "mask_words",
-    "operand_words",
-    "registered",
-    "struct_like",
-    "term_words",
-]
-
 WORDS = _core.xla_words()  # versions and the bits of flags
 VERSION = WORDS["attention"]["version"]
 _NODES = _core.mask_nodes()  # by their numbers in exported programs
@@ -111,17 +95,17 @@ def flags_of(kind: str, said: Mapping[str, bool]) -> int:
 
 
 def first_words(flags: int, scale: float) -> list[int]:
-    return [VERSION, flags, *_bits(scale)]
+    return [VERSION, flags, *bits_of(scale)]
 
 
-def _bits(number: float) -> tuple[int, ...]:
+def bits_of(number: float) -> tuple[int, ...]:
     return struct.unpack("q", struct.pack("d", number))
 
 
 def term_words(terms: Sequence[Term], learned: Sequence[str] = (), wanted: Sequence[str] = ()) -> list[int]:
     words = [len(terms)]
     for name, array, number, integer in terms:
-        words += [_TERMS.index(name), *_bits(number), *operand_words(integer)]
+        words += [_TERMS.index(name), *bits_of(number), *operand_words(integer)]
         words += [*operand_words(array, learned), name in wanted]
     return words
 

@@ -14,8 +14,6 @@ from attnmask._masks.info import MaskInfo
 from attnmask.jax._call import alike, struct_like
 from attnmask.jax._types import ByName, Shaped
 
-__all__ = ["backward", "forward", "on_host"]
-
 
 def on_host(arguments: Arguments) -> Arguments:
     """Return JAX arguments as `attnmask.flash_attention` takes them."""

@@ -43,8 +43,6 @@ from attnmask.jax._arguments import Spec, check, check_known, is_traced, sinks_o
 from attnmask.jax._gradients import differentiable
 from attnmask.jax._types import AnyArray, ByName, Results
 
-__all__ = ["attend"]
-
 _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", *BY_HEAD)
 
 

@@ -7,6 +7,26 @@ import jax
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from attnmask._masks.info import MaskInfo
+from attnmask.jax._cache import KVCacheResult
+
+def flash_attention_with_kvcache(
+    query: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, key: ArrayLike | None = None,
+    value: ArrayLike | None = None, *, cache_seqlens: npt.ArrayLike | None = None,
+    block_table: npt.ArrayLike | None = None, cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_k_new: npt.ArrayLike | None = None, k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None, attention_mask: npt.ArrayLike | MaskInfo | None = None,
+    bias: npt.ArrayLike | None = None, softmax_scale: float | None = None, causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: npt.ArrayLike | None = None, alibi_slopes: npt.ArrayLike | None = None,
+    relative_bias: npt.ArrayLike | None = None, relative_low: int = 0, attention_chunk: int | None = None,
+    rotate: bool = False, return_lse: bool = False,
+) -> KVCacheResult: ...
+def write_kvcache(
+    k_cache: ArrayLike, v_cache: ArrayLike, key: ArrayLike, value: ArrayLike | None,
+    slot_mapping: npt.ArrayLike, *, k_scale: ArrayLike | None = None, v_scale: ArrayLike | None = None,
+    rotate: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]: ...
 @overload
 def linear_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, *, decay: ArrayLike | None = None,

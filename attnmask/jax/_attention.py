@@ -1,0 +1,84 @@
+"""Attention for JAX: the row `ATTENTION` as a function, by calls of C or back into Python."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnmask._attention.arguments import DEFAULTS, LEARNED
+from attnmask._common.arguments import describe
+from attnmask._common.keywords import reject_unknown
+from attnmask._common.types import Arguments
+from attnmask._faces.attention import ATTENTION
+from attnmask.jax import _call as in_c
+from attnmask.jax import _callback as in_python
+from attnmask.jax._arguments import check, sinks_of, specify
+from attnmask.jax._faces import Function
+from attnmask.jax._gradients import differentiable
+from attnmask.jax._types import AnyByName, ByName, Results
+
+
+def _four_axes(learned: ByName) -> ByName:
+    """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
+    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
+    if "bias" in learned:
+        bias = learned["bias"]
+        arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    if "softmax_aux" in learned:
+        arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
+    tables = {name: x for name, x in learned.items() if name not in arranged}
+    return arranged | {
+        name: x if x.dtype.itemsize >= 4 else x.astype(np.float32) for name, x in tables.items()
+    }
+
+
+class _Attention(Function):
+    def __init__(self, callback: bool) -> None:
+        super().__init__(ATTENTION)
+        self.callback = callback
+
+    def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
+        if not given.keys() <= self.kinds.keys():
+            unknown = [name for name in given if name not in self.kinds]
+            reject_unknown("flash_attention", unknown, (*DEFAULTS, "return_lse"))
+        arrays, static = super().divided(given)
+        for name in LEARNED[:3]:
+            if name in static:
+                raise TypeError(f"{name} must be an array, got {describe(static[name])}")
+            if np.ndim(arrays[name]) not in (3, 4):
+                raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
+        return arrays, static
+
+    def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
+        by_callback = self.callback or not in_c.registered()
+        learned = {name: jax.numpy.asarray(arrays[name]) for name in LEARNED if name in arrays}
+        others: Any = {name: x for name, x in arrays.items() if name not in learned}
+        known = DEFAULTS | static | arrays
+        problem, batched = check(known)
+        engine: Any = in_python if by_callback else in_c
+        spec: Any = static
+        if not by_callback:
+            spec, others = specify(known, problem)
+        count, dtype = 1 + with_all, learned["query"].dtype
+
+        def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
+            if not for_gradients:
+                return tuple(engine.forward(spec, learned, others, count))
+            # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
+            out, lse, *wide_out = engine.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
+            return *(out, lse)[:count], *(wide_out or (out,)), lse
+
+        def backward(
+            learned: ByName, others: Any, wanted: tuple[str, ...], kept: Any, of_results: Any
+        ) -> Results:
+            dout, *dlse = of_results
+            given = (dout, *kept, *(x for x in dlse if x is not None))
+            found: tuple[jax.Array, ...] = engine.backward(spec, learned, others, wanted, given)
+            return found
+
+        results = differentiable(forward, backward, count)(_four_axes(learned), others)
+        results = results if batched else tuple(x[0] for x in results)
+        return results if with_all else results[0]
+
+
+attend, attend_by_callback = _Attention(False), _Attention(True)
