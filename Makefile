@@ -117,9 +117,9 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 	done
 
 FAULTY = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib
-faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail, those of PyTorch and JAX as well; let threads be late
+faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail, those of PyTorch and JAX as well
 	CFLAGS=-w ATTNMASK_DEBUG=1 ATTNMASK_FAULTS=1 $(call BUILD_AS,faults)
-	$(FAULTY) $(PYTEST) $(PYTEST_ARGS) tests/runtime/test_allocation_faults.py tests/runtime/test_late_threads.py
+	$(FAULTY) $(PYTEST) $(PYTEST_ARGS) tests/runtime/test_allocation_faults.py
 	@$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks-installed || \
 	    { echo 'no PyTorch or JAX to be had: skipped'; exit 0; }; \
 	$(FAULTY) .venv-frameworks/bin/pytest tests/runtime/test_allocation_faults.py -k 'pytorch or jax'

@@ -4,9 +4,8 @@ The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt
 each thread begins with a part of its own, and then takes tasks of other threads. Costs are measured here, on one
 thread. Forward, they are those of a tile and of an item, for the same shape with all of its keys and with half of them.
 Backward, they are those of a tile and of the visit of a task to a block, whose sum of d_q is added after those of
-earlier keys: a task whose turn it is not waits. A part of the blocks adds to the sums
-of its keys after the parts before it, by whoever computes the last of these. Shapes with one query are for forward
-alone.
+earlier keys: a task that is too early waits. Where tasks take splits of the blocks, a loop of its own adds these up.
+Shapes with one query are for forward alone.
 
 The tables show the shortest possible makespan, total / threads, relative to the simulated one. With --waking 1, each
 loop also takes a microsecond per thread to wake all one by one, as was measured for sleeping threads.
@@ -149,20 +148,17 @@ class Visit(NamedTuple):
     to: Place  # where it adds
     turn: int
     first: int  # the first turn there
-    parts: int = 0  # of a part that adds to the sums of its keys: the tiles of these
 
 
 def visits(schedule: dict[str, Any], task: Any, kv_head: int, shared: int) -> list[Visit]:
-    """Return the visits of a task in order, from the last block to the first: one per ``sum_tiles`` tiles of keys, and
-    at the end that to the sums of its keys if other tasks add to them, too.
-    """
+    """Return the visits of a task in order, from the last block to the first: one per ``sum_tiles`` tiles of keys."""
     found: list[Visit] = []
-    _, some, taken, turn, turns = task
+    _, some, taken, _, splits = task
     for index, begin, end in some:
         section = schedule["sections"][index]
         each = section["sum_tiles"]
         order = [(b, h) for b in range(len(section["blocks"])) for h in reversed(range(shared))]
-        if turns:
+        if splits:
             order = order[slice(*taken)]
         for block, head in reversed(order):
             first, last = section["blocks"][block]
@@ -171,9 +167,20 @@ def visits(schedule: dict[str, Any], task: Any, kv_head: int, shared: int) -> li
                 if tiles > 0:
                     to = (index, block, kv_head * shared + head)
                     found.append(Visit(tiles, to, low // each, first // each))
-        if turns:
-            found.append(Visit(0, (index, -1 - begin, kv_head), turn, 0, end - begin))
     return found
+
+
+def splits_makespan(
+    schedule: dict[str, Any], kv_heads: int, threads: int, visit: float
+) -> tuple[float, float]:
+    """Return the time that it takes to add up splits: in all, and until the last is added."""
+    times = [
+        visit * ADD * (splits - 1) * (end - begin)
+        for _, some, _, split, splits in schedule["tasks"] * kv_heads
+        for _, begin, end in some
+        if splits and split == 0
+    ]
+    return (sum(times), makespan(times, 1, threads)) if times else (0.0, 0.0)
 
 
 def backward_makespan(
@@ -188,8 +195,6 @@ def backward_makespan(
     begins = [(i * (rows // parts) + min(i, rows % parts)) * row for i in range(parts + 1)]
     left = [tasks[b:e][::-1] for b, e in pairwise(begins)]
     turn: dict[Place, int] = {}
-    computed: dict[tuple[Place, int], int] = {}  # parts that are not added yet
-    adding: set[Place] = set()  # where somebody adds a part
     waiting: dict[tuple[Place, int], int] = {}  # threads
     woken: list[int] = []
 
@@ -198,16 +203,6 @@ def backward_makespan(
         while any(left):
             queue = next(p for p in (left[(thread + i) % parts] for i in range(parts)) if p)
             for own in queue.pop():
-                if own.parts:
-                    computed[own.to, own.turn] = own.parts
-                    # Whoever finds that the next part is computed adds it; the first is where others are added.
-                    while own.to not in adding and (own.to, turn.get(own.to, 0)) in computed:
-                        adding.add(own.to)
-                        at = turn.setdefault(own.to, 0)
-                        yield visit * ADD * computed.pop((own.to, at)) * (at > 0)
-                        turn[own.to] += 1
-                        adding.remove(own.to)
-                    continue
                 yield tile * own.tiles + visit * (1 - ADD)
                 if turn.setdefault(own.to, own.first) != own.turn:
                     yield own.to, own.turn
@@ -231,7 +226,8 @@ def backward_makespan(
         elif step is not None:
             total += step
             heapq.heappush(events, (now + step, thread))
-    return total, end
+    added, then = splits_makespan(schedule, heads[1], threads, visit)
+    return total + added, end + then
 
 
 def backward_costs() -> tuple[float, float]:

@@ -1,11 +1,9 @@
-/* faults.c – lets threads be late; counts allocations, and lets those fail that a test names. The core's own
- * have a site; those of Python and NumPy come through their hooks, and count in the thread that calls
- * am_faults_call. */
+/* faults.c – counts allocations, and lets those fail that a test names. The core's own have a site; those of
+ * Python and NumPy come through their hooks, and count in the thread that calls am_faults_call. */
 #include "bind/python/numpy.h"
 
 #include <errno.h>
 #include <stdatomic.h>
-#include <time.h>
 
 #undef malloc
 #undef calloc
@@ -38,21 +36,6 @@ static bool fails(const am_fault_site *site)
     atomic_store(&am_faults.site, site);
     atomic_fetch_add(&am_faults.failed, 1);
     return true;
-}
-
-/* --- Late threads --- */
-
-/* How often threads came by, and for how long they then stay. */
-EXPORTED struct {
-    atomic_long passes, microseconds;
-} am_places[AM_PLACES];
-
-void am_come_by(int place)
-{
-    const long microseconds = am_places[place].microseconds;
-    atomic_fetch_add(&am_places[place].passes, 1);
-    if (microseconds)
-        nanosleep(&(struct timespec){microseconds / 1000000, microseconds % 1000000 * 1000}, NULL);
 }
 
 /* --- The core's own --- */

@@ -32,11 +32,6 @@ void *am_fault_realloc(am_fault_site *site, void *memory, size_t size);
 int am_fault_memalign(am_fault_site *site, void **memory, size_t alignment, size_t size);
 void am_fault_free(void *memory);
 
-/* Places where the tests make threads late, and count how often they come by (core/runtime/threads.h). */
-enum { AM_FIRST_PART_IS_KNOWN, AM_PART_IS_KNOWN, AM_TILES_END, AM_PLACES };
-void am_come_by(int place);
-#define AM_COME_BY(place) am_come_by(place)
-
 #define malloc(size) am_fault_malloc(AM_FAULT_SITE, size)
 #define calloc(count, size) am_fault_calloc(AM_FAULT_SITE, count, size)
 #define realloc(memory, size) am_fault_realloc(AM_FAULT_SITE, memory, size)

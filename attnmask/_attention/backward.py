@@ -108,13 +108,13 @@ def _schedule(threads: int, /, **arguments: object) -> Arguments:
     """Return as plain data how the gradients of a call of `flash_attention` are divided among threads:
 
     sections
-        A dict for each sequence or batch row: ``sum_tiles``, the tiles of keys of one sum of d_q; ``part_visits``, the
-        visits to a block of one query head of one part of a sum of d_k (or a number above all of them); and ``blocks``,
+        A dict for each sequence or batch row: ``sum_tiles``, the tiles of keys of one sum of d_q; ``split_visits``, the
+        visits to a block of one query head of one split of d_k (or a number above all of them); and ``blocks``,
         the first tile that each block of queries sees and the end of these.
     tasks
         For each the batch row, and of each section that it has tiles of its index, the first tile and their end; then
-        the visits that it takes, its turn among the tasks of these tiles, and their number, which is 0 if it takes all
-        visits. In the order in which they begin, each for one key head after the other.
+        the visits that it takes, which split of these tiles it is, and their number, which is 0 if it takes all visits.
+        In the order in which they begin, each for one key head after the other.
     row_tasks
         The number of tasks of a batch row.
     """

@@ -197,7 +197,11 @@ def flash_attention(
     compiling = _is_compiling()
     tensors = query, key, value
     if return_lse is False and _is_plain(tensors, attention_mask, bias, more):
-        causal, offset, scale = more.get("causal", False), more.get("causal_offset"), more.get("softmax_scale")
+        causal, offset, scale = (
+            more.get("causal", False),
+            more.get("causal_offset"),
+            more.get("softmax_scale"),
+        )
         mask: Any = attention_mask
         if compiling:
             if mask is None:

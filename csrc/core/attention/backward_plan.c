@@ -8,19 +8,18 @@ enum {
     ENOUGH_TASKS = 64,   /* of a call; more for many threads */
     TASKS_EACH = 4,      /* for each thread */
     ENOUGH_SUMS = 32,    /* the same for one section, which adds as many parts to d_q */
-    MANY_SUMS = 64,      /* of a section: with fewer, tasks for many threads take a part of the blocks; enough
+    MANY_SUMS = 64,      /* of a section: with fewer, tasks for many threads take some of the blocks; enough
                           * under causal masks, where sums of one tile can be had */
-    ENOUGH_VISITS = 256, /* of a section, in a part each, unless it would have less than these: */
-    PART_VISITS = 2,     /* twice as many under windows, where sums of d_k and d_v are of few visits */
-    FEW_VISITS = 7,      /* of a sum, on average; with fewer, parts would cost narrow windows 5 % */
-    LATE_PARTS = 4,      /* a part that only some blocks see is divided into so many, which begin last */
-    EACH = 2,            /* with fewer tasks for each thread, each part is one */
-    SUM_TILES = 4,       /* the most tiles whose parts of d_q are summed up before they are added */
+    ENOUGH_VISITS = 512, /* of a section, in a split each, unless it would have less than these: */
+    SPLIT_VISITS = 2,    /* twice as many under windows, where sums of d_k and d_v are of few visits */
+    FEW_VISITS = 7,      /* of a sum, on average; with fewer, splits would cost narrow windows 5 % */
+    EACH = 2,            /* with fewer tasks for each thread, each split is one */
+    SUM_TILES = 4,       /* the most tiles whose d_q is summed up before it is added */
     WIDE_TILES = 4,      /* the most tiles of a task whose blocks see many tiles */
     MOST_TILES = 16,     /* the same if they see few: these stay in the cache from block to block */
     NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
 };
-_Static_assert(SUM_TILES < 32 && WIDE_TILES < 32 && MOST_TILES < 32, "am_key_part has a bit for each tile");
+_Static_assert(SUM_TILES < 32 && WIDE_TILES < 32 && MOST_TILES < 32, "splits.summed has a bit for each tile");
 
 ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
 {
@@ -49,10 +48,10 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
     s->k = am_take(memory, &used, n * p->lengths.k_panels);
     s->total.d_k = am_take(memory, &used, n * p->lengths.k_sums);
     s->total.d_v = am_take(memory, &used, n * p->lengths.v_sums);
-    s->part = s->total;
-    if (p->parts.divided) {
-        s->part.d_k = am_take(memory, &used, n * p->lengths.k_sums);
-        s->part.d_v = am_take(memory, &used, n * p->lengths.v_sums);
+    s->split = s->total;
+    if (p->splits.divided) {
+        s->split.d_k = am_take(memory, &used, n * p->lengths.k_sums);
+        s->split.d_v = am_take(memory, &used, n * p->lengths.v_sums);
     }
     s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
@@ -69,7 +68,7 @@ static ptrdiff_t stride_of(const am_backward_plan *p, ptrdiff_t in_panels)
     return in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
 }
 
-/* Half as many tiles until their bytes stay in the cache, and there are enough parts for many threads. */
+/* Half as many tiles until their bytes stay in the cache, and there are enough sums for many threads. */
 static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_t seen, ptrdiff_t tiles,
                              ptrdiff_t bytes, ptrdiff_t enough)
 {
@@ -121,46 +120,16 @@ static am_range visits_seen(const am_backward_plan *p, const am_section *section
     return visits;
 }
 
-/* Under a causal mask, a tile has a last part that only some of the blocks see. Nobody waits for that, nor
- * for any part below it: in sections whose first blocks see more tiles than later ones, no tile has such
- * parts where an earlier one has none. */
-static void find_late_parts(const am_backward_plan *p, const am_section *section, bool divides)
-{
-    const ptrdiff_t g = section - p->sections.list;
-    ptrdiff_t late = 0;
-    for (ptrdiff_t i = section->tiles.begin; i < section->tiles.end; i++) {
-        const bool begins = (i - section->tiles.begin) % p->sum_tiles[g] == 0;
-        if (divides && begins && p->part_visits[g] < PTRDIFF_MAX)
-            late = am_max(late, visits_seen(p, section, (am_range){i, i + p->sum_tiles[g]}).begin);
-        p->late[i] = late;
-    }
-}
-
-/* The first visit of the part of a section that one belongs to, unless that is divided once more. */
-static ptrdiff_t part_begin(const am_backward_plan *p, const am_section *section, ptrdiff_t visit)
-{
-    const ptrdiff_t each = p->part_visits[section - p->sections.list];
-    return visit / each * each;
-}
-
-bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_t tile, ptrdiff_t visit)
-{
-    const ptrdiff_t each = p->part_visits[section - p->sections.list], first = part_begin(p, section, visit);
-    return visit == first ||
-           (first < p->late[tile] && (first + each - visit) % am_max(each / LATE_PARTS, 1) == 0);
-}
-
-/* The visits of a part of a section; `many`: its sums have many of them. They follow from what is seen of it,
- * and not from what it has behind that: padding does not alter how its sums are divided. */
-static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *section, bool *many)
+/* The visits of a split of a section. They follow from what is seen of it, and not from what it has behind
+ * that: padding does not alter how its sums are divided. */
+static ptrdiff_t choose_split(const am_backward_plan *p, const am_section *section)
 {
     const am_attn *f = p->base.attn;
     const sight seen = sight_of(p, section);
     const bool of_one_tile = p->sum_tiles[section - p->sections.list] == 1 && seen == SEE_MORE;
     const ptrdiff_t most = of_one_tile ? MANY_SUMS : MANY_SUMS - 1,
-                    least = seen == SEE_FEW ? 2 * PART_VISITS : PART_VISITS;
+                    least = seen == SEE_FEW ? 2 * SPLIT_VISITS : SPLIT_VISITS;
     ptrdiff_t visits = 0, first = PTRDIFF_MAX, last = 0;
-    *many = false;
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
         const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
@@ -173,9 +142,8 @@ static ptrdiff_t choose_part(const am_backward_plan *p, const am_section *sectio
     }
     if (visits == 0) return PTRDIFF_MAX; /* then there is no first sum, either */
     const ptrdiff_t all = f->kv_heads * (last - first);
-    *many = visits >= all * FEW_VISITS;
-    if (*many) return am_max(least, visits / ENOUGH_VISITS);
-    return of_one_tile ? 2 * PART_VISITS : PTRDIFF_MAX; /* causal: the first tiles have most of the visits */
+    if (visits >= all * FEW_VISITS) return am_max(least, visits / ENOUGH_VISITS);
+    return of_one_tile ? 2 * SPLIT_VISITS : PTRDIFF_MAX; /* causal: the first tiles have most of the visits */
 }
 
 /* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
@@ -204,10 +172,8 @@ static ptrdiff_t choose(am_backward_plan *p)
         const am_section *section = &p->sections.list[i];
         const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, enough_sums(p, section));
-        bool many;
-        p->part_visits[i] = choose_part(p, section, &many);
-        p->parts.divided |= am_visits_of(p, section) > p->part_visits[i];
-        find_late_parts(p, section, many);
+        p->split_visits[i] = choose_split(p, section);
+        p->splits.divided |= am_visits_of(p, section) > p->split_visits[i];
         tiles += own;
         if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
@@ -215,23 +181,22 @@ static ptrdiff_t choose(am_backward_plan *p)
                        p->in_order ? ENOUGH_TASKS : am_max(ENOUGH_TASKS, TASKS_EACH * p->threads));
 }
 
-/* Lists a task, or one for each of its parts, from the last visit to the first; returns how many. */
+/* Lists a task, or one for each of its splits, from the last visit to the first; returns how many. */
 static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
 {
     const am_section *section = &p->sections.list[task->sections.begin];
-    am_key_task part = *task;
+    am_key_task split = *task;
     ptrdiff_t count = 0;
-    if (p->parts.are_tasks && am_length(task->sections) == 1)
-        part.visits = visits_seen(p, section, task->tiles);
-    const ptrdiff_t first = part.visits.begin;
-    for (ptrdiff_t visit = part.visits.end; visit-- > first;) {
-        if (visit > first && !am_ends_part(p, section, task->tiles.begin, visit)) continue;
-        part.visits.begin = visit, part.turn = count;
-        part.late = part_begin(p, section, visit) < p->late[task->tiles.begin];
-        if (to) to[count] = part;
-        part.visits.end = visit, count++;
+    if (p->splits.are_tasks && am_length(task->sections) == 1)
+        split.visits = visits_seen(p, section, task->tiles);
+    const ptrdiff_t first = split.visits.begin;
+    for (ptrdiff_t visit = split.visits.end; visit-- > first;) {
+        if (visit > first && !am_ends_split(p, section, visit)) continue;
+        split.visits.begin = visit, split.split = count;
+        if (to) to[count] = split;
+        split.visits.end = visit, count++;
     }
-    for (ptrdiff_t i = 0; to && count > 1 && i < count; i++) to[i].turns = count;
+    for (ptrdiff_t i = 0; to && count > 1 && i < count; i++) to[i].splits = count;
     if (to && count <= 1) to[0] = *task;
     return am_max(count, 1);
 }
@@ -285,10 +250,9 @@ static am_range sections_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t fi
 static int compare_tasks(const void *a, const void *b)
 {
     const am_key_task *x = a, *y = b;
-    if (x->late != y->late) return x->late ? 1 : -1;
     if (x->before != y->before) return x->before < y->before ? -1 : 1;
     if (x->tiles.begin != y->tiles.begin) return x->tiles.begin < y->tiles.begin ? -1 : 1;
-    return (x->turn > y->turn) - (x->turn < y->turn);
+    return (x->split > y->split) - (x->split < y->split);
 }
 
 /* Counts the tasks of all batch rows, and finds the most of one. */
@@ -309,8 +273,8 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
     am_range sections = {0, 0};
-    p->parts.are_tasks = count_tasks(p, most) < EACH * p->threads && p->parts.divided && !p->in_order;
-    if (p->parts.are_tasks) count_tasks(p, most);
+    p->splits.are_tasks = count_tasks(p, most) < EACH * p->threads && p->splits.divided && !p->in_order;
+    if (p->splits.are_tasks) count_tasks(p, most);
     p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
     if (!p->tasks) return AM_NO_MEMORY;
     sections = (am_range){0, 0};
@@ -319,9 +283,8 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
         am_key_task *tasks = p->tasks + b * p->row_tasks;
         const ptrdiff_t count = divide_row(p, sections, most, tasks);
         for (am_key_task *task = tasks; task < tasks + count; task++)
-            if (task->turns > 0) task->slot = p->parts.slots++;
-        /* First the first task of each section, and so on: threads seldom wait for each other's sums. Those
-         * for which nobody waits come last. They are the smallest: threads end together. */
+            if (task->splits > 0) task->slot = p->splits.slots++;
+        /* First the first task of each section, and so on: threads seldom wait for each other's sums. */
         if (!p->in_order) qsort(tasks, (size_t)count, sizeof *tasks, compare_tasks);
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
@@ -340,12 +303,11 @@ am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
         p->in_order |= am_is_learned(term) && term != p->base.terms.sinks;
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
     const size_t bytes = (size_t)am_product(am_max(p->sections.count, 1), sizeof(ptrdiff_t), 1);
-    p->sum_tiles = malloc(bytes), p->part_visits = malloc(bytes);
-    p->late = malloc((size_t)am_product(am_max(p->sections.tiles.count, 1), sizeof *p->late, 1));
+    p->sum_tiles = malloc(bytes), p->split_visits = malloc(bytes);
     /* Before blocks are visited one by one: more than memory has room for are an error at once. */
     p->states = malloc(
         (size_t)am_max(am_product(p->sections.blocks.count, p->base.attn->heads, sizeof *p->states), 1));
-    if (status == AM_OK && !(p->sum_tiles && p->part_visits && p->late && p->states)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(p->sum_tiles && p->split_visits && p->states)) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }
 
@@ -353,8 +315,7 @@ void am_backward_plan_free(am_backward_plan *p)
 {
     am_sections_free(&p->sections);
     free(p->sum_tiles);
-    free(p->part_visits);
-    free(p->late);
+    free(p->split_visits);
     free(p->states);
     free(p->tasks);
 }

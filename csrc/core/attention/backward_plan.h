@@ -19,22 +19,12 @@ typedef struct {
     am_range tiles, sections;
     am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
     ptrdiff_t before; /* how many tasks add to d_q of its first section before it does */
-    /* Tasks of the same tiles, of one sum, take a part of the visits each; turns: how many there are, or 0
+    /* Tasks of the same tiles, of one sum, take a split of the visits each; splits: how many there are, or 0
      * for one task. */
     am_range visits;
-    ptrdiff_t turn, turns;
-    ptrdiff_t slot; /* of its part among all parts; those of the same tiles are neighbours */
-    bool late;      /* it begins after those that are not: no other waits for it */
+    ptrdiff_t split, splits;
+    ptrdiff_t slot; /* of its split among all; those of the same tiles are neighbours */
 } am_key_task;
-
-/* A part of the gradients of some keys, which is a task of its own. Parts are added to the first one of the
- * same tiles in turn, by whoever finds that the next one is computed. So nobody waits. */
-typedef struct {
-    atomic_uint state; /* 0 until it is computed, then 1 and a higher bit for each tile of the task that has
-                        * a sum */
-    atomic_ptrdiff_t
-        added; /* of the first: twice the number of parts in its sums, 1 more while one is added */
-} am_key_part;
 
 /* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
 typedef struct {
@@ -49,19 +39,18 @@ typedef struct {
     const am_attn_gradients *problem;
     am_backward_lengths lengths;
     am_sections sections;
-    ptrdiff_t *sum_tiles;   /* of each section */
-    ptrdiff_t *part_visits; /* of each section: visits of a tile to a block of one head whose parts of d_k and
-                             * d_v are summed up before they are added */
-    ptrdiff_t *late;        /* of each tile: parts that begin before this visit are divided once more */
-    am_key_task *tasks;     /* [batch][row_tasks], of a row as they begin */
-    ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
-    ptrdiff_t task_tiles;   /* the most tiles of a task */
+    ptrdiff_t *sum_tiles;    /* of each section */
+    ptrdiff_t *split_visits; /* of each section: visits of a tile to a block of one head whose sums of d_k and
+                              * d_v are a split */
+    am_key_task *tasks;      /* [batch][row_tasks], of a row as they begin */
+    ptrdiff_t row_tasks;     /* the most tasks of a key head and batch row */
+    ptrdiff_t task_tiles;    /* the most tiles of a task */
     struct {
-        bool divided, are_tasks; /* some section has parts; each of them is a task */
+        bool divided, are_tasks; /* some section has splits; each of them is a task */
         ptrdiff_t slots, bytes;  /* if they are tasks: their number for a key head, and the sums of one */
-        am_key_part *list;       /* [kv_heads][slots] */
+        uint32_t *summed;        /* a bit for each tile of a split that has a sum: [kv_heads][slots] */
         char *sums;              /* their d_k and d_v */
-    } parts;
+    } splits;
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
                             * and the same for any number of threads */
@@ -95,7 +84,7 @@ static inline am_sum_shape am_sum_shape_of(const am_backward_plan *p, ptrdiff_t 
 /* The state of a local tile. */
 typedef struct {
     bool packed, finite; /* finite: k is */
-    bool open, summed;   /* this part adds to it; some part has been added */
+    bool open, summed;   /* this split adds to it; some split has been added */
 } am_local_tile;
 
 /* d_k and d_v of the tiles of a task. */
@@ -106,7 +95,7 @@ typedef struct {
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k; /* task_tiles of each */
-    am_key_sums part, total;         /* the same if no section has parts */
+    am_key_sums split, total;        /* the same if no section has splits */
     am_logit_scratch terms;
     am_line_sums *lines;
     am_local_tile *tiles;
@@ -144,8 +133,11 @@ static inline ptrdiff_t am_visits_of(const am_backward_plan *p, const am_section
     return am_length(section->blocks) * p->base.heads_per_kv;
 }
 
-/* True if a part of the sums of a tile ends with this visit. Visits go from the last to the first. */
-bool am_ends_part(const am_backward_plan *p, const am_section *section, ptrdiff_t tile, ptrdiff_t visit);
+/* True if a split of the sums of its tiles ends with this visit. Visits go from the last to the first. */
+static inline bool am_ends_split(const am_backward_plan *p, const am_section *section, ptrdiff_t visit)
+{
+    return visit % p->split_visits[section - p->sections.list] == 0;
+}
 
 /* One statistic of the rows of a block. */
 static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_place *at, am_row_stat which)
@@ -164,10 +156,11 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts);
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
                                         const am_backward_workspace *s);
 
-/* The tasks, in the order in which they run: the statistics of a block; the keys of a task; and d_q of a
- * block, where it was added up in another type. */
+/* The tasks, in the order in which they run: the statistics of a block; the keys of a task; the sum of their
+ * splits, where these were tasks; and d_q of a block, where it was added up in another type. */
 am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team);
 am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team);
+am_status am_add_splits(void *arg, ptrdiff_t index, am_team *team);
 am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team);
 
 /* The gradient of the sinks, which follows from the statistics of all rows. */

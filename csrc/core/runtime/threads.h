@@ -71,11 +71,6 @@ am_status am_checkpoint_between_loops(const am_context *context);
 /* Waits until `number` has this value, which an earlier task of the same row sets. */
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
 
-/* Where a build for tests (csrc/faults.h) counts the threads that come by, and lets them be late. */
-#ifndef AM_COME_BY
-#    define AM_COME_BY(place) ((void)0)
-#endif
-
 /* The size of the last-level cache, or a guess if the system does not report it. */
 ptrdiff_t am_cache_bytes(void);
 
