@@ -144,16 +144,10 @@ static bool check_gates(am_request *r, const am_view *in, bool step, am_linear *
     return !beta->data || am_check_shape(r, beta, "beta", step ? "[B, H] " : "[B, T, H] ", 3, shape, step);
 }
 
-am_linear_array am_linear_array_of(am_view v)
+am_array am_linear_array_of(am_view v)
 {
-    am_linear_array to = {.data = v.data, .type = v.type};
-    if (v.axes == 1) {
-        to.stride[2] = v.stride[0];
-        return to;
-    }
-    to.stride[0] = am_shared_stride(&v, 0);
-    for (int i = 1; i < v.axes; i++) to.stride[i] = v.stride[i];
-    return to;
+    static const am_by_axis of_heads = {.batch = -1, .token = -1, .head = 0, .channel = -1};
+    return am_array_of(&v, v.axes == 1 ? of_heads : AM_TOKENS_FIRST);
 }
 
 bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step, am_linear *linear)
@@ -166,23 +160,24 @@ bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step
     if (in[AM_STATE].data &&
         !am_check_shape(r, &in[AM_STATE], "initial_state", "[N, H, K, V] ", 4, state, false))
         return false;
-    am_linear_array *const places[] = {&linear->query, &linear->key,  &linear->value,
-                                       &linear->decay, &linear->beta, &linear->state};
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) *places[i] = am_linear_array_of(in[i]);
+    am_array *const places[] = {&linear->query, &linear->key, &linear->value, &linear->decay, &linear->beta};
+    for (int i = 0; i < AM_STATE; i++) *places[i] = am_linear_array_of(in[i]);
+    linear->state = am_linear_states_of(in[AM_STATE]);
     return true;
 }
 
 bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINEAR_INPUTS])
 {
-    am_linear_array *const places[] = {
+    am_array *const places[] = {
         [AM_QUERY] = &back->query, [AM_KEY] = &back->key,   [AM_VALUE] = &back->value,
-        [AM_DECAY] = &back->decay, [AM_BETA] = &back->beta, [AM_STATE] = &back->state,
+        [AM_DECAY] = &back->decay, [AM_BETA] = &back->beta,
     };
-    bool any = false;
-    for (int i = 0; i < AM_LINEAR_INPUTS; i++) {
+    bool any = am_has_numbers(&results[AM_STATE]);
+    for (int i = 0; i < AM_STATE; i++) {
         *places[i] = am_linear_array_of(results[i]);
         any = any || am_has_numbers(&results[i]);
     }
+    back->state = am_linear_states_of(results[AM_STATE]);
     back->decay_of_heads = results[AM_DECAY].axes == 1;
     return any;
 }
@@ -225,7 +220,7 @@ bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const 
     if (bias->data && (!am_check_shape(r, bias, "bias", "", 1, &conv->channels, false) ||
                        !check_weight_type(r, x, bias, "bias", "; write bias.astype(x.dtype)")))
         return false;
-    conv->weight = am_conv_array_of(*weight, -1, 1, 0), conv->bias = am_conv_array_of(*bias, -1, -1, 0);
+    conv->weight = am_conv_weights_of(*weight), conv->bias = am_conv_weights_of(*bias);
     return true;
 }
 
@@ -239,24 +234,4 @@ bool am_check_tail(am_request *r, const am_view *v, const char *name, const am_s
                am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s as x", name, am_dtype_name(x->type));
     return am_is_floating(v->type) ||
            am_refuse(r, AM_WRONG_TYPE, v, "%s must be a floating-point array", name);
-}
-
-am_conv_array am_conv_array_of(am_view v, int sequence, int token, int channel)
-{
-    if (!v.data) return (am_conv_array){0};
-    return (am_conv_array){
-        .data = v.data,
-        .type = v.type,
-        .sequence = sequence < 0 ? 0 : am_shared_stride(&v, sequence),
-        .token = token < 0 ? 0 : v.stride[token],
-        .channel = v.stride[channel],
-    };
-}
-
-am_conv_array am_conv_tokens_of(am_view v, bool packed)
-{
-    am_conv_array rows = am_conv_array_of(v, 0, 1, 2);
-    rows.packed = packed;
-    if (packed) rows.sequence = 0;
-    return rows;
 }

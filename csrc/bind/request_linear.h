@@ -25,7 +25,8 @@ enum { AM_QUERY, AM_KEY, AM_VALUE, AM_DECAY, AM_BETA, AM_STATE, AM_LINEAR_INPUTS
 /* Checks the inputs, of which the last three may be no arrays, and sets all but scale, chunk and `normalize`.
  * Packed sequences are in `linear` already. */
 bool am_read_linear(am_request *r, const am_view inputs[AM_LINEAR_INPUTS], bool step, am_linear *linear);
-am_linear_array am_linear_array_of(am_view v);
+am_array am_linear_array_of(am_view v);
+static inline am_array am_linear_states_of(am_view v) { return am_array_of(&v, AM_HEADS_FIRST); }
 /* Sets where the gradients of the inputs go; without data: not wanted. Returns whether any has numbers. */
 bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINEAR_INPUTS]);
 
@@ -36,9 +37,9 @@ bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const 
  * is NULL. */
 bool am_check_tail(am_request *r, const am_view *v, const char *name, const am_short_conv *conv,
                    ptrdiff_t rows, const am_view *x);
-/* Axes of sequences, tokens and channels; -1: there is none. */
-am_conv_array am_conv_array_of(am_view v, int sequence, int token, int channel);
-/* The same of [B, T, C]. */
-am_conv_array am_conv_tokens_of(am_view v, bool packed);
+/* Arrays [B, T, C]; [N, C, W - 1]; and [C, W], or [C] of a bias. */
+static inline am_array am_conv_tokens_of(am_view v) { return am_array_of(&v, (am_by_axis){0, 1, -1, 2}); }
+static inline am_array am_conv_states_of(am_view v) { return am_array_of(&v, (am_by_axis){0, 2, -1, 1}); }
+static inline am_array am_conv_weights_of(am_view v) { return am_array_of(&v, (am_by_axis){-1, 1, -1, 0}); }
 
 #endif

@@ -127,7 +127,7 @@ static PyObject *compute(PyObject *module, arguments *a, PyArrayObject *state, P
         am_target(&a->out, 4, PyArray_DIMS(a->arrays[AM_VALUE]), PyArray_DESCR(a->arrays[AM_QUERY]));
     if (!out) return NULL;
     const am_linear_results results = {.out = am_linear_array_of(am_view_of(out)),
-                                       .state = am_linear_array_of(am_view_of(state)),
+                                       .state = am_linear_states_of(am_view_of(state)),
                                        .kept = kept ? PyArray_DATA(kept) : NULL};
     const bool empty = !PyArray_SIZE(out) && !(state && PyArray_SIZE(state)) && !(kept && PyArray_SIZE(kept));
     return empty || am_computed(module, work_of(a), am_linear_forward_all, &a->linear, &results)
@@ -190,7 +190,7 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
 {
     if (check_gradients(a) < 0) return NULL;
     am_linear_back back = {.d_out = am_linear_array_of(am_view_of(a->arrays[D_OUT])),
-                           .d_state = am_linear_array_of(am_view_of(a->arrays[D_STATE])),
+                           .d_state = am_linear_states_of(am_view_of(a->arrays[D_STATE])),
                            .kept = PyArray_DATA(a->arrays[KEPT])};
     PyArrayObject *made[AM_LINEAR_INPUTS];
     am_view results[AM_LINEAR_INPUTS];
@@ -240,7 +240,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     if (!out) return NULL;
     if (PyArray_SIZE(out)) {
         const am_linear_step step = {.out = am_linear_array_of(am_with_token(am_view_of(out))),
-                                     .state = am_linear_array_of(am_view_of(a->state.array)),
+                                     .state = am_linear_states_of(am_view_of(a->state.array)),
                                      .slots = a->slots};
         if (!am_computed(module, work_of(a), am_linear_step_all, &a->linear, &step)) return NULL;
     }

@@ -29,10 +29,7 @@ static PyObject *ended(arguments *a, PyObject *result)
     return result;
 }
 
-static am_conv_array tokens_of(const arguments *a, PyArrayObject *array)
-{
-    return am_conv_tokens_of(am_view_of(array), a->cu_seqlens.array != NULL);
-}
+static am_array tokens_of(PyArrayObject *array) { return am_conv_tokens_of(am_view_of(array)); }
 
 /* Checks x, weight and bias. */
 static int check_common(arguments *a, const am_view *x, bool step)
@@ -64,7 +61,7 @@ static int check_sequences(arguments *a)
 {
     const am_view x = am_view_of(a->x);
     if (check_common(a, &x, false) < 0 || am_raise_refused(&a->request, check_others(a, &x)) < 0) return -1;
-    a->conv.x = tokens_of(a, a->x), a->conv.before = am_conv_array_of(am_view_of(a->initial_state), 0, 2, 1);
+    a->conv.x = tokens_of(a->x), a->conv.before = am_conv_states_of(am_view_of(a->initial_state));
     return 0;
 }
 
@@ -87,8 +84,8 @@ static PyObject *compute(PyObject *module, arguments *a)
                            *state = out && a->return_state ? new_state(a) : NULL;
     if (!out || (a->return_state && !state)) return NULL;
     if (PyArray_SIZE(a->x) > 0 || (state && PyArray_SIZE(state) > 0)) {
-        a->conv.out = tokens_of(a, out);
-        a->conv.after = am_conv_array_of(am_view_of(state), 0, 2, 1);
+        a->conv.out = tokens_of(out);
+        a->conv.after = am_conv_states_of(am_view_of(state));
         if (!am_computed(module, work_of(a), am_short_conv_forward, &a->conv)) return NULL;
     }
     am_owned PyObject *result = am_returned(&a->out, out);
@@ -103,12 +100,12 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
     if (!result) return NULL;
     if (PyArray_SIZE(a->weight) > 0) {
         am_short_conv_gradients job = {.conv = a->conv,
-                                       .d_x = tokens_of(a, grads[0]),
-                                       .d_weight = am_conv_array_of(am_view_of(grads[1]), -1, 1, 0),
-                                       .d_bias = am_conv_array_of(am_view_of(grads[2]), -1, -1, 0),
-                                       .d_before = am_conv_array_of(am_view_of(grads[3]), 0, 2, 1)};
-        job.conv.out = tokens_of(a, a->dout);
-        job.conv.after = am_conv_array_of(am_view_of(a->dstate), 0, 2, 1);
+                                       .d_x = tokens_of(grads[0]),
+                                       .d_weight = am_conv_weights_of(am_view_of(grads[1])),
+                                       .d_bias = am_conv_weights_of(am_view_of(grads[2])),
+                                       .d_before = am_conv_states_of(am_view_of(grads[3]))};
+        job.conv.out = tokens_of(a->dout);
+        job.conv.after = am_conv_states_of(am_view_of(a->dstate));
         if (!am_computed(module, work_of(a), am_short_conv_backward, &job)) return NULL;
     }
     return Py_NewRef(result);
@@ -137,7 +134,7 @@ static int check_step(arguments *a)
                     slots = a->state_indices && state.axes == 3 ? state.shape[0] : rows;
     if (am_raise_refused(r, am_check_tail(r, &state, "state", &a->conv, slots, &x)) < 0) return -1;
     if (am_check_out(array, "state", 3, PyArray_DIMS(array), PyArray_DESCR(a->x)) < 0) return -1;
-    a->conv.x = am_conv_array_of(x, 0, -1, 2), a->conv.before = am_conv_array_of(state, 0, 2, 1);
+    a->conv.x = am_conv_tokens_of(x), a->conv.before = am_conv_states_of(state);
     if (a->state_indices) a->slots = am_read_slots(r, &indices, rows, slots);
     return am_raise_refused(r, !a->state_indices || a->slots);
 }
@@ -147,7 +144,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     am_owned PyArrayObject *out = am_target(&a->out, 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x));
     if (!out) return NULL;
     if (PyArray_SIZE(a->x) > 0) {
-        a->conv.out = am_conv_array_of(am_view_of(out), 0, -1, 1);
+        a->conv.out = am_conv_tokens_of(am_with_token(am_view_of(out)));
         if (!am_computed(module, work_of(a), am_short_conv_step, &a->conv, a->slots)) return NULL;
     }
     return am_returned(&a->out, out);

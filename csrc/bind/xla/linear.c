@@ -181,7 +181,7 @@ bool am_xla_linear(am_xla_call *c)
         !am_xla_next_like(c, AM_XLA_RESULT, true, &state, &state) ||
         (has(&p, KEEP) && !look_at_kept(&p, AM_XLA_RESULT, &results.kept)))
         return false;
-    results.out = am_linear_array_of(out), results.state = am_linear_array_of(state);
+    results.out = am_linear_array_of(out), results.state = am_linear_states_of(state);
     if (!am_has_numbers(&out) && !am_has_numbers(&state)) return true;
     return am_refuse_status(&c->request, am_linear_forward_all(&c->context, &p.linear, &results));
 }
@@ -201,7 +201,7 @@ bool am_xla_linear_gradients(am_xla_call *c)
         if (of->data && !am_xla_next_like(c, AM_XLA_RESULT, of->axes != 1, of, &results[i])) return false;
     }
     am_linear_back back = {
-        .kept = kept, .d_out = am_linear_array_of(d_out), .d_state = am_linear_array_of(d_state)};
+        .kept = kept, .d_out = am_linear_array_of(d_out), .d_state = am_linear_states_of(d_state)};
     return !am_set_linear_gradients(&back, results) ||
            am_refuse_status(&c->request, am_linear_backward_all(&c->context, &p.linear, &back));
 }
@@ -218,7 +218,7 @@ bool am_xla_linear_step(am_xla_call *c)
     if (!am_xla_is_like(c, &state, &states) || !read_slots(&p, state.shape[0]) ||
         !am_xla_next_like(c, AM_XLA_RESULT, true, &out, &out) || !am_xla_next_written(c, &state))
         return false;
-    const am_linear_step step = {am_linear_array_of(out), am_linear_array_of(state), p.slots};
+    const am_linear_step step = {am_linear_array_of(out), am_linear_states_of(state), p.slots};
     return !am_has_numbers(&out) ||
            am_refuse_status(&c->request, am_linear_step_all(&c->context, &p.linear, &step));
 }
@@ -262,8 +262,8 @@ static bool read_convolution(problem *p)
     if (!read_weights(p) || !read_starts(p, "x", p->x.shape[1])) return false;
     if (has(p, STATE) && !next_tail(p, AM_XLA_ARGUMENT, p->sequences, &p->before)) return false;
     conv->sequences = p->sequences, conv->starts = p->starts, conv->tokens = p->x.shape[1];
-    conv->x = am_conv_tokens_of(p->x, has(p, STARTS));
-    conv->before = am_conv_array_of(p->before, 0, 2, 1);
+    conv->x = am_conv_tokens_of(p->x);
+    conv->before = am_conv_states_of(p->before);
     return true;
 }
 
@@ -274,8 +274,8 @@ bool am_xla_convolution(am_xla_call *c)
     if (!read_convolution(&p) || !next_like_x(&p, AM_XLA_RESULT, &out) ||
         !next_tail(&p, AM_XLA_RESULT, p.sequences, &state))
         return false;
-    p.conv.out = am_conv_tokens_of(out, has(&p, STARTS));
-    p.conv.after = am_conv_array_of(state, 0, 2, 1);
+    p.conv.out = am_conv_tokens_of(out);
+    p.conv.after = am_conv_states_of(state);
     return (!am_has_numbers(&out) && !am_has_numbers(&state)) ||
            am_refuse_status(&c->request, am_short_conv_forward(&c->context, &p.conv));
 }
@@ -291,14 +291,14 @@ bool am_xla_convolution_gradients(am_xla_call *c)
         (has(&p, BIAS) && !am_xla_next_like(c, AM_XLA_RESULT, false, &p.bias, &d_bias)) ||
         (has(&p, STATE) && !next_tail(&p, AM_XLA_RESULT, p.sequences, &d_before)))
         return false;
-    p.conv.out = am_conv_tokens_of(d_out, has(&p, STARTS));
-    p.conv.after = am_conv_array_of(d_state, 0, 2, 1);
+    p.conv.out = am_conv_tokens_of(d_out);
+    p.conv.after = am_conv_states_of(d_state);
     const am_short_conv_gradients gradients = {
         .conv = p.conv,
-        .d_x = am_conv_tokens_of(d_x, has(&p, STARTS)),
-        .d_weight = am_conv_array_of(d_weight, -1, 1, 0),
-        .d_bias = am_conv_array_of(d_bias, -1, -1, 0),
-        .d_before = am_conv_array_of(d_before, 0, 2, 1),
+        .d_x = am_conv_tokens_of(d_x),
+        .d_weight = am_conv_weights_of(d_weight),
+        .d_bias = am_conv_weights_of(d_bias),
+        .d_before = am_conv_states_of(d_before),
     };
     return !am_has_numbers(&p.weight) ||
            am_refuse_status(&c->request, am_short_conv_backward(&c->context, &gradients));
@@ -313,8 +313,8 @@ bool am_xla_convolution_step(am_xla_call *c)
         !next_like_x(&p, AM_XLA_RESULT, &out) || !am_xla_next_written(c, &p.before))
         return false;
     p.conv.sequences = p.batch;
-    p.conv.x = am_conv_array_of(p.x, 0, -1, 2), p.conv.out = am_conv_array_of(out, 0, -1, 2);
-    p.conv.before = am_conv_array_of(p.before, 0, 2, 1);
+    p.conv.x = am_conv_tokens_of(p.x), p.conv.out = am_conv_tokens_of(out);
+    p.conv.before = am_conv_states_of(p.before);
     return !am_has_numbers(&out) ||
            am_refuse_status(&c->request, am_short_conv_step(&c->context, &p.conv, p.slots));
 }

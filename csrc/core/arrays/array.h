@@ -79,12 +79,12 @@ static inline bool am_scatter(const am_kernels *kernels, const am_array *to, am_
     return am_copy_rows(kernels, AM_SCATTER, to, type, (void *)from, stride);
 }
 
-/* Returns rows of numbers of `type` in whole lanes of `width`: where they lie if they can be read there, else
- * copied to `scratch`, every `stride` numbers. */
+/* Returns rows of `stride` numbers of `type`, in whole lanes of `width`: where they lie if they can be read
+ * there, else copied to `scratch`, as am_gather does. */
 static inline am_rows am_read_rows(const am_kernels *kernels, am_dtype type, ptrdiff_t width,
                                    const am_array *from, ptrdiff_t stride, void *scratch)
 {
-    if (from->type == type && am_is_aligned(from, width))
+    if (from->type == type && from->shape.channel == stride && am_is_aligned(from, width))
         return (am_rows){.data = from->data, .stride = from->stride.token};
     am_gather(kernels, type, scratch, stride, from);
     return (am_rows){.data = scratch, .stride = stride * (ptrdiff_t)am_size_of(type)};

@@ -121,11 +121,12 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     const am_attn *f = p->base.attn;
     const am_kv_kernels *kv = p->base.kv;
     const ptrdiff_t count = am_length(keys);
-    const am_rows k = am_read_lanes(&p->base, am_rows_of_keys(&f->k, at, keys), s->row);
+    const am_array k_rows = am_rows_of_keys(&f->k, at, keys), v_rows = am_rows_of_keys(&f->v, at, keys);
+    const am_rows k = am_read_lanes(&p->base, &k_rows, s->row);
     kv->pack_keys(s->k_columns + i * p->lengths.k_columns, &k, count, am_lanes(&p->base, f->head_dim), 1,
                   NULL);
     const bool finite = kv->pack_values(s->k + i * p->lengths.k_panels, &k, count, f->head_dim, NULL);
-    const am_rows v = am_read_lanes(&p->base, am_rows_of_keys(&f->v, at, keys), s->row);
+    const am_rows v = am_read_lanes(&p->base, &v_rows, s->row);
     kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
                   NULL);
     s->tiles[i].packed = true, s->tiles[i].finite = finite;

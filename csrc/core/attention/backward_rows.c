@@ -22,8 +22,8 @@ static void transpose_panels(const am_backward_plan *p, char *to, const char *pa
 
 /* Loads the rows of a block to rows `stride` apart; or where a lane holds two numbers side by side, and
  * packed like values, or by channel. */
-static am_backward_operand load_block(const am_backward_plan *p, am_array block, am_backward_operand to,
-                                      char *lanes, char *packed, char *scratch)
+static am_backward_operand load_block(const am_backward_plan *p, const am_array *block,
+                                      am_backward_operand to, char *lanes, char *packed, char *scratch)
 {
     const am_attn_base *base = &p->base;
     to.lanes = lanes, to.packed = packed;
@@ -31,12 +31,12 @@ static am_backward_operand load_block(const am_backward_plan *p, am_array block,
         const am_rows rows = am_copy_lanes(base, block, lanes);
         const bool by_channel = base->arithmetic->by_channel;
         char *panels = by_channel ? scratch : packed;
-        to.finite = am_kv_own(base)->pack_values(panels, &rows, block.shape.token, to.dim, NULL);
+        to.finite = am_kv_own(base)->pack_values(panels, &rows, block->shape.token, to.dim, NULL);
         if (by_channel) transpose_panels(p, packed, panels, to.dim);
     } else {
         const am_rows rows = am_read_wide(base, block, scratch);
         to.finite = base->arithmetic->load_rows(lanes, to.stride, rows.data, rows.stride / base->size,
-                                                block.shape.token, to.dim);
+                                                block->shape.token, to.dim);
     }
     return to;
 }
@@ -47,11 +47,12 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
     const am_attn *f = p->base.attn;
     const am_backward_operand q = {.dim = f->head_dim, .stride = p->lengths.stride},
                               d_out = {.dim = f->value_dim, .stride = p->lengths.value_stride};
+    const am_array q_rows = am_rows_of_block(&f->q, at),
+                   d_out_rows = am_rows_of_block(&p->problem->d_out, at);
     return (am_backward_rows){
         .rows = at->rows,
-        .q = load_block(p, am_rows_of_block(&f->q, at), q, s->q, s->q_rows, s->row),
-        .d_out =
-            load_block(p, am_rows_of_block(&p->problem->d_out, at), d_out, s->d_out, s->d_out_rows, s->row),
+        .q = load_block(p, &q_rows, q, s->q, s->q_rows, s->row),
+        .d_out = load_block(p, &d_out_rows, d_out, s->d_out, s->d_out_rows, s->row),
         .base = am_row_stats_of(p, at, AM_ROW_BASE),
         .rest = am_row_stats_of(p, at, AM_ROW_REST),
         .add = am_row_stats_of(p, at, AM_ROW_ADD),
@@ -93,7 +94,8 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         const am_range keys = am_range_at(&p->sections.tiles, i);
         am_backward_tile tile = {.k_columns = s->k_columns, .columns = am_length(keys)};
         if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
-        const am_rows k = am_read_lanes(&p->base, am_rows_of_keys(&f->k, at, keys), s->row);
+        const am_array rows = am_rows_of_keys(&f->k, at, keys);
+        const am_rows k = am_read_lanes(&p->base, &rows, s->row);
         p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
         p->base.arithmetic->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
@@ -117,8 +119,10 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
     char *other = s->row + am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)),
          *base = am_row_stats_of(p, at, AM_ROW_BASE), *rest = am_row_stats_of(p, at, AM_ROW_REST),
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
-    const am_rows out = am_read_wide(&p->base, am_rows_of_block(&f->out, at), s->row),
-                  d_out = am_read_wide(&p->base, am_rows_of_block(&p->problem->d_out, at), other);
+    const am_array out_rows = am_rows_of_block(&f->out, at),
+                   d_out_rows = am_rows_of_block(&p->problem->d_out, at);
+    const am_rows out = am_read_wide(&p->base, &out_rows, s->row),
+                  d_out = am_read_wide(&p->base, &d_out_rows, other);
     p->base.arithmetic->dot_rows(add, d_out.data, d_out.stride / p->base.size, out.data,
                                  out.stride / p->base.size, at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {

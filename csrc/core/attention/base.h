@@ -111,25 +111,25 @@ static inline void am_set_number(const am_attn_base *base, void *array, ptrdiff_
 }
 
 /* Rows as numbers of the arithmetic type: where they lie, or copied to `scratch` of am_row_scratch bytes. */
-static inline am_rows am_read_wide(const am_attn_base *base, am_array rows, char *scratch)
+static inline am_rows am_read_wide(const am_attn_base *base, const am_array *rows, char *scratch)
 {
-    return am_read_rows(base->all_kernels, base->type, 1, &rows, rows.shape.channel, scratch);
+    return am_read_rows(base->all_kernels, base->type, 1, rows, rows->shape.channel, scratch);
 }
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
 /* Copies rows of the same type as whole lanes, side by side. */
-static inline am_rows am_copy_lanes(const am_attn_base *base, am_array rows, char *to)
+static inline am_rows am_copy_lanes(const am_attn_base *base, const am_array *rows, char *to)
 {
-    const ptrdiff_t stride = am_lanes(base, rows.shape.channel) * am_width(base);
-    am_gather(base->all_kernels, rows.type, to, stride, &rows);
-    return (am_rows){.data = to, .stride = stride * (ptrdiff_t)am_size_of(rows.type)};
+    const ptrdiff_t stride = am_lanes(base, rows->shape.channel) * am_width(base);
+    am_gather(base->all_kernels, rows->type, to, stride, rows);
+    return (am_rows){.data = to, .stride = stride * (ptrdiff_t)am_size_of(rows->type)};
 }
 
 /* Returns such rows where they lie if they can be read there, else copied. */
-static inline am_rows am_read_lanes(const am_attn_base *base, am_array rows, char *scratch)
+static inline am_rows am_read_lanes(const am_attn_base *base, const am_array *rows, char *scratch)
 {
-    if (am_is_aligned(&rows, am_width(base)))
-        return (am_rows){.data = rows.data, .stride = rows.stride.token};
+    if (am_is_aligned(rows, am_width(base)))
+        return (am_rows){.data = rows->data, .stride = rows->stride.token};
     return am_copy_lanes(base, rows, scratch);
 }
 

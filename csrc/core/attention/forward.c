@@ -153,7 +153,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
 }
 
 /* Copies the queries of one head in whole lanes; those of scaled channels are rounded again. */
-static void load_lanes(const am_attn_base *base, const item *it, am_array q, char *scratch, char *to)
+static void load_lanes(const am_attn_base *base, const item *it, const am_array *q, char *scratch, char *to)
 {
     const am_kv_scales *scales = &base->attn->k_scales;
     const ptrdiff_t head_dim = base->attn->head_dim, count = it->at.queries,
@@ -167,7 +167,7 @@ static void load_lanes(const am_attn_base *base, const item *it, am_array q, cha
     am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, head_dim);
     if (head_dim % am_width(base)) memset(to, 0, (size_t)(count * row_bytes));
     for (ptrdiff_t r = 0; r < count; r++, rows += head_dim)
-        base->arithmetic->numbers[q.type].write(to + r * row_bytes, rows, 1, head_dim);
+        base->arithmetic->numbers[q->type].write(to + r * row_bytes, rows, 1, head_dim);
 }
 
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
@@ -184,11 +184,11 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         const am_array of_head =
             am_rows_from(q, am_token(q, it->at.b, it->at.head + h, it->at.q), it->at.queries);
         if (in_lanes) {
-            load_lanes(base, it, of_head, scratch, to);
+            load_lanes(base, it, &of_head, scratch, to);
             to += it->at.queries * row_bytes;
             continue;
         }
-        const am_rows rows = am_read_wide(base, of_head, scratch);
+        const am_rows rows = am_read_wide(base, &of_head, scratch);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes)
             base->arithmetic->numbers[base->type].write(to, (const char *)rows.data + r * rows.stride, factor,
                                                         head_dim);

@@ -4,19 +4,18 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/attention/base.h"
 #include "core/linear/chains.h"
 #include "core/linear/plain.h"
 
 typedef struct {
     am_linear_base base;
     const am_linear_back *back;
-    bool shared, by_head, in_rounds;   /* queries and keys are shared by heads, decays by tokens */
-    am_linear_array query, key, decay; /* of each value head and token, before they are summed */
-    am_linear_array d_u;               /* of what is added for each key, where states come first */
-    char *d_states;                    /* of the states that are kept, in the same order */
-    ptrdiff_t states, numbers;         /* of each */
-    am_workspaces workspaces;          /* for single chunks */
+    bool shared, by_head, in_rounds; /* queries and keys are shared by heads, decays by tokens */
+    am_array query, key, decay;      /* of each value head and token, before they are summed */
+    am_array d_u;                    /* of what is added for each key, where states come first */
+    char *d_states;                  /* of the states that are kept, in the same order */
+    ptrdiff_t states, numbers;       /* of each */
+    am_workspaces workspaces;        /* for single chunks */
 } backward_job;
 
 static ptrdiff_t tokens_of(const am_linear *linear)
@@ -27,13 +26,17 @@ static ptrdiff_t tokens_of(const am_linear *linear)
 static ptrdiff_t batch_of(const am_linear *linear) { return linear->starts ? 1 : linear->sequences; }
 
 /* An array of the type of sums [batch, tokens, heads, columns]. */
-static am_linear_array take_array(const backward_job *job, ptrdiff_t columns, char *memory, ptrdiff_t *used)
+static am_array take_array(const backward_job *job, ptrdiff_t columns, char *memory, ptrdiff_t *used)
 {
     const am_linear *linear = job->base.linear;
-    const ptrdiff_t tokens = tokens_of(linear), rows = am_product(batch_of(linear), tokens, linear->heads),
-                    size = job->base.size, head = columns * size, token = linear->heads * head;
-    const char *data = am_take(memory, used, am_product(rows, columns, size));
-    return (am_linear_array){data, job->base.type, {tokens * token, token, head, size}};
+    const ptrdiff_t batch = batch_of(linear), tokens = tokens_of(linear), heads = linear->heads,
+                    size = job->base.size, head = columns * size, token = heads * head;
+    return (am_array){
+        .data = am_take(memory, used, am_product(am_product(batch, tokens, heads), columns, size)),
+        .type = job->base.type,
+        .shape = {batch, tokens, heads, columns},
+        .stride = {tokens * token, token, head, size},
+    };
 }
 
 /* Lays out what is kept beside the results; returns its bytes. */
@@ -63,111 +66,112 @@ static am_linear_gradients gradients_of(const am_linear_buffers *b)
 }
 
 /* The gradients of a chunk, by a kernel, or if some are not finite, token by token. */
-static am_status take_chunk(const backward_job *job, const am_linear_link *l, am_linear_chunk *chunk,
+static am_status take_chunk(const backward_job *job, const am_linear_place *at, am_linear_chunk *chunk,
                             const am_linear_gradients *g, am_linear_backward *kernel)
 {
-    const am_linear_base *base = l->base;
-    am_linear_buffers *b = l->b;
-    am_linear_read(base->all_kernels, base->type, b->back.d_out, base->shape.channel_stride,
-                   am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
-                   chunk->tokens, l->at->channels);
-    if (chunk->soon && l->index > 0)
-        am_linear_values_soon(base, &job->back->d_out, l->at, am_linear_token(base, l->at, l->index - 1),
-                              chunk->soon);
-    if (kernel(chunk, g, l->pairs, b->scratch)) return AM_OK;
+    const am_linear_base *base = at->base;
+    am_linear_buffers *b = at->b;
+    am_linear_read(at, am_linear_values(at, &job->back->d_out), b->back.d_out, base->shape.channel_stride);
+    if (chunk->soon && at->index > 0) {
+        am_linear_place next = *at;
+        next.index--;
+        am_linear_values_soon(&next, &job->back->d_out, chunk->soon);
+    }
+    if (kernel(chunk, g, at->pairs, b->scratch)) return AM_OK;
     if (!b->back.token_scratch) b->back.token_scratch = malloc((size_t)base->scratch.backward_tokens);
     if (!b->back.token_scratch) return AM_NO_MEMORY;
-    am_linear_put_aside(base, b, 0, NULL, g->d_state);
+    am_linear_put_aside(at, 0, NULL, g->d_state);
     if (!chunk->state) { /* a slice of one, which is seldom asked for */
-        am_linear_recall(base, am_linear_kept_state(base, job->back->kept, l->at, l->index), l->at,
-                         b->back.state);
+        am_linear_recall(at, job->back->kept, at->index, b->back.state);
         chunk->state = b->back.state;
     }
-    am_linear_load_tokens(base, b, l->at, am_linear_token(base, l->at, l->index), chunk);
+    am_linear_load_tokens(at, chunk);
     base->kernels->backward_tokens(chunk, g, b->back.token_scratch);
-    am_linear_put_back(base, b, 0, NULL, g->d_state);
+    am_linear_put_back(at, 0, NULL, g->d_state);
     return AM_OK;
 }
 
-static void write_tokens(const backward_job *job, const am_linear_array *to, const am_linear_place *at,
-                         ptrdiff_t token, const void *from, ptrdiff_t count)
+static am_array own_rows(const am_linear_place *at, const am_array *array)
 {
-    const am_linear_base *base = &job->base;
-    if (!to->data) return;
-    am_array rows = am_linear_rows_at(to, at->batch, token, at->head);
-    rows.stride.channel = to->stride[1];
-    am_linear_write(base->all_kernels, base->type, rows, from, 0, 1, count);
+    return am_linear_rows(at, array, at->head);
 }
 
-static void store(const backward_job *job, const am_linear_buffers *b, const am_linear_place *at,
-                  ptrdiff_t token, ptrdiff_t count)
+/* Writes the gradients of a chunk where they are wanted. */
+static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t tokens)
 {
-    const am_linear_base *base = &job->base;
+    const am_linear_base *base = at->base;
     const am_linear_shape *s = &base->shape;
+    const am_linear_buffers *b = at->b;
     const struct {
-        const am_linear_array *array;
-        const char *rows;
-        ptrdiff_t stride, columns;
+        const am_array *array;
+        am_array (*rows)(const am_linear_place *at, const am_array *array);
+        const char *from;
+        ptrdiff_t stride;
     } parts[] = {
-        {&job->query, b->back.d_q, s->row_stride, s->rows},
-        {&job->key, b->back.d_k, s->row_stride, s->rows},
-        {&job->back->value, b->back.d_v, s->channel_stride, s->channels},
-        {&job->decay, b->back.d_decay, s->row_stride, s->rows},
+        {&job->query, own_rows, b->back.d_q, s->row_stride},
+        {&job->key, own_rows, b->back.d_k, s->row_stride},
+        {&job->back->value, own_rows, b->back.d_v, s->channel_stride},
+        {&job->decay, base->linear->by_channel ? own_rows : am_linear_numbers, b->back.d_decay,
+         s->row_stride},
+        {&job->back->beta, am_linear_numbers, b->back.d_beta, 0},
     };
-    base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, count,
+    base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, tokens,
                                    s->row_stride);
     if (base->linear->normalize)
-        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, count, s->row_stride);
-    for (int i = 0; i < (base->linear->by_channel ? 4 : 3); i++) {
+        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, tokens, s->row_stride);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (parts[i].array->data)
-            am_linear_write(base->all_kernels, base->type,
-                            am_linear_rows_at(parts[i].array, at->batch, token, at->head), parts[i].rows,
-                            parts[i].stride, count, parts[i].columns);
+            am_linear_write(at, parts[i].rows(at, parts[i].array), parts[i].from, parts[i].stride);
     }
-    if (!base->linear->by_channel) write_tokens(job, &job->decay, at, token, b->back.d_decay, count);
-    write_tokens(job, &job->back->beta, at, token, b->back.d_beta, count);
 }
 
 /* --- Chunk after chunk --- */
 
-static void begin(void *arg, const am_linear_link *l)
+static void begin(void *arg, const am_linear_place *at)
 {
     const backward_job *job = arg;
-    const ptrdiff_t chunks = am_linear_chunks(l->base, l->at);
-    am_linear_read_state(l->base, &job->back->d_state, l->at, l->b->states[chunks % 2]);
+    am_linear_read_state(at, &job->back->d_state, at->b->states[am_linear_chunks(at) % 2]);
 }
 
-static am_status take(void *arg, const am_linear_link *l, am_linear_chunk *chunk)
+/* The gradients of a chunk, and where those of its states are: behind it, and before it. */
+static am_linear_gradients gradients_at(const am_linear_place *at)
+{
+    am_linear_gradients g = gradients_of(at->b);
+    g.d_next = at->b->states[(at->index + 1) % 2], g.d_state = at->b->states[at->index % 2];
+    return g;
+}
+
+static void set_states(const backward_job *job, const am_linear_place *at, am_linear_chunk *chunk)
+{
+    chunk->state = am_linear_kept_state(at, job->back->kept, at->index);
+    chunk->next = am_linear_kept_state(at, job->back->kept, at->index + 1);
+}
+
+static am_status take(void *arg, const am_linear_place *at, am_linear_chunk *chunk)
 {
     const backward_job *job = arg;
-    am_linear_gradients g = gradients_of(l->b);
-    chunk->state = am_linear_kept_state(l->base, job->back->kept, l->at, l->index);
-    chunk->next = am_linear_kept_state(l->base, job->back->kept, l->at, l->index + 1);
-    g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
-    am_status status = take_chunk(job, l, chunk, &g, l->base->chunks->backward);
-    if (status == AM_OK) store(job, l->b, l->at, am_linear_token(l->base, l->at, l->index), chunk->tokens);
+    const am_linear_gradients g = gradients_at(at);
+    set_states(job, at, chunk);
+    am_status status = take_chunk(job, at, chunk, &g, at->base->chunks->backward);
+    if (status == AM_OK) store(job, at, chunk->tokens);
     return status;
 }
 
-static void end(void *arg, const am_linear_link *l)
+static void end(void *arg, const am_linear_place *at)
 {
     const backward_job *job = arg;
-    if (job->back->state.data) am_linear_write_state(l->base, &job->back->state, l->at, l->b->states[0]);
+    if (job->back->state.data) am_linear_write_state(at, &job->back->state, at->b->states[0]);
 }
 
 /* --- States first --- */
 
-static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk *chunk)
+static am_status take_state(void *arg, const am_linear_place *at, am_linear_chunk *chunk)
 {
     const backward_job *job = arg;
-    const am_linear_base *base = l->base;
-    am_linear_gradients g = gradients_of(l->b);
-    g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
-    am_linear_keep(base, am_linear_kept_state(base, job->d_states, l->at, l->index + 1), l->at, g.d_next);
-    am_status status = take_chunk(job, l, chunk, &g, base->chunks->backward_state);
-    am_linear_write(base->all_kernels, base->type,
-                    am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)),
-                    l->b->back.d_u, base->shape.channel_stride, chunk->tokens, l->at->channels);
+    const am_linear_gradients g = gradients_at(at);
+    am_linear_keep(at, job->d_states, at->index + 1, g.d_next);
+    am_status status = take_chunk(job, at, chunk, &g, at->base->chunks->backward_state);
+    am_linear_write(at, am_linear_values(at, &job->d_u), at->b->back.d_u, at->base->shape.channel_stride);
     return status;
 }
 
@@ -177,26 +181,23 @@ static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
     (void)team;
     const backward_job *job = arg;
     const am_linear_base *base = &job->base;
-    am_linear_buffers *b = am_workspace(&job->workspaces);
-    const ptrdiff_t heads = base->linear->heads, slot = index / heads;
-    const ptrdiff_t sequence = am_linear_sequence_of(base, slot);
-    const am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
-    const ptrdiff_t i = slot - am_linear_offset(base, sequence), token = am_linear_token(base, &at, i);
-    if (i == am_linear_chunks(base, &at)) return AM_OK; /* the state behind the last chunk */
-    const am_linear_link link = {.base = base, .at = &at, .b = b, .pairs = b->pairs, .index = i};
-    am_linear_chunk chunk = am_linear_load(base, b, &at, token);
-    base->chunks->find_pairs(&chunk, b->pairs, b->scratch);
-    am_linear_load_values(base, b, &at, token, &chunk);
-    am_linear_gradients g = gradients_of(b);
-    chunk.state = am_linear_kept_state(base, job->back->kept, &at, i);
-    chunk.next = am_linear_kept_state(base, job->back->kept, &at, i + 1);
-    g.d_next = am_linear_kept_state(base, job->d_states, &at, i + 1);
-    g.d_state = b->states[0];
+    const ptrdiff_t heads = base->linear->heads, slot = index / heads,
+                    sequence = am_linear_sequence_of(base, slot);
+    am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
+    at.index = slot - am_linear_offset(base, sequence);
+    if (at.index == am_linear_chunks(&at)) return AM_OK; /* the state behind the last chunk */
+    at.b = am_workspace(&job->workspaces), at.pairs = at.b->pairs;
+    am_linear_chunk chunk = am_linear_load(&at);
+    base->chunks->find_pairs(&chunk, at.pairs, at.b->scratch);
+    am_linear_load_values(&at, &chunk);
+    set_states(job, &at, &chunk);
+    am_linear_gradients g = gradients_of(at.b);
+    g.d_next = am_linear_kept_state(&at, job->d_states, at.index + 1);
+    g.d_state = at.b->states[0];
     g.known = true;
-    am_linear_read(base->all_kernels, base->type, b->back.d_u, base->shape.channel_stride,
-                   am_linear_values_at(&job->d_u, &at, token), chunk.tokens, at.channels);
-    am_status status = take_chunk(job, &link, &chunk, &g, base->chunks->backward);
-    if (status == AM_OK) store(job, b, &at, token, chunk.tokens);
+    am_linear_read(&at, am_linear_values(&at, &job->d_u), at.b->back.d_u, base->shape.channel_stride);
+    am_status status = take_chunk(job, &at, &chunk, &g, base->chunks->backward);
+    if (status == AM_OK) store(job, &at, chunk.tokens);
     return status;
 }
 
@@ -226,9 +227,15 @@ static am_status find_gradients(const am_context *context, backward_job *job)
 
 typedef struct {
     const am_linear_base *base;
-    const am_linear_array *from, *to;
+    const am_array *from, *to;
     ptrdiff_t tokens; /* of a batch row */
 } sum_job;
+
+/* Some numbers of the row that begins at an address. */
+static am_array piece_of(const am_array *a, const char *row, ptrdiff_t begin, ptrdiff_t count)
+{
+    return am_one_row(row + begin * a->stride.channel, a->type, a->stride.channel, count);
+}
 
 /* A token: sums of heads in order, in float64. */
 static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
@@ -246,14 +253,13 @@ static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
         for (ptrdiff_t begin = 0; begin < linear->rows; begin += PIECE) {
             const ptrdiff_t count = am_min(linear->rows - begin, PIECE);
             for (ptrdiff_t i = 0; i < shared; i++) {
-                am_array from = am_linear_rows_at(job->from, batch, token, h * shared + i);
-                from.data += begin * from.stride.channel;
-                am_linear_read(kernels, AM_FLOAT64, i ? piece : sums, count, from, 1, count);
+                const am_array from =
+                    piece_of(job->from, am_token(job->from, batch, h * shared + i, token), begin, count);
+                am_gather(kernels, AM_FLOAT64, i ? piece : sums, count, &from);
                 for (ptrdiff_t r = 0; i && r < count; r++) sums[r] += piece[r];
             }
-            am_array to = am_linear_rows_at(job->to, batch, token, h);
-            to.data += begin * to.stride.channel;
-            am_linear_write(kernels, AM_FLOAT64, to, sums, count, 1, count);
+            const am_array to = piece_of(job->to, am_token(job->to, batch, h, token), begin, count);
+            am_scatter(kernels, &to, AM_FLOAT64, sums, count);
         }
     }
     return AM_OK;
@@ -269,12 +275,13 @@ static am_status sum_tokens(void *arg, ptrdiff_t head, am_team *team)
         for (ptrdiff_t t = 0; t < job->tokens; t++) {
             double number;
             if (t % 4096 == 0 && am_checkpoint(team) != AM_OK) return am_checkpoint(team);
-            am_linear_read(base->all_kernels, AM_FLOAT64, &number, 1,
-                           am_linear_rows_at(job->from, b, t, head), 1, 1);
+            const am_array from = piece_of(job->from, am_token(job->from, b, head, t), 0, 1);
+            am_gather(base->all_kernels, AM_FLOAT64, &number, 1, &from);
             sum += number;
         }
     }
-    am_linear_write(base->all_kernels, AM_FLOAT64, am_linear_rows_at(job->to, 0, 0, head), &sum, 1, 1, 1);
+    const am_array to = piece_of(job->to, am_token(job->to, 0, head, 0), 0, 1);
+    am_scatter(base->all_kernels, &to, AM_FLOAT64, &sum, 1);
     return AM_OK;
 }
 

@@ -21,23 +21,22 @@ static int uses_of(const am_linear_chains *chains)
 }
 
 /* Reads a chunk and finds its pairs. */
-static am_linear_chunk read_chunk(const am_linear_link *l, bool backward, am_linear_soon *soon)
+static am_linear_chunk read_chunk(const am_linear_place *at, bool backward, am_linear_soon *soon)
 {
-    am_linear_chunk chunk = am_linear_load(l->base, l->b, l->at, am_linear_token(l->base, l->at, l->index));
+    am_linear_chunk chunk = am_linear_load(at);
     chunk.soon = soon;
     if (backward || chunk.tokens > AM_LINEAR_FEW)
-        l->base->chunks->find_pairs(&chunk, l->pairs, l->b->scratch);
+        at->base->chunks->find_pairs(&chunk, at->pairs, at->b->scratch);
     return chunk;
 }
 
-static am_status take_chunk(const am_linear_chains *chains, am_linear_link *link, am_linear_chunk chunk,
+static am_status take_chunk(const am_linear_chains *chains, const am_linear_place *at, am_linear_chunk chunk,
                             am_team *team)
 {
     am_status status = am_checkpoint(team);
     if (status != AM_OK) return status;
-    am_linear_load_values(link->base, link->b, link->at, am_linear_token(link->base, link->at, link->index),
-                          &chunk);
-    return chains->take(chains->job, link, &chunk);
+    am_linear_load_values(at, &chunk);
+    return chains->take(chains->job, at, &chunk);
 }
 
 am_status am_linear_parallel(const am_context *context, ptrdiff_t count, am_task task, void *job)
@@ -56,28 +55,24 @@ typedef struct {
     am_workspaces workspaces;
 } whole_job;
 
-static void read_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index, bool keys,
-                      am_linear_soon *soon)
+static void read_soon(const am_linear_place *next, bool keys, am_linear_soon *soon)
 {
-    const ptrdiff_t token = am_linear_token(base, at, index);
-    am_linear_values_soon(base, &base->linear->value, at, token, soon);
-    if (keys) am_linear_keys_soon(base, at, token, soon);
+    am_linear_values_soon(next, &next->base->linear->value, soon);
+    if (keys) am_linear_keys_soon(next, soon);
 }
 
 /* What is read after a chunk: the next one, or that of the next task. */
-static am_linear_soon soon_after(const whole_job *job, ptrdiff_t task, ptrdiff_t index)
+static am_linear_soon soon_after(const am_linear_chains *chains, ptrdiff_t task, const am_linear_place *at)
 {
-    const am_linear_base *base = job->chains->base;
-    const bool backward = job->chains->backward;
-    am_linear_place at = am_linear_place_of(base, task);
+    am_linear_place next = *at;
     am_linear_soon soon = {.count = 0};
-    index += backward ? -1 : 1;
-    if (index < 0 || index >= am_linear_chunks(base, &at)) {
-        if (++task == heads_of(base)) return soon;
-        at = am_linear_place_of(base, task);
-        index = backward ? am_max(am_linear_chunks(base, &at), 1) - 1 : 0;
+    next.index += chains->backward ? -1 : 1;
+    if (next.index < 0 || next.index >= am_linear_chunks(at)) {
+        if (task + 1 == heads_of(at->base)) return soon;
+        next = am_linear_place_of(at->base, task + 1);
+        next.index = chains->backward ? am_max(am_linear_chunks(&next), 1) - 1 : 0;
     }
-    read_soon(base, &at, index, true, &soon);
+    read_soon(&next, true, &soon);
     return soon;
 }
 
@@ -85,20 +80,19 @@ static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const whole_job *job = arg;
     const am_linear_chains *chains = job->chains;
-    am_linear_buffers *b = am_workspace(&job->workspaces);
-    const am_linear_place at = am_linear_place_of(chains->base, task);
-    const ptrdiff_t count = am_linear_chunks(chains->base, &at);
-    am_linear_link link = {.base = chains->base, .at = &at, .b = b, .pairs = b->pairs};
-    chains->begin(chains->job, &link);
+    am_linear_place at = am_linear_place_of(chains->base, task);
+    const ptrdiff_t count = am_linear_chunks(&at);
+    at.b = am_workspace(&job->workspaces), at.pairs = at.b->pairs;
+    chains->begin(chains->job, &at);
     for (ptrdiff_t i = 0; i < count; i++) {
-        link.index = chains->backward ? count - 1 - i : i;
-        am_linear_chunk chunk = read_chunk(&link, chains->backward, NULL);
-        am_linear_soon soon = soon_after(job, task, link.index);
+        at.index = chains->backward ? count - 1 - i : i;
+        am_linear_chunk chunk = read_chunk(&at, chains->backward, NULL);
+        am_linear_soon soon = soon_after(chains, task, &at);
         chunk.soon = &soon;
-        am_status status = take_chunk(chains, &link, chunk, team);
+        am_status status = take_chunk(chains, &at, chunk, team);
         if (status != AM_OK) return status;
     }
-    chains->end(chains->job, &link);
+    chains->end(chains->job, &at);
     return AM_OK;
 }
 
@@ -134,16 +128,15 @@ static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
     rounds_job *job = arg;
     const am_linear_base *base = job->base;
     (void)team;
-    const am_linear_place at = am_linear_place_of(base, task / job->round_chunks);
-    const ptrdiff_t first = job->round * job->round_chunks, i = task % job->round_chunks;
-    const ptrdiff_t next = i + job->threads; /* which this thread takes next, if all take as long */
+    const ptrdiff_t i = task % job->round_chunks, next = i + job->threads;
+    am_linear_place at = am_linear_place_of(base, task / job->round_chunks), then = at;
     am_linear_soon soon = {.count = 0};
-    if (first + i >= am_linear_chunks(base, &at)) return AM_OK;
-    if (next < job->round_chunks)
-        am_linear_keys_soon(base, &at, am_linear_token(base, &at, first + next), &soon);
-    const am_linear_link link = {base, &at, am_workspace(&job->finders),
-                                 pairs_of(job, task / job->round_chunks, i), first + i};
-    read_chunk(&link, job->chains->backward, &soon);
+    at.index = job->round * job->round_chunks + i;
+    then.index = at.index + job->threads; /* which this thread takes next, if all take as long */
+    if (at.index >= am_linear_chunks(&at)) return AM_OK;
+    if (next < job->round_chunks) am_linear_keys_soon(&then, &soon);
+    at.b = am_workspace(&job->finders), at.pairs = pairs_of(job, task / job->round_chunks, i);
+    read_chunk(&at, job->chains->backward, &soon);
     return AM_OK;
 }
 
@@ -151,26 +144,26 @@ static am_status round_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const rounds_job *job = arg;
     const am_linear_chains *chains = job->chains;
-    const am_linear_place at = am_linear_place_of(&job->sliced, task);
+    am_linear_place at = am_linear_place_of(&job->sliced, task);
     const ptrdiff_t head = task / job->sliced.slices, first = job->round * job->round_chunks;
-    const ptrdiff_t count = am_min(am_linear_chunks(job->base, &at) - first, job->round_chunks);
-    am_linear_link link = {.base = &job->sliced, .at = &at, .b = am_workspace_at(&job->links, task)};
-    if (job->round == (chains->backward ? job->last_round : 0)) chains->begin(chains->job, &link);
+    const ptrdiff_t count = am_min(am_linear_chunks(&at) - first, job->round_chunks);
+    at.b = am_workspace_at(&job->links, task);
+    if (job->round == (chains->backward ? job->last_round : 0)) chains->begin(chains->job, &at);
     for (ptrdiff_t i = 0; i < count; i++) {
         const ptrdiff_t j = chains->backward ? count - 1 - i : i;
-        link.index = first + j;
-        link.pairs = pairs_of(job, head, j);
-        am_linear_chunk chunk =
-            am_linear_load_known(link.base, link.b, &at, am_linear_token(link.base, &at, link.index));
+        at.index = first + j;
+        at.pairs = pairs_of(job, head, j);
+        am_linear_chunk chunk = am_linear_load_known(&at);
         am_linear_soon soon = {.count = 0};
-        const ptrdiff_t next = link.index + (chains->backward ? -1 : 1);
-        if (0 <= next && next < am_linear_chunks(link.base, &at))
-            read_soon(link.base, &at, next, !link.base->linear->by_channel, &soon);
+        am_linear_place next = at;
+        next.index += chains->backward ? -1 : 1;
+        if (0 <= next.index && next.index < am_linear_chunks(&at))
+            read_soon(&next, !at.base->linear->by_channel, &soon);
         chunk.soon = &soon;
-        am_status status = take_chunk(chains, &link, chunk, team);
+        am_status status = take_chunk(chains, &at, chunk, team);
         if (status != AM_OK) return status;
     }
-    if (job->round == (chains->backward ? 0 : job->last_round)) chains->end(chains->job, &link);
+    if (job->round == (chains->backward ? 0 : job->last_round)) chains->end(chains->job, &at);
     return AM_OK;
 }
 
@@ -209,7 +202,7 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_chains
     ptrdiff_t longest = 0;
     for (ptrdiff_t i = 0; i < heads; i++) {
         const am_linear_place at = am_linear_place_of(base, i);
-        longest = am_max(longest, am_linear_chunks(base, &at));
+        longest = am_max(longest, am_linear_chunks(&at));
     }
     rounds_job job = {
         .base = base, .sliced = *base, .chains = chains, .heads = heads, .threads = context->threads};

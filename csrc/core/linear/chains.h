@@ -8,25 +8,15 @@
 #ifndef AM_LINEAR_CHAINS_H
 #define AM_LINEAR_CHAINS_H
 
-#include "core/attention/base.h"
 #include "core/linear/chunks.h"
-
-/* A chunk of a chain; `b` is the chain's memory. */
-typedef struct {
-    const am_linear_base *base;
-    const am_linear_place *at;
-    am_linear_buffers *b;
-    void *pairs;
-    ptrdiff_t index;
-} am_linear_link;
 
 typedef struct {
     const am_linear_base *base;
     bool backward;
     void *job;
-    void (*begin)(void *job, const am_linear_link *link); /* before the first chunk, if any */
-    am_status (*take)(void *job, const am_linear_link *link, am_linear_chunk *chunk);
-    void (*end)(void *job, const am_linear_link *link); /* behind the last one */
+    void (*begin)(void *job, const am_linear_place *at); /* before the first chunk, if any */
+    am_status (*take)(void *job, const am_linear_place *at, am_linear_chunk *chunk);
+    void (*end)(void *job, const am_linear_place *at); /* behind the last one */
 } am_linear_chains;
 
 /* Tokens that are sooner taken one by one than as a chunk; forward only. */

@@ -7,8 +7,6 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/attention/base.h"
-#include "core/arrays/convert.h"
 #include "core/sequences/packed.h"
 
 /* More channels are refused as AM_NO_MEMORY. Up to here no length overflows. */
@@ -126,29 +124,13 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
 {
     const am_linear *linear = base->linear;
     const ptrdiff_t slice = task % base->slices, head = task / base->slices % linear->heads;
-    am_linear_place at = {.end = linear->tokens, .head = head};
+    am_linear_place at = {.base = base, .end = linear->tokens, .head = head};
     at.sequence = task / base->slices / linear->heads;
     at.channel = slice * base->shape.channels;
     at.channels = am_min(linear->channels - at.channel, base->shape.channels);
     at.batch = linear->starts ? 0 : at.sequence;
     if (linear->starts) at.begin = linear->starts[at.sequence], at.end = linear->starts[at.sequence + 1];
     return at;
-}
-
-am_array am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
-{
-    am_array rows = am_linear_rows_at(array, at->batch, token, at->head);
-    rows.data += at->channel * array->stride[3];
-    return rows;
-}
-
-/* A state, of an array of states. */
-static am_array state_at(const am_linear_array *states, const am_linear_place *at)
-{
-    am_array rows = am_linear_rows_at(states, at->sequence, at->head, 0);
-    rows.data += at->channel * states->stride[3];
-    rows.stride.token = states->stride[2];
-    return rows;
 }
 
 typedef struct {
@@ -227,51 +209,75 @@ void am_linear_workspaces_free(am_workspaces *workspaces)
     am_workspaces_free(workspaces);
 }
 
-/* A number for each token: of an axis of tokens, as if it were one of channels. */
-static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,
-                        ptrdiff_t token, ptrdiff_t count, void *to)
+/* --- Rows of arrays --- */
+
+static ptrdiff_t token_of(const am_linear_place *at)
 {
-    am_array rows = am_linear_rows_at(array, at->batch, token, at->head);
-    rows.stride.channel = array->stride[1];
-    am_linear_read(base->all_kernels, base->type, to, base->shape.token_stride, rows, 1, count);
+    return at->begin + at->index * at->base->linear->chunk;
+}
+static ptrdiff_t tokens_of(const am_linear_place *at)
+{
+    return am_min(at->base->shape.tokens, at->end - token_of(at));
 }
 
-/* Whether kernels can read rows of this type where they lie, a lane of 4 bytes at a time. */
-static bool is_plain(const am_linear_base *base, const am_array *rows, am_dtype type)
+am_array am_linear_rows(const am_linear_place *at, const am_array *array, ptrdiff_t head)
 {
-    const uintptr_t places = (uintptr_t)rows->data | (uintptr_t)rows->stride.token;
-    return rows->type == type && rows->stride.channel == (ptrdiff_t)am_size_of(type) &&
-           places % (uintptr_t)base->size == 0;
+    return am_rows_from(array, am_token(array, at->batch, head, token_of(at)), tokens_of(at));
 }
 
-static void read_channel_decay(const am_linear_base *base, const am_linear_buffers *b,
-                               const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
+static am_array slice_of(const am_linear_place *at, am_array rows)
 {
-    am_linear_read(base->all_kernels, base->type, b->decay, base->shape.row_stride,
-                   am_linear_rows_at(&base->linear->decay, at->batch, token, at->head), count,
-                   base->shape.rows);
+    rows.data += at->channel * rows.stride.channel, rows.shape.channel = at->channels;
+    return rows;
 }
 
-static void read_factors_by_channel(const am_linear_base *base, const am_linear_buffers *b,
-                                    const am_linear_place *at, ptrdiff_t token, ptrdiff_t count)
+am_array am_linear_values(const am_linear_place *at, const am_array *array)
 {
-    const am_array from = am_linear_rows_at(&base->linear->decay, at->batch, token, at->head);
+    return slice_of(at, am_linear_rows(at, array, at->head));
+}
+
+am_array am_linear_numbers(const am_linear_place *at, const am_array *array)
+{
+    const char *first = am_token(array, at->batch, at->head, token_of(at));
+    return am_one_row(first, array->type, array->stride.token, tokens_of(at));
+}
+
+/* Queries, or keys. */
+static am_array keys_of(const am_linear_place *at, bool keys)
+{
+    const am_linear *linear = at->base->linear;
+    return am_linear_rows(at, keys ? &linear->key : &linear->query,
+                          at->head / (linear->heads / linear->key_heads));
+}
+
+/* --- Chunks --- */
+
+static void read_channel_decay(const am_linear_place *at)
+{
+    am_linear_read(at, am_linear_rows(at, &at->base->linear->decay, at->head), at->b->decay,
+                   at->base->shape.row_stride);
+}
+
+static void read_factors_by_channel(const am_linear_place *at)
+{
+    const am_linear_base *base = at->base;
+    const am_array decay = am_linear_rows(at, &base->linear->decay, at->head);
     const ptrdiff_t stride = base->shape.row_stride;
-    const bool in_place = is_plain(base, &from, base->type) && base->shape.rows == stride;
-    if (!in_place) read_channel_decay(base, b, at, token, count);
-    double *sums = (double *)b->sums;
-    base->kernels->factors(b->factor, sums, in_place ? from.data : b->decay,
-                           in_place ? from.stride.token / base->size : stride, count, stride);
-    base->kernels->exp_of_sums(b->whole, sums, stride);
+    const am_rows rows = am_read_rows(base->all_kernels, base->type, 1, &decay, stride, at->b->decay);
+    double *sums = (double *)at->b->sums;
+    base->kernels->factors(at->b->factor, sums, rows.data, rows.stride / base->size, decay.shape.token,
+                           stride);
+    base->kernels->exp_of_sums(at->b->whole, sums, stride);
 }
 
-static void read_factors(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
-                         ptrdiff_t token, ptrdiff_t count)
+static void read_factors(const am_linear_place *at)
 {
+    const am_linear_base *base = at->base;
+    const am_linear_buffers *b = at->b;
     const ptrdiff_t stride = base->shape.token_stride;
     const bool wide = base->type == AM_FLOAT64;
     if (base->linear->decay.data)
-        read_tokens(base, &base->linear->decay, at, token, count, b->decay);
+        am_linear_read(at, am_linear_numbers(at, &base->linear->decay), b->decay, stride);
     else
         memset(b->decay, 0, (size_t)(stride * base->size));
     double *exact = (double *)b->exact;
@@ -284,211 +290,187 @@ static void read_factors(const am_linear_base *base, const am_linear_buffers *b,
     if (wide) memcpy(b->factor, exact, (size_t)stride * sizeof *exact);
 }
 
-static void read_decay(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
-                       ptrdiff_t token, ptrdiff_t count)
+static void read_decay(const am_linear_place *at)
 {
-    if (base->linear->by_channel)
-        read_factors_by_channel(base, b, at, token, count);
+    if (at->base->linear->by_channel)
+        read_factors_by_channel(at);
     else
-        read_factors(base, b, at, token, count);
+        read_factors(at);
 }
 
-/* Queries, or keys. */
-static am_array keys_at(const am_linear_base *base, bool keys, const am_linear_place *at, ptrdiff_t token)
+static const void *read_beta(const am_linear_place *at)
 {
-    const am_linear *linear = base->linear;
-    return am_linear_rows_at(keys ? &linear->key : &linear->query, at->batch, token,
-                             at->head / (linear->heads / linear->key_heads));
+    const am_linear_base *base = at->base;
+    if (!base->shape.delta) return NULL;
+    am_linear_read(at, am_linear_numbers(at, &base->linear->beta), at->b->beta, base->shape.token_stride);
+    return at->b->beta;
 }
 
-/* Queries and keys as they are in memory, and there if they lie as kernels need them. */
-static const void *unscaled_keys(const am_linear_base *base, bool keys, const am_linear_place *at,
-                                 ptrdiff_t token, void *to)
+/* Reads rows as kernels for chunks take them, a lane of the type of sums at a time. */
+static am_rows read_lanes(const am_linear_base *base, const am_array *from, ptrdiff_t stride, void *to)
 {
-    const am_linear_shape *s = &base->shape;
-    const am_array from = keys_at(base, keys, at, token);
-    const am_dtype type = base->chunks->rows;
-    if (is_plain(base, &from, type) && s->rows == s->row_stride &&
-        from.stride.token == s->row_stride * from.stride.channel)
-        return from.data;
-    am_linear_read(base->all_kernels, type, to, s->row_stride, from, am_min(s->tokens, at->end - token),
-                   s->rows);
+    const ptrdiff_t width = base->size / (ptrdiff_t)am_size_of(base->chunks->rows);
+    return am_read_rows(base->all_kernels, base->chunks->rows, width, from, stride, to);
+}
+
+/* Queries and keys as they are in memory, and there if they lie as kernels need them: side by side. */
+static const void *unscaled_keys(const am_linear_place *at, bool keys, void *to)
+{
+    const am_linear_base *base = at->base;
+    const ptrdiff_t stride = base->shape.row_stride;
+    const am_array from = keys_of(at, keys);
+    if (from.stride.token == stride * from.stride.channel) return read_lanes(base, &from, stride, to).data;
+    am_gather(base->all_kernels, base->chunks->rows, to, stride, &from);
     return to;
 }
 
 /* Queries and keys, scaled. */
-static void read_keys(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token, ptrdiff_t count,
-                      char *const to[2], char *const inverses[2])
+static void read_keys(const am_linear_place *at, char *const to[2], char *const inverses[2])
 {
-    const am_linear *linear = base->linear;
+    const am_linear_base *base = at->base;
+    const ptrdiff_t stride = base->shape.row_stride;
     for (int i = 0; i < 2; i++) {
-        am_linear_read(base->all_kernels, base->type, to[i], base->shape.row_stride,
-                       keys_at(base, i, at, token), count, base->shape.rows);
-        if (i == 0 || linear->normalize)
-            base->kernels->scale_rows(to[i], inverses[i], i ? 1 : linear->scale, count,
-                                      base->shape.row_stride);
+        am_linear_read(at, keys_of(at, i), to[i], stride);
+        if (i == 0 || base->linear->normalize)
+            base->kernels->scale_rows(to[i], inverses[i], i ? 1 : base->linear->scale, tokens_of(at), stride);
     }
 }
 
-am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *b,
-                               const am_linear_place *at, ptrdiff_t token)
+am_linear_chunk am_linear_load(const am_linear_place *at)
 {
-    const am_linear_shape *s = &base->shape;
-    am_linear_chunk chunk = {.shape = s, .q = b->q, .k = b->k, .factor = b->factor};
+    const am_linear_base *base = at->base;
+    const am_linear_buffers *b = at->b;
+    am_linear_chunk chunk = {.shape = &base->shape, .q = b->q, .k = b->k, .factor = b->factor};
     chunk.exact = (const double *)b->exact, chunk.whole = b->whole;
-    chunk.tokens = am_min(s->tokens, at->end - token);
+    chunk.tokens = tokens_of(at);
     if (base->unscaled) {
-        chunk.q = unscaled_keys(base, false, at, token, b->q);
-        chunk.k = unscaled_keys(base, true, at, token, b->k);
+        chunk.q = unscaled_keys(at, false, b->q);
+        chunk.k = unscaled_keys(at, true, b->k);
     } else {
-        read_keys(base, at, token, chunk.tokens, (char *const[]){b->q, b->k},
-                  (char *const[]){b->q_inverse, b->k_inverse});
+        read_keys(at, (char *const[]){b->q, b->k}, (char *const[]){b->q_inverse, b->k_inverse});
     }
-    read_decay(base, b, at, token, chunk.tokens);
-    if (s->delta) read_tokens(base, &base->linear->beta, at, token, chunk.tokens, b->beta);
-    chunk.beta = s->delta ? b->beta : NULL;
+    read_decay(at);
+    chunk.beta = read_beta(at);
     return chunk;
 }
 
-am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear_buffers *b,
-                                     const am_linear_place *at, ptrdiff_t token)
+am_linear_chunk am_linear_load_known(const am_linear_place *at)
 {
-    const am_linear_shape *s = &base->shape;
-    if (!base->linear->by_channel) return am_linear_load(base, b, at, token);
-    const ptrdiff_t count = am_min(s->tokens, at->end - token);
-    if (s->delta) read_tokens(base, &base->linear->beta, at, token, count, b->beta);
-    return (am_linear_chunk){.shape = s, .tokens = count, .beta = s->delta ? b->beta : NULL};
+    if (!at->base->linear->by_channel) return am_linear_load(at);
+    return (am_linear_chunk){.shape = &at->base->shape, .tokens = tokens_of(at), .beta = read_beta(at)};
 }
 
-static void read_values(const am_linear_base *base, am_dtype type, const am_linear_place *at, ptrdiff_t token,
-                        ptrdiff_t count, char *to)
+void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk)
 {
-    am_linear_read(base->all_kernels, type, to, base->shape.channel_stride,
-                   am_linear_values_at(&base->linear->value, at, token), count, at->channels);
-}
-
-void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
-                           ptrdiff_t token, am_linear_chunk *chunk)
-{
-    const am_linear_shape *s = &base->shape;
-    const am_dtype type = base->chunks->rows;
-    const am_array from = am_linear_values_at(&base->linear->value, at, token);
-    const bool read_once = s->delta || type != base->type;
-    chunk->shape = s;
-    chunk->out = b->out;
-    chunk->v = b->v, chunk->v_stride = s->channel_stride;
-    if (read_once && is_plain(base, &from, type) && at->channels == s->channel_stride)
-        chunk->v = from.data, chunk->v_stride = from.stride.token / from.stride.channel;
+    const am_linear_base *base = at->base;
+    const ptrdiff_t stride = base->shape.channel_stride, size = (ptrdiff_t)am_size_of(base->chunks->rows);
+    const am_array from = am_linear_values(at, &base->linear->value);
+    am_rows v = {.data = at->b->v, .stride = stride * size};
+    if (base->shape.delta || base->chunks->rows != base->type) /* each row is read once */
+        v = read_lanes(base, &from, stride, at->b->v);
     else
-        read_values(base, type, at, token, chunk->tokens, b->v);
+        am_linear_read(at, from, at->b->v, stride);
+    chunk->shape = &base->shape;
+    chunk->out = at->b->out;
+    chunk->v = v.data, chunk->v_stride = v.stride / size;
 }
 
-static void add_soon(am_linear_soon *soon, am_array rows, ptrdiff_t count, ptrdiff_t columns)
+static void add_soon(am_linear_soon *soon, am_array rows)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows.type);
-    if (rows.stride.channel == size && count > 0)
-        soon->rows[soon->count++] = (am_prefetch_rows){rows.data, rows.stride.token, columns * size, count};
+    if (rows.stride.channel == size && rows.shape.token > 0)
+        soon->rows[soon->count++] = (am_prefetch_rows){.at = rows.data,
+                                                       .stride = rows.stride.token,
+                                                       .length = rows.shape.channel * size,
+                                                       .rows = rows.shape.token};
 }
 
-void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,
-                         am_linear_soon *soon)
+void am_linear_keys_soon(const am_linear_place *at, am_linear_soon *soon)
 {
-    const am_linear *linear = base->linear;
-    const ptrdiff_t count = am_min(base->shape.tokens, at->end - token);
-    if (linear->by_channel)
-        add_soon(soon, am_linear_rows_at(&linear->decay, at->batch, token, at->head), count, linear->rows);
-    for (int i = 1; i >= 0; i--) add_soon(soon, keys_at(base, i, at, token), count, linear->rows);
+    const am_linear *linear = at->base->linear;
+    if (linear->by_channel) add_soon(soon, am_linear_rows(at, &linear->decay, at->head));
+    for (int i = 1; i >= 0; i--) add_soon(soon, keys_of(at, i));
 }
 
-void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
-                           const am_linear_place *at, ptrdiff_t token, am_linear_soon *soon)
+void am_linear_values_soon(const am_linear_place *at, const am_array *values, am_linear_soon *soon)
 {
-    add_soon(soon, am_linear_values_at(values, at, token), am_min(base->shape.tokens, at->end - token),
-             at->channels);
+    add_soon(soon, am_linear_values(at, values));
 }
 
-static void find_resets(const am_linear_base *base, const am_linear_buffers *b, am_linear_chunk *chunk)
+static void find_resets(const am_linear_place *at, am_linear_chunk *chunk)
 {
+    const am_linear_base *base = at->base;
     const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->row_stride : 1);
-    bool *reset = (bool *)b->reset, any = false;
+    bool *reset = (bool *)at->b->reset, any = false;
     for (ptrdiff_t i = 0; i < count; i++) {
-        const double decay =
-            base->type == AM_FLOAT64 ? ((double *)b->decay)[i] : (double)((float *)b->decay)[i];
-        reset[i] = decay == -INFINITY;
+        const char *decay = at->b->decay + i * base->size;
+        reset[i] = (base->type == AM_FLOAT64 ? *(double *)decay : (double)*(float *)decay) == -INFINITY;
         any |= reset[i];
     }
     chunk->reset = any ? reset : NULL;
 }
 
-void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
-                           ptrdiff_t token, am_linear_chunk *chunk)
+void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk)
 {
+    const am_linear_base *base = at->base;
+    const am_linear_buffers *b = at->b;
     const am_linear_shape *s = &base->shape;
     char *q = b->q, *k = b->k, *inverse = b->q_inverse;
     if (b->wide) {
         q = b->wide, k = q + s->token_stride * s->row_stride * base->size;
         char *v = k + s->token_stride * s->row_stride * base->size;
         if (inverse) inverse = v + s->token_stride * s->channel_stride * base->size;
-        read_values(base, base->type, at, token, chunk->tokens, v);
+        am_linear_read(at, am_linear_values(at, &base->linear->value), v, s->channel_stride);
         chunk->v = v, chunk->v_stride = s->channel_stride;
     }
     if (base->unscaled || !chunk->q)
-        read_keys(base, at, token, chunk->tokens, (char *const[]){q, k},
-                  (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
-    if (!chunk->factor) read_decay(base, b, at, token, chunk->tokens);
-    if (base->linear->by_channel) read_channel_decay(base, b, at, token, chunk->tokens);
+        read_keys(at, (char *const[]){q, k}, (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
+    if (!chunk->factor) read_decay(at);
+    if (base->linear->by_channel) read_channel_decay(at);
     chunk->q = q, chunk->k = k, chunk->factor = b->factor;
-    find_resets(base, b, chunk);
+    find_resets(at, chunk);
 }
 
-ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at)
+static char *spare_state(const am_linear_place *at)
 {
-    return am_ceil_div(at->end - at->begin, base->linear->chunk);
+    const am_linear_shape *s = &at->base->shape;
+    return at->b->spare + s->token_stride * s->channel_stride * at->base->size;
 }
 
-ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index)
+void am_linear_put_aside(const am_linear_place *at, ptrdiff_t tokens, const void *out, const void *state)
 {
-    return at->begin + index * base->linear->chunk;
+    const am_linear_shape *s = &at->base->shape;
+    const size_t row = (size_t)(s->channel_stride * at->base->size);
+    if (tokens > 0) memcpy(at->b->spare, out, (size_t)tokens * row);
+    memcpy(spare_state(at), state, (size_t)s->rows * row);
 }
 
-static ptrdiff_t spare_values(const am_linear_base *base)
+void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, void *state)
 {
-    return base->shape.token_stride * base->shape.channel_stride * base->size;
+    at->base->kernels->keep_finite(&at->base->shape, tokens, (void *const[]){out, state},
+                                   (const void *const[]){at->b->spare, spare_state(at)});
 }
 
-void am_linear_put_aside(const am_linear_base *base, const am_linear_buffers *b, ptrdiff_t tokens,
-                         const void *out, const void *state)
+/* --- States --- */
+
+static am_array state_of(const am_linear_place *at, const am_array *states)
 {
-    const size_t row = (size_t)(base->shape.channel_stride * base->size), rows = (size_t)base->shape.rows;
-    if (tokens > 0) memcpy(b->spare, out, (size_t)tokens * row);
-    memcpy(b->spare + spare_values(base), state, rows * row);
+    const char *first = am_token(states, at->sequence, at->head, 0);
+    return slice_of(at, am_rows_from(states, first, at->base->shape.rows));
 }
 
-void am_linear_put_back(const am_linear_base *base, const am_linear_buffers *b, ptrdiff_t tokens, void *out,
-                        void *state)
+void am_linear_read_state(const am_linear_place *at, const am_array *states, void *to)
 {
-    base->kernels->keep_finite(&base->shape, tokens, (void *const[]){out, state},
-                               (const void *const[]){b->spare, b->spare + spare_values(base)});
+    const am_linear_shape *s = &at->base->shape;
+    if (states->data)
+        am_linear_read(at, state_of(at, states), to, s->channel_stride);
+    else
+        memset(to, 0, (size_t)(s->rows * s->channel_stride * at->base->size));
 }
 
-void am_linear_read_state(const am_linear_base *base, const am_linear_array *states,
-                          const am_linear_place *at, void *to)
+void am_linear_write_state(const am_linear_place *at, const am_array *states, const void *from)
 {
-    const am_linear_shape *s = &base->shape;
-    if (!states->data) {
-        memset(to, 0, (size_t)(s->rows * s->channel_stride * base->size));
-        return;
-    }
-    am_linear_read(base->all_kernels, base->type, to, s->channel_stride, state_at(states, at), s->rows,
-                   at->channels);
-}
-
-void am_linear_write_state(const am_linear_base *base, const am_linear_array *states,
-                           const am_linear_place *at, const void *from)
-{
-    const am_linear_shape *s = &base->shape;
-    am_linear_write(base->all_kernels, base->type, state_at(states, at), from, s->channel_stride, s->rows,
-                    at->channels);
+    am_linear_write(at, state_of(at, states), from, at->base->shape.channel_stride);
 }
 
 ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence)
@@ -502,30 +484,35 @@ ptrdiff_t am_linear_sequence_of(const am_linear_base *base, ptrdiff_t state)
                          : state / states_of(base->linear, 0);
 }
 
-char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,
-                           ptrdiff_t index)
+char *am_linear_kept_state(const am_linear_place *at, const void *kept, ptrdiff_t index)
 {
+    const am_linear_base *base = at->base;
     const ptrdiff_t number = (am_linear_offset(base, at->sequence) + index) * base->linear->heads + at->head;
     return (char *)kept + (number * base->shape.rows * base->kept_stride + at->channel) * base->size;
 }
 
 /* Copies a slice of a state: the last one may be padded to more than what is kept. */
-static void copy_slice(const am_linear_base *base, const am_linear_place *at, char *to, ptrdiff_t to_stride,
-                       const char *from, ptrdiff_t from_stride)
+static void copy_slice(const am_linear_place *at, char *to, ptrdiff_t to_stride, const char *from,
+                       ptrdiff_t from_stride)
 {
+    const am_linear_base *base = at->base;
     const ptrdiff_t channels = am_min(base->shape.channel_stride, base->kept_stride - at->channel);
     for (ptrdiff_t r = 0; r < base->shape.rows; r++)
         memcpy(to + r * to_stride * base->size, from + r * from_stride * base->size,
                (size_t)(channels * base->size));
 }
 
-void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state)
+void am_linear_keep(const am_linear_place *at, void *kept, ptrdiff_t index, const char *state)
 {
-    copy_slice(base, at, kept, base->kept_stride, state, base->shape.channel_stride);
+    const am_linear_base *base = at->base;
+    copy_slice(at, am_linear_kept_state(at, kept, index), base->kept_stride, state,
+               base->shape.channel_stride);
 }
 
-void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state)
+void am_linear_recall(const am_linear_place *at, const void *kept, ptrdiff_t index, char *state)
 {
+    const am_linear_base *base = at->base;
     memset(state, 0, (size_t)(base->shape.rows * base->shape.channel_stride * base->size));
-    copy_slice(base, at, state, base->shape.channel_stride, kept, base->kept_stride);
+    copy_slice(at, state, base->shape.channel_stride, am_linear_kept_state(at, kept, index),
+               base->kept_stride);
 }

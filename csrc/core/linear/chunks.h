@@ -2,40 +2,8 @@
 #ifndef AM_LINEAR_CHUNKS_H
 #define AM_LINEAR_CHUNKS_H
 
-#include <string.h>
-
-#include "core/arrays/array.h"
 #include "core/linear/linear.h"
 #include "core/runtime/workspaces.h"
-
-/* --- Rows of arrays of any type and stride, to and from those that kernels see --- */
-
-/* The rows [tokens, last axis] at a batch row, a token and a head; their number is not set. */
-static inline am_array am_linear_rows_at(const am_linear_array *a, ptrdiff_t batch, ptrdiff_t token,
-                                         ptrdiff_t head)
-{
-    char *data = (char *)a->data + batch * a->stride[0] + token * a->stride[1] + head * a->stride[2];
-    return (am_array){
-        .data = data, .type = a->type, .stride = {.token = a->stride[1], .channel = a->stride[3]}};
-}
-
-/* Reads rows as numbers of `type`, and pads each with zeros up to `stride`. */
-static inline void am_linear_read(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
-                                  am_array from, ptrdiff_t rows, ptrdiff_t columns)
-{
-    from.shape.token = rows, from.shape.channel = columns;
-    am_gather(kernels, type, to, stride, &from);
-}
-
-/* Writes them; the array is writeable. */
-static inline void am_linear_write(const am_kernels *kernels, am_dtype type, am_array to, const void *from,
-                                   ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
-{
-    to.shape.token = rows, to.shape.channel = columns;
-    am_scatter(kernels, &to, type, from, stride);
-}
-
-/* --- Chunks --- */
 
 /* What all tasks of a call have in common. */
 typedef struct {
@@ -53,11 +21,6 @@ typedef struct {
     bool unscaled;         /* queries and keys of chunks are as in memory */
 } am_linear_base;
 
-/* A sequence, value head, and slice of its channels. */
-typedef struct {
-    ptrdiff_t batch, begin, end, sequence, head, channel, channels;
-} am_linear_place;
-
 /* Numbers of one chunk, and memory for the kernels. */
 typedef struct {
     char *q, *k, *v, *out, *decay, *factor, *reset, *beta;
@@ -73,6 +36,15 @@ typedef struct {
         char *token_scratch; /* allocated when it is needed */
     } back;
 } am_linear_buffers;
+
+/* A chunk of a sequence, value head and slice of its channels, and the memory of whoever takes it. */
+typedef struct {
+    const am_linear_base *base;
+    ptrdiff_t batch, begin, end, sequence, head, channel, channels; /* begin, end: tokens of the sequence */
+    ptrdiff_t index;                                                /* of the chunk */
+    am_linear_buffers *b;
+    void *pairs; /* of the tokens of the chunk */
+} am_linear_place;
 
 /* What chunks are taken for. */
 typedef enum { AM_LINEAR_FORWARD, AM_LINEAR_BACKWARD, AM_LINEAR_STEP } am_linear_way;
@@ -90,7 +62,14 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
 void am_linear_cut_channels(am_linear_base *base, const am_context *context);
 void am_linear_end(am_linear_base *base);
 
+/* The first chunk of a task, without memory. */
 am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task);
+
+/* The chunks of a sequence. */
+static inline ptrdiff_t am_linear_chunks(const am_linear_place *at)
+{
+    return am_ceil_div(at->end - at->begin, at->base->linear->chunk);
+}
 
 /* What buffers are for. */
 enum { AM_LINEAR_READ = 1, AM_LINEAR_FIND = 2, AM_LINEAR_PAIRS = 4, AM_LINEAR_TAKE = 8, AM_LINEAR_BACK = 16 };
@@ -100,56 +79,51 @@ am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_b
                                     int uses);
 void am_linear_workspaces_free(am_workspaces *workspaces);
 
-/* Reads the chunk that begins at a token, but for values; only what is needed where its pairs are known; and
- * values. */
-am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *buffers,
-                               const am_linear_place *at, ptrdiff_t token);
-am_linear_chunk am_linear_load_known(const am_linear_base *base, const am_linear_buffers *buffers,
-                                     const am_linear_place *at, ptrdiff_t token);
-void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *buffers,
-                           const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
+/* The rows of a chunk: of a head of an array, of the channels of values, or of the numbers of its tokens,
+ * which are one row. */
+am_array am_linear_rows(const am_linear_place *at, const am_array *array, ptrdiff_t head);
+am_array am_linear_values(const am_linear_place *at, const am_array *array);
+am_array am_linear_numbers(const am_linear_place *at, const am_array *array);
+
+/* Reads rows as numbers of the type of sums, or writes them. */
+static inline void am_linear_read(const am_linear_place *at, am_array from, void *to, ptrdiff_t stride)
+{
+    am_gather(at->base->all_kernels, at->base->type, to, stride, &from);
+}
+static inline void am_linear_write(const am_linear_place *at, am_array to, const void *from, ptrdiff_t stride)
+{
+    am_scatter(at->base->all_kernels, &to, at->base->type, from, stride);
+}
+
+/* Reads a chunk, but for values; only what is needed where its pairs are known; and values. */
+am_linear_chunk am_linear_load(const am_linear_place *at);
+am_linear_chunk am_linear_load_known(const am_linear_place *at);
+void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk);
 
 /* Adds rows that are read or written soon: queries, keys and decays by channel; and those of values. */
-void am_linear_keys_soon(const am_linear_base *base, const am_linear_place *at, ptrdiff_t token,
-                         am_linear_soon *soon);
-void am_linear_values_soon(const am_linear_base *base, const am_linear_array *values,
-                           const am_linear_place *at, ptrdiff_t token, am_linear_soon *soon);
+void am_linear_keys_soon(const am_linear_place *at, am_linear_soon *soon);
+void am_linear_values_soon(const am_linear_place *at, const am_array *values, am_linear_soon *soon);
 
 /* Reads what is missing before a chunk is taken token by token: all in the type of sums, and which decays are
  * -inf. */
-void am_linear_load_tokens(const am_linear_base *base, const am_linear_buffers *buffers,
-                           const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
-
-/* Chunks of a place, and the first token of one. */
-ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at);
-ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index);
+void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk);
 
 /* Before a chunk is taken token by token, what its products gave is put aside; and behind that, what of it is
  * finite comes back. `tokens` rows of `out`, which may be none, and a state. */
-void am_linear_put_aside(const am_linear_base *base, const am_linear_buffers *buffers, ptrdiff_t tokens,
-                         const void *out, const void *state);
-void am_linear_put_back(const am_linear_base *base, const am_linear_buffers *buffers, ptrdiff_t tokens,
-                        void *out, void *state);
+void am_linear_put_aside(const am_linear_place *at, ptrdiff_t tokens, const void *out, const void *state);
+void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, void *state);
 
-/* A state of an array, or zeros. */
-void am_linear_read_state(const am_linear_base *base, const am_linear_array *states,
-                          const am_linear_place *at, void *to);
-void am_linear_write_state(const am_linear_base *base, const am_linear_array *states,
-                           const am_linear_place *at, const void *from);
-
-/* Rows of an array of values, or of one state. */
-am_array am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token);
+/* A slice of a state of an array, or zeros. */
+void am_linear_read_state(const am_linear_place *at, const am_array *states, void *to);
+void am_linear_write_state(const am_linear_place *at, const am_array *states, const void *from);
 
 /* The number of states that are kept before a sequence, for each head; and the sequence of one. */
 ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence);
 ptrdiff_t am_linear_sequence_of(const am_linear_base *base, ptrdiff_t state);
 
-/* State `index` of a sequence among those that are kept. */
-char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,
-                           ptrdiff_t index);
-
-/* Copy a slice of it, to it or from it. */
-void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state);
-void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state);
+/* State `index` of a sequence among those that are kept; and copies of a slice of it, to it or from it. */
+char *am_linear_kept_state(const am_linear_place *at, const void *kept, ptrdiff_t index);
+void am_linear_keep(const am_linear_place *at, void *kept, ptrdiff_t index, const char *state);
+void am_linear_recall(const am_linear_place *at, const void *kept, ptrdiff_t index, char *state);
 
 #endif

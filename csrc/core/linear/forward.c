@@ -6,50 +6,46 @@
 #include "core/linear/plain.h"
 
 /* Where the state number `i` of a chain is computed: where it is kept if it is whole. */
-static char *state_of(const am_linear_results *to, const am_linear_link *l, ptrdiff_t i)
+static char *state_of(const am_linear_results *to, const am_linear_place *at, ptrdiff_t i)
 {
-    const bool whole = to->kept && l->base->slices == 1;
-    return whole ? am_linear_kept_state(l->base, to->kept, l->at, i) : l->b->states[i % 2];
+    const bool whole = to->kept && at->base->slices == 1;
+    return whole ? am_linear_kept_state(at, to->kept, i) : at->b->states[i % 2];
 }
 
-static void keep_slice(const am_linear_results *to, const am_linear_link *l, ptrdiff_t i)
+static void keep_slice(const am_linear_results *to, const am_linear_place *at, ptrdiff_t i)
 {
-    if (!to->kept || l->base->slices == 1) return;
-    am_linear_keep(l->base, am_linear_kept_state(l->base, to->kept, l->at, i), l->at, state_of(to, l, i));
+    if (to->kept && at->base->slices > 1) am_linear_keep(at, to->kept, i, state_of(to, at, i));
 }
 
-static void begin(void *results, const am_linear_link *l)
+static void begin(void *results, const am_linear_place *at)
 {
-    am_linear_read_state(l->base, &l->base->linear->state, l->at, state_of(results, l, 0));
-    keep_slice(results, l, 0);
+    am_linear_read_state(at, &at->base->linear->state, state_of(results, at, 0));
+    keep_slice(results, at, 0);
 }
 
-static am_status take(void *results, const am_linear_link *l, am_linear_chunk *chunk)
+static am_status take(void *results, const am_linear_place *at, am_linear_chunk *chunk)
 {
     const am_linear_results *to = results;
-    const am_linear_base *base = l->base;
-    chunk->state = state_of(to, l, l->index);
-    chunk->next = state_of(to, l, l->index + 1);
+    const am_linear_base *base = at->base;
+    chunk->state = state_of(to, at, at->index);
+    chunk->next = state_of(to, at, at->index + 1);
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
-    const ptrdiff_t token = am_linear_token(base, l->at, l->index);
-    if (chunk->soon) am_linear_values_soon(base, &to->out, l->at, token, chunk->soon);
-    if (few || !base->chunks->forward(chunk, l->pairs, l->b->scratch)) {
-        if (!few) am_linear_put_aside(base, l->b, chunk->tokens, chunk->out, chunk->next);
-        am_linear_load_tokens(base, l->b, l->at, token, chunk);
-        base->kernels->forward_tokens(chunk, l->b->scratch);
-        if (!few) am_linear_put_back(base, l->b, chunk->tokens, chunk->out, chunk->next);
+    if (chunk->soon) am_linear_values_soon(at, &to->out, chunk->soon);
+    if (few || !base->chunks->forward(chunk, at->pairs, at->b->scratch)) {
+        if (!few) am_linear_put_aside(at, chunk->tokens, chunk->out, chunk->next);
+        am_linear_load_tokens(at, chunk);
+        base->kernels->forward_tokens(chunk, at->b->scratch);
+        if (!few) am_linear_put_back(at, chunk->tokens, chunk->out, chunk->next);
     }
-    keep_slice(to, l, l->index + 1);
-    am_linear_write(base->all_kernels, base->type, am_linear_values_at(&to->out, l->at, token), l->b->out,
-                    base->shape.channel_stride, chunk->tokens, l->at->channels);
+    keep_slice(to, at, at->index + 1);
+    am_linear_write(at, am_linear_values(at, &to->out), at->b->out, base->shape.channel_stride);
     return AM_OK;
 }
 
-static void end(void *results, const am_linear_link *l)
+static void end(void *results, const am_linear_place *at)
 {
     const am_linear_results *to = results;
-    const char *state = state_of(to, l, am_linear_chunks(l->base, l->at));
-    if (to->state.data) am_linear_write_state(l->base, &to->state, l->at, state);
+    if (to->state.data) am_linear_write_state(at, &to->state, state_of(to, at, am_linear_chunks(at)));
 }
 
 am_status am_linear_forward_all(const am_context *context, const am_linear *linear,
@@ -74,36 +70,29 @@ typedef struct {
     ptrdiff_t states, task_states; /* sequences and heads, of all and of a task */
 } step_job;
 
-/* Whether the kernels can take states where they lie. */
-static bool is_in_place(const am_linear_base *base, const am_linear_array *state)
-{
-    const am_linear_shape *s = &base->shape;
-    return s->channels == s->channel_stride && state->stride[3] == base->size &&
-           state->stride[2] == s->channel_stride * base->size;
-}
-
-static void take_step(const step_job *job, const am_linear_buffers *b, const am_linear_place *at)
+static void take_step(const step_job *job, const am_linear_place *at)
 {
     const am_linear_base *base = &job->base;
     const am_linear_step *step = job->step;
-    const am_array out = am_linear_values_at(&step->out, at, 0);
+    const am_linear_shape *s = &base->shape;
     am_linear_place slot = *at;
     slot.sequence = step->slots ? step->slots[at->sequence] : at->sequence;
     if (slot.sequence < 0) {
-        memset(b->out, 0, (size_t)(base->shape.channel_stride * base->size));
+        memset(at->b->out, 0, (size_t)(s->channel_stride * base->size));
     } else {
-        am_linear_chunk chunk = am_linear_load(base, b, at, 0);
-        am_linear_load_values(base, b, at, 0, &chunk);
-        am_linear_load_tokens(base, b, at, 0, &chunk);
-        const bool in_place = is_in_place(base, &step->state);
-        char *state = in_place ? (char *)am_linear_rows_at(&step->state, slot.sequence, slot.head, 0).data
-                               : b->states[0];
-        if (!in_place) am_linear_read_state(base, &step->state, &slot, state);
+        am_linear_chunk chunk = am_linear_load(at);
+        am_linear_load_values(at, &chunk);
+        am_linear_load_tokens(at, &chunk);
+        const am_by_axis *stride = &step->state.stride; /* in place: as kernels take states */
+        const bool in_place = s->channels == s->channel_stride && stride->channel == base->size &&
+                              stride->token == s->channel_stride * base->size;
+        char *state = in_place ? am_token(&step->state, slot.sequence, slot.head, 0) : at->b->states[0];
+        if (!in_place) am_linear_read_state(&slot, &step->state, state);
         chunk.state = chunk.next = state;
-        base->kernels->forward_tokens(&chunk, b->scratch);
-        if (!in_place) am_linear_write_state(base, &step->state, &slot, state);
+        base->kernels->forward_tokens(&chunk, at->b->scratch);
+        if (!in_place) am_linear_write_state(&slot, &step->state, state);
     }
-    am_linear_write(base->all_kernels, base->type, out, b->out, base->shape.channel_stride, 1, at->channels);
+    am_linear_write(at, am_linear_values(at, &step->out), at->b->out, s->channel_stride);
 }
 
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
@@ -112,8 +101,9 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     (void)team;
     for (ptrdiff_t i = index * job->task_states; i < am_min((index + 1) * job->task_states, job->states);
          i++) {
-        const am_linear_place at = am_linear_place_of(&job->base, i);
-        take_step(job, am_workspace(&job->workspaces), &at);
+        am_linear_place at = am_linear_place_of(&job->base, i);
+        at.b = am_workspace(&job->workspaces);
+        take_step(job, &at);
     }
     return AM_OK;
 }

@@ -3,21 +3,15 @@
 #ifndef AM_LINEAR_H
 #define AM_LINEAR_H
 
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 #include "kernels/linear/table.h"
 
-/* An array [batch, tokens, heads, channels]; strides in bytes, 0 where an axis is missing. */
-typedef struct {
-    const char *data; /* NULL: not given */
-    am_dtype type;
-    ptrdiff_t stride[4];
-} am_linear_array;
-
 typedef struct {
     ptrdiff_t heads, key_heads, rows, channels; /* of values; of queries and keys; K; V */
-    am_linear_array query, key, value, decay, beta;
-    am_linear_array state; /* the initial one, [sequences, heads, rows, channels] */
-    bool by_channel;       /* decay has an axis of channels */
+    am_array query, key, value, decay, beta;
+    am_array state;  /* the initial ones: sequences, heads, rows as tokens, and channels */
+    bool by_channel; /* decay has an axis of channels */
     bool normalize;
     double scale;
     ptrdiff_t chunk;
@@ -27,8 +21,8 @@ typedef struct {
 
 /* Where results go. States are of the type of sums. */
 typedef struct {
-    am_linear_array out;
-    am_linear_array state; /* data may be NULL */
+    am_array out;
+    am_array state; /* data may be NULL */
     void *kept; /* the state before each chunk and after the last, [am_linear_kept] of them; may be NULL */
 } am_linear_results;
 
@@ -43,9 +37,9 @@ am_status am_linear_forward_all(const am_context *context, const am_linear *line
 
 /* Gradients, of the shapes and types of the inputs; arrays without data are not wanted. */
 typedef struct {
-    am_linear_array d_out, d_state; /* of the results; d_state may lack data */
+    am_array d_out, d_state; /* of the results; d_state may lack data */
     const void *kept;
-    am_linear_array query, key, value, decay, beta, state;
+    am_array query, key, value, decay, beta, state;
     bool decay_of_heads; /* one number per head, whose gradient sums over all tokens */
 } am_linear_back;
 
@@ -54,8 +48,8 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
 
 /* One token of each batch row, in place. `linear` has one token; its `state` lacks data. */
 typedef struct {
-    am_linear_array out, state; /* [slots, heads, rows, channels] of the type of sums */
-    const ptrdiff_t *slots;     /* of each batch row; -1: the row is left out. NULL: slot i for row i */
+    am_array out, state;    /* state: slots, heads, rows as tokens, and channels, of the type of sums */
+    const ptrdiff_t *slots; /* of each batch row; -1: the row is left out. NULL: slot i for row i */
 } am_linear_step;
 
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step);

@@ -21,8 +21,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "core/linear/chunks.h"
 #include "core/linear/plain.h"
+#include "core/runtime/workspaces.h"
 
 /* A call: of `to`, `back` and `step`, the one that is not NULL says what is computed. */
 typedef struct {
@@ -50,34 +50,43 @@ typedef struct {
 
 /* --- Numbers in memory --- */
 
-static void read_row(const plain *p, const am_linear_array *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t head,
-                     ptrdiff_t count, double *to)
+static void read_rows(const plain *p, const am_array *a, const char *first, ptrdiff_t tokens, double *to)
 {
-    am_linear_read(p->kernels, AM_FLOAT64, to, count, am_linear_rows_at(a, b, t, head), 1, count);
+    const am_array rows = am_rows_from(a, first, tokens);
+    am_gather(p->kernels, AM_FLOAT64, to, a->shape.channel, &rows);
 }
 
-static void write_row(const plain *p, const am_linear_array *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t head,
-                      ptrdiff_t count, const double *from)
+static void write_rows(const plain *p, const am_array *a, const char *first, ptrdiff_t tokens,
+                       const double *from)
 {
-    if (a->data)
-        am_linear_write(p->kernels, AM_FLOAT64, am_linear_rows_at(a, b, t, head), from, count, 1, count);
+    const am_array rows = am_rows_from(a, first, tokens);
+    am_scatter(p->kernels, &rows, AM_FLOAT64, from, a->shape.channel);
+}
+
+/* Those of a token, of a head or of its key head. */
+static void read_row(const plain *p, const am_array *a, const token *x, ptrdiff_t head, double *to)
+{
+    read_rows(p, a, am_token(a, x->b, head, x->t), 1, to);
+}
+
+static void write_row(const plain *p, const am_array *a, const token *x, ptrdiff_t head, const double *from)
+{
+    if (a->data) write_rows(p, a, am_token(a, x->b, head, x->t), 1, from);
 }
 
 /* Reads a state, or zeros if the call has none. */
-static void read_state(const plain *p, const am_linear_array *a, ptrdiff_t sequence, ptrdiff_t head,
-                       double *to)
+static void read_state(const plain *p, const am_array *a, ptrdiff_t sequence, ptrdiff_t head, double *to)
 {
-    const ptrdiff_t rows = p->l->rows, channels = p->l->channels;
-    if (!a->data) memset(to, 0, (size_t)(rows * channels) * sizeof *to);
-    for (ptrdiff_t i = 0; a->data && i < rows; i++)
-        read_row(p, a, sequence, head, i, channels, to + i * channels); /* its axes are in this order */
+    if (a->data)
+        read_rows(p, a, am_token(a, sequence, head, 0), p->l->rows, to);
+    else
+        memset(to, 0, (size_t)(p->l->rows * p->l->channels) * sizeof *to);
 }
 
-static void write_state(const plain *p, const am_linear_array *a, ptrdiff_t sequence, ptrdiff_t head,
+static void write_state(const plain *p, const am_array *a, ptrdiff_t sequence, ptrdiff_t head,
                         const double *from)
 {
-    for (ptrdiff_t i = 0; i < p->l->rows; i++)
-        write_row(p, a, sequence, head, i, p->l->channels, from + i * p->l->channels);
+    if (a->data) write_rows(p, a, am_token(a, sequence, head, 0), p->l->rows, from);
 }
 
 static double dot(const double *a, const double *b, ptrdiff_t count)
@@ -103,22 +112,17 @@ static void read_token(const plain *p, token *x, ptrdiff_t t)
 {
     const am_linear *l = p->l;
     x->t = t;
-    read_row(p, &l->query, x->b, t, x->key_head, l->rows, x->q);
-    read_row(p, &l->key, x->b, t, x->key_head, l->rows, x->k);
-    read_row(p, &l->value, x->b, t, x->head, l->channels, x->v);
+    read_row(p, &l->query, x, x->key_head, x->q);
+    read_row(p, &l->key, x, x->key_head, x->k);
+    read_row(p, &l->value, x, x->head, x->v);
     scale_row(x->q, l->rows, x->q_inverse = inverse_norm(p, x->q));
     scale_row(x->k, l->rows, x->k_inverse = inverse_norm(p, x->k));
     x->beta = 1;
-    if (l->beta.data) read_row(p, &l->beta, x->b, t, x->head, 1, &x->beta);
-    for (ptrdiff_t i = 0; i < l->rows; i++) {
-        x->factor[i] = 0;
-        if (l->decay.data && (i == 0 || l->by_channel)) {
-            am_linear_array decay = l->decay;
-            decay.data += i * decay.stride[3];
-            read_row(p, &decay, x->b, t, x->head, 1, &x->factor[i]);
-        }
+    if (l->beta.data) read_row(p, &l->beta, x, x->head, &x->beta);
+    memset(x->factor, 0, (size_t)l->rows * sizeof *x->factor);
+    if (l->decay.data && l->rows > 0) read_row(p, &l->decay, x, x->head, x->factor);
+    for (ptrdiff_t i = 0; i < l->rows; i++)
         x->factor[i] = i == 0 || l->by_channel ? exp(x->factor[i]) : x->factor[0];
-    }
 }
 
 /* --- The recurrence --- */
@@ -160,7 +164,7 @@ static void backward_token(const plain *p, token *x, const double *state)
     const am_linear_back *g = p->back;
     const ptrdiff_t rows = l->rows, channels = l->channels;
     double *d_q = x->d_q + (x->t - x->first) * rows, *d_k = x->d_k + (x->t - x->first) * rows, d_beta;
-    read_row(p, &g->d_out, x->b, x->t, x->head, channels, x->d_out);
+    read_row(p, &g->d_out, x, x->head, x->d_out);
     scale_row(x->d_out, channels, l->scale);
     for (ptrdiff_t i = 0; i < rows; i++) {
         const double *next = state + i * channels;
@@ -175,10 +179,10 @@ static void backward_token(const plain *p, token *x, const double *state)
     }
     if (l->beta.data) {
         d_beta = dot(x->d_v, x->error, channels);
-        write_row(p, &g->beta, x->b, x->t, x->head, 1, &d_beta);
+        write_row(p, &g->beta, x, x->head, &d_beta);
         scale_row(x->d_v, channels, x->beta);
     }
-    write_row(p, &g->value, x->b, x->t, x->head, channels, x->d_v);
+    write_row(p, &g->value, x, x->head, x->d_v);
     for (ptrdiff_t i = 0; i < rows; i++) {
         double *d = x->d_state + i * channels;
         const double *decayed = x->decayed + i * channels;
@@ -197,11 +201,11 @@ static void write_decay(const plain *p, const token *x)
     double sum = 0;
     for (ptrdiff_t i = 0; i < p->l->rows; i++) sum += x->row[i];
     if (p->l->by_channel)
-        write_row(p, &p->back->decay, x->b, x->t, x->head, p->l->rows, x->row);
+        write_row(p, &p->back->decay, x, x->head, x->row);
     else if (p->back->decay_of_heads)
         x->d_decay[x->head - x->key_head * p->shared] += sum;
     else
-        write_row(p, &p->back->decay, x->b, x->t, x->head, 1, &sum);
+        write_row(p, &p->back->decay, x, x->head, &sum);
 }
 
 /* --- Sequences of a value head --- */
@@ -213,7 +217,7 @@ static am_status forward_sequence(const plain *p, token *x, ptrdiff_t sequence, 
     read_state(p, &p->l->state, sequence, x->head, x->states);
     for (ptrdiff_t i = 0; status == AM_OK && i < count; i++, status = am_checkpoint(team)) {
         forward_token(p, x, x->first + i, x->states);
-        write_row(p, &p->to->out, x->b, x->t, x->head, p->l->channels, x->out);
+        write_row(p, &p->to->out, x, x->head, x->out);
     }
     if (status == AM_OK) write_state(p, &p->to->state, sequence, x->head, x->states);
     return status;
@@ -259,7 +263,8 @@ static void step_sequence(const plain *p, token *x, ptrdiff_t sequence)
         forward_token(p, x, 0, x->states);
         write_state(p, &p->step->state, slot, x->head, x->states);
     }
-    write_row(p, &p->step->out, x->b, 0, x->head, p->l->channels, x->out);
+    x->t = 0;
+    write_row(p, &p->step->out, x, x->head, x->out);
 }
 
 /* --- Key heads --- */
@@ -270,8 +275,9 @@ static void write_keys(const plain *p, token *x, ptrdiff_t count)
     const ptrdiff_t rows = p->l->rows;
     for (ptrdiff_t i = 0; i < count; i++) {
         double *d_q = x->d_q + i * rows, *d_k = x->d_k + i * rows;
-        read_row(p, &p->l->query, x->b, x->first + i, x->key_head, rows, x->q);
-        read_row(p, &p->l->key, x->b, x->first + i, x->key_head, rows, x->k);
+        x->t = x->first + i;
+        read_row(p, &p->l->query, x, x->key_head, x->q);
+        read_row(p, &p->l->key, x, x->key_head, x->k);
         const double q_inverse = inverse_norm(p, x->q), k_inverse = inverse_norm(p, x->k),
                      q_part = p->l->normalize ? q_inverse * q_inverse * dot(x->q, d_q, rows) : 0,
                      k_part = p->l->normalize ? k_inverse * k_inverse * dot(x->k, d_k, rows) : 0;
@@ -279,8 +285,8 @@ static void write_keys(const plain *p, token *x, ptrdiff_t count)
             d_q[r] = q_inverse * (d_q[r] - x->q[r] * q_part);
             d_k[r] = k_inverse * (d_k[r] - x->k[r] * k_part);
         }
-        write_row(p, &p->back->query, x->b, x->first + i, x->key_head, rows, d_q);
-        write_row(p, &p->back->key, x->b, x->first + i, x->key_head, rows, d_k);
+        write_row(p, &p->back->query, x, x->key_head, d_q);
+        write_row(p, &p->back->key, x, x->key_head, d_k);
     }
 }
 
@@ -311,8 +317,9 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     x.key_head = index;
     if (p->back) memset(x.d_decay, 0, (size_t)p->shared * sizeof *x.d_decay);
     for (ptrdiff_t s = 0; status == AM_OK && s < p->l->sequences; s++) status = take_sequence(p, &x, s, team);
+    x.b = x.t = 0;
     for (ptrdiff_t i = 0; status == AM_OK && p->back && p->back->decay_of_heads && i < p->shared; i++)
-        write_row(p, &p->back->decay, 0, 0, index * p->shared + i, 1, &x.d_decay[i]);
+        write_row(p, &p->back->decay, &x, index * p->shared + i, &x.d_decay[i]);
     return status;
 }
 

@@ -10,7 +10,6 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
 
 enum {
@@ -79,21 +78,21 @@ static am_status convolve(const conv_job *job, const am_conv_place *p, const buf
         tile.silu = c->silu;
         const char *src = b->window;
         if (direct) {
-            src = am_conv_at(p, &c->x, t - history);
-            tile.src_stride = c->x.token / job->size;
+            src = am_conv_at(p, &c->x, p->first + t - history);
+            tile.src_stride = c->x.stride.token / job->size;
         } else {
             am_conv_load_window(p, b->window, t, count);
         }
         char *dst = b->results;
         if (job->dst_direct) {
-            dst = am_conv_at(p, &c->out, t);
-            tile.dst_stride = c->out.token / job->size;
+            dst = am_conv_at(p, &c->out, p->first + t);
+            tile.dst_stride = c->out.stride.token / job->size;
             tile.stream = job->stream && (uintptr_t)dst % LINE == 0;
         }
         am_status status = am_conv_results(p, dst, src, tile, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
-        if (!job->dst_direct) am_conv_store(p, p->type, &c->out, t, dst, count);
+        if (!job->dst_direct) am_conv_store(p, p->type, &c->out, p->first + t, dst, count);
     }
     return AM_OK;
 }
@@ -135,10 +134,10 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
  * read. That takes whole lines of the cache, where the memory of NumPy seldom begins. */
 static void choose_stream(conv_job *job)
 {
-    const am_conv_array *out = &job->conv->out;
+    const am_array *out = &job->conv->out;
     const ptrdiff_t tokens = am_conv_start(job->conv, job->conv->sequences);
     const uintptr_t places =
-        (uintptr_t)out->sequence | (uintptr_t)out->token | (uintptr_t)(job->lanes * job->size);
+        (uintptr_t)out->stride.batch | (uintptr_t)out->stride.token | (uintptr_t)(job->lanes * job->size);
     job->stream = job->dst_direct && places % LINE == 0 && tokens > 0 &&
                   tokens >= am_min(am_cache_bytes(), MOST_CACHE) / job->size / job->conv->channels;
     const ptrdiff_t beyond = (ptrdiff_t)((uintptr_t)out->data % LINE);
@@ -150,8 +149,8 @@ static void choose_stream(conv_job *job)
 static conv_job job_of(const am_context *context, const am_short_conv *conv)
 {
     conv_job job = {.conv = conv, .kernels = context->kernels, .size = (ptrdiff_t)am_size_of(conv->x.type)};
-    job.src_direct = conv->x.channel == job.size;
-    job.dst_direct = conv->out.channel == job.size;
+    job.src_direct = am_is_plain(&conv->x, 1);
+    job.dst_direct = am_is_plain(&conv->out, 1);
     job.lanes = am_conv_lanes(conv, job.src_direct && job.dst_direct ? DIRECT_LANES : AM_CONV_LANES);
     job.bands = am_ceil_div(conv->channels, job.lanes);
     job.window = am_conv_tokens(conv->width) + conv->width - 1;

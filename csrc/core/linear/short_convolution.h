@@ -6,25 +6,19 @@
 #ifndef AM_SHORT_CONVOLUTION_H
 #define AM_SHORT_CONVOLUTION_H
 
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 
-/* Tokens and channels of sequences; strides in bytes. `data` is NULL for what was not given. States are such
- * arrays of W - 1 tokens, weights one of W tokens, and a bias one of one token. */
-typedef struct {
-    char *data;
-    am_dtype type;
-    ptrdiff_t sequence, token, channel;
-    bool packed; /* sequences lie one after the other along tokens, and `sequence` is 0 */
-} am_conv_array;
-
+/* Arrays of tokens and channels, without heads. States have W - 1 tokens, weights W, and a bias one; their
+ * batch rows are sequences, or shared by all. */
 typedef struct {
     am_dtype type; /* of the sums: AM_FLOAT32 or AM_FLOAT64 */
     ptrdiff_t channels, width, sequences;
     const ptrdiff_t *starts; /* [sequences + 1] of packed sequences, or NULL: rows of `tokens` each */
     ptrdiff_t tokens;
     bool silu;
-    am_conv_array x, weight, bias, before; /* before: the states */
-    am_conv_array out, after;              /* the result, and the states at the end */
+    am_array x, weight, bias, before; /* before: the states */
+    am_array out, after;              /* the result, and the states at the end */
 } am_short_conv;
 
 am_status am_short_conv_forward(const am_context *context, const am_short_conv *conv);
@@ -33,7 +27,7 @@ am_status am_short_conv_forward(const am_context *context, const am_short_conv *
  * these are the results. d_bias and d_before are missing where they are not wanted. */
 typedef struct {
     am_short_conv conv;
-    am_conv_array d_x, d_weight, d_bias, d_before;
+    am_array d_x, d_weight, d_bias, d_before;
 } am_short_conv_gradients;
 am_status am_short_conv_backward(const am_context *context, const am_short_conv_gradients *gradients);
 

@@ -13,7 +13,6 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
 
 enum { MOST_PIECES = 64 }; /* whose sums are kept at once */
@@ -73,7 +72,7 @@ static am_status find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t tok
 {
     const am_short_conv *c = p->conv;
     am_conv_load_window(p, b->window, token, count);
-    am_conv_load(p, p->type, c->silu ? b->dout : b->dz, &c->out, token, count);
+    am_conv_load(p, p->type, c->silu ? b->dout : b->dz, &c->out, p->first + token, count);
     if (!c->silu) return AM_OK;
     const am_status status = am_conv_results(p, b->dz, b->window, am_conv_tile_of(p, count), team);
     if (status == AM_OK)
@@ -147,7 +146,7 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
             status = find_edge(p, b, b->dx + i * p->row, i, t + i + history, t, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
-        am_conv_store(p, c->type, &job->gradients->d_x, t, b->dx, count);
+        am_conv_store(p, c->type, &job->gradients->d_x, p->first + t, b->dx, count);
     }
     return AM_OK;
 }

@@ -35,10 +35,9 @@ const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype ty
     return type == AM_FLOAT64 ? &kernels->conv_f64 : &kernels->conv_f32;
 }
 
-char *am_conv_at(const am_conv_place *p, const am_conv_array *array, ptrdiff_t token)
+char *am_conv_at(const am_conv_place *p, const am_array *array, ptrdiff_t token)
 {
-    if (array->packed) token += p->conv->starts[p->sequence];
-    return array->data + p->sequence * array->sequence + token * array->token + p->channel * array->channel;
+    return am_token(array, p->sequence, 0, token) + p->channel * array->stride.channel;
 }
 
 am_conv *am_conv_kernel(const am_conv_place *p)
@@ -66,22 +65,21 @@ am_status am_conv_results(const am_conv_place *p, void *to, const void *from, am
     return status;
 }
 
-static am_array rows_of(const am_conv_place *p, const am_conv_array *array, ptrdiff_t token, ptrdiff_t rows)
+static am_array rows_of(const am_conv_place *p, const am_array *array, ptrdiff_t token, ptrdiff_t rows)
 {
-    return (am_array){.data = am_conv_at(p, array, token),
-                      .type = array->type,
-                      .shape = {.token = rows, .channel = p->lanes},
-                      .stride = {.token = array->token, .channel = array->channel}};
+    am_array found = am_rows_from(array, am_conv_at(p, array, token), rows);
+    found.shape.channel = p->lanes;
+    return found;
 }
 
-void am_conv_load(const am_conv_place *p, am_dtype type, void *to, const am_conv_array *from, ptrdiff_t token,
+void am_conv_load(const am_conv_place *p, am_dtype type, void *to, const am_array *from, ptrdiff_t token,
                   ptrdiff_t rows)
 {
     const am_array source = rows_of(p, from, token, rows);
     am_gather(p->kernels, type, to, p->lanes, &source);
 }
 
-void am_conv_store(const am_conv_place *p, am_dtype type, const am_conv_array *to, ptrdiff_t token,
+void am_conv_store(const am_conv_place *p, am_dtype type, const am_array *to, ptrdiff_t token,
                    const void *from, ptrdiff_t rows)
 {
     const am_array target = rows_of(p, to, token, rows);
@@ -97,26 +95,24 @@ void am_conv_load_window(const am_conv_place *p, void *to, ptrdiff_t token, ptrd
         am_conv_load(p, p->type, to, &c->before, token, before);
     else
         memset(to, 0, (size_t)(before * p->row));
-    am_conv_load(p, p->type, (char *)to + before * p->row, &c->x, token - (c->width - 1) + before,
+    am_conv_load(p, p->type, (char *)to + before * p->row, &c->x, p->first + token - (c->width - 1) + before,
                  rows - before);
 }
 
 void am_conv_load_weights(am_conv_place *p, void *to, bool reversed)
 {
     const am_short_conv *c = p->conv;
-    am_conv_array weight = c->weight;
+    am_array weight = c->weight;
     if (reversed) {
-        weight.data += (c->width - 1) * weight.token;
-        weight.token = -weight.token;
+        weight.data += (c->width - 1) * weight.stride.token;
+        weight.stride.token = -weight.stride.token;
     }
     p->weight = to;
     p->bias = NULL;
-    am_conv_place whole = *p;
-    whole.sequence = 0;
-    am_conv_load(&whole, c->type, to, &weight, 0, c->width);
+    am_conv_load(p, c->type, to, &weight, 0, c->width);
     if (!c->bias.data || reversed) return;
     char *bias = (char *)to + c->width * p->lanes * (ptrdiff_t)am_size_of(c->type);
-    am_conv_load(&whole, c->type, bias, &c->bias, 0, 1);
+    am_conv_load(p, c->type, bias, &c->bias, 0, 1);
     p->bias = bias;
 }
 
@@ -135,6 +131,7 @@ void am_conv_part(am_conv_place *p, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff
 {
     const ptrdiff_t start = am_conv_start(p->conv, sequence);
     p->sequence = sequence;
+    p->first = p->conv->starts ? start : 0;
     p->length = am_conv_start(p->conv, sequence + 1) - start;
     *first = am_max(begin - start, 0);
     *last = am_min(end - start, p->length);

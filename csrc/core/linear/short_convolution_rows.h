@@ -21,6 +21,7 @@ typedef struct {
     const am_short_conv *conv;
     const am_kernels *kernels;
     ptrdiff_t sequence, length; /* length: its tokens */
+    ptrdiff_t first;            /* where it begins in its batch row */
     ptrdiff_t channel, lanes;
     am_dtype type;      /* of rows that are copied: that of x, or of the sums */
     ptrdiff_t row;      /* bytes of one */
@@ -49,12 +50,13 @@ am_status am_conv_results(const am_conv_place *place, void *to, const void *from
                           am_team *team);
 
 /* The place of a token in memory. */
-char *am_conv_at(const am_conv_place *place, const am_conv_array *array, ptrdiff_t token);
+char *am_conv_at(const am_conv_place *place, const am_array *array, ptrdiff_t token);
 
-/* Copy rows [rows][lanes] of a type from tokens `token` … of an array, or to them. */
-void am_conv_load(const am_conv_place *place, am_dtype type, void *to, const am_conv_array *from,
-                  ptrdiff_t token, ptrdiff_t rows);
-void am_conv_store(const am_conv_place *place, am_dtype type, const am_conv_array *to, ptrdiff_t token,
+/* Copy rows [rows][lanes] of a type from tokens `token` … of an array, or to them. In x, and what is like it,
+ * tokens of a sequence begin with its first one. */
+void am_conv_load(const am_conv_place *place, am_dtype type, void *to, const am_array *from, ptrdiff_t token,
+                  ptrdiff_t rows);
+void am_conv_store(const am_conv_place *place, am_dtype type, const am_array *to, ptrdiff_t token,
                    const void *from, ptrdiff_t rows);
 
 /* Copies what results token … token + count - 1 are made of: count + W - 1 rows, of which the first may be

@@ -138,10 +138,12 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     am_flash_read_bias *direct = base->arithmetic->numbers[bias->type].read_bias; /* not of all types */
     if (bias->stride.channel == size && direct) return direct(to, src, columns);
     if (bias->stride.channel) {
-        src = am_read_wide(base, am_one_row(src, bias->type, bias->stride.channel, columns), scratch).data;
+        const am_array row = am_one_row(src, bias->type, bias->stride.channel, columns);
+        src = am_read_wide(base, &row, scratch).data;
         return base->arithmetic->numbers[base->type].read_bias(to, src, columns);
     }
-    src = am_read_wide(base, am_one_row(src, bias->type, size, 1), scratch).data; /* one for all keys */
+    const am_array one = am_one_row(src, bias->type, size, 1); /* for all keys */
+    src = am_read_wide(base, &one, scratch).data;
     uint64_t pattern = 0;
     memcpy(&pattern, src, (size_t)base->size);
     if (base->size == 4) pattern |= pattern << 32;

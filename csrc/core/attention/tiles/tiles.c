@@ -349,7 +349,7 @@ static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *
                            .type = f->k.type,
                            .shape = {.token = TILE, .channel = f->head_dim},
                            .stride = {.token = k.stride, .channel = (ptrdiff_t)am_size_of(f->k.type)}};
-    return am_read_wide(base, rows, converted);
+    return am_read_wide(base, &rows, converted);
 }
 
 /* The place of a tile among the local ones. */
