@@ -433,8 +433,9 @@ static PyObject *keep_mask(PyObject *module, const arguments *a)
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
     am_owned PyArrayObject *target = am_target(&a->out, 4, dims, dtype);
     if (!target) return NULL;
-    return am_computed(module, PyArray_SIZE(target), am_dropout_keep_mask, a->seed, probability, dims,
-                       PyArray_STRIDES(target), PyArray_DATA(target))
+    const am_view v = am_view_of(target);
+    const am_array kept = am_array_of(&v, AM_HEADS_FIRST);
+    return am_computed(module, PyArray_SIZE(target), am_dropout_keep_mask, a->seed, probability, &kept)
                ? am_returned(&a->out, target)
                : NULL;
 }

@@ -63,9 +63,7 @@ static int read_out(states *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *out = read_array(a, object, name);
     if (!out || check_out(a, out, name) < 0) return -1;
-    am_merge_part *part = &a->parts[i];
-    part->out = PyArray_BYTES(out);
-    memcpy(part->out_stride + 4 - a->ndim, PyArray_STRIDES(out), (size_t)a->ndim * sizeof(npy_intp));
+    a->parts[i].out = am_tokens_of_array(out);
     return 0;
 }
 
@@ -93,9 +91,8 @@ static int read_lse(states *a, PyObject *object, const char *name, npy_intp i)
     PyArray_Descr *wide = PyArray_DescrFromType(type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
     lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
     if (!lse) return -1;
-    am_merge_part *part = &a->parts[i];
-    part->lse = PyArray_BYTES(lse);
-    memcpy(part->lse_stride + 4 - a->ndim, PyArray_STRIDES(lse), (size_t)axes * sizeof(npy_intp));
+    const am_view v = am_view_of(lse);
+    a->parts[i].lse = am_array_of(&v, axes == 3 ? AM_HEADS_FIRST : (am_by_axis){-1, 1, 0, -1});
     return 0;
 }
 

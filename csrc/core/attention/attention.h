@@ -76,8 +76,8 @@ am_status am_attn_backward(const am_context *context, const am_attn_gradients *p
 am_status am_plain_forward(const am_context *context, const am_attn *attn);
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
 
-/* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
+/* Writes which weights dropout keeps, as bytes of 0 or 1: queries are tokens, and keys channels. */
 am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,
-                               const ptrdiff_t shape[4], const ptrdiff_t strides[4], uint8_t *kept);
+                               const am_array *kept);
 
 #endif

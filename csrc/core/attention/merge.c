@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/array.h"
 
 enum {
     LANES = 16,      /* independent sums, which the compiler puts in vectors */
@@ -22,16 +21,10 @@ typedef struct {
     ptrdiff_t rows, task_rows;
 } merge_job;
 
-static const char *row_of(const am_merge_part *part, const ptrdiff_t *place, ptrdiff_t channel)
+/* A row of an array: batch, token, head. */
+static const char *row_of(const am_array *array, const ptrdiff_t place[3])
 {
-    return part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
-           place[2] * part->out_stride[2] + channel * part->out_stride[3];
-}
-
-static const char *lse_of(const am_merge_part *part, const ptrdiff_t *place)
-{
-    return part->lse + place[0] * part->lse_stride[0] + place[2] * part->lse_stride[1] +
-           place[1] * part->lse_stride[2];
+    return am_token(array, place[0], place[2], place[1]);
 }
 
 #define T float

@@ -11,11 +11,11 @@
 #ifndef AM_CORE_ATTENTION_MERGE_H
 #define AM_CORE_ATTENTION_MERGE_H
 
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 
 typedef struct {
-    const char *out, *lse;
-    ptrdiff_t out_stride[4], lse_stride[3]; /* in bytes */
+    am_array out, lse; /* lse: one number for each row */
 } am_merge_part;
 
 typedef struct {
@@ -23,8 +23,8 @@ typedef struct {
     ptrdiff_t shape[4]; /* batch, tokens, heads, channels */
     ptrdiff_t count;    /* of parts, at least 1 */
     const am_merge_part *parts;
-    const am_merge_part *gradient; /* of the result: gradients are computed; its lse may be NULL. NULL: parts
-                                    * are merged */
+    const am_merge_part *gradient; /* of the result: gradients are computed; its lse may lack data. NULL:
+                                    * parts are merged */
     char *out; /* [batch, tokens, heads, channels], C-contiguous; for gradients one such array per part */
     char *lse; /* [batch, heads, tokens], likewise */
 } am_merge;

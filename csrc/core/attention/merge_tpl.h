@@ -9,7 +9,7 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 {
     T largest = -INFINITY, sum = 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
-        const T lse = *(const T *)lse_of(&m->parts[i], place);
+        const T lse = *(const T *)row_of(&m->parts[i].lse, place);
         weights[i] = lse == INFINITY ? -INFINITY : lse;
         if (weights[i] > largest || weights[i] != weights[i])
             largest = weights[i]; /* a NaN stays, since comparisons with it are false */
@@ -29,12 +29,13 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
     return largest + LOG(sum);
 }
 
-/* Returns `count` channels of a part's row in the type T: in place if they are contiguous and of that type,
- * else in `scratch`. */
-static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t stride, ptrdiff_t count,
-                             T *scratch)
+/* Returns `count` channels of a row in the type T: in place if they are contiguous and of that type, else in
+ * `scratch`. */
+static const T *FN(channels)(const merge_job *job, const am_array *out, const ptrdiff_t *place,
+                             ptrdiff_t first, ptrdiff_t count, T *scratch)
 {
-    const am_array row = am_one_row(from, job->merge->type, stride, count);
+    const ptrdiff_t stride = out->stride.channel;
+    const am_array row = am_one_row(row_of(out, place) + first * stride, out->type, stride, count);
     return am_read_rows(job->kernels, TYPE, 1, &row, count, scratch).data;
 }
 
@@ -46,10 +47,9 @@ static void FN(weighted_sum)(const merge_job *job, const ptrdiff_t *place, const
     T scratch[PIECE];
     for (ptrdiff_t c = 0; c < count; c++) sums[c] = (T)-0.0; /* -0.0 + x is x for every x, even -0.0 */
     for (ptrdiff_t i = 0; i < m->count; i++) {
-        const am_merge_part *part = &m->parts[i];
         const T weight = weights[i];
         if (weight < 0) continue;
-        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
+        const T *values = FN(channels)(job, &m->parts[i].out, place, first, count, scratch);
         for (ptrdiff_t c = 0; c < count; c++) sums[c] += weight * values[c];
         any = true;
     }
@@ -75,17 +75,15 @@ static void FN(channel_gradients)(const merge_job *job, const ptrdiff_t *place, 
     const am_merge *m = job->merge;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type), channels = m->shape[3];
     T dout_scratch[PIECE], scratch[PIECE], d_part[PIECE];
-    const T *dout =
-        FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_scratch);
+    const T *dout = FN(channels)(job, &m->gradient->out, place, first, count, dout_scratch);
     for (ptrdiff_t i = 0; i < m->count; i++) {
-        const am_merge_part *part = &m->parts[i];
         char *to = m->out + ((i * job->rows + row) * channels + first) * size;
         const T weight = weights[i];
         if (weight < 0) {
             memset(to, 0, (size_t)(count * size));
             continue;
         }
-        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
+        const T *values = FN(channels)(job, &m->parts[i].out, place, first, count, scratch);
         dots[i] += FN(dot)(dout, values, count);
         for (ptrdiff_t c = 0; c < count; c++) d_part[c] = weight * dout[c];
         am_convert(job->kernels, m->type, to, TYPE, d_part, count);
@@ -96,7 +94,7 @@ static void FN(channel_gradients)(const merge_job *job, const ptrdiff_t *place, 
 static void FN(lse_gradients)(const merge_job *job, const ptrdiff_t *place, const T *weights, const T *dots)
 {
     const am_merge *m = job->merge;
-    T mean = 0, dlse = m->gradient->lse ? *(const T *)lse_of(m->gradient, place) : 0;
+    T mean = 0, dlse = m->gradient->lse.data ? *(const T *)row_of(&m->gradient->lse, place) : 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
         if (!(weights[i] < 0)) mean += weights[i] * dots[i];
     }

@@ -250,20 +250,20 @@ void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am
 
 typedef struct {
     const am_kernels *kernels;
-    const ptrdiff_t *shape, *strides;
+    const am_array *kept;
     uint64_t seed;
     uint32_t threshold;
-    uint8_t *kept;
 } keep_job;
 
 static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const keep_job *job = arg;
-    const ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3],
-                    stride = job->strides[3];
+    const am_by_axis *shape = &job->kept->shape;
+    const ptrdiff_t heads = shape->head, queries = shape->token, keys = shape->channel,
+                    stride = job->kept->stride.channel;
     const ptrdiff_t b = index / queries / heads, h = index / queries % heads, q = index % queries;
     uint64_t key = am_dropout_row_key(job->seed, b, h, q);
-    uint8_t *row = job->kept + b * job->strides[0] + h * job->strides[1] + q * job->strides[2];
+    char *row = am_token(job->kept, b, h, q);
     am_status status = index % 64 == 0 ? am_checkpoint(team) : AM_OK;
     for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {
         uint64_t bits = job->kernels->masks.keep_bits(key, (uint32_t)k, job->threshold);
@@ -278,8 +278,10 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
 }
 
 am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,
-                               const ptrdiff_t shape[4], const ptrdiff_t strides[4], uint8_t *kept)
+                               const am_array *kept)
 {
-    keep_job job = {context->kernels, shape, strides, seed, am_threshold_of(probability), kept};
-    return am_parallel(context, shape[3] == 0 ? 0 : shape[0] * shape[1] * shape[2], 16, keep_task, &job);
+    const am_by_axis *shape = &kept->shape;
+    keep_job job = {context->kernels, kept, seed, am_threshold_of(probability)};
+    return am_parallel(context, shape->channel == 0 ? 0 : shape->batch * shape->head * shape->token, 16,
+                       keep_task, &job);
 }
