@@ -71,6 +71,7 @@ IN_JAX = NUMPY._replace(
     integers="npt.ArrayLike",
     result="jax.Array",
     returns_state=True,
+    dtype="npt.DTypeLike",
     imports="jax",
     named={"flash_attention_with_kvcache": "KVCacheResult"},
 )
@@ -79,6 +80,8 @@ IN_FACES = (
 )  # fmt: skip
 TO_CACHES = attention.CACHE, attention.WRITE
 SUMMED = sums.CHUNK_LOCAL_CUMSUM, sums.CHUNK_GLOBAL_CUMSUM
+ALL_SUMS = [row for row in vars(sums).values() if isinstance(row, Row)]
+JAX_SUMS = [row for row in ALL_SUMS if not row.returns_vjp]
 RESULT = "Array"
 
 
@@ -162,10 +165,13 @@ STUBS = {  # path: imports, functions
     ),
     PACKAGE / "_sequences" / "cumsum.pyi": (
         SUMS,
-        *(of_row(row, NUMPY) for row in vars(sums).values() if isinstance(row, Row)),
+        *(of_row(row, NUMPY) for row in ALL_SUMS),
     ),
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
-    PACKAGE / "jax" / "_functions.pyi": (JAX, *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES))),
+    PACKAGE / "jax" / "_functions.pyi": (
+        JAX,
+        *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES, *JAX_SUMS)),
+    ),
 }
 
 if __name__ == "__main__":

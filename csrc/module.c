@@ -137,6 +137,7 @@ static int module_exec(PyObject *module)
                                    am_kvcache_methods,
                                    am_quantize_methods,
                                    am_xla_methods,
+                                   am_xla_array_methods,
                                    am_tensors_methods,
                                    am_strategy_methods,
                                    am_short_convolution_methods,

@@ -1,5 +1,6 @@
 """The rows of cumulative sums over time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,7 @@ _SHARED |= {name: arguments(_ARRAY.format(name))[0] for name in ("g", "s")}
 
 
 _EXAMPLES = {
-    "chunk_local_cumsum": {
-        "torch": """
+    "chunk_local_cumsum": """
 >>> g = torch.ones(1, 8, 1, requires_grad=True)
 >>> out = attnmask.torch.chunk_local_cumsum(g, 4)
 >>> out.flatten().tolist()
@@ -45,24 +45,20 @@ _EXAMPLES = {
 >>> g.grad.flatten().tolist()
 [4.0, 3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 1.0]
 """,
-    },
-    "chunk_global_cumsum": {
-        "torch": """
+    "chunk_global_cumsum": """
 >>> s = torch.arange(5).reshape(1, 5, 1)
 >>> attnmask.torch.chunk_global_cumsum(s, cu_seqlens=[0, 3, 5]).flatten().tolist()
 [0, 1, 3, 3, 7]
 """,
-    },
 }
-
-
-def _row(name: str, order: str, entry: AnyFunction, **more: Any) -> Row:
-    """Return a row with its arguments in this order; those after the star are given by keyword alone."""
-    places, _, _ = order.partition(" * ")
-    names = order.replace("* ", "").split()
-    result = Result("out", "[B, T, H] or [B, T, H, S]")
-    shared = [_SHARED[name] for name in names]
-    return Row(name, shared, (result,), places=len(places.split()), entry=entry, **more)
+_IN_JAX = """
+>>> {first} = jnp.ones({shape})
+>>> add_up = jax.jit(lambda {first}: attnmask.jax.{name}({given}))
+>>> add_up({first}).ravel().tolist()
+[1.0, 2.0, 3.0, 4.0]
+>>> jax.grad(lambda {first}: add_up({first}).sum())({first}).ravel().tolist()
+[4.0, 3.0, 2.0, 1.0]
+"""
 
 
 def _floating(value: Any, name: str) -> Array:
@@ -73,8 +69,11 @@ def _floating(value: Any, name: str) -> Array:
     return array
 
 
-def _sums(name: str, order: str, core: AnyFunction) -> Row:
-    """Return the row of sums whose gradients are sums in the other direction."""
+def _sums(name: str, order: str, core: AnyFunction, check: AnyFunction) -> Row:
+    """Return the row of sums whose gradients are sums in the other direction. Arguments have this order; those after
+    the star are given by keyword alone.
+    """
+    places = len(order.partition(" * ")[0].split())
     first, *others = order.replace("* ", "").split()
 
     def keep(*values: Any) -> tuple[Array]:
@@ -90,8 +89,22 @@ def _sums(name: str, order: str, core: AnyFunction) -> Row:
         given |= {"reverse": not given["reverse"], "output_dtype": primal.dtype.newbyteorder("=")}
         return (core(dout, *given.values(), None),)
 
-    more: Any = _EXAMPLES[name]
-    return _row(name, order, core, keep=keep, backward=backward, grads=lambda grad: grad, examples=more)
+    shape = (1, 4, 1, 1) if name.endswith("vector") else (1, 4, 1)
+    given = "g, chunk_size=4" if first == "g" else "s"
+    examples = {"jax": _IN_JAX.format(name=name, first=first, shape=shape, given=given)}
+    return Row(
+        name,
+        [_SHARED[x] for x in (first, *others)],
+        (Result("out", "[B, T, H] or [B, T, H, S]"),),
+        places=places,
+        entry=core,
+        check=lambda *values: check(*values, None),
+        keep=keep,
+        backward=backward,
+        grads=lambda grad: grad,
+        handler="attnmask_cumsum",
+        examples=examples | ({"torch": _EXAMPLES[name]} if name in _EXAMPLES else {}),
+    )
 
 
 def _check_rank(array: Any, name: str, rank: int, head_first: object) -> None:
@@ -102,9 +115,7 @@ def _check_rank(array: Any, name: str, rank: int, head_first: object) -> None:
         raise ValueError(f"{name} must be [{axes}], got {ndim} dimensions")
 
 
-def _local_of(rank: int) -> AnyFunction:
-    core = _core.chunk_local_cumsum
-
+def _local_of(rank: int, core: AnyFunction) -> AnyFunction:
     def compute(
         g: Any, chunk: Any, reverse: Any, scale: Any, head_first: Any, dtype: Any, starts: Any, out: Any
     ) -> Any:
@@ -114,9 +125,7 @@ def _local_of(rank: int) -> AnyFunction:
     return compute
 
 
-def _global_of(rank: int) -> AnyFunction:
-    core = _core.chunk_global_cumsum
-
+def _global_of(rank: int, core: AnyFunction) -> AnyFunction:
     def compute(s: Any, reverse: Any, starts: Any, scale: Any, head_first: Any, dtype: Any, out: Any) -> Any:
         _check_rank(s, "s", rank, head_first)
         return core(s, reverse, starts, scale, head_first, dtype, out)
@@ -127,11 +136,19 @@ def _global_of(rank: int) -> AnyFunction:
 _LOCAL = "g chunk_size reverse softmax_scale cu_seqlens head_first output_dtype * out"
 _LOCAL_OF = "g chunk_size reverse softmax_scale head_first output_dtype * cu_seqlens out"
 _GLOBAL = "s reverse cu_seqlens softmax_scale head_first output_dtype * out"
-CHUNK_LOCAL_CUMSUM = _sums("chunk_local_cumsum", _LOCAL, _core.chunk_local_cumsum)
-CHUNK_LOCAL_CUMSUM_SCALAR = _row("chunk_local_cumsum_scalar", _LOCAL_OF, _local_of(3))
-CHUNK_LOCAL_CUMSUM_VECTOR = _row("chunk_local_cumsum_vector", _LOCAL_OF, _local_of(4))
+_IN_CORE = _core.chunk_local_cumsum, _core.check_chunk_local_cumsum
+_IN_CORE_GLOBAL = _core.chunk_global_cumsum, _core.check_chunk_global_cumsum
+
+
+def _of_rank(name: str, order: str, make: AnyFunction, rank: int, functions: Sequence[AnyFunction]) -> Row:
+    return _sums(name, order, *(make(rank, function) for function in functions))
+
+
+CHUNK_LOCAL_CUMSUM = _sums("chunk_local_cumsum", _LOCAL, *_IN_CORE)
+CHUNK_LOCAL_CUMSUM_SCALAR = _of_rank("chunk_local_cumsum_scalar", _LOCAL_OF, _local_of, 3, _IN_CORE)
+CHUNK_LOCAL_CUMSUM_VECTOR = _of_rank("chunk_local_cumsum_vector", _LOCAL_OF, _local_of, 4, _IN_CORE)
 CHUNK_LOCAL_CUMSUM_VJP = with_gradient(CHUNK_LOCAL_CUMSUM)
-CHUNK_GLOBAL_CUMSUM = _sums("chunk_global_cumsum", _GLOBAL, _core.chunk_global_cumsum)
-CHUNK_GLOBAL_CUMSUM_SCALAR = _row("chunk_global_cumsum_scalar", _GLOBAL, _global_of(3))
-CHUNK_GLOBAL_CUMSUM_VECTOR = _row("chunk_global_cumsum_vector", _GLOBAL, _global_of(4))
+CHUNK_GLOBAL_CUMSUM = _sums("chunk_global_cumsum", _GLOBAL, *_IN_CORE_GLOBAL)
+CHUNK_GLOBAL_CUMSUM_SCALAR = _of_rank("chunk_global_cumsum_scalar", _GLOBAL, _global_of, 3, _IN_CORE_GLOBAL)
+CHUNK_GLOBAL_CUMSUM_VECTOR = _of_rank("chunk_global_cumsum_vector", _GLOBAL, _global_of, 4, _IN_CORE_GLOBAL)
 CHUNK_GLOBAL_CUMSUM_VJP = with_gradient(CHUNK_GLOBAL_CUMSUM)

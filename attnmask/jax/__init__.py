@@ -46,6 +46,12 @@ from attnmask.jax._attention import attend, attend_by_callback
 from attnmask.jax._cache import KVCacheResult
 from attnmask.jax._call import register
 from attnmask.jax._functions import (
+    chunk_global_cumsum,
+    chunk_global_cumsum_scalar,
+    chunk_global_cumsum_vector,
+    chunk_local_cumsum,
+    chunk_local_cumsum_scalar,
+    chunk_local_cumsum_vector,
     flash_attention_with_kvcache,
     linear_attention,
     linear_attention_step,
@@ -53,13 +59,21 @@ from attnmask.jax._functions import (
     short_convolution_step,
     write_kvcache,
 )
+from attnmask.jax._merge import merge_attention_states
 
 __all__ = [
     "KVCacheResult",
+    "chunk_global_cumsum",
+    "chunk_global_cumsum_scalar",
+    "chunk_global_cumsum_vector",
+    "chunk_local_cumsum",
+    "chunk_local_cumsum_scalar",
+    "chunk_local_cumsum_vector",
     "flash_attention",
     "flash_attention_with_kvcache",
     "linear_attention",
     "linear_attention_step",
+    "merge_attention_states",
     "register",
     "ring_attention",
     "short_convolution",
@@ -252,5 +266,4 @@ def ring_attention(
     terms, given = arguments_of(ring_attention, {"axis_name": axis_name}, more)
     arrays = {"query": query, "key": key, "value": value} | terms
     learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if x is not None}
-    register()
     return ring.attend(learned, given, with_lse)

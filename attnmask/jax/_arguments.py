@@ -48,6 +48,7 @@ class Spec(NamedTuple):
     normalize: bool
     places: tuple[Operand, Operand] | None  # offsets and starts
     part: tuple[int, int] | None = None  # as of `Problem`
+    callback: bool = False
 
 
 def is_traced(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Attention for JAX: the row `ATTENTION` as a function, by calls of C or back into Python."""
+"""Attention for JAX: the row `ATTENTION` as a function."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from attnmask._common.arguments import describe
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
-from attnmask.jax import _call as in_c
-from attnmask.jax import _callback as in_python
+from attnmask.jax import _call as call
 from attnmask.jax._arguments import check, sinks_of, specify
 from attnmask.jax._faces import Function
 from attnmask.jax._gradients import differentiable
@@ -50,22 +49,18 @@ class _Attention(Function):
         return arrays, static
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
-        by_callback = self.callback or not in_c.registered()
         learned = {name: jax.numpy.asarray(arrays[name]) for name in LEARNED if name in arrays}
-        others: Any = {name: x for name, x in arrays.items() if name not in learned}
         known = DEFAULTS | static | arrays
         problem, batched = check(known)
-        engine: Any = in_python if by_callback else in_c
-        spec: Any = static
-        if not by_callback:
-            spec, others = specify(known, problem)
+        spec, others = specify(known, problem)
+        spec = spec._replace(callback=self.callback)
         count, dtype = 1 + with_all, learned["query"].dtype
 
         def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
             if not for_gradients:
-                return tuple(engine.forward(spec, learned, others, count))
+                return call.forward(spec, learned, others, count)
             # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
-            out, lse, *wide_out = engine.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
+            out, lse, *wide_out = call.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
             return *(out, lse)[:count], *(wide_out or (out,)), lse
 
         def backward(
@@ -73,7 +68,7 @@ class _Attention(Function):
         ) -> Results:
             dout, *dlse = of_results
             given = (dout, *kept, *(x for x in dlse if x is not None))
-            found: tuple[jax.Array, ...] = engine.backward(spec, learned, others, wanted, given)
+            found: tuple[jax.Array, ...] = call.backward(spec, learned, others, wanted, given)
             return found
 
         results = differentiable(forward, backward, count)(_four_axes(learned), others)

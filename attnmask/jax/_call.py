@@ -4,6 +4,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -14,7 +15,7 @@ from attnmask._attention.arguments import LEARNED
 from attnmask._attention.terms import Term
 from attnmask._common.arguments import wide_dtype
 from attnmask._common.loading import _core
-from attnmask._common.types import Arguments
+from attnmask._common.types import Arguments, Array
 from attnmask._masks.program import Leaf, Program
 from attnmask.jax._arguments import Learned, Spec, Wide
 from attnmask.jax._types import ByName, Shaped
@@ -172,6 +173,23 @@ def struct_like(shape: tuple[int, ...], dtype: DTypeLike, array: jax.Array) -> j
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, **more)
 
 
+def _in_python(
+    name: str,
+    words: NDArray[np.int64],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    written: Mapping[int, int],
+    *arrays: jax.Array,
+) -> list[Array]:
+    """Return the results of a handler that JAX calls back."""
+    given = [np.asarray(x, order="C") for x in arrays]
+    results = [np.empty(x.shape, x.dtype) for x in shapes]
+    for argument, result in written.items():
+        results[result][...] = given[argument]
+        given[argument] = results[result]
+    _core.xla_call(name, words, tuple(given), tuple(results))
+    return results
+
+
 def call_handler(
     name: str,
     words: NDArray[np.int64],
@@ -180,14 +198,23 @@ def call_handler(
     no_gradients: str,
     vmap_method: str = "expand_dims",
     written: Mapping[int, int] | None = None,
+    callback: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Return the results of a handler. `written` maps arrays that it writes to, to the results they become."""
+    """Return the results of a handler. `written` maps arrays that it writes to, to the results they become.
+
+    With `callback`, or if JAX refuses the handlers, JAX calls back into Python, which calls the handler.
+    """
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
+    written = written or {}
     more: Arguments = {"input_output_aliases": dict(written)} if written else {}
+    by_callback = callback or not registered()
 
     @jax.custom_jvp
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if by_callback:
+            compute = partial(_in_python, name, words, results, written)
+            return tuple(jax.pure_callback(compute, results, *arrays, vmap_method="sequential"))
         return tuple(jax.ffi.ffi_call(name, results, vmap_method=vmap_method, **more)(*arrays, words=words))
 
     @call.defjvp
@@ -212,7 +239,7 @@ def _call(
     words = _words(spec, said, (*LEARNED[:3], *terms), wanted)
     arrays = [learned[name] for name in LEARNED[:3]]
     arrays += [learned[name].reshape(shape) for name, shape in terms.items()]
-    return call_handler(name, words, [*arrays, *more], shapes, no_gradients)
+    return call_handler(name, words, [*arrays, *more], shapes, no_gradients, callback=spec.callback)
 
 
 def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,7 @@ JAX = Face(
     integers_given="array of integers",
     returned="array",
     imports="jax, jax.numpy as jnp",
+    dtype="npt.DTypeLike",
     returns_state=True,
     named={"flash_attention_with_kvcache": "KVCacheResult"},
 )
@@ -45,6 +46,14 @@ _OR_NUMBERS = (Kind.TERM, Kind.DATA, Kind.LENGTHS, Kind.MASK, Kind.DIAGONAL, Kin
 _OPERANDS = (Kind.LEARNED, Kind.TERM, Kind.STATE)  # which become arrays of JAX
 _FLAGS = call.WORDS["linear"]
 _AXES = 4  # of the first result of handlers
+
+
+def _available(dtype: Any) -> Any:
+    """Return a type of numbers as JAX has it, which has those of 64 bits only if it is asked for them."""
+    try:
+        return jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        return dtype  # which the core refuses
 
 
 class Function:
@@ -72,7 +81,7 @@ class Function:
             kind = self.kinds[name]
             if x is None or kind not in _TRACED or (isinstance(x, (int, str)) and kind in _OR_NUMBERS):
                 check_known(x, name)
-                static[name] = x
+                static[name] = _available(x) if kind is Kind.DTYPE and x is not None else x
             else:
                 as_it_is = kind is Kind.SLOTS or isinstance(x, (jax.Array, MaskInfo))
                 arrays[name] = x if as_it_is else as_array(x, name)
@@ -123,7 +132,7 @@ class _Linear(Function):
     def __init__(self, row: Row) -> None:
         super().__init__(row)
         self.order = [x.name for x in sorted(row.problem, key=_place)]
-        self.flags = call.WORDS["linear"]
+        self.flags = call.WORDS["sums" if row.handler == "attnmask_cumsum" else "linear"]
 
     def in_order(self, arrays: AnyByName) -> AnyByName:
         return {name: arrays[name] for name in self.order if name in arrays}
@@ -138,8 +147,10 @@ class _Linear(Function):
             if kind is Kind.SCALE:
                 by_default = 1 / math.sqrt(rows) if rows else 1.0  # as the core rounds it
                 number = by_default if x is None else real(x, name)
+            elif kind is Kind.NUMBER and x is not None:
+                number, flags = real(x, name), flags | self.flags[name]
             elif kind is Kind.SIZE:
-                size = x
+                size, flags = x, flags | self.flags.get(name, 0)
             elif kind is Kind.FLAG:
                 flags |= self.flags[name] * known_flag(x, name)
             elif kind is Kind.CHOICE and x is not None:
@@ -147,10 +158,11 @@ class _Linear(Function):
                 flags |= self.flags[x]
         return np.array([self.flags["version"], flags, *call.bits_of(number), size], np.int64)
 
-    def shaped(self, arrays: AnyByName) -> tuple[dict[str, int], list[Shaped]]:
+    def shaped(self, arrays: AnyByName, static: Arguments) -> tuple[dict[str, int], list[Shaped]]:
         """Return sizes by the names of axes, and the shapes and types of results."""
         shapes = {name: np.shape(x) for name, x in arrays.items()}
-        dtype = arrays[self.row.arguments[0].name].dtype
+        dtypes = map(static.get, self.row.of(Kind.DTYPE))
+        dtype = next(filter(None, dtypes), arrays[self.row.arguments[0].name].dtype)
         types = (wide_dtype(dtype) if x.wide else dtype for x in self.row.results)
         return self.row.sizes(shapes), list(zip(self.row.shapes(shapes), types, strict=True))
 
@@ -159,7 +171,7 @@ class _Differentiable(_Linear):
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         arrays = self.in_order(arrays)
         kept = self.check(arrays | static)
-        sizes, results = self.shaped(arrays)
+        sizes, results = self.shaped(arrays, static)
         if kept:
             states, numbers = kept
             if any(is_traced(arrays.get(name)) for name in self.row.of(Kind.STARTS)):
@@ -186,7 +198,6 @@ class _Differentiable(_Linear):
         kept: Sequence[Shaped],
     ) -> Results:
         """Return the results of handlers that take `arrays` in this order; `kept` is for gradients."""
-        call.register()
         order, name = list(arrays), self.row.handler
         others = {name: _integers(arrays[name]) for name in self.row.of(Kind.STARTS) if name in arrays}
         learned = {name: x for name, x in arrays.items() if name not in others}
@@ -251,7 +262,6 @@ class Writing(Function):
         return self.together(results, arrays | {name: call.to_jax(x) for name, x in states.items()})
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
-        call.register()
         self.check(arrays | static)
         made = self.call(arrays, static, with_all)
         count = len(made.shapes)
@@ -280,7 +290,7 @@ class _Step(Writing, _Linear):
     """One token of each sequence, which handlers take with an axis of tokens."""
 
     def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
-        sizes, ((shape, dtype),) = self.shaped(arrays)
+        sizes, ((shape, dtype),) = self.shaped(arrays, static)
         with_token = (shape[0], 1, *shape[1:], *(1,) * (_AXES - 1 - len(shape)))
         taken = {name: self.taken(name, x, with_token) for name, x in self.in_order(arrays).items()}
         words = self.words(static, self.flags_of(arrays), sizes.get("K", 1))
@@ -313,10 +323,11 @@ Compiled functions write in place if ``donate_argnums`` names the arrays or a lo
 copied, as in eager calls. All arrays may be traced; errors in their numbers are then raised when the function runs.
 Gradients are not supported."""
     else:
-        *names, last = (f"`{name}`" for name in row.of(Kind.LEARNED))
+        *others, last = (f"`{name}`" for name in row.of(Kind.LEARNED))
+        subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         about = f"""Apply `attnmask.{row.name}` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
-{", ".join(names)} and {last} have gradients; higher-order ones are not supported.
+{subject} gradients; higher-order ones are not supported.
 All arrays may be traced."""
     doc = library_doc(row, JAX, about, "They must be known at compile time.")
     compute = (made or (_Step if row.of(Kind.STATE) else _Differentiable))(row)

@@ -75,3 +75,30 @@ def short_convolution_step(
     x: ArrayLike, weight: ArrayLike, state: ArrayLike, bias: ArrayLike | None = None, *,
     activation: Literal['silu'] | None = None, state_indices: npt.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+def chunk_local_cumsum(
+    g: ArrayLike, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    cu_seqlens: npt.ArrayLike | None = None, head_first: bool = False,
+    output_dtype: npt.DTypeLike | None = None,
+) -> jax.Array: ...
+def chunk_local_cumsum_scalar(
+    g: ArrayLike, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    head_first: bool = False, output_dtype: npt.DTypeLike | None = None, *,
+    cu_seqlens: npt.ArrayLike | None = None,
+) -> jax.Array: ...
+def chunk_local_cumsum_vector(
+    g: ArrayLike, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    head_first: bool = False, output_dtype: npt.DTypeLike | None = None, *,
+    cu_seqlens: npt.ArrayLike | None = None,
+) -> jax.Array: ...
+def chunk_global_cumsum(
+    s: ArrayLike, reverse: bool = False, cu_seqlens: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: npt.DTypeLike | None = None,
+) -> jax.Array: ...
+def chunk_global_cumsum_scalar(
+    s: ArrayLike, reverse: bool = False, cu_seqlens: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: npt.DTypeLike | None = None,
+) -> jax.Array: ...
+def chunk_global_cumsum_vector(
+    s: ArrayLike, reverse: bool = False, cu_seqlens: npt.ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: npt.DTypeLike | None = None,
+) -> jax.Array: ...

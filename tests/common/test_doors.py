@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import (
+    GRADIENTS_IN_JAX,
     NAMES,
-    OF_TORCH_ALONE,
+    OF_JAX,
     STATES,
     WITH_GRADIENTS,
     WRITTEN,
@@ -69,11 +70,12 @@ def by_torch(name: str, compiled: bool = False) -> Callable[[Arguments], Any]:
 def in_jax(arguments: Arguments) -> Any:
     """JAX has numbers of 64 bits if that is asked for."""
     jax = pytest.importorskip("jax")
-    return jax.enable_x64(any(x.itemsize == 8 for x in arrays_in([*arguments.values()])))
+    dtypes = [x.dtype for x in arrays_in([*arguments.values()])] + [arguments.get("output_dtype", np.int8)]
+    return jax.enable_x64(any(np.dtype(dtype).itemsize == 8 for dtype in dtypes))
 
 
 def traced(arguments: Arguments) -> tuple[Arguments, Arguments]:
-    some = {name: x for name, x in arguments.items() if is_array(x) or isinstance(x, MaskInfo)}
+    some = {name: x for name, x in arguments.items() if is_array(x) or isinstance(x, (MaskInfo, list))}
     return some, {name: x for name, x in arguments.items() if name not in some}
 
 
@@ -95,7 +97,7 @@ def by_jax(name: str, compiled: bool = False, known: bool = False) -> Callable[[
 
 
 DOORS = {"torch": by_torch, "jax": by_jax, "jax.jit": lambda name: by_jax(name, True)}
-EACH = [(door, name) for door in DOORS for name in NAMES if door == "torch" or name not in OF_TORCH_ALONE]
+EACH = [(door, name) for door in DOORS for name in (NAMES if door == "torch" else OF_JAX)]
 DOORS["torch.compile"] = lambda name: by_torch(name, True)
 DOORS["jax.jit, known"] = lambda name: by_jax(name, True, True)
 NO_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]  # the others are compiled below
@@ -232,7 +234,8 @@ def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
         if name == "flash_attention" and key in arguments
     ]
     more = with_both_results(name, arguments) | {f"grad_{key}": True for key in own}
-    results, vjp = function_of(attnmask, f"{name}_vjp")(**more)
+    of_any_rank = re.sub("_(scalar|vector)$", "", name)
+    results, vjp = function_of(attnmask, f"{of_any_rank}_vjp")(**more)
     results = results if isinstance(results, tuple) else (results,)
     grads = vjp(*(x * x.dtype.type(0.5) for x in results))
     if isinstance(grads, np.ndarray):
@@ -312,9 +315,8 @@ def gradients_by_jax(name: str, arguments: Arguments, compiled: bool = False) ->
         arrays, fixed = traced(arguments)
         run = with_gradients(attnmask.jax, jax.vjp, name, learned_of(name, arguments), fixed)
         results, grads = (jax.jit(run) if compiled else run)(arrays)
-        return digest(
-            [np.asarray(x) for x in (*results, *(grads[key] for key in learned_of(name, arguments)))]
-        )
+        of_arrays = [grads[key] for key in learned_of(name, arguments)]
+        return digest([np.asarray(x) for x in jax.tree.leaves((results, of_arrays))])
 
 
 GRADIENTS = {
@@ -336,11 +338,13 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
-@pytest.mark.parametrize("door", GRADIENTS)
+LEARNING = [
+    (door, name) for door in GRADIENTS for name in (GRADIENTS_IN_JAX if "jax" in door else WITH_GRADIENTS)
+]
+
+
+@pytest.mark.parametrize(("door", "name"), LEARNING)
 def test_gradients(door, name):
-    if "jax" in door and name in OF_TORCH_ALONE:
-        pytest.skip("not in JAX")
     gradients, seeds = GRADIENTS[door]
     for seed in range(seeds):
         arguments = drawn(name, seed)
@@ -440,7 +444,7 @@ def mapped_in(door: str, name: str, learned: list[str], fixed: Arguments) -> tup
 
 
 MAPPED = [("torch", name) for name in WITH_GRADIENTS if STATES[name]]
-MAPPED += [("jax", name) for name in NAMES if name not in OF_TORCH_ALONE]
+MAPPED += [("jax", name) for name in OF_JAX]
 
 
 @pytest.mark.long
@@ -490,7 +494,7 @@ def exported_by_jax(name: str, arrays: Arguments, fixed: Arguments) -> Any:
     import attnmask.jax
 
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in attnmask.jax.register()]
-    with in_jax(arrays):
+    with in_jax(arrays | fixed):
         run = jax.jit(
             lambda arrays: tuple(jax.tree.leaves(function_of(attnmask.jax, name)(**arrays, **fixed)))
         )
@@ -518,7 +522,7 @@ def test_no_second_derivatives(door, name):
     needed = ("chunk_size",) if name == "chunk_local_cumsum" else ()
     arguments = {key: x for key, x in drawn(name, 0).items() if arrays_in(x) or key in needed}
     learned = learned_of(name, arguments)
-    if door == "jax" and name not in OF_TORCH_ALONE:
+    if door == "jax":
         jax = pytest.importorskip("jax")
         import attnmask.jax
 
@@ -530,7 +534,7 @@ def test_no_second_derivatives(door, name):
 
             with pytest.raises(NotImplementedError, match=r"ha(s|ve) gradients, but no gradients of these"):
                 jax.grad(slope)({key: jax.numpy.asarray(arguments[key]) for key in learned})
-    elif door == "torch":
+    else:
         torch = pytest.importorskip("torch")
         import attnmask.torch
 

@@ -11,7 +11,7 @@ import numpy as np
 import rows_of_objects  # noqa: F401
 from drawing import FLOATS, Arguments, Rng, coin, floats, of_row, pick, wide_of
 from handlers import call_handler
-from rows_of_functions import LOW, slots_arguments, target
+from rows_of_functions import LOW, cumsum_arguments, slots_arguments, states, target
 from rows_of_functions import TARGETS as TARGETS
 
 from attnmask import _core
@@ -128,6 +128,73 @@ for _row, _text, _gradients in (
         _row.name + ", gradients" * _gradients,
         lambda rng, row=_row, gradients=_gradients: handler_arguments(rng, row, gradients),
         _text,
+    )
+
+# Sums and merges
+
+SUM_FLAGS = _core.xla_words()["sums"]
+
+
+def bits(number: float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0]
+
+
+def sum_handler_arguments(rng: Rng, name: str, gradients: bool) -> Arguments:
+    """Of one call, or in a third of the cases of two at once."""
+    given, first = cumsum_arguments(rng, name), "g" if "local" in name else "s"
+    out = given.pop("out", None)
+    dtype = given.pop("output_dtype", np.float32) if out is None else out.dtype
+    arrays = {first: given.pop(first)}
+    arrays |= {"cu_seqlens": given.pop("cu_seqlens").astype(np.int32)} if "cu_seqlens" in given else {}
+    flags = sum(
+        SUM_FLAGS[name] for name, x in (given | arrays).items() if x is not False and name in SUM_FLAGS
+    )
+    words = [1, flags, bits(given.get("softmax_scale", 1.0)), given.get("chunk_size", 64)]
+    x = arrays[first]
+    x = arrays[first] = x.reshape(*x.shape, *(1,) * (4 - x.ndim))
+    arrays |= {"dout": floats(rng, *x.shape, dtype=dtype)} if gradients else {}
+    mapped = coin(rng, 0.3)
+    arrays = twice(rng, arrays, first) if mapped else arrays
+    made = np.zeros((2,) * mapped + x.shape, x.dtype if gradients else dtype)
+    return {"words": np.array(words), "dx" if gradients else "out": made} | arrays
+
+
+def merge_handler_arguments(rng: Rng, gradients: bool) -> Arguments:
+    given = states(rng)
+    outs, lses = list(given["outs"]), list(given["lses"])
+    count, wide = len(outs), wide_of(outs[0].dtype)
+    arrays = {f"out{i}": x for i, x in enumerate(outs)} | {f"lse{i}": x for i, x in enumerate(lses)}
+    of_lse = gradients and coin(rng)
+    if gradients:
+        arrays["dout"] = floats(rng, *outs[0].shape, dtype=outs[0].dtype)
+        arrays |= {"dlse": floats(rng, *lses[0].shape, dtype=wide)} if of_lse else {}
+    mapped, parts = coin(rng, 0.3), count if gradients else 1
+    arrays = twice(rng, arrays, "out0") if mapped else arrays
+    results = {
+        name: np.zeros((2,) * mapped + (parts * x.shape[0], *x.shape[1:]), x.dtype)
+        for name, x in (("out", outs[0]), ("lse", lses[0]))
+    }
+    return {"words": np.array([1, SUM_FLAGS["dlse"] * of_lse, count])} | results | arrays
+
+
+PARTS = " ".join(f"{name}{i}" for name in ("out", "lse") for i in range(3))
+for _gradients in (False, True):
+    _forward = ("cumsum_forward: g s cu_seqlens -> out", f"merge_forward: {PARTS} -> out lse")
+    _backward = (
+        "cumsum_backward: g s cu_seqlens dout -> dx",
+        f"merge_backward: {PARTS} dout dlse -> out lse",
+    )
+    _sums, _merge = _backward if _gradients else _forward
+    for _name in ("chunk_local_cumsum", "chunk_global_cumsum"):
+        handler(
+            _name + ", gradients" * _gradients,
+            lambda rng, name=_name, gradients=_gradients: sum_handler_arguments(rng, name, gradients),
+            _sums,
+        )
+    handler(
+        "merge_attention_states" + ", gradients" * _gradients,
+        lambda rng, gradients=_gradients: merge_handler_arguments(rng, gradients),
+        _merge,
     )
 
 # Caches

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 from environment import ROOT
-from handlers import HEAD
 from headers import check_declarations
 
 from attnmask import _core
@@ -55,6 +54,9 @@ def test_the_header_is_jaxlibs(tmp_path):
         + ["AM_XLA_MINOR <= XLA_FFI_API_MINOR"],
         {f"am_xla_{ours}" for ours in BEGINNINGS},
     )
+
+
+HEAD = [("struct_size", ctypes.c_size_t), ("extensions", ctypes.c_void_p)]
 
 
 class Extension(ctypes.Structure):

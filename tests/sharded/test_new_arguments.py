@@ -24,7 +24,7 @@ x = jax.numpy.ones((1, 4, 2, 8))
 mesh, spec = jax.sharding.Mesh(jax.devices()[:1], "ring"), jax.sharding.PartitionSpec(None, "ring")
 def attend(*arrays, **more):
     ring = functools.partial(attnmask.jax.ring_attention, axis_name="ring", **more)
-    return jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(*arrays)
+    return jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))(*arrays)
 """,
 }
 CALLS = """
@@ -56,11 +56,7 @@ def test_rings_refuse_a_learned_term_that_they_do_not_compute(framework, tmp_pat
     text = insert(
         table.read_text(), "    relative_bias: ArrayLike | None\n", "    key_slopes: ArrayLike | None\n"
     )
-    text = insert(
-        text,
-        'LEARNED, "added by distance; [H, L]"),\n',
-        '    Argument("key_slopes", None, Kind.LEARNED, "[H]"),\n',
-    )
+    text = insert(text, "    added by distance; [H, L]\n", "key_slopes : term [H] = None\n")
     table.unlink()
     table.write_text(text)
     monkeypatch.chdir(tmp_path)  # where Python looks first

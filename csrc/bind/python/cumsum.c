@@ -104,18 +104,33 @@ static PyObject *compute(PyObject *module, arguments *a)
                         name);
 }
 
-AM_FUNCTION(chunk_local_cumsum, compute(module, a), AM_PARAM("g", am_to_array, array),
-            AM_ARG(chunk_size, to_chunk_size), AM_ARG(reverse, am_to_bool),
-            AM_ARG(softmax_scale, am_to_scale), AM_ARG(cu_seqlens, am_to_starts_or_none),
-            AM_ARG(head_first, am_to_bool), AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out))
-AM_FUNCTION(chunk_global_cumsum, compute(module, a), AM_PARAM("s", am_to_array, array),
-            AM_ARG(reverse, am_to_bool), AM_ARG(cu_seqlens, am_to_starts_or_none),
-            AM_ARG(softmax_scale, am_to_scale), AM_ARG(head_first, am_to_bool),
-            AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out))
+static PyObject *checked(arguments *a, const char *name)
+{
+    return check(a, name) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+#define LOCAL                                                                                                \
+    AM_PARAM("g", am_to_array, array), AM_ARG(chunk_size, to_chunk_size), AM_ARG(reverse, am_to_bool),       \
+        AM_ARG(softmax_scale, am_to_scale), AM_ARG(cu_seqlens, am_to_starts_or_none),                        \
+        AM_ARG(head_first, am_to_bool), AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out)
+#define GLOBAL                                                                                               \
+    AM_PARAM("s", am_to_array, array), AM_ARG(reverse, am_to_bool), AM_ARG(cu_seqlens, am_to_starts_or_none), \
+        AM_ARG(softmax_scale, am_to_scale), AM_ARG(head_first, am_to_bool),                                  \
+        AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out)
+AM_FUNCTION(chunk_local_cumsum, compute(module, a), LOCAL)
+AM_FUNCTION(check_chunk_local_cumsum, checked(a, "g"), LOCAL)
+AM_FUNCTION(chunk_global_cumsum, compute(module, a), GLOBAL)
+AM_FUNCTION(check_chunk_global_cumsum, checked(a, "s"), GLOBAL)
 
 PyMethodDef am_cumsum_methods[] = {
     AM_METHOD(chunk_local_cumsum,
               "g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out"),
     AM_METHOD(chunk_global_cumsum, "s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out"),
+    AM_METHOD(check_chunk_local_cumsum,
+              "g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out",
+              "Check arguments of chunk_local_cumsum."),
+    AM_METHOD(check_chunk_global_cumsum,
+              "s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out",
+              "Check arguments of chunk_global_cumsum."),
     {.ml_name = NULL},
 };

@@ -177,7 +177,7 @@ static PyObject *run_merge(PyObject *module, const states *a, bool backward)
     return am_computed(module, work, am_merge_states, &merge) ? PyTuple_Pack(2, out, lse) : NULL;
 }
 
-static PyObject *merge(PyObject *module, const arguments *given)
+static PyObject *merge(PyObject *module, const arguments *given, bool only_check)
 {
     am_scoped(release) states a = {0};
     const bool backward = given->dout;
@@ -185,14 +185,16 @@ static PyObject *merge(PyObject *module, const arguments *given)
         (backward && read_out(&a, given->dout, "dout", a.count) < 0) ||
         (backward && given->dlse != Py_None && read_lse(&a, given->dlse, "dlse", a.count) < 0))
         return NULL;
-    return run_merge(module, &a, backward);
+    return only_check ? Py_NewRef(Py_None) : run_merge(module, &a, backward);
 }
 #define STATES AM_ARG(outs, am_to_object), AM_ARG(lses, am_to_object)
-AM_FUNCTION(merge_attention_states, merge(module, a), STATES)
-AM_FUNCTION(merge_backward, merge(module, a), STATES, AM_ARG(dout, am_to_object), AM_ARG(dlse, am_to_object))
+AM_FUNCTION(merge_attention_states, merge(module, a, false), STATES)
+AM_FUNCTION(check_merge, merge(module, a, true), STATES)
+AM_FUNCTION(merge_backward, merge(module, a, false), STATES, AM_ARG(dout, am_to_object), AM_ARG(dlse, am_to_object))
 
 PyMethodDef am_merge_methods[] = {
     AM_METHOD(merge_attention_states, "outs, lses"),
+    AM_METHOD(check_merge, "outs, lses", "Check arguments of merge_attention_states."),
     AM_METHOD(merge_backward, "outs, lses, dout, dlse"),
     {.ml_name = NULL},
 };

@@ -115,7 +115,7 @@ PyArrayObject *am_of_memory(PyObject *array);
 /* The methods of each topic, which its file adds to the module. */
 extern PyMethodDef am_packed_methods[], am_cumsum_methods[], am_mask_methods[], am_segments_methods[],
     am_pairs_methods[], am_merge_methods[], am_flash_methods[], am_kvcache_methods[], am_xla_methods[],
-    am_tensors_methods[], am_strategy_methods[], am_short_convolution_methods[],
+    am_xla_array_methods[], am_tensors_methods[], am_strategy_methods[], am_short_convolution_methods[],
     am_linear_attention_methods[], am_quantize_methods[];
 
 #endif

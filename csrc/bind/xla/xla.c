@@ -271,7 +271,7 @@ static void advise_pages(const am_xla_buffer *buffer)
 static bool find_calls(am_xla_call *c)
 {
     const am_xla_call_frame *frame = c->frame;
-    if (frame->arguments.count < 2 || frame->results.count < 1 || am_xla_result(c, 0)->rank < 4)
+    if (frame->arguments.count < 1 || frame->results.count < 1 || am_xla_result(c, 0)->rank < 4)
         return am_xla_fail(c, "there are too few arguments or results");
     c->vmap_axes = am_xla_result(c, 0)->rank - 4;
     c->vmap_shape = am_xla_result(c, 0)->shape;
@@ -281,10 +281,8 @@ static bool find_calls(am_xla_call *c)
     return true;
 }
 
-typedef bool do_call(am_xla_call *c);
-
 /* The buffers of one call, or of all. */
-static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
+static bool do_one(am_xla_call *c, am_xla_do *compute, ptrdiff_t call)
 {
     const int64_t *words = c->words;
     c->call = call;
@@ -298,7 +296,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
     return done;
 }
 
-static bool do_all(am_xla_call *c, do_call *compute)
+static bool do_all(am_xla_call *c, am_xla_do *compute)
 {
     if (!find_words(c) || !find_calls(c)) return false;
     if (c->calls == 0) return true;
@@ -307,6 +305,15 @@ static bool do_all(am_xla_call *c, do_call *compute)
         if (!do_one(c, compute, call)) return false;
     }
     return true;
+}
+
+bool am_xla_run(am_xla_call *c, am_xla_do *compute)
+{
+    const am_float_mode mode = am_float_mode_get();
+    am_float_mode_set(am_float_mode_quiet(mode));
+    const bool done = do_all(c, compute);
+    am_float_mode_set(mode);
+    return done;
 }
 
 static bool answer_metadata(const am_xla_call_frame *frame)
@@ -321,16 +328,12 @@ static bool answer_metadata(const am_xla_call_frame *frame)
     return false;
 }
 
-static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
+static am_xla_error *handle(const am_xla_call_frame *frame, am_xla_do *compute)
 {
     if (answer_metadata(frame) || frame->stage != AM_XLA_EXECUTE) return NULL;
-    const am_float_mode mode = am_float_mode_get();
     am_xla_call c = {.frame = frame,
                      .context = {.kernels = atomic_load(&state->kernels), .threads = am_threads(state)}};
-    am_float_mode_set(am_float_mode_quiet(mode));
-    const bool done = do_all(&c, compute);
-    am_float_mode_set(mode);
-    if (done) return NULL;
+    if (am_xla_run(&c, compute)) return NULL;
     const am_status status = c.request.status;
     am_xla_error_args args = {.struct_size = sizeof args,
                               .message = am_request_words(&c.request),
@@ -352,7 +355,41 @@ HANDLER(am_xla_linear_step)
 HANDLER(am_xla_convolution)
 HANDLER(am_xla_convolution_gradients)
 HANDLER(am_xla_convolution_step)
+HANDLER(am_xla_cumsum)
+HANDLER(am_xla_cumsum_gradients)
+HANDLER(am_xla_merge)
+HANDLER(am_xla_merge_gradients)
 #undef HANDLER
+
+static const struct {
+    const char *name;
+    am_xla_do *compute;
+    am_xla_handler *handler;
+} handlers[] = {
+    {"attnmask_flash_forward", forward, forward_handler},
+    {"attnmask_flash_backward", backward, backward_handler},
+    {"attnmask_flash_kvcache", am_xla_kvcache, am_xla_kvcache_handler},
+    {"attnmask_write_kvcache", am_xla_kvcache_write, am_xla_kvcache_write_handler},
+    {"attnmask_linear_forward", am_xla_linear, am_xla_linear_handler},
+    {"attnmask_linear_backward", am_xla_linear_gradients, am_xla_linear_gradients_handler},
+    {"attnmask_linear_step", am_xla_linear_step, am_xla_linear_step_handler},
+    {"attnmask_convolution_forward", am_xla_convolution, am_xla_convolution_handler},
+    {"attnmask_convolution_backward", am_xla_convolution_gradients, am_xla_convolution_gradients_handler},
+    {"attnmask_convolution_step", am_xla_convolution_step, am_xla_convolution_step_handler},
+    {"attnmask_cumsum_forward", am_xla_cumsum, am_xla_cumsum_handler},
+    {"attnmask_cumsum_backward", am_xla_cumsum_gradients, am_xla_cumsum_gradients_handler},
+    {"attnmask_merge_forward", am_xla_merge, am_xla_merge_handler},
+    {"attnmask_merge_backward", am_xla_merge_gradients, am_xla_merge_gradients_handler},
+};
+enum { HANDLERS = sizeof handlers / sizeof *handlers };
+
+am_xla_do *am_xla_find(const char *name)
+{
+    for (int i = 0; i < HANDLERS; i++) {
+        if (strcmp(handlers[i].name, name) == 0) return handlers[i].compute;
+    }
+    return NULL;
+}
 
 static PyObject *xla_handlers(PyObject *module, PyObject *unused)
 {
@@ -361,23 +398,8 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
         Py_INCREF(module); /* XLA keeps handlers for good */
         state = am_state_of(module);
     }
-    static const struct {
-        const char *name;
-        am_xla_handler *handler;
-    } handlers[] = {
-        {"attnmask_flash_forward", forward_handler},
-        {"attnmask_flash_backward", backward_handler},
-        {"attnmask_flash_kvcache", am_xla_kvcache_handler},
-        {"attnmask_write_kvcache", am_xla_kvcache_write_handler},
-        {"attnmask_linear_forward", am_xla_linear_handler},
-        {"attnmask_linear_backward", am_xla_linear_gradients_handler},
-        {"attnmask_linear_step", am_xla_linear_step_handler},
-        {"attnmask_convolution_forward", am_xla_convolution_handler},
-        {"attnmask_convolution_backward", am_xla_convolution_gradients_handler},
-        {"attnmask_convolution_step", am_xla_convolution_step_handler},
-    };
     PyObject *capsules = PyDict_New();
-    for (size_t i = 0; capsules && i < sizeof handlers / sizeof *handlers; i++) {
+    for (int i = 0; capsules && i < HANDLERS; i++) {
         void *pointer;
         memcpy(&pointer, &handlers[i].handler, sizeof pointer);
         am_owned PyObject *capsule = PyCapsule_New(pointer, NULL, NULL);
@@ -399,8 +421,9 @@ static PyObject *dict_of(const am_xla_word *words)
 static PyObject *xla_words(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    return Py_BuildValue("{s:N,s:N,s:N}", "attention", dict_of(attention_words), "cache",
-                         dict_of(am_xla_cache_words), "linear", dict_of(am_xla_linear_words));
+    return Py_BuildValue("{s:N,s:N,s:N,s:N}", "attention", dict_of(attention_words), "cache",
+                         dict_of(am_xla_cache_words), "linear", dict_of(am_xla_linear_words), "sums",
+                         dict_of(am_xla_sum_words));
 }
 
 PyMethodDef am_xla_methods[] = {

@@ -9,7 +9,14 @@ typedef struct {
     const char *name; /* of an argument where a flag says that this is given; NULL behind the last one */
     int64_t value;
 } am_xla_word;
-extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[];
+extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[], am_xla_sum_words[];
+
+/* Computes results from arguments. */
+typedef bool am_xla_do(am_xla_call *c);
+/* Of the handler of this name; NULL if there is none. */
+am_xla_do *am_xla_find(const char *name);
+/* Does so for the buffers of one call, or of the calls of a vmap. */
+bool am_xla_run(am_xla_call *c, am_xla_do *compute);
 
 /* The first words: version and flags. */
 bool am_xla_read_flags(am_xla_call *c);
@@ -31,5 +38,11 @@ bool am_xla_linear_step(am_xla_call *c);
 bool am_xla_convolution(am_xla_call *c);
 bool am_xla_convolution_gradients(am_xla_call *c);
 bool am_xla_convolution_step(am_xla_call *c);
+
+/* Cumulative sums, and merges of attention (sums.c). */
+bool am_xla_cumsum(am_xla_call *c);
+bool am_xla_cumsum_gradients(am_xla_call *c);
+bool am_xla_merge(am_xla_call *c);
+bool am_xla_merge_gradients(am_xla_call *c);
 
 #endif
