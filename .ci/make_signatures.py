@@ -52,14 +52,21 @@ import torch
 from numpy.typing import ArrayLike
 """
 JAX = """
-from typing import Literal, overload
+from typing import Generic, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from attnmask._attention.arguments import Call
 from attnmask._masks.info import MaskInfo
-from attnmask.jax._cache import KVCacheResult
+from attnmask.jax._types import KVCacheResult
+
+_Flag = TypeVar("_Flag", bound=bool)
+
+class _Call(Call[_Flag], Generic[_Flag], total=False):
+    callback: bool
+
 """
 # How the libraries write types, without the libraries.
 IN_TORCH = NUMPY._replace(
@@ -85,10 +92,14 @@ JAX_SUMS = [row for row in ALL_SUMS if not row.returns_vjp]
 RESULT = "Array"
 
 
-def declared(name: str, signature: Signature, result: str, flag: str = "", value: bool | None = None) -> str:
-    """Return a signature for ``flag=value``; None leaves the annotation as it is."""
+def declared(
+    name: str, signature: Signature, result: str, flag: str = "", value: bool | None = None, more: str = ""
+) -> str:
+    """Return a signature for ``flag=value``; None leaves the annotation as it is. `more` names arguments by keyword."""
     parts, by_name = [], False
     for row in signature.parameters.values():
+        if more and row.kind is Parameter.KEYWORD_ONLY:
+            continue
         annotation, default = row.annotation, "" if row.default is Parameter.empty else f" = {row.default!r}"
         if row.kind is Parameter.KEYWORD_ONLY and not by_name:
             parts.append("*")
@@ -96,6 +107,8 @@ def declared(name: str, signature: Signature, result: str, flag: str = "", value
         if row.name == flag and value is not None:
             annotation, default = f"Literal[{value}]", "" if value else default
         parts.append(f"{row.name}: {annotation}{default}")
+    if more:
+        parts.append(f"**more: Unpack[{more}[{'bool' if value is None else f'Literal[{value}]'}]]")
     lines = ["   "]
     for part in parts:
         if len(lines[-1]) + len(part) + 2 > WIDTH:
@@ -104,12 +117,15 @@ def declared(name: str, signature: Signature, result: str, flag: str = "", value
     return "\n".join([f"def {name}(", *lines, f") -> {result}: ..."])
 
 
-def overloaded(name: str, signature: Signature, flag: str, result: Callable[[bool | None], str]) -> list[str]:
+def overloaded(
+    name: str, signature: Signature, flag: str, result: Callable[[bool | None], str], more: str = ""
+) -> list[str]:
     """Return a signature for each value of a flag, if there is one."""
     if not flag:
         return [declared(name, signature, result(None))]
     return [
-        f"@overload\n{declared(name, signature, result(value), flag, value)}" for value in (False, True, None)
+        f"@overload\n{declared(name, signature, result(value), flag, value, more)}"
+        for value in (False, True, None)
     ]
 
 
@@ -122,10 +138,10 @@ def of_function(function: table.Function) -> list[str]:
     return overloaded(function.name, function.signature, flag, result)
 
 
-def of_row(row: Row, face: Face) -> list[str]:
+def of_row(row: Row, face: Face, more: str = "") -> list[str]:
     flag = "" if row.name in face.named else row.all
     return overloaded(
-        row.name, rows.signature(row, face), flag, lambda every: rows.returned(row, face, every)
+        row.name, rows.signature(row, face), flag, lambda every: rows.returned(row, face, every), more
     )
 
 
@@ -170,6 +186,7 @@ STUBS = {  # path: imports, functions
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
     PACKAGE / "jax" / "_functions.pyi": (
         JAX,
+        of_row(attention.ATTENTION, IN_JAX, "_Call"),
         *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES, *JAX_SUMS)),
     ),
 }

@@ -153,9 +153,9 @@ cum_seqlens_k : starts [sequences + 1] = None
     where packed sequences of keys start
 sliding_window : window = None
     the number of keys to the left and right that a query sees
-fwd_params : hint = None
+fwd_params : hint FwdParams = None
     block sizes
-bwd_params : hint = None
+bwd_params : hint BwdParams = None
     block sizes of gradients
 logits_soft_cap : number = None
     c of c·tanh(logit / c)
@@ -163,7 +163,9 @@ softmax_aux : term [H, S] or [S] = None
     sinks: logits without a value; [S], or [H, S]
 normalize_output : flag = True
     divide by the sum of the weights
-precision, logits_dtype : hint = None
+precision : hint Precision = None
+    accepted without effect
+logits_dtype : hint DTypeLike = None
     accepted without effect
 q_segment_ids : data [B, Tq] = None
     tokens attend to tokens with the same id; [B, Tq]

@@ -65,6 +65,16 @@ ATTENTION = Row(
     by_name=True,
     saved=("out", "lse"),
     fits=_fits,
+    examples={
+        "jax": """
+>>> query, value = jnp.zeros((1, 3, 1, 8)), jnp.arange(3.0).reshape(1, 3, 1, 1)
+>>> attend = jax.jit(lambda value: attnmask.jax.flash_attention(query, query, value, causal=True))
+>>> attend(value).ravel().tolist()
+[0.0, 0.5, 1.0]
+>>> [round(x, 3) for x in jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()]
+[1.833, 0.833, 0.333]
+""",
+    },
 )
 
 CACHE = Row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from enum import Enum
 from inspect import Parameter, Signature
 from itertools import groupby
@@ -140,10 +141,15 @@ class Face(NamedTuple):
             Kind.DTYPE: self.dtype,
             Kind.CHOICE: "Literal[{}]".format(", ".join(repr(x) for x in argument.choices if x)),
             Kind.OUT: "Array",
+            Kind.TERM: self.integers,
             Kind.DATA: self.integers,
             Kind.LENGTHS: self.integers,
             Kind.MASK: f"{self.integers} | MaskInfo",
+            Kind.DIAGONAL: "Diagonal",
             Kind.WINDOW: "int | tuple[int | None, int | None]",
+            Kind.CHANCE: "float",
+            Kind.SEED: "SupportsIndex",
+            Kind.HINT: argument.layout,
         }.get(argument.kind, "bool")
         return f"{name} | None" if argument.optional else name
 
@@ -158,14 +164,18 @@ class Face(NamedTuple):
             Kind.SCALE: "float",
             Kind.NUMBER: "float",
             Kind.SIZE: "int",
+            Kind.SEED: "int",
             Kind.DTYPE: "dtype",
             Kind.CHOICE: f"{{{choices}}}",
             Kind.OUT: self.returned,
+            Kind.TERM: self.given,
             Kind.DATA: self.given,
             Kind.LENGTHS: self.integers_given,
             Kind.MASK: f"{self.given} or MaskInfo",
+            Kind.DIAGONAL: f'int, {self.integers_given}, or "bottom-right"',
         }.get(argument.kind, "bool")
         shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""
+        shape = "" if argument.broadcasts else shape
         return name + shape + (", optional" if argument.optional and not argument.choices else "")
 
 
@@ -233,10 +243,18 @@ class Row:
         self.cast, self.handler, self.examples = cast, handler, examples or {}
         self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
         self.returns_vjp = False
+        self.own: tuple[Argument, ...] = ()  # that only one face has
         self.all = "".join(self.of(Kind.ALL))
         self.problem = tuple(x for x in self.arguments if x.kind not in (Kind.ALL, Kind.OUT))
         for layout in [*(x.layout for x in self.arguments), *(x.layout for x in self.results)]:
             axes_of(layout)
+
+    def with_own(self, text: str) -> Row:
+        """Return the row of a face that has more arguments."""
+        made = copy(self)
+        made.own = arguments(text)
+        made.arguments += made.own
+        return made
 
     def of(self, *kinds: Kind) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.arguments if argument.kind in kinds)
@@ -339,7 +357,7 @@ def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
     shown = signature(row, face)
     names = tuple(shown.parameters)
     heads = [
-        name if x.default is Parameter.empty else f"{name}={x.default!r}"
+        name if x.default is Parameter.empty else f"{name}=defaults[{name!r}]"
         for name, x in shown.parameters.items()
     ]
     heads[row.places :] = ["*", *heads[row.places :]] if len(heads) > row.places else []
@@ -351,7 +369,8 @@ def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
         f"    return call({given})",
     )
     scope: dict[str, Any] = {**face.types, row.grads.__name__: row.grads}
-    scope |= {"call": call, "names": names, "reject_unknown": reject_unknown}
+    defaults = {name: x.default for name, x in shown.parameters.items()}
+    scope |= {"call": call, "names": names, "defaults": defaults, "reject_unknown": reject_unknown}
     exec(compile("\n".join(lines), f"<attnmask {row.name}>", "exec"), scope)
     made = scope[row.name]
     made.__signature__, made.__doc__ = shown, doc
@@ -365,8 +384,9 @@ def library_doc(row: Row, face: Face, about: str, static: str = "") -> str:
 
     `static` is what there is to say of arguments that are no arrays.
     """
-    arrays = [x._replace(about="") for x in row.problem if x.kind in ARRAYS]
-    others = [x.name for x in row.arguments if x.kind not in (*ARRAYS, Kind.OUT)]
+    kinds = *ARRAYS, Kind.SEED
+    arrays = [x._replace(about="") for x in row.problem if x.kind in kinds]
+    others = [x.name for x in row.arguments if x.kind not in (*kinds, Kind.OUT) and x not in row.own]
     states = [x for x in arrays if x.kind is Kind.STATE and face.returns_state]
     one = [f"{face.returned}, shape {row.results[0].layout}"] if row.results else []
     if row.name in face.named:
@@ -382,6 +402,7 @@ def library_doc(row: Row, face: Face, about: str, static: str = "") -> str:
         *about.splitlines(),
         *("", "Parameters", "----------", *parameters(arrays, face)),
         *(", ".join(others), f"    All of these as in `attnmask.{row.name}`. {static}".rstrip()),
+        *parameters(row.own, face),
         *("", "Returns", "-------", *returned),
         *("", "Examples", "--------", f">>> import {face.imports}", f">>> import {library}"),
         *row.examples[library.partition(".")[2]].strip().splitlines(),

@@ -36,14 +36,10 @@ if not hasattr(jax, "enable_x64"):
         f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
     )
 
-from attnmask._attention.arguments import OPTIONS, Call
-from attnmask._common.types import Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask._sharded.ring import KEYWORDS, RingArguments, arguments_of
 from attnmask.jax import _ring as ring
 from attnmask.jax._arguments import known_flag
-from attnmask.jax._attention import attend, attend_by_callback
-from attnmask.jax._cache import KVCacheResult
 from attnmask.jax._call import register
 from attnmask.jax._functions import (
     chunk_global_cumsum,
@@ -52,6 +48,7 @@ from attnmask.jax._functions import (
     chunk_local_cumsum,
     chunk_local_cumsum_scalar,
     chunk_local_cumsum_vector,
+    flash_attention,
     flash_attention_with_kvcache,
     linear_attention,
     linear_attention_step,
@@ -60,6 +57,7 @@ from attnmask.jax._functions import (
     write_kvcache,
 )
 from attnmask.jax._merge import merge_attention_states
+from attnmask.jax._types import KVCacheResult
 
 __all__ = [
     "KVCacheResult",
@@ -88,102 +86,9 @@ jax.tree_util.register_pytree_node_class(MaskInfo)
 _Flag = TypeVar("_Flag", bound=bool)
 
 
-class _Call(Call[_Flag], Generic[_Flag], total=False):
-    callback: bool
-
-
 class _RingCall(RingArguments, Generic[_Flag], total=False):
     axis_name: Required[str | tuple[str, ...]]
     return_lse: _Flag
-
-
-@overload
-def flash_attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
-    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    **more: Unpack[_Call[Literal[False]]],
-) -> jax.Array: ...
-@overload
-def flash_attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
-    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    **more: Unpack[_Call[Literal[True]]],
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def flash_attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
-    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    **more: Unpack[_Call[bool]],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@OPTIONS
-def flash_attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
-    attention_mask: jax.typing.ArrayLike | MaskInfo | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    *,
-    return_lse: bool = False,
-    callback: bool = False,
-    **more: object,
-) -> jax.Array | tuple[jax.Array, ...]:
-    """Apply `attnmask.flash_attention` in JAX: under ``jit``, ``grad`` and ``vmap``.
-
-    `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
-    `return_lse`. Higher-order gradients are not supported. It runs on the CPU, where compiled functions call C: types
-    and shapes are checked at trace time.
-
-    Parameters
-    ----------
-    query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
-        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
-    attention_mask : array or MaskInfo, optional
-        May be traced.
-    bias : array, optional
-        Added to the logits.
-    return_lse : bool
-        Also return the logsumexp of each row.
-    callback : bool
-        Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more
-        devices than threads it may hang.
-    **more
-        The other arguments of `attnmask.flash_attention` by name, except `out`. Segment ids, `cum_seqlens_q`,
-        `cum_seqlens_k`, `causal_offset`, `alibi_slopes`, `relative_bias` and `dropout_seed` may be traced; the others
-        are fixed at compile time.
-
-    Returns
-    -------
-    array, or tuple of two if `return_lse`
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> import attnmask.jax
-    >>> query, value = jnp.zeros((1, 3, 1, 8)), jnp.arange(3.0).reshape(1, 3, 1, 1)
-    >>> attend = jax.jit(lambda value: attnmask.jax.flash_attention(query, query, value, causal=True))
-    >>> attend(value).ravel().tolist()
-    [0.0, 0.5, 1.0]
-    >>> [round(x, 3) for x in jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()]
-    [1.833, 0.833, 0.333]
-    """
-    given: Arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "bias": bias,
-    }
-    by_callback = callback is not False and known_flag(callback, "callback")
-    return (attend_by_callback if by_callback else attend)(given | more | {"return_lse": return_lse})
 
 
 @overload

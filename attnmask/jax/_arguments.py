@@ -57,8 +57,13 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+_PLAIN = {bool, int, float, str, type(None)}
+
+
 def check_known(value: object, name: str) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+    if type(value) not in _PLAIN and any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
+    ):
         raise TypeError(f"{name} must be known at compile time, got a traced value")
 
 

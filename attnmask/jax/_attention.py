@@ -5,16 +5,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from attnmask._attention.arguments import DEFAULTS, LEARNED
+from attnmask._attention.arguments import LEARNED
 from attnmask._common.arguments import describe
-from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import check, sinks_of, specify
+from attnmask.jax._arguments import check, known_flag, sinks_of, specify
 from attnmask.jax._faces import Function
 from attnmask.jax._gradients import differentiable
 from attnmask.jax._types import AnyByName, ByName, Results
+
+IN_JAX = ATTENTION.with_own("""
+callback : flag = False
+    Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more devices
+    than threads it may hang.
+""")
 
 
 def _four_axes(learned: ByName) -> ByName:
@@ -31,29 +36,24 @@ def _four_axes(learned: ByName) -> ByName:
     }
 
 
-class _Attention(Function):
-    def __init__(self, callback: bool) -> None:
-        super().__init__(ATTENTION)
-        self.callback = callback
+class Attention(Function):
+    """The function of `IN_JAX`."""
 
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
-        if not given.keys() <= self.kinds.keys():
-            unknown = [name for name in given if name not in self.kinds]
-            reject_unknown("flash_attention", unknown, (*DEFAULTS, "return_lse"))
         arrays, static = super().divided(given)
         for name in LEARNED[:3]:
             if name in static:
                 raise TypeError(f"{name} must be an array, got {describe(static[name])}")
-            if np.ndim(arrays[name]) not in (3, 4):
+            if arrays[name].ndim not in (3, 4):
                 raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
         return arrays, static
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         learned = {name: jax.numpy.asarray(arrays[name]) for name in LEARNED if name in arrays}
-        known = DEFAULTS | static | arrays
+        known = static | arrays
         problem, batched = check(known)
         spec, others = specify(known, problem)
-        spec = spec._replace(callback=self.callback)
+        spec = spec._replace(callback=known_flag(static["callback"], "callback"))
         count, dtype = 1 + with_all, learned["query"].dtype
 
         def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
@@ -74,6 +74,3 @@ class _Attention(Function):
         results = differentiable(forward, backward, count)(_four_axes(learned), others)
         results = results if batched else tuple(x[0] for x in results)
         return results if with_all else results[0]
-
-
-attend, attend_by_callback = _Attention(False), _Attention(True)

@@ -3,7 +3,7 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
 from attnmask._common.arguments import (
     as_array,
-    fields_in_a_line,
     integer_array,
     is_floating,
     wide_dtype,
@@ -26,44 +25,9 @@ from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import Arrays, is_traced, known_flag, mask_terms, stand_ins, term_operands
 from attnmask.jax._faces import Call, Writing
-from attnmask.jax._types import AnyArray, AnyByName, Results, Shaped
+from attnmask.jax._types import AnyArray, AnyByName, KVCacheResult, Results, Shaped
 
 _FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
-
-
-class KVCacheResult(NamedTuple):
-    """What `flash_attention_with_kvcache` returns: the result, and the caches as they are after the call.
-
-    Parameters
-    ----------
-    out : array, shape [B, Tq, H, Dv] or [total, H, Dv]
-        The result.
-    lse : array, shape [B, H, Tq] or [H, total], or None
-        None without `return_lse`.
-    k_cache, v_cache : array
-        The caches with the new tokens.
-    k_scale, v_scale : array or None
-        Their scales; None for caches that have none.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> import attnmask.jax
-    >>> x, cache = jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 4, 1, 8))
-    >>> result = attnmask.jax.flash_attention_with_kvcache(x, cache, cache, x, x, cache_seqlens=2)
-    >>> result.k_cache[0, :, 0, 0].tolist(), result.lse
-    ([0.0, 0.0, 1.0, 0.0], None)
-    """
-
-    out: jax.Array
-    lse: jax.Array | None
-    k_cache: jax.Array
-    v_cache: jax.Array
-    k_scale: jax.Array | None
-    v_scale: jax.Array | None
-
-    def __repr__(self) -> str:
-        return fields_in_a_line(self)
 
 
 class _ToCache(Writing):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from attnmask._attention import arguments as types
 from attnmask._common.arguments import as_array, one_of, real, wide_dtype
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.rows import ARRAYS, Argument, Face, Kind, Row, axes_of, function, library_doc
@@ -25,14 +26,14 @@ from attnmask._masks.info import MaskInfo
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, known_flag, stand_ins
 from attnmask.jax._gradients import differentiable
-from attnmask.jax._types import AnyArray, AnyByName, ByName, Results, Shaped
+from attnmask.jax._types import AnyArray, AnyByName, ByName, KVCacheResult, Results, Shaped
 
 JAX = Face(
     array="ArrayLike",
     state="ArrayLike",
     integers="npt.ArrayLike",
     result="jax.Array",
-    types={"jax": jax, "ArrayLike": ArrayLike, "npt": npt, "Literal": Literal, "MaskInfo": MaskInfo},
+    types=vars(types) | {"jax": jax, "ArrayLike": ArrayLike, "npt": npt, "KVCacheResult": KVCacheResult},
     given="array",
     integers_given="array of integers",
     returned="array",
@@ -65,6 +66,7 @@ class Function:
         self.row = row
         self.kinds = {x.name: x.kind for x in row.arguments}
         self.states = row.of(Kind.STATE)
+        self.defaults = {x.name: x.default for x in row.problem}
 
     def __call__(self, given: Arguments) -> Any:
         with_all = known_flag(given.pop(self.row.all), self.row.all) if self.row.all else False
@@ -98,11 +100,14 @@ class Function:
 
     def compute(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         """Compute with NumPy, in place."""
-        given = {name: self.on_host(name, x) for name, x in arrays.items()} | static
+        host = {name: self.on_host(name, x) for name, x in arrays.items()}
         more = {self.row.all: with_all} if self.row.all else {}
         if self.row.by_name:
-            return self.row.entry(**given, **more)
-        return self.row.entry(*(given.get(x.name) for x in self.row.problem), *more.values(), None)
+            by_default = self.defaults.get
+            others = {name: x for name, x in static.items() if x is not by_default(name, x)}
+            return self.row.entry(**host, **others, **more)
+        given = host | static
+        return self.row.entry(*(given.get(name) for name in self.defaults), *more.values(), None)
 
     def check(self, given: Arguments) -> Any:
         """Check a traced call, and return what the core says of it."""
@@ -323,7 +328,7 @@ Compiled functions write in place if ``donate_argnums`` names the arrays or a lo
 copied, as in eager calls. All arrays may be traced; errors in their numbers are then raised when the function runs.
 Gradients are not supported."""
     else:
-        *others, last = (f"`{name}`" for name in row.of(Kind.LEARNED))
+        *others, last = (f"`{name}`" for name in row.of(Kind.LEARNED, Kind.TERM))
         subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         about = f"""Apply `attnmask.{row.name}` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 

@@ -2,9 +2,11 @@
 
 from attnmask._faces import linear, sums
 from attnmask._faces.attention import CACHE, WRITE
+from attnmask.jax._attention import IN_JAX, Attention
 from attnmask.jax._cache import Attend, Write
 from attnmask.jax._faces import jax_face
 
+flash_attention = jax_face(IN_JAX, Attention)
 flash_attention_with_kvcache = jax_face(CACHE, Attend)
 write_kvcache = jax_face(WRITE, Write)
 linear_attention = jax_face(linear.LINEAR_ATTENTION)

@@ -1,15 +1,40 @@
 """Written by .ci/make_signatures.py."""
 # fmt: off
 
-from typing import Literal, overload
+from typing import Generic, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy.typing as npt
 from jax.typing import ArrayLike
 
+from attnmask._attention.arguments import Call
 from attnmask._masks.info import MaskInfo
-from attnmask.jax._cache import KVCacheResult
+from attnmask.jax._types import KVCacheResult
 
+_Flag = TypeVar("_Flag", bound=bool)
+
+class _Call(Call[_Flag], Generic[_Flag], total=False):
+    callback: bool
+
+
+@overload
+def flash_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike,
+    attention_mask: npt.ArrayLike | MaskInfo | None = None, bias: npt.ArrayLike | None = None,
+    **more: Unpack[_Call[Literal[False]]],
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike,
+    attention_mask: npt.ArrayLike | MaskInfo | None = None, bias: npt.ArrayLike | None = None,
+    **more: Unpack[_Call[Literal[True]]],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike,
+    attention_mask: npt.ArrayLike | MaskInfo | None = None, bias: npt.ArrayLike | None = None,
+    **more: Unpack[_Call[bool]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def flash_attention_with_kvcache(
     query: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, key: ArrayLike | None = None,
     value: ArrayLike | None = None, *, cache_seqlens: npt.ArrayLike | None = None,
