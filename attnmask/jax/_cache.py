@@ -23,7 +23,7 @@ from attnmask._common.types import AnyFunction, Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import Arrays, is_traced, known_flag, mask_terms, stand_ins, term_operands
+from attnmask.jax._arguments import Arrays, is_traced, known_flag, mask_terms, term_operands
 from attnmask.jax._faces import Call, Writing
 from attnmask.jax._types import AnyArray, AnyByName, KVCacheResult, Results, Shaped
 
@@ -66,7 +66,7 @@ class Write(_ToCache):
         key, value = rotated_tokens(arrays["key"], arrays["value"], _rotated)
         return arrays | {"key": key, "value": value}
 
-    def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
+    def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
         slots, first, more = arrays["slot_mapping"], self.first(arrays), Arrays()
         place = more.place(slots if is_traced(slots) else integer_array(slots, "slot_mapping"))
         flags = call.flags_of("cache", {name: name in first for name in ("k_scale", "v_scale")})
@@ -85,19 +85,19 @@ class Attend(_ToCache):
         tokens = [name for name in ("query", "key", "value") if name in arrays]
         return arrays | {name: _rotated(arrays[name]) for name in tokens}
 
-    def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
-        given: Arguments = static | arrays | {"return_lse": with_all}
+    def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
+        given = static | arrays
         packed, first, more = "cu_seqlens_q" in arrays, self.first(arrays), Arrays()
         if packed:
             first["query"] = first["query"][None]
         if packed or "cu_seqlens_k_new" in arrays:
             first |= {name: first[name][None] for name in ("key", "value") if name in first}
         batch, queries, heads, _ = first["query"].shape
-        words = _words(given, stand_ins(self.row, given), first["query"].shape, more)
+        words = _words(given, known, first["query"].shape, more)
         channels = first["v_cache"].shape[3] * (2 if first["v_cache"].dtype == np.uint8 else 1)
         dtype = first["query"].dtype
         shapes: list[Shaped] = [((batch, queries, heads, channels), dtype)]
-        if with_all:
+        if given["return_lse"]:
             shapes.append(((batch, heads, queries), wide_dtype(dtype)))
 
         def finish(found: Results) -> list[jax.Array]:

@@ -78,7 +78,9 @@ def register() -> tuple[str, ...]:
 
 def to_jax(result: Any) -> Any:
     """Hand fresh arrays to JAX: large ones in place, because they are aligned; small ones are copied."""
-    return jax.tree.map(lambda x: jax.device_put(x) if x.nbytes >= 2**20 else jax.numpy.asarray(x), result)
+    if isinstance(result, tuple):
+        return tuple(map(to_jax, result))
+    return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
 def operand_words(value: Any, learned: Sequence[str] = ()) -> tuple[int, int]:

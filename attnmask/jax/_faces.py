@@ -42,10 +42,8 @@ JAX = Face(
     returns_state=True,
     named={"flash_attention_with_kvcache": "KVCacheResult"},
 )
-_TRACED = (*ARRAYS, Kind.SEED)
 _OR_NUMBERS = (Kind.TERM, Kind.DATA, Kind.LENGTHS, Kind.MASK, Kind.DIAGONAL, Kind.SEED)
 _OPERANDS = (Kind.LEARNED, Kind.TERM, Kind.STATE)  # which become arrays of JAX
-_FLAGS = call.WORDS["linear"]
 _AXES = 4  # of the first result of handlers
 
 
@@ -65,27 +63,32 @@ class Function:
     def __init__(self, row: Row) -> None:
         self.row = row
         self.kinds = {x.name: x.kind for x in row.arguments}
-        self.states = row.of(Kind.STATE)
-        self.defaults = {x.name: x.default for x in row.problem}
+        self.states, self.seeds = row.of(Kind.STATE), row.of(Kind.SEED)
+        self.arrays, self.or_numbers = row.of(*ARRAYS, Kind.SEED), row.of(*_OR_NUMBERS)
+        self.own = [x.name for x in row.own]
+        self.defaults = {x.name: x.default for x in (*row.problem, *row.own)}
 
     def __call__(self, given: Arguments) -> Any:
         with_all = known_flag(given.pop(self.row.all), self.row.all) if self.row.all else False
         arrays, static = self.divided(given)
         if any(map(is_traced, arrays.values())):
-            return self.traced(self.operands(arrays), static, with_all)
+            return self.traced(self.operands(arrays), self.defaults | static, with_all)
         return self.eager(arrays, static, with_all)
 
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
-        """Return the arguments that are arrays, and those that must be known at compile time."""
+        """Return the arguments that are arrays, and those that must be known at compile time, but for defaults."""
         arrays: AnyByName = {}
         static: Arguments = {}
+        defaults = self.defaults
         for name, x in given.items():
-            kind = self.kinds[name]
-            if x is None or kind not in _TRACED or (isinstance(x, (int, str)) and kind in _OR_NUMBERS):
+            if x is defaults[name]:
+                continue
+            is_number = name in self.or_numbers and isinstance(x, (int, str))
+            if x is None or name not in self.arrays or is_number:
                 check_known(x, name)
-                static[name] = _available(x) if kind is Kind.DTYPE and x is not None else x
+                static[name] = _available(x) if self.kinds[name] is Kind.DTYPE else x
             else:
-                as_it_is = kind is Kind.SLOTS or isinstance(x, (jax.Array, MaskInfo))
+                as_it_is = isinstance(x, (jax.Array, MaskInfo)) or self.kinds[name] is Kind.SLOTS
                 arrays[name] = x if as_it_is else as_array(x, name)
         return arrays, static
 
@@ -94,24 +97,19 @@ class Function:
             name: jax.numpy.asarray(x) if self.kinds[name] in _OPERANDS else x for name, x in arrays.items()
         }
 
-    def on_host(self, name: str, x: Any) -> Any:
-        x = as_array(x, name) if isinstance(x, jax.Array) else x
-        return int(x) if self.kinds[name] is Kind.SEED else x
-
     def compute(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         """Compute with NumPy, in place."""
-        host = {name: self.on_host(name, x) for name, x in arrays.items()}
+        host = {name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in arrays.items()}
+        for name in self.seeds:
+            host |= {name: int(host[name])} if name in host else {}
         more = {self.row.all: with_all} if self.row.all else {}
         if self.row.by_name:
-            by_default = self.defaults.get
-            others = {name: x for name, x in static.items() if x is not by_default(name, x)}
-            return self.row.entry(**host, **others, **more)
-        given = host | static
-        return self.row.entry(*(given.get(name) for name in self.defaults), *more.values(), None)
+            static = {name: x for name, x in static.items() if name not in self.own}
+            return self.row.entry(**host, **static, **more)
+        return self.row.entry(*(self.defaults | host | static).values(), *more.values(), None)
 
-    def check(self, given: Arguments) -> Any:
-        """Check a traced call, and return what the core says of it."""
-        known = stand_ins(self.row, given)
+    def check(self, known: Arguments) -> Any:
+        """Check what stands for arguments, and return what the core says of it."""
         return self.row.check(**known) if self.row.by_name else self.row.check(*known.values())
 
     def eager(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
@@ -175,7 +173,7 @@ class _Linear(Function):
 class _Differentiable(_Linear):
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         arrays = self.in_order(arrays)
-        kept = self.check(arrays | static)
+        kept = self.check(stand_ins(self.row, static | arrays))
         sizes, results = self.shaped(arrays, static)
         if kept:
             states, numbers = kept
@@ -256,19 +254,21 @@ class Writing(Function):
     """A function that returns its results, None for those not asked for, and what it writes to."""
 
     made: AnyFunction = tuple
-    call: AnyFunction  # of the same; it returns a `Call`
+    call: AnyFunction  # of the same, and of what stands for arguments in checks; it returns a `Call`
 
     def eager(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         """Compute on copies."""
         names = [name for name in self.states if name in arrays] if self.written(arrays) else []
-        states = {name: np.array(self.on_host(name, arrays[name])) for name in names}
-        found = call.to_jax(self.compute(arrays | states, static, with_all))
-        results = found if isinstance(found, tuple) else () if found is None else (found,)
+        states = {name: np.array(as_array(arrays[name], name)) for name in names}
+        found = self.compute(arrays | states, static, with_all)
+        results = call.to_jax(found if isinstance(found, tuple) else () if found is None else (found,))
         return self.together(results, arrays | {name: call.to_jax(x) for name, x in states.items()})
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
-        self.check(arrays | static)
-        made = self.call(arrays, static, with_all)
+        known = stand_ins(self.row, static | arrays)
+        self.check(known)
+        static |= {self.row.all: with_all} if self.row.all else {}
+        made = self.call(arrays, static, known)
         count = len(made.shapes)
         found = call.call_handler(
             self.row.handler,
@@ -294,7 +294,7 @@ class Writing(Function):
 class _Step(Writing, _Linear):
     """One token of each sequence, which handlers take with an axis of tokens."""
 
-    def call(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Call:
+    def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
         sizes, ((shape, dtype),) = self.shaped(arrays, static)
         with_token = (shape[0], 1, *shape[1:], *(1,) * (_AXES - 1 - len(shape)))
         taken = {name: self.taken(name, x, with_token) for name, x in self.in_order(arrays).items()}
