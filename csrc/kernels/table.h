@@ -177,7 +177,7 @@ typedef struct {
     ptrdiff_t stride, length, rows;
 } am_prefetch_rows;
 
-/* What the steps over a tile prefetch while they multiply: what comes after it, in the order of use. For
+/* What kernels prefetch while they multiply: what comes after a tile or a chunk, in the order of use. For
  * step_unpacked: the next keys, and of formats that have scales of groups where the next of these lie. */
 enum {
     AM_PREFETCH_RUNS = 4,     /* of keys, and of values, that may lie in pages */
@@ -193,6 +193,10 @@ typedef struct {
     const void *const *runs; /* where all runs begin, if rows[0] is the first of several; else NULL */
     ptrdiff_t run_count;
 } am_prefetch_plan;
+static inline void am_plan_begin(am_prefetch_plan *plan, ptrdiff_t steps)
+{
+    plan->count = 0, plan->steps = steps, plan->runs = NULL;
+}
 static inline void am_plan_rows(am_prefetch_plan *plan, am_prefetch_rows rows)
 {
     if (rows.rows > 0) plan->rows[plan->count++] = rows;

@@ -55,6 +55,15 @@ static inline bool am_is_aligned(const am_array *a, ptrdiff_t width)
     return am_is_plain(a, width) && rows % ((uintptr_t)width * am_size_of(a->type)) == 0;
 }
 
+/* Rows to prefetch, none unless their numbers lie side by side. */
+static inline am_prefetch_rows am_prefetch_rows_of(am_array rows)
+{
+    return (am_prefetch_rows){.at = rows.data,
+                              .stride = rows.stride.token,
+                              .length = rows.shape.channel * (ptrdiff_t)am_size_of(rows.type),
+                              .rows = am_is_plain(&rows, 1) ? rows.shape.token : 0};
+}
+
 /* The functions below, from rows to numbers or back, for rows that lie in any way. */
 typedef enum { AM_GATHER, AM_SCATTER } am_direction;
 bool am_copy_rows(const am_kernels *kernels, am_direction way, const am_array *rows, am_dtype type,

@@ -148,7 +148,6 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(&f->q, at, 1));
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
-    am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
 /* A block on its way over the tiles of a task. */
@@ -168,7 +167,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
     const am_attn_place *at = walk->at;
     const ptrdiff_t task = walk->task - p->tasks;
     am_prefetch_plan prefetch;
-    prefetch.count = 0, prefetch.steps = 1;
+    am_plan_begin(&prefetch, 1);
     bool any = false;
     for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
         const am_range keys = am_range_at(&p->sections.tiles, index);

@@ -72,14 +72,11 @@ ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 am_prefetch_rows am_prefetch_tokens(const am_array *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
                                     ptrdiff_t token, ptrdiff_t rows)
 {
-    if (rows <= 0 || !am_is_plain(t, 1)) return (am_prefetch_rows){0};
-    ptrdiff_t one = t->shape.channel * (ptrdiff_t)am_size_of(t->type),
-              all = (heads - 1) * t->stride.head + one;
-    bool side_by_side = one < all && all <= t->stride.token;
-    return (am_prefetch_rows){.at = am_token(t, b, head, token),
-                              .stride = t->stride.token,
-                              .length = side_by_side ? all : one,
-                              .rows = rows};
+    if (rows <= 0) return (am_prefetch_rows){0};
+    am_prefetch_rows of_one = am_prefetch_rows_of(am_rows_from(t, am_token(t, b, head, token), rows));
+    const ptrdiff_t all = (heads - 1) * t->stride.head + of_one.length;
+    if (of_one.length < all && all <= t->stride.token) of_one.length = all; /* they lie side by side */
+    return of_one;
 }
 
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,

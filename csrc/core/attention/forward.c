@@ -261,7 +261,7 @@ static void plan_prefetch(const forward *f, const position *here, const position
     const am_attn_place *at = &here->at, *then = &next->at;
     const ptrdiff_t kv_heads = kv_heads_of(here, count),
                     heads = am_min(count * here->section->shape.block_heads, kv_heads * f->base.heads_per_kv);
-    plan->count = 0, plan->steps = 1, plan->runs = NULL;
+    am_plan_begin(plan, 1);
     if (after.index >= 0) am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, plan);
     if (here->section->shape.strategy == AM_UNPACKED) return;
     plan->steps = count;

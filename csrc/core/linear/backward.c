@@ -72,10 +72,10 @@ static am_status take_chunk(const backward_job *job, const am_linear_place *at, 
     const am_linear_base *base = at->base;
     am_linear_buffers *b = at->b;
     am_linear_read(at, am_linear_values(at, &job->back->d_out), b->back.d_out, base->shape.channel_stride);
-    if (chunk->soon && at->index > 0) {
+    if (chunk->prefetch && at->index > 0) {
         am_linear_place next = *at;
         next.index--;
-        am_linear_values_soon(&next, &job->back->d_out, chunk->soon);
+        am_linear_plan_values(&next, &job->back->d_out, chunk->prefetch);
     }
     if (kernel(chunk, g, at->pairs, b->scratch)) return AM_OK;
     if (!b->back.token_scratch) b->back.token_scratch = malloc((size_t)base->scratch.backward_tokens);

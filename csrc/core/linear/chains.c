@@ -21,10 +21,10 @@ static int uses_of(const am_linear_chains *chains)
 }
 
 /* Reads a chunk and finds its pairs. */
-static am_linear_chunk read_chunk(const am_linear_place *at, bool backward, am_linear_soon *soon)
+static am_linear_chunk read_chunk(const am_linear_place *at, bool backward, am_prefetch_plan *plan)
 {
     am_linear_chunk chunk = am_linear_load(at);
-    chunk.soon = soon;
+    chunk.prefetch = plan;
     if (backward || chunk.tokens > AM_LINEAR_FEW)
         at->base->chunks->find_pairs(&chunk, at->pairs, at->b->scratch);
     return chunk;
@@ -55,25 +55,25 @@ typedef struct {
     am_workspaces workspaces;
 } whole_job;
 
-static void read_soon(const am_linear_place *next, bool keys, am_linear_soon *soon)
+static void plan_chunk(const am_linear_place *next, bool keys, am_prefetch_plan *plan)
 {
-    am_linear_values_soon(next, &next->base->linear->value, soon);
-    if (keys) am_linear_keys_soon(next, soon);
+    if (keys) am_linear_plan_keys(next, plan);
+    am_linear_plan_values(next, &next->base->linear->value, plan);
 }
 
-/* What is read after a chunk: the next one, or that of the next task. */
-static am_linear_soon soon_after(const am_linear_chains *chains, ptrdiff_t task, const am_linear_place *at)
+/* Plans what is read after a chunk: the next one, or that of the next task. */
+static void plan_next(const am_linear_chains *chains, ptrdiff_t task, const am_linear_place *at,
+                      am_prefetch_plan *plan)
 {
     am_linear_place next = *at;
-    am_linear_soon soon = {.count = 0};
+    am_plan_begin(plan, 1);
     next.index += chains->backward ? -1 : 1;
     if (next.index < 0 || next.index >= am_linear_chunks(at)) {
-        if (task + 1 == heads_of(at->base)) return soon;
+        if (task + 1 == heads_of(at->base)) return;
         next = am_linear_place_of(at->base, task + 1);
         next.index = chains->backward ? am_max(am_linear_chunks(&next), 1) - 1 : 0;
     }
-    read_soon(&next, true, &soon);
-    return soon;
+    plan_chunk(&next, true, plan);
 }
 
 static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
@@ -87,8 +87,9 @@ static am_status head_task(void *arg, ptrdiff_t task, am_team *team)
     for (ptrdiff_t i = 0; i < count; i++) {
         at.index = chains->backward ? count - 1 - i : i;
         am_linear_chunk chunk = read_chunk(&at, chains->backward, NULL);
-        am_linear_soon soon = soon_after(chains, task, &at);
-        chunk.soon = &soon;
+        am_prefetch_plan plan;
+        plan_next(chains, task, &at, &plan);
+        chunk.prefetch = &plan;
         am_status status = take_chunk(chains, &at, chunk, team);
         if (status != AM_OK) return status;
     }
@@ -130,13 +131,14 @@ static am_status find_task(void *arg, ptrdiff_t task, am_team *team)
     (void)team;
     const ptrdiff_t i = task % job->round_chunks, next = i + job->threads;
     am_linear_place at = am_linear_place_of(base, task / job->round_chunks), then = at;
-    am_linear_soon soon = {.count = 0};
+    am_prefetch_plan plan;
+    am_plan_begin(&plan, 1);
     at.index = job->round * job->round_chunks + i;
     then.index = at.index + job->threads; /* which this thread takes next, if all take as long */
     if (at.index >= am_linear_chunks(&at)) return AM_OK;
-    if (next < job->round_chunks) am_linear_keys_soon(&then, &soon);
+    if (next < job->round_chunks) am_linear_plan_keys(&then, &plan);
     at.b = am_workspace(&job->finders), at.pairs = pairs_of(job, task / job->round_chunks, i);
-    read_chunk(&at, job->chains->backward, &soon);
+    read_chunk(&at, job->chains->backward, &plan);
     return AM_OK;
 }
 
@@ -154,12 +156,13 @@ static am_status round_task(void *arg, ptrdiff_t task, am_team *team)
         at.index = first + j;
         at.pairs = pairs_of(job, head, j);
         am_linear_chunk chunk = am_linear_load_known(&at);
-        am_linear_soon soon = {.count = 0};
+        am_prefetch_plan plan;
+        am_plan_begin(&plan, 1);
         am_linear_place next = at;
         next.index += chains->backward ? -1 : 1;
         if (0 <= next.index && next.index < am_linear_chunks(&at))
-            read_soon(&next, !at.base->linear->by_channel, &soon);
-        chunk.soon = &soon;
+            plan_chunk(&next, !at.base->linear->by_channel, &plan);
+        chunk.prefetch = &plan;
         am_status status = take_chunk(chains, &at, chunk, team);
         if (status != AM_OK) return status;
     }

@@ -375,26 +375,17 @@ void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk)
     chunk->v = v.data, chunk->v_stride = v.stride / size;
 }
 
-static void add_soon(am_linear_soon *soon, am_array rows)
-{
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(rows.type);
-    if (rows.stride.channel == size && rows.shape.token > 0)
-        soon->rows[soon->count++] = (am_prefetch_rows){.at = rows.data,
-                                                       .stride = rows.stride.token,
-                                                       .length = rows.shape.channel * size,
-                                                       .rows = rows.shape.token};
-}
-
-void am_linear_keys_soon(const am_linear_place *at, am_linear_soon *soon)
+void am_linear_plan_keys(const am_linear_place *at, am_prefetch_plan *plan)
 {
     const am_linear *linear = at->base->linear;
-    if (linear->by_channel) add_soon(soon, am_linear_rows(at, &linear->decay, at->head));
-    for (int i = 1; i >= 0; i--) add_soon(soon, keys_of(at, i));
+    for (int i = 0; i < 2; i++) am_plan_rows(plan, am_prefetch_rows_of(keys_of(at, i)));
+    if (linear->by_channel)
+        am_plan_rows(plan, am_prefetch_rows_of(am_linear_rows(at, &linear->decay, at->head)));
 }
 
-void am_linear_values_soon(const am_linear_place *at, const am_array *values, am_linear_soon *soon)
+void am_linear_plan_values(const am_linear_place *at, const am_array *values, am_prefetch_plan *plan)
 {
-    add_soon(soon, am_linear_values(at, values));
+    am_plan_rows(plan, am_prefetch_rows_of(am_linear_values(at, values)));
 }
 
 static void find_resets(const am_linear_place *at, am_linear_chunk *chunk)

@@ -100,9 +100,9 @@ am_linear_chunk am_linear_load(const am_linear_place *at);
 am_linear_chunk am_linear_load_known(const am_linear_place *at);
 void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk);
 
-/* Adds rows that are read or written soon: queries, keys and decays by channel; and those of values. */
-void am_linear_keys_soon(const am_linear_place *at, am_linear_soon *soon);
-void am_linear_values_soon(const am_linear_place *at, const am_array *values, am_linear_soon *soon);
+/* Plans to prefetch rows: queries, keys and decays by channel; and those of values. */
+void am_linear_plan_keys(const am_linear_place *at, am_prefetch_plan *plan);
+void am_linear_plan_values(const am_linear_place *at, const am_array *values, am_prefetch_plan *plan);
 
 /* Reads what is missing before a chunk is taken token by token: all in the type of sums, and which decays are
  * -inf. */

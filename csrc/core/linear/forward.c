@@ -30,7 +30,7 @@ static am_status take(void *results, const am_linear_place *at, am_linear_chunk 
     chunk->state = state_of(to, at, at->index);
     chunk->next = state_of(to, at, at->index + 1);
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
-    if (chunk->soon) am_linear_values_soon(at, &to->out, chunk->soon);
+    if (chunk->prefetch) am_linear_plan_values(at, &to->out, chunk->prefetch);
     if (few || !base->chunks->forward(chunk, at->pairs, at->b->scratch)) {
         if (!few) am_linear_put_aside(at, chunk->tokens, chunk->out, chunk->next);
         am_linear_load_tokens(at, chunk);

@@ -101,9 +101,10 @@ static am_linear_scratch FN(scratch)(const am_linear_shape *s)
 }
 
 /* The work of a chunk whose pairs are known. */
-static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch, bool backward)
+static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch, prefetch_queue *queue,
+                            bool backward)
 {
-    FN(work) w;
+    FN(work) w = {.queue = queue};
     FN(lay_out_pairs)(&w, s, pairs);
     const ptrdiff_t values = FN(lay_out_values)(&w, s, scratch);
     if (backward) FN(lay_out_gradients)(&w, s, (char *)scratch + values);
@@ -122,7 +123,7 @@ static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to,
                                  .m = count,
                                  .n = s->channel_stride,
                                  .depth = s->rows,
-                                 .soon = c->soon};
+                                 .queue = w->queue};
     FN(multiply_large)(w, &product);
 }
 
@@ -140,7 +141,7 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
                                  .m = s->rows,
                                  .n = s->channel_stride,
                                  .depth = count,
-                                 .soon = c->soon};
+                                 .queue = w->queue};
     FN(multiply_large)(w, &product);
 }
 
@@ -194,8 +195,8 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const FN(work) w = FN(work_of)(s, pairs, scratch, false);
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    prefetch_queue queue = prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, false);
     FN(apply_state)(c, &w, w.x, by_channel ? w.heads : c->q, c->state, n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * stride);
     const T *u = s->delta ? w.u : c->v;
@@ -209,7 +210,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
                                  .n = stride,
                                  .depth = n,
                                  .triangle = LOWER_LEFT,
-                                 .soon = c->soon};
+                                 .queue = &queue};
     FN(multiply)(&product);
     for (ptrdiff_t i = 0; i < n && !by_channel; i++)
         FN(scale_row)(w.u + i * stride, u + i * stride, w.behind[i], stride);
@@ -321,8 +322,9 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, keys = n * s->row_stride, values = n * s->channel_stride;
-    const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
+    prefetch_queue queue =
+        prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
+    const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) {
         FN(decays_by_token)(c, &w, NULL);
         FN(decay_keys)(c, &w);
@@ -351,8 +353,8 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
                                void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const FN(work) w = FN(work_of)(s, pairs, scratch, true);
-    spread_soon(c->soon, 2 * c->tokens, s->rows / 2, s->channel_stride);
+    prefetch_queue queue = prefetch_between(c->prefetch, 2 * c->tokens, s->rows / 2, s->channel_stride);
+    const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) FN(decay_keys)(c, &w);
     FN(back_to_state)(c, g, &w);
     return FN(all_finite)(g->d_state, s->rows * s->channel_stride);

@@ -132,6 +132,8 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
     const ptrdiff_t n = c->tokens, stride = s->row_stride / 2;
     const float *k = c->k;
     turn_f32(w->turned, s->token_stride, k, stride, n, stride);
+    prefetch_queue queue =
+        prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     product_f32 product = {.c = w->products,
                            .a = {c->q, stride, 1},
                            .b = {w->turned, s->token_stride, 1},
@@ -140,8 +142,7 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
                            .n = s->token_stride,
                            .depth = (s->rows + 1) / 2,
                            .triangle = LOWER_RESULT,
-                           .soon = c->soon};
-    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+                           .queue = &queue};
     multiply_bf16x2(&product);
     product.c = w->coupled, product.a.at = k;
     if (s->delta) multiply_bf16x2(&product);
@@ -368,6 +369,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     for (ptrdiff_t r = 0; r < s->rows; r += 2)
         join_rows(w.state + r / 2 * stride, state + r * stride,
                   r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
+    prefetch_queue queue = prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     product_f32 product = {.c = w.x,
                            .a = {by_channel ? w.heads[1] : c->k, s->row_stride / 2, 1},
                            .b = {w.state, stride, 1},
@@ -375,8 +377,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
                            .m = n,
                            .n = stride,
                            .depth = (s->rows + 1) / 2,
-                           .soon = c->soon};
-    spread_soon(c->soon, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+                           .queue = &queue};
     if (s->delta) {
         multiply_bf16x2(&product);
         find_w(c, &w);

@@ -18,9 +18,9 @@ INLINE void FROM(tile)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column, p
             sums[j / 2 * rows + r][j % 2] = p->start ? VOP(mul)(factor, VOP(load)(start)) : VOP(set1)(0);
         }
     }
-    const ptrdiff_t piece = p->soon ? BETWEEN_ROWS : end - begin;
+    const ptrdiff_t piece = p->queue && p->queue->left ? BETWEEN_ROWS : end - begin;
     for (ptrdiff_t at = begin; at < end; at += piece) {
-        if (p->soon) prefetch_soon(p->soon);
+        if (p->queue) prefetch_rest(p->queue, NULL, 0);
         const FROM(operands) x = {.length = at + piece < end ? piece : end - at,
                                   .a = p->a.at + row * p->a.row + at * p->a.column,
                                   .a_row = p->a.row,

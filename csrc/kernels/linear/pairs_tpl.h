@@ -33,6 +33,7 @@ typedef struct {
     T *x, *u;   /* [2 tokens][channel_stride]; [tokens][channel_stride] */
     T *coupled; /* -M times beta, a triangular system */
     T *rounded; /* of the factors of a product */
+    prefetch_queue *queue;
     T *subchunk_q, *subchunk_k,
         *subchunk_since; /* by channel: times the factors since the subchunk's start, and those */
     struct {
@@ -132,6 +133,8 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
     const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k;
     FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
+    prefetch_queue queue =
+        prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     FN(product)
     product = {.c = w->p,
                .a = {q, stride, 1},
@@ -141,8 +144,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
                .n = s->token_stride,
                .depth = s->rows,
                .triangle = LOWER_RESULT,
-               .soon = c->soon};
-    spread_soon(c->soon, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+               .queue = &queue};
     FN(multiply)(&product);
     T *of_q = w->since, *of_k = w->since + s->token_stride;
     for (ptrdiff_t i = 0; i < n; i++) {

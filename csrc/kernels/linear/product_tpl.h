@@ -14,29 +14,19 @@ typedef enum {
     UPPER_LEFT,   /* a[i][d] is 0 for d < i */
 } triangle;
 
-/* So many steps of depth lie between rows that are prefetched: processors keep few misses at once. */
+/* So many steps of depth lie between lines that are prefetched: processors keep few misses at once. */
 enum { BETWEEN_ROWS = 16 };
 
-static inline void prefetch_soon(am_linear_soon *soon)
-{
-    for (ptrdiff_t i = 0; i < soon->share && soon->count > 0; i++) {
-        am_prefetch_rows *rows = &soon->rows[soon->count - 1];
-        const char *end = rows->at + rows->length;
-        for (const char *at = rows->at - (uintptr_t)rows->at % CACHE_LINE; at < end; at += CACHE_LINE)
-            __builtin_prefetch(at, 0, 2);
-        rows->at += rows->stride;
-        if (--rows->rows <= 0) soon->count--;
-    }
-}
-
-/* Spreads them over products of so many rows and steps of depth, all together, and columns. */
-static inline void spread_soon(am_linear_soon *soon, ptrdiff_t rows, ptrdiff_t depth, ptrdiff_t columns)
+/* What products of so many rows and steps of depth, all together, and columns prefetch: to the second-level
+ * cache, as they take a while. */
+static inline prefetch_queue prefetch_between(am_prefetch_plan *plan, ptrdiff_t rows, ptrdiff_t depth,
+                                              ptrdiff_t columns)
 {
     const ptrdiff_t pieces =
         rows * depth / (HEIGHT * BETWEEN_ROWS) * ((columns - 1) / (VECTORS * VF_LANES) + 1);
-    ptrdiff_t left = 0;
-    for (ptrdiff_t i = 0; soon && i < soon->count; i++) left += soon->rows[i].rows;
-    if (soon) soon->share = left / (pieces + 1) + 1;
+    prefetch_queue queue = prefetch_queue_of(plan, pieces + 1);
+    for (int i = 0; i < queue.count; i++) queue.kinds[i].near = false;
+    return queue;
 }
 #endif
 
@@ -56,7 +46,7 @@ typedef struct {
     ptrdiff_t c_stride; /* of rows of c and of start */
     ptrdiff_t m, n, depth;
     triangle triangle;
-    am_linear_soon *soon; /* NULL: none */
+    prefetch_queue *queue; /* NULL: nothing is prefetched */
 } FN(product);
 
 #define FROM(name) FN(name)
