@@ -494,13 +494,10 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
         const am_kv_append rows = {
             .cache = am_tokens_of(&c->caches[side]),
             .rows = am_tokens_of(&c->rows[side]),
-            .kv_heads = c->caches[side].shape[2],
-            .head_dim = am_cached_channels(&c->caches[side]),
             .pages = c->pages,
             .begins = c->layout.before,
             .starts = c->new_starts,
             .slots = c->slots,
-            .count = *am_cached_tokens(&c->rows[side]),
             .scales = c->scales[side],
         };
         status = am_kv_append_rows(context, &rows);

@@ -79,10 +79,11 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
     const append_job *job = arg;
     const am_kv_append *a = job->append;
     const row_move move = move_of(a, index);
-    am_array from = am_one_row(move.from, a->rows.type, a->rows.stride.channel, a->head_dim),
-             to = am_one_row(NULL, a->cache.type, a->cache.stride.channel, a->head_dim);
+    const ptrdiff_t count = a->rows.shape.channel;
+    am_array from = am_one_row(move.from, a->rows.type, a->rows.stride.channel, count),
+             to = am_one_row(NULL, a->cache.type, a->cache.stride.channel, count);
     (void)team; /* what is begun is finished */
-    for (ptrdiff_t h = 0; move.page >= 0 && h < a->kv_heads; h++, from.data += a->rows.stride.head) {
+    for (ptrdiff_t h = 0; move.page >= 0 && h < a->rows.shape.head; h++, from.data += a->rows.stride.head) {
         to.data = am_token(&a->cache, move.page, h, move.token);
         if (job->format->scales == AM_SCALES_NONE)
             convert_row(job->context->kernels, &to, &from);
@@ -94,7 +95,7 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
 
 am_status am_kv_append_rows(const am_context *context, const am_kv_append *a)
 {
-    const ptrdiff_t n = a->pages.sequences, rows = a->slots    ? a->count
+    const ptrdiff_t n = a->pages.sequences, rows = a->slots    ? a->rows.shape.token
                                                    : n == 0    ? 0
                                                    : a->starts ? a->starts[n]
                                                                : n * (a->pages.lengths[0] - a->begins[0]);

@@ -91,11 +91,6 @@ static am_status take_chunk(const backward_job *job, const am_linear_place *at, 
     return AM_OK;
 }
 
-static am_array own_rows(const am_linear_place *at, const am_array *array)
-{
-    return am_linear_rows(at, array, at->head);
-}
-
 /* Writes the gradients of a chunk where they are wanted. */
 static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t tokens)
 {
@@ -108,10 +103,10 @@ static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t 
         const char *from;
         ptrdiff_t stride;
     } parts[] = {
-        {&job->query, own_rows, b->back.d_q, s->row_stride},
-        {&job->key, own_rows, b->back.d_k, s->row_stride},
-        {&job->back->value, own_rows, b->back.d_v, s->channel_stride},
-        {&job->decay, base->linear->by_channel ? own_rows : am_linear_numbers, b->back.d_decay,
+        {&job->query, am_linear_rows, b->back.d_q, s->row_stride},
+        {&job->key, am_linear_rows, b->back.d_k, s->row_stride},
+        {&job->back->value, am_linear_rows, b->back.d_v, s->channel_stride},
+        {&job->decay, base->linear->by_channel ? am_linear_rows : am_linear_numbers, b->back.d_decay,
          s->row_stride},
         {&job->back->beta, am_linear_numbers, b->back.d_beta, 0},
     };

@@ -220,9 +220,14 @@ static ptrdiff_t tokens_of(const am_linear_place *at)
     return am_min(at->base->shape.tokens, at->end - token_of(at));
 }
 
-am_array am_linear_rows(const am_linear_place *at, const am_array *array, ptrdiff_t head)
+static am_array rows_of(const am_linear_place *at, const am_array *array, ptrdiff_t head)
 {
     return am_rows_from(array, am_token(array, at->batch, head, token_of(at)), tokens_of(at));
+}
+
+am_array am_linear_rows(const am_linear_place *at, const am_array *array)
+{
+    return rows_of(at, array, at->head);
 }
 
 static am_array slice_of(const am_linear_place *at, am_array rows)
@@ -233,7 +238,7 @@ static am_array slice_of(const am_linear_place *at, am_array rows)
 
 am_array am_linear_values(const am_linear_place *at, const am_array *array)
 {
-    return slice_of(at, am_linear_rows(at, array, at->head));
+    return slice_of(at, am_linear_rows(at, array));
 }
 
 am_array am_linear_numbers(const am_linear_place *at, const am_array *array)
@@ -246,22 +251,21 @@ am_array am_linear_numbers(const am_linear_place *at, const am_array *array)
 static am_array keys_of(const am_linear_place *at, bool keys)
 {
     const am_linear *linear = at->base->linear;
-    return am_linear_rows(at, keys ? &linear->key : &linear->query,
-                          at->head / (linear->heads / linear->key_heads));
+    return rows_of(at, keys ? &linear->key : &linear->query, at->head / (linear->heads / linear->key_heads));
 }
 
 /* --- Chunks --- */
 
 static void read_channel_decay(const am_linear_place *at)
 {
-    am_linear_read(at, am_linear_rows(at, &at->base->linear->decay, at->head), at->b->decay,
+    am_linear_read(at, am_linear_rows(at, &at->base->linear->decay), at->b->decay,
                    at->base->shape.row_stride);
 }
 
 static void read_factors_by_channel(const am_linear_place *at)
 {
     const am_linear_base *base = at->base;
-    const am_array decay = am_linear_rows(at, &base->linear->decay, at->head);
+    const am_array decay = am_linear_rows(at, &base->linear->decay);
     const ptrdiff_t stride = base->shape.row_stride;
     const am_rows rows = am_read_rows(base->all_kernels, base->type, 1, &decay, stride, at->b->decay);
     double *sums = (double *)at->b->sums;
@@ -379,8 +383,7 @@ void am_linear_plan_keys(const am_linear_place *at, am_prefetch_plan *plan)
 {
     const am_linear *linear = at->base->linear;
     for (int i = 0; i < 2; i++) am_plan_rows(plan, am_prefetch_rows_of(keys_of(at, i)));
-    if (linear->by_channel)
-        am_plan_rows(plan, am_prefetch_rows_of(am_linear_rows(at, &linear->decay, at->head)));
+    if (linear->by_channel) am_plan_rows(plan, am_prefetch_rows_of(am_linear_rows(at, &linear->decay)));
 }
 
 void am_linear_plan_values(const am_linear_place *at, const am_array *values, am_prefetch_plan *plan)

@@ -79,9 +79,9 @@ am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_b
                                     int uses);
 void am_linear_workspaces_free(am_workspaces *workspaces);
 
-/* The rows of a chunk: of a head of an array, of the channels of values, or of the numbers of its tokens,
- * which are one row. */
-am_array am_linear_rows(const am_linear_place *at, const am_array *array, ptrdiff_t head);
+/* The rows of a chunk in an array of value heads: all channels, those of the slice, or the numbers of its
+ * tokens, which are one row. */
+am_array am_linear_rows(const am_linear_place *at, const am_array *array);
 am_array am_linear_values(const am_linear_place *at, const am_array *array);
 am_array am_linear_numbers(const am_linear_place *at, const am_array *array);
 
