@@ -24,25 +24,18 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
                                               : 0;
 }
 
-int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense)
+int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_array *dense)
 {
     int ndim = PyArray_NDIM(array);
     if (ndim < low || ndim > 4) {
         const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
         return am_reject(PyExc_ValueError, name, expected, array);
     }
-    *dense = (am_dense){
-        .data = PyArray_BYTES(array),
-        .type = am_dtype_of(PyArray_DESCR(array)),
-        .batch = ndim > 2 ? PyArray_DIM(array, 0) : 1,
-        .heads = ndim == 4 ? PyArray_DIM(array, 1) : 1,
-        .queries = PyArray_DIM(array, ndim - 2),
-        .keys = PyArray_DIM(array, ndim - 1),
-        .batch_stride = ndim > 2 ? PyArray_STRIDE(array, 0) : 0,
-        .head_stride = ndim == 4 ? PyArray_STRIDE(array, 1) : 0,
-        .query_stride = PyArray_STRIDE(array, ndim - 2),
-        .key_stride = PyArray_STRIDE(array, ndim - 1),
-    };
+    const am_view v = am_view_of(array);
+    *dense = am_array_of(&v, (am_by_axis){.batch = ndim > 2 ? 0 : -1,
+                                          .head = ndim == 4 ? 1 : -1,
+                                          .token = ndim - 2,
+                                          .channel = ndim - 1});
     return am_check_mask(module, array, name);
 }
 

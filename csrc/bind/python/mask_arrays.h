@@ -11,7 +11,7 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name);
 
 /* Describes a mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K], and checks the same. `dense`
  * borrows the array's memory. 0 or -1. */
-int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_dense *dense);
+int am_to_dense(PyObject *module, PyArrayObject *array, const char *name, int low, am_array *dense);
 
 /* PyArray_Descr **: the dtype of a mask's elements; None is refused. */
 am_to am_to_mask_dtype;

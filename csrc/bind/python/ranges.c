@@ -45,9 +45,9 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 /* --- From masks to pairs --- */
 
 /* Returns the extents of a mask, or NULL with the exception set. */
-static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
+static am_extent *find_extents(PyObject *module, const am_array *mask, am_head_rule rule, npy_intp work)
 {
-    am_extent *extents = am_new(am_extent, mask->batch);
+    am_extent *extents = am_new(am_extent, mask->shape.batch);
     if (!extents) return (am_extent *)PyErr_NoMemory();
     if (am_computed(module, work, am_find_extents, mask, rule, extents)) return extents;
     free(extents);
@@ -78,12 +78,12 @@ static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k
 }
 
 /* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
-static int to_token_mask(PyObject *module, PyArrayObject *array, const char *name, am_dense *mask)
+static int to_token_mask(PyObject *module, PyArrayObject *array, const char *name, am_array *mask)
 {
     if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", array);
     if (am_to_dense(module, array, name, 2, mask) < 0) return -1;
-    mask->batch = mask->queries, mask->batch_stride = mask->query_stride;
-    mask->queries = 1, mask->query_stride = 0;
+    mask->shape.batch = mask->shape.token, mask->stride.batch = mask->stride.token;
+    mask->shape.token = 1, mask->stride.token = 0;
     return 0;
 }
 
@@ -91,21 +91,21 @@ static PyObject *pairs_of_masks(PyObject *module, const arguments *a)
 {
     am_owned PyArrayObject *kv_mask = NULL;
     am_freed am_extent *q = NULL, *k = NULL;
-    am_dense queries, keys;
+    am_array queries, keys;
     if (to_token_mask(module, a->mask, "q_mask", &queries) < 0) return NULL;
     if (a->kv_mask != Py_None) {
         if (am_to_mask(a->kv_mask, "kv_mask", &kv_mask) < 0 ||
             to_token_mask(module, kv_mask, "kv_mask", &keys) < 0)
             return NULL;
-        if (queries.batch != keys.batch)
+        if (queries.shape.batch != keys.shape.batch)
             return PyErr_Format(PyExc_ValueError,
                                 "q_mask and kv_mask must have the same batch, got %zd and %zd rows",
-                                queries.batch, keys.batch);
+                                queries.shape.batch, keys.shape.batch);
     }
     q = find_extents(module, &queries, AM_ANY_HEAD, PyArray_SIZE(a->mask));
     if (!q) return NULL;
     if (kv_mask && !(k = find_extents(module, &keys, AM_ANY_HEAD, PyArray_SIZE(kv_mask)))) return NULL;
-    return both_pairs(q, true, k ? k : q, queries.batch, a->dtype, "q_mask", k ? "kv_mask" : "q_mask");
+    return both_pairs(q, true, k ? k : q, queries.shape.batch, a->dtype, "q_mask", k ? "kv_mask" : "q_mask");
 }
 AM_FUNCTION(qkv_masks_to_cu_seqlens, pairs_of_masks(module, a), AM_PARAM("q_mask", am_to_mask, mask),
             AM_ARG(kv_mask, am_to_object), AM_PARAM("out_dtype", am_to_integer_dtype, dtype))
@@ -124,19 +124,19 @@ static int to_reduction(PyObject *object, const char *name, void *dst)
 static PyObject *pairs_of_mask(PyObject *module, PyArrayObject *array, reduction heads, PyArray_Descr *dtype)
 {
     static const char name[] = "attention_mask";
-    am_dense mask;
+    am_array mask;
     int ndim = PyArray_NDIM(array);
     if (ndim < 2 || ndim > 4)
         return am_reject_array(PyExc_ValueError, name, "[B, T], [B, Q, K] or [B, H, Q, K]", array);
     const int failed =
         ndim == 2 ? to_token_mask(module, array, name, &mask) : am_to_dense(module, array, name, 3, &mask);
     if (failed < 0) return NULL;
-    if (heads == FIRST && mask.heads == 0)
+    if (heads == FIRST && mask.shape.head == 0)
         return am_reject_array(PyExc_ValueError, name, "of one head or more to reduce to the first", array);
-    if (heads == FIRST) mask.heads = 1;
+    if (heads == FIRST) mask.shape.head = 1;
     am_freed am_extent *extents =
         find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
-    return extents ? both_pairs(extents, ndim == 2, extents, mask.batch, dtype, name, name) : NULL;
+    return extents ? both_pairs(extents, ndim == 2, extents, mask.shape.batch, dtype, name, name) : NULL;
 }
 AM_FUNCTION(attention_mask_to_qkv_cu_seqlens, pairs_of_mask(module, a->mask, a->reduce_heads, a->dtype),
             AM_PARAM("attention_mask", am_to_mask, mask), AM_ARG(reduce_heads, to_reduction),

@@ -41,11 +41,11 @@ static int check_lengths(PyArrayObject *mask)
     return 0;
 }
 
-static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am_ungrouped *found)
+static int reject_ungrouped(PyArrayObject *mask, const am_array *dense, const am_ungrouped *found)
 {
     const ptrdiff_t *at = found->place;
     ptrdiff_t plane = PyArray_NDIM(mask) == 4 ? at[0] * PyArray_DIM(mask, 1) + at[1] : at[0];
-    const ptrdiff_t index = (plane * dense->queries + at[2]) * dense->keys + at[3];
+    const ptrdiff_t index = (plane * dense->shape.token + at[2]) * dense->shape.channel + at[3];
     am_owned PyObject *where = am_position(mask, index);
     if (!where) return -1;
     return am_fail(PyExc_ValueError,
@@ -56,25 +56,26 @@ static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am
 static PyObject *group(PyObject *module, PyArrayObject *mask, bool per_head, bool strict)
 {
     am_owned PyArrayObject *q_ids = NULL, *k_ids = NULL;
-    am_dense dense;
+    am_array dense;
     if (check_lengths(mask) < 0 || am_to_dense(module, mask, "mask", 2, &dense) < 0) return NULL;
-    if (!per_head && dense.heads == 0)
+    if (!per_head && dense.shape.head == 0)
         return am_reject_array(PyExc_ValueError, "mask", "of one head or more, or per_head True", mask);
     int axes = PyArray_NDIM(mask) - 1 - (PyArray_NDIM(mask) == 4 && !per_head); /* batch, heads, tokens */
-    npy_intp shape[3] = {dense.batch, dense.heads};
-    shape[axes - 1] = dense.queries;
+    npy_intp shape[3] = {dense.shape.batch, dense.shape.head};
+    shape[axes - 1] = dense.shape.token;
     q_ids = am_new_array_of(axes, shape, NPY_INT32);
-    shape[axes - 1] = dense.keys;
+    shape[axes - 1] = dense.shape.channel;
     k_ids = q_ids ? am_new_array_of(axes, shape, NPY_INT32) : NULL;
     if (!k_ids) return NULL;
-    am_dense grouped = dense;
-    if (!per_head) grouped.heads = 1;
+    am_array grouped = dense;
+    if (!per_head) grouped.shape.head = 1;
     am_ungrouped found = {0};
     if (PyArray_SIZE(mask) > 0) {
         int32_t *const q = PyArray_DATA(q_ids), *const k = PyArray_DATA(k_ids);
         const npy_intp work = PyArray_SIZE(mask);
         if (!am_computed(module, work, am_group_tokens, &grouped, q, k) ||
-            (strict && !am_computed(module, work, am_find_ungrouped, &dense, grouped.heads, q, k, &found)))
+            (strict &&
+             !am_computed(module, work, am_find_ungrouped, &dense, grouped.shape.head, q, k, &found)))
             return NULL;
     } else { /* the mask has no pairs */
         PyArrayObject *const both[] = {q_ids, k_ids};
@@ -92,10 +93,11 @@ AM_FUNCTION(mask_to_segment_ids, group(module, a->mask, a->per_head, a->strict),
 static PyObject *mark_padding(PyObject *module, PyArrayObject *mask)
 {
     am_owned PyArrayObject *q_ids = NULL, *k_ids = NULL;
-    am_dense dense;
+    am_array dense;
     if (am_to_dense(module, mask, "attention_mask", 2, &dense) < 0) return NULL;
-    q_ids = am_new_array_of(2, (npy_intp[]){dense.batch, dense.queries}, NPY_INT32);
-    k_ids = q_ids ? am_new_array_of(2, (npy_intp[]){dense.batch, dense.keys}, NPY_INT32) : NULL;
+    q_ids = am_new_array_of(2, (npy_intp[]){dense.shape.batch, dense.shape.token}, NPY_INT32);
+    k_ids =
+        q_ids ? am_new_array_of(2, (npy_intp[]){dense.shape.batch, dense.shape.channel}, NPY_INT32) : NULL;
     if (!k_ids) return NULL;
     const npy_intp work = am_max(PyArray_SIZE(mask), PyArray_SIZE(q_ids) + PyArray_SIZE(k_ids));
     return am_computed(module, work, am_mark_padding, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids))

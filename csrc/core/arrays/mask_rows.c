@@ -14,23 +14,23 @@ static am_axis axis_of(ptrdiff_t length, ptrdiff_t stride)
     return axis;
 }
 
-am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask)
+am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_array *mask)
 {
-    am_axis queries = axis_of(mask->queries, mask->query_stride),
-            keys = axis_of(mask->keys, mask->key_stride);
+    const am_by_axis *shape = &mask->shape, *stride = &mask->stride;
+    am_axis queries = axis_of(shape->token, stride->token), keys = axis_of(shape->channel, stride->channel);
     am_mask_rows mask_rows = {
         .kernels = kernels,
         .data = mask->data,
-        .batch = mask->batch_stride ? mask->batch : 1,
-        .heads = mask->head_stride ? mask->heads : 1,
-        .batch_stride = mask->batch_stride,
-        .head_stride = mask->head_stride,
+        .batch = stride->batch ? shape->batch : 1,
+        .heads = stride->head ? shape->head : 1,
+        .batch_stride = stride->batch,
+        .head_stride = stride->head,
         .transposed = keys.count == 1 || (queries.count > 1 && queries.stride < keys.stride),
         .size = (ptrdiff_t)am_size_of(mask->type),
         .lane = am_lane_of(mask->type),
     };
-    if (queries.backwards) mask_rows.data += (mask->queries - 1) * mask->query_stride;
-    if (keys.backwards) mask_rows.data += (mask->keys - 1) * mask->key_stride;
+    if (queries.backwards) mask_rows.data += (shape->token - 1) * stride->token;
+    if (keys.backwards) mask_rows.data += (shape->channel - 1) * stride->channel;
     mask_rows.rows = mask_rows.transposed ? keys : queries;
     mask_rows.columns = mask_rows.transposed ? queries : keys;
     if (mask_rows.columns.count == 1) mask_rows.columns.stride = mask_rows.size;

@@ -7,15 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "kernels/table.h"
-
-/* Pairs whose element is not zero are live. Strides are in bytes, and may be negative or zero. */
-typedef struct {
-    const char *data;
-    am_dtype type;
-    ptrdiff_t batch, heads, queries, keys;
-    ptrdiff_t batch_stride, head_stride, query_stride, key_stride;
-} am_dense;
+#include "core/arrays/array.h"
 
 typedef struct {
     ptrdiff_t length; /* in the array */
@@ -24,7 +16,8 @@ typedef struct {
     bool backwards;   /* index i of this axis is index count - 1 - i of the array */
 } am_axis;
 
-/* The planes of a mask, one for each (b, h). They are transposed if that brings the elements of a row closer
+/* The planes of a mask, one for each (b, h): an array of queries as tokens and keys as channels, of which
+ * pairs whose element is not zero are live. They are transposed if that brings the elements of a row closer
  * together in memory. */
 typedef struct {
     const am_kernels *kernels;
@@ -38,7 +31,7 @@ typedef struct {
 } am_mask_rows;
 
 /* No axis of `mask` may be empty. */
-am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask);
+am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_array *mask);
 
 /* Row 0 of a plane. */
 static inline const char *am_mask_plane(const am_mask_rows *mask_rows, ptrdiff_t b, ptrdiff_t h)

@@ -289,18 +289,19 @@ static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, con
 
 typedef struct {
     const am_context *context;
-    const am_dense *mask;
+    const am_array *mask;
     am_mask_rows mask_rows;
     int32_t *q_ids, *k_ids;
 } planes_job;
 
 static am_status group_plane(const am_context *context, const planes_job *planes, ptrdiff_t index)
 {
-    const am_dense *mask = planes->mask;
+    const am_array *mask = planes->mask;
     const am_axis *rows = &planes->mask_rows.rows, *columns = &planes->mask_rows.columns;
     const ptrdiff_t heads = planes->mask_rows.heads, b = index / heads, h = index % heads,
-                    plane = b * mask->heads + h;
-    int32_t *q_ids = planes->q_ids + plane * mask->queries, *k_ids = planes->k_ids + plane * mask->keys;
+                    plane = b * mask->shape.head + h;
+    int32_t *q_ids = planes->q_ids + plane * mask->shape.token,
+            *k_ids = planes->k_ids + plane * mask->shape.channel;
     plane_job job = {.plane = planes->mask_rows, .axes = {rows, columns}, .ids = {q_ids, k_ids}};
     job.plane.data = am_mask_plane(&planes->mask_rows, b, h);
     if (job.plane.transposed) job.ids[0] = k_ids, job.ids[1] = q_ids;
@@ -329,7 +330,7 @@ static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
     for (ptrdiff_t i = 1; i < times; i++) memcpy(ids + i * count, ids, (size_t)count * sizeof *ids);
 }
 
-am_status am_group_tokens(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+am_status am_group_tokens(const am_context *context, const am_array *mask, int32_t *q_ids, int32_t *k_ids)
 {
     planes_job job = {context, mask, am_mask_rows_of(context->kernels, mask), q_ids, k_ids};
     const ptrdiff_t batch = job.mask_rows.batch, heads = job.mask_rows.heads, planes = batch * heads;
@@ -341,13 +342,13 @@ am_status am_group_tokens(const am_context *context, const am_dense *mask, int32
         status = am_parallel(context, planes, 1, plane_task, &job);
     }
     if (status != AM_OK) return status;
-    for (ptrdiff_t b = 0; b < batch && heads < mask->heads; b++) {
-        repeat_ids(q_ids + b * mask->heads * mask->queries, mask->queries, mask->heads);
-        repeat_ids(k_ids + b * mask->heads * mask->keys, mask->keys, mask->heads);
+    for (ptrdiff_t b = 0; b < batch && heads < mask->shape.head; b++) {
+        repeat_ids(q_ids + b * mask->shape.head * mask->shape.token, mask->shape.token, mask->shape.head);
+        repeat_ids(k_ids + b * mask->shape.head * mask->shape.channel, mask->shape.channel, mask->shape.head);
     }
-    if (batch < mask->batch) {
-        repeat_ids(q_ids, mask->heads * mask->queries, mask->batch);
-        repeat_ids(k_ids, mask->heads * mask->keys, mask->batch);
+    if (batch < mask->shape.batch) {
+        repeat_ids(q_ids, mask->shape.head * mask->shape.token, mask->shape.batch);
+        repeat_ids(k_ids, mask->shape.head * mask->shape.channel, mask->shape.batch);
     }
     return AM_OK;
 }
@@ -438,7 +439,7 @@ static void locate(const check_job *job, am_ungrouped *found)
     found->place[3] = mask_rows->transposed ? row : column;
 }
 
-am_status am_find_ungrouped(const am_context *context, const am_dense *mask, ptrdiff_t id_heads,
+am_status am_find_ungrouped(const am_context *context, const am_array *mask, ptrdiff_t id_heads,
                             const int32_t *q_ids, const int32_t *k_ids, am_ungrouped *found)
 {
     const am_mask_rows mask_rows = am_mask_rows_of(context->kernels, mask);

@@ -163,16 +163,17 @@ static ptrdiff_t task_bytes_of(const am_mask_rows *mask_rows)
     return rows * mask_rows->heads * mask_rows->columns.count * mask_rows->size;
 }
 
-am_status am_find_extents(const am_context *context, const am_dense *mask, am_head_rule rule,
+am_status am_find_extents(const am_context *context, const am_array *mask, am_head_rule rule,
                           am_extent *extents)
 {
-    bool empty = mask->queries == 0 || mask->keys == 0 || mask->heads == 0;
-    am_extent whole = {0, mask->queries, 0, mask->keys}, none = {0};
-    for (ptrdiff_t b = 0; b < mask->batch; b++) {
-        bool vacuous = rule == AM_ALL_HEADS && mask->heads == 0 && mask->queries > 0 && mask->keys > 0;
+    bool empty = mask->shape.token == 0 || mask->shape.channel == 0 || mask->shape.head == 0;
+    am_extent whole = {0, mask->shape.token, 0, mask->shape.channel}, none = {0};
+    for (ptrdiff_t b = 0; b < mask->shape.batch; b++) {
+        bool vacuous =
+            rule == AM_ALL_HEADS && mask->shape.head == 0 && mask->shape.token > 0 && mask->shape.channel > 0;
         extents[b] = vacuous ? whole : none;
     }
-    if (empty || mask->batch == 0) return AM_OK;
+    if (empty || mask->shape.batch == 0) return AM_OK;
     extent_job job = {.mask_rows = am_mask_rows_of(context->kernels, mask), .rule = rule};
     job.task_rows = task_rows_of(&job.mask_rows);
     job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
@@ -187,7 +188,7 @@ am_status am_find_extents(const am_context *context, const am_dense *mask, am_he
     }
     am_status status =
         am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows), extent_task, &job);
-    for (ptrdiff_t b = 0; b < mask->batch; b++)
+    for (ptrdiff_t b = 0; b < mask->shape.batch; b++)
         extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
     free(job.bounds);
     return status;
@@ -303,12 +304,13 @@ am_status am_mark_all_padding(const am_context *context, int32_t *ids, ptrdiff_t
     return am_parallel_bytes(context, am_ceil_div(count, MARKED), MARKED * sizeof *ids, mark_task, &job);
 }
 
-am_status am_mark_padding(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+am_status am_mark_padding(const am_context *context, const am_array *mask, int32_t *q_ids, int32_t *k_ids)
 {
-    if (mask->batch == 0) return AM_OK;
-    if (mask->heads == 0 || mask->queries == 0 || mask->keys == 0) {
-        const am_status status = am_mark_all_padding(context, q_ids, mask->batch * mask->queries);
-        return status == AM_OK ? am_mark_all_padding(context, k_ids, mask->batch * mask->keys) : status;
+    if (mask->shape.batch == 0) return AM_OK;
+    if (mask->shape.head == 0 || mask->shape.token == 0 || mask->shape.channel == 0) {
+        const am_status status = am_mark_all_padding(context, q_ids, mask->shape.batch * mask->shape.token);
+        return status == AM_OK ? am_mark_all_padding(context, k_ids, mask->shape.batch * mask->shape.channel)
+                               : status;
     }
     padding_job job = {.mask_rows = am_mask_rows_of(context->kernels, mask)};
     const ptrdiff_t batch = job.mask_rows.batch;
@@ -321,11 +323,11 @@ am_status am_mark_padding(const am_context *context, const am_dense *mask, int32
     if (!job.columns) return AM_NO_MEMORY;
     am_status status =
         am_parallel_bytes(context, batch * job.tasks, task_bytes_of(&job.mask_rows), padding_task, &job);
-    const ptrdiff_t row_bytes = (mask->queries + mask->keys) * (ptrdiff_t)sizeof *q_ids;
+    const ptrdiff_t row_bytes = (mask->shape.token + mask->shape.channel) * (ptrdiff_t)sizeof *q_ids;
     if (status == AM_OK) status = am_parallel_bytes(context, batch, row_bytes, order_task, &job);
-    copy_job copies = {{q_ids, k_ids}, {mask->queries, mask->keys}, batch};
+    copy_job copies = {{q_ids, k_ids}, {mask->shape.token, mask->shape.channel}, batch};
     if (status == AM_OK)
-        status = am_parallel_bytes(context, mask->batch - batch, row_bytes, copy_task, &copies);
+        status = am_parallel_bytes(context, mask->shape.batch - batch, row_bytes, copy_task, &copies);
     free(job.columns);
     return status;
 }

@@ -14,11 +14,11 @@ typedef enum { AM_ANY_HEAD, AM_ALL_HEADS } am_head_rule;
 typedef struct {
     ptrdiff_t q_begin, q_end, k_begin, k_end;
 } am_extent;
-am_status am_find_extents(const am_context *context, const am_dense *mask, am_head_rule rule,
+am_status am_find_extents(const am_context *context, const am_array *mask, am_head_rule rule,
                           am_extent *extents);
 
 /* Writes 0 for tokens that have a live pair in any head, and -1 for the others; [batch, tokens]. */
-am_status am_mark_padding(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids);
+am_status am_mark_padding(const am_context *context, const am_array *mask, int32_t *q_ids, int32_t *k_ids);
 
 /* Writes -1 for all tokens. */
 am_status am_mark_all_padding(const am_context *context, int32_t *ids, ptrdiff_t count);
