@@ -109,7 +109,7 @@ AM_FUNCTION(padding_segment_ids, mark_padding(module, a->mask), AM_PARAM("attent
 /* --- Ids --- */
 
 /* Describes ids of `low` to `high` axes in place. */
-static int read_ids(PyArrayObject *array, const char *name, int low, int high, am_ids *ids)
+static int read_ids(PyArrayObject *array, const char *name, int low, int high, am_array *ids)
 {
     static const char *const layouts[4][4] = {
         [1] = {[3] = "an array of integers, [tokens], [batch, tokens] or [batch, heads, tokens]"},
@@ -119,13 +119,10 @@ static int read_ids(PyArrayObject *array, const char *name, int low, int high, a
     if (!am_is_integer(am_dtype_of(PyArray_DESCR(array))))
         return am_reject(PyExc_TypeError, name, layouts[low][high], array);
     if (ndim < low || ndim > high) return am_reject(PyExc_ValueError, name, layouts[low][high], array);
-    *ids =
-        (am_ids){.data = PyArray_BYTES(array), .type = am_dtype_of(PyArray_DESCR(array)), .shape = {1, 1, 1}};
-    for (int i = 0; i < ndim; i++) {
-        int axis = ndim == 2 && i == 0 ? 0 : AM_ID_AXES - ndim + i;
-        ids->shape[axis] = PyArray_DIM(array, i);
-        ids->stride[axis] = PyArray_STRIDE(array, i);
-    }
+    const am_view v = am_view_of(array);
+    *ids = am_array_of(
+        &v, (am_by_axis){
+                .batch = ndim > 1 ? 0 : -1, .head = ndim == 3 ? 1 : -1, .token = ndim - 1, .channel = -1});
     return 0;
 }
 
@@ -133,7 +130,7 @@ static int read_ids(PyArrayObject *array, const char *name, int low, int high, a
 static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, am_id_result what,
                                 int32_t pad)
 {
-    am_ids ids;
+    am_array ids;
     if (read_ids(array, name, what == AM_TO_INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
     am_owned PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
     if (!result) return NULL;
@@ -157,7 +154,7 @@ static PyObject *ids_of(PyObject *module, const arguments *a)
     PyArrayObject *given =
         PyArray_Check(a->object) ? (PyArrayObject *)a->object : array; /* the caller's array, not a copy */
     if (a->out.given && am_check_apart(a->out.array, "out", given, a->name) < 0) return NULL;
-    am_ids ids;
+    am_array ids;
     if (read_ids(array, a->name, 2, 3, &ids) < 0) return NULL;
     return ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array)
                ? Py_NewRef(array)
@@ -236,7 +233,7 @@ static PyObject *starts_of(PyObject *module, const arguments *a)
 {
     am_freed ptrdiff_t *counts = NULL;
     ptrdiff_t segments = 0, large;
-    am_ids ids;
+    am_array ids;
     if (read_ids(a->array, "segment_ids", 1, 3, &ids) < 0) return NULL;
     const ptrdiff_t most = a->max_segments.given ? a->max_segments.value : PTRDIFF_MAX;
     if (!am_computed(module, PyArray_SIZE(a->array), am_count_segments, &ids, most, &counts, &segments,
@@ -261,7 +258,7 @@ static PyObject *lens_of(PyObject *module, PyArrayObject *array)
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
     am_freed ptrdiff_t *counts = NULL;
     ptrdiff_t segments = 0, large;
-    am_ids ids;
+    am_array ids;
     if (read_ids(array, "ids", 2, 3, &ids) < 0) return NULL;
     if (!am_computed(module, PyArray_SIZE(array), am_count_segments, &ids, PTRDIFF_MAX, &counts, &segments,
                      &large))
@@ -277,7 +274,7 @@ AM_FUNCTION(segment_lens, lens_of(module, a->array), AM_PARAM("ids", am_to_array
 
 /* Describes int32 ids of the same rows: a side of length 1 along an axis is the same for all rows there. Keys
  * are none if `arrays[1]` is NULL. */
-static int read_sides(PyArrayObject *const arrays[2], am_ids ids[2])
+static int read_sides(PyArrayObject *const arrays[2], am_array ids[2])
 {
     static const char *const names[] = {"q_ids", "kv_ids"};
     for (int side = 0; side < 2 && arrays[side]; side++) {
@@ -285,24 +282,22 @@ static int read_sides(PyArrayObject *const arrays[2], am_ids ids[2])
         if (ids[side].type != AM_INT32)
             return am_reject(PyExc_TypeError, names[side], "an array of int32", (PyObject *)arrays[side]);
     }
-    if (!arrays[1]) ids[1] = ids[0], ids[1].shape[AM_ID_AXES - 1] = 0;
-    for (int axis = 0; axis < AM_ID_AXES - 1; axis++) {
-        for (int side = 0; side < 2; side++) {
-            if (ids[side].shape[axis] != 1) continue;
-            ids[side].stride[axis] = 0;
-            ids[side].shape[axis] = ids[1 - side].shape[axis];
-        }
-        if (ids[0].shape[axis] != ids[1].shape[axis])
-            return am_reject(PyExc_ValueError, "kv_ids", "of as many rows as q_ids", (PyObject *)arrays[1]);
+    if (!arrays[1]) ids[1] = ids[0], ids[1].shape.token = 0;
+    for (int side = 0; side < 2; side++) {
+        const am_by_axis *other = &ids[1 - side].shape;
+        am_array *own = &ids[side];
+        if (own->shape.batch == 1) own->shape.batch = other->batch, own->stride.batch = 0;
+        if (own->shape.head == 1) own->shape.head = other->head, own->stride.head = 0;
     }
-    return 0;
+    if (ids[0].shape.batch == ids[1].shape.batch && ids[0].shape.head == ids[1].shape.head) return 0;
+    return am_reject(PyExc_ValueError, "kv_ids", "of as many rows as q_ids", (PyObject *)arrays[1]);
 }
 
 /* Reads by how much queries are shifted in each batch row, or in all. */
 static int read_shifts(PyArrayObject *shifts, am_numbering *n)
 {
     const npy_intp count = PyArray_NDIM(shifts) == 1 ? PyArray_DIM(shifts, 0) : -1;
-    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n->ids[0].shape[0]))
+    if (am_dtype_of(PyArray_DESCR(shifts)) != AM_INT64 || (count != 1 && count != n->ids[0].shape.batch))
         return am_reject(PyExc_ValueError, "shifts", "int64 of shape [1] or [batch]", shifts);
     n->shifts = PyArray_BYTES(shifts);
     n->shift_stride = count == 1 ? 0 : PyArray_STRIDE(shifts, 0);
@@ -322,8 +317,8 @@ static PyObject *number(PyObject *module, const arguments *a, am_token_number wh
     const bool heads = PyArray_NDIM(a->ids[0]) == 3 || (a->ids[1] && PyArray_NDIM(a->ids[1]) == 3);
     npy_intp tokens = PyArray_SIZE(a->ids[0]);
     for (int side = 0; side < count; side++) {
-        npy_intp shape[AM_ID_AXES] = {n.ids[side].shape[0], n.ids[side].shape[1]};
-        shape[1 + heads] = n.ids[side].shape[2];
+        npy_intp shape[3] = {n.ids[side].shape.batch, n.ids[side].shape.head};
+        shape[1 + heads] = n.ids[side].shape.token;
         *numbers[side] = am_new_array_of(2 + heads, shape, NPY_INT32);
         if (!*numbers[side]) return NULL;
         n.dst[side] = PyArray_DATA(*numbers[side]);

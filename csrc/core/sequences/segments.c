@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/arrays/array.h"
 
 enum {
     WORD = 64,
@@ -15,19 +14,19 @@ enum {
     TASK_TOKENS = 1 << 15,
 };
 
-static ptrdiff_t rows_of(const am_ids *ids) { return ids->shape[0] * ids->shape[1]; }
-static ptrdiff_t tokens_of(const am_ids *ids) { return ids->shape[2]; }
+static ptrdiff_t rows_of(const am_array *ids) { return ids->shape.batch * ids->shape.head; }
+static ptrdiff_t tokens_of(const am_array *ids) { return ids->shape.token; }
 
-static const char *row_of(const am_ids *ids, ptrdiff_t row)
+static const char *row_of(const am_array *ids, ptrdiff_t row)
 {
-    return ids->data + row / ids->shape[1] * ids->stride[0] + row % ids->shape[1] * ids->stride[1];
+    return am_token(ids, row / ids->shape.head, row % ids->shape.head, 0);
 }
 
 /* Converts ids of one row to int64; ids above its range become INT64_MAX. */
-static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
+static void widen(const am_kernels *kernels, const am_array *ids, ptrdiff_t row, ptrdiff_t begin,
                   ptrdiff_t count, int64_t *wide)
 {
-    const ptrdiff_t stride = ids->stride[2];
+    const ptrdiff_t stride = ids->stride.token;
     const am_array from = am_one_row(row_of(ids, row) + begin * stride, ids->type, stride, count);
     const bool fits = am_gather(kernels, AM_INT64, wide, count, &from);
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
@@ -37,7 +36,7 @@ static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, p
 
 typedef struct {
     const am_kernels *kernels;
-    const am_ids *ids;
+    const am_array *ids;
     ptrdiff_t row_pieces; /* tasks per row */
     am_id_result what;
     int32_t pad;
@@ -59,7 +58,7 @@ static ptrdiff_t narrow(const row_job *job, const int64_t *wide, ptrdiff_t count
 /* Copies contiguous int32 ids as they are. */
 static am_status copy_piece(const row_job *job, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, am_team *team)
 {
-    const am_ids *ids = job->ids;
+    const am_array *ids = job->ids;
     const char *from = row_of(ids, row) + begin * (ptrdiff_t)sizeof(int32_t);
     memcpy(job->dst + row * tokens_of(ids) + begin, from, (size_t)(end - begin) * sizeof(int32_t));
     return am_checkpoint(team);
@@ -73,7 +72,7 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t first = index % job->row_pieces * TASK_TOKENS;
     /* A position depends on all earlier tokens of its row, so one task takes the whole row. */
     const ptrdiff_t end = positions ? tokens : am_min(first + TASK_TOKENS, tokens);
-    if (!positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
+    if (!positions && job->ids->type == AM_INT32 && job->ids->stride.token == sizeof(int32_t))
         return copy_piece(job, row, first, end, team);
     int64_t previous = -1;
     int32_t position = 0;
@@ -100,7 +99,7 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
+am_status am_convert_ids(const am_context *context, const am_array *ids, am_id_result what, int32_t pad,
                          int32_t *dst, ptrdiff_t *large)
 {
     const ptrdiff_t tokens = tokens_of(ids), rows = tokens > 0 ? rows_of(ids) : 0,
@@ -145,7 +144,7 @@ am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t
 
 typedef struct {
     const am_kernels *kernels;
-    const am_ids *ids;
+    const am_array *ids;
     ptrdiff_t limit, *counts;
     ptrdiff_t capacity, segments;
     ptrdiff_t *large;
@@ -205,8 +204,8 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
-                            ptrdiff_t *segments, ptrdiff_t *large)
+am_status am_count_segments(const am_context *context, const am_array *ids, ptrdiff_t limit,
+                            ptrdiff_t **counts, ptrdiff_t *segments, ptrdiff_t *large)
 {
     *large = -1;
     count_job job = {.kernels = context->kernels, .ids = ids, .limit = limit, .large = large};
@@ -252,10 +251,10 @@ static am_status push(span_list *list, id_span span)
 }
 
 /* Adds the spans of one row of ids. */
-static am_status find_spans(const am_ids *ids, ptrdiff_t row, bool of_keys, span_list *list, am_team *team)
+static am_status find_spans(const am_array *ids, ptrdiff_t row, bool of_keys, span_list *list, am_team *team)
 {
     const char *const from = row_of(ids, row);
-    const ptrdiff_t stride = ids->stride[2], tokens = tokens_of(ids), first = list->count;
+    const ptrdiff_t stride = ids->stride.token, tokens = tokens_of(ids), first = list->count;
     for (ptrdiff_t i = 0; i < tokens;) {
         const int32_t id = *(const int32_t *)(from + i * stride);
         const ptrdiff_t begin = i, end = am_min(am_floor_to(i, TASK_TOKENS) + TASK_TOKENS, tokens);
@@ -377,7 +376,7 @@ static am_status number_segment(number_job *job, numbered_row *row, const id_spa
 static am_status number_row(number_job *job, ptrdiff_t index, span_list *list, am_team *team)
 {
     const am_numbering *n = job->numbering;
-    const char *shift = n->shifts + index / n->ids[0].shape[1] * n->shift_stride;
+    const char *shift = n->shifts + index / n->ids[0].shape.head * n->shift_stride;
     numbered_row row = {.shift = (ptrdiff_t)*(const int64_t *)shift, .chunk = 1};
     am_status status = AM_OK;
     for (int side = 0; side < 2 && status == AM_OK; side++) {

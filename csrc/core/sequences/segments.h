@@ -4,17 +4,10 @@
 
 #include <stdint.h>
 
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 
-enum { AM_ID_AXES = 3 };
-
-/* Segment ids: integers of any type, [rows …, tokens]. Negative ids are padding. */
-typedef struct {
-    const char *data;
-    am_dtype type;
-    ptrdiff_t shape[AM_ID_AXES], stride[AM_ID_AXES]; /* strides in bytes; the last axis is tokens, and unused
-                                                        axes come first, with length 1 */
-} am_ids;
+/* Segment ids are arrays without channels: integers of any type. Negative ids are padding. */
 
 /* These functions set `large` to the index in C order of the first id that is too large for the result, which
  * ends them, or to -1. */
@@ -25,7 +18,7 @@ typedef enum {
     AM_TO_INTEGERS, /* a number that is too small is reported like one that is too large */
     AM_TO_POSITIONS, /* the position of each token in its span of equal ids, and `pad` for padding */
 } am_id_result;
-am_status am_convert_ids(const am_context *context, const am_ids *ids, am_id_result what, int32_t pad,
+am_status am_convert_ids(const am_context *context, const am_array *ids, am_id_result what, int32_t pad,
                          int32_t *dst, ptrdiff_t *large);
 
 /* Writes `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
@@ -34,8 +27,8 @@ am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t
 
 /* Counts the tokens of each id. `counts` becomes a new array of `segments` entries, one more than the largest
  * id. Ids from `limit` on are too large. */
-am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
-                            ptrdiff_t *segments, ptrdiff_t *large);
+am_status am_count_segments(const am_context *context, const am_array *ids, ptrdiff_t limit,
+                            ptrdiff_t **counts, ptrdiff_t *segments, ptrdiff_t *large);
 
 /* What am_number_tokens writes for each token. A segment is all tokens of a row that have the same id, in one
  * span of them or several. */
@@ -51,9 +44,9 @@ typedef enum {
 
 typedef struct {
     am_token_number what;
-    am_ids ids[2];          /* of queries and keys: int32, of the same rows */
+    am_array ids[2];        /* of queries and keys: int32, of the same rows */
     ptrdiff_t size;         /* of a chunk */
-    const char *shifts;     /* int64, one for each index of the first axis of ids */
+    const char *shifts;     /* int64, one for each batch row of ids */
     ptrdiff_t shift_stride; /* in bytes */
     int32_t *dst[2];        /* C-contiguous; NULL for keys that get no numbers */
     bool moved;             /* becomes true if a position differs among the keys */
