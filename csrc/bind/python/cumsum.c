@@ -65,20 +65,14 @@ static PyObject *compute(PyObject *module, arguments *a)
     const char *name = a->chunk_size ? "g" : "s";
     if (check(a, name) < 0) return NULL;
     PyArrayObject *array = a->array;
-    int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
-    am_owned PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->output_dtype);
+    am_owned PyArrayObject *out =
+        am_target(&a->out, PyArray_NDIM(array), PyArray_DIMS(array), a->output_dtype);
     if (!out) return NULL;
-
-    ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
+    const am_view src = am_view_of(array), dst = am_view_of(out);
+    ptrdiff_t whole[2] = {0, src.shape[a->head_first ? 2 : 1]};
     am_cumsum job = {
-        .src_type = am_dtype_of(PyArray_DESCR(array)),
-        .dst_type = am_dtype_of(a->output_dtype),
-        .src = PyArray_BYTES(array),
-        .dst = PyArray_BYTES(out),
-        .steps = PyArray_DIM(array, time),
-        .src_time_stride = PyArray_STRIDE(array, time),
-        .dst_time_stride = PyArray_STRIDE(out, time),
-        .shape = {1, 1, 1},
+        .src = am_array_of(&src, a->head_first ? AM_HEADS_FIRST : AM_TOKENS_FIRST),
+        .dst = am_array_of(&dst, a->head_first ? AM_HEADS_FIRST : AM_TOKENS_FIRST),
         .starts = a->cu_seqlens.array ? a->cu_seqlens.starts : whole,
         .sequences = a->cu_seqlens.array ? a->cu_seqlens.sequences : 1,
         .chunk = a->chunk_size,
@@ -86,18 +80,12 @@ static PyObject *compute(PyObject *module, arguments *a)
         .scaled = a->softmax_scale.given,
         .scale = a->softmax_scale.value,
     };
-    for (int i = 0, n = 0; i < ndim; i++) {
-        if (i == time) continue;
-        job.shape[n] = PyArray_DIM(array, i);
-        job.src_stride[n] = PyArray_STRIDE(array, i);
-        job.dst_stride[n++] = PyArray_STRIDE(out, i);
-    }
     am_call call;
     const am_context *context = am_enter(&call, module, PyArray_SIZE(array));
     const am_status status = am_cumsum_compute(context, &job);
     if (am_leave(&call, status == AM_OVERFLOW ? AM_OK : status) < 0) return NULL;
     if (status == AM_OK) return am_returned(&a->out, out);
-    if (am_is_integer(job.dst_type))
+    if (am_is_integer(job.dst.type))
         return PyErr_Format(PyExc_OverflowError, "a sum of %s, or what it is scaled to, does not fit %S",
                             name, a->output_dtype);
     return PyErr_Format(PyExc_OverflowError, "a sum of %s does not fit int64, in which integers are added up",

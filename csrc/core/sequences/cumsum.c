@@ -19,7 +19,6 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/arrays/array.h"
 #include "core/sequences/packed.h"
 
 enum {
@@ -78,7 +77,7 @@ static bool store_integers(const plan *p, const am_array *to, tile_buffers *tile
 {
     const am_cumsum *c = p->cumsum;
     const ptrdiff_t count = to->shape.token * to->shape.channel;
-    const bool integers = am_is_integer(c->dst_type);
+    const bool integers = am_is_integer(c->dst.type);
     if (!c->scaled && integers) return am_scatter(p->kernels, to, AM_INT64, tile->out, to->shape.channel);
     am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, count);
     for (ptrdiff_t i = 0; c->scaled && i < count; i++) tile->in[i] *= c->scale;
@@ -120,14 +119,13 @@ typedef struct {
 } band;
 
 /* The steps of a region in memory, which a scan takes as one row. */
-static am_array rows_of(const plan *p, char *data, am_dtype type, ptrdiff_t step, ptrdiff_t lane,
+static am_array rows_of(const plan *p, const am_array *a, const char *first, ptrdiff_t lane,
                         const am_cumsum_tile *tile)
 {
-    if (p->scan) return am_one_row(data, type, step, tile->steps);
-    return (am_array){.data = data,
-                      .type = type,
-                      .shape = {.token = tile->steps, .channel = tile->lanes},
-                      .stride = {.token = step, .channel = lane}};
+    if (p->scan) return am_one_row(first, a->type, a->stride.token, tile->steps);
+    am_array rows = am_rows_from(a, first, tile->steps);
+    rows.shape.channel = tile->lanes, rows.stride.channel = lane;
+    return rows;
 }
 
 /* Sums one region of a band, from step `first` in memory on. */
@@ -136,14 +134,14 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type), lanes = l->lanes;
-    char *dst = l->dst + first * c->dst_time_stride;
-    const char *src = l->src + first * c->src_time_stride;
+    char *dst = l->dst + first * c->dst.stride.token;
+    const char *src = l->src + first * c->src.stride.token;
     am_cumsum_tile tile = {
         .steps = steps,
         .period = period,
         .lanes = lanes,
-        .dst_stride = p->dst_direct ? c->dst_time_stride / size : lanes,
-        .src_stride = p->src_direct ? c->src_time_stride / size : lanes,
+        .dst_stride = p->dst_direct ? c->dst.stride.token / size : lanes,
+        .src_stride = p->src_direct ? c->src.stride.token / size : lanes,
         .reverse = c->reverse,
         .stream = p->stream,
     };
@@ -152,8 +150,8 @@ static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t 
         return true;
     }
     tile_buffers *scratch = l->buffers;
-    const am_array from = rows_of(p, (char *)src, c->src_type, c->src_time_stride, p->src_lane, &tile),
-                   to = rows_of(p, dst, c->dst_type, c->dst_time_stride, p->dst_lane, &tile);
+    const am_array from = rows_of(p, &c->src, src, p->src_lane, &tile),
+                   to = rows_of(p, &c->dst, dst, p->dst_lane, &tile);
     bool fits = p->src_direct || am_gather(p->kernels, p->type, scratch->in, from.shape.channel, &from);
     if (p->type == AM_INT64) {
         fits &= sum_integers((int64_t *)scratch->out, (const int64_t *)scratch->in, &tile, carry);
@@ -233,8 +231,8 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     ptrdiff_t first_lane = index % p->bands * p->band;
     index /= p->bands;
     ptrdiff_t i = index / p->outer[1], j = index % p->outer[1];
-    char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
-    const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
+    char *dst = c->dst.data + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
+    const char *src = c->src.data + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
     tile_buffers *const *buffers = am_workspace(&p->workspaces);
@@ -246,7 +244,7 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
 static am_status divide_time(plan *p, ptrdiff_t target)
 {
     const am_cumsum *c = p->cumsum;
-    p->spans = malloc((size_t)(c->steps / target + 1) * sizeof *p->spans);
+    p->spans = malloc((size_t)(c->src.shape.token / target + 1) * sizeof *p->spans);
     if (!p->spans) return AM_NO_MEMORY;
     ptrdiff_t begin = 0;
     for (ptrdiff_t sequence = 0; sequence < c->sequences; sequence++) {
@@ -261,21 +259,27 @@ static am_status divide_time(plan *p, ptrdiff_t target)
             begin = boundary;
         }
     }
-    if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps};
+    if (begin < c->src.shape.token) p->spans[p->span_count++] = (span){begin, c->src.shape.token};
     return AM_OK;
 }
 
+/* An axis other than time; strides in bytes. */
+enum { AXES = 3 };
 typedef struct {
-    ptrdiff_t length, src, dst; /* strides in bytes */
+    ptrdiff_t length, src, dst;
 } axis;
 
 /* Drops axes of length 1 and merges axes that are contiguous with each other. Returns the number of axes that
  * are left. */
 static int merge_axes(const am_cumsum *c, axis *axes)
 {
+    const am_by_axis *shape = &c->src.shape, *src = &c->src.stride, *dst = &c->dst.stride;
+    const axis all[AXES] = {{shape->batch, src->batch, dst->batch},
+                            {shape->head, src->head, dst->head},
+                            {shape->channel, src->channel, dst->channel}};
     int count = 0;
-    for (int i = 0; i < AM_CUMSUM_AXES; i++) {
-        axis a = {c->shape[i], c->src_stride[i], c->dst_stride[i]};
+    for (int i = 0; i < AXES; i++) {
+        const axis a = all[i];
         if (a.length == 1) continue;
         axis *outer = count ? &axes[count - 1] : NULL;
         if (outer && outer->src == a.length * a.src && outer->dst == a.length * a.dst) {
@@ -291,16 +295,16 @@ static int merge_axes(const am_cumsum *c, axis *axes)
 static void choose_axes(plan *p)
 {
     const am_cumsum *c = p->cumsum;
-    ptrdiff_t src_size = (ptrdiff_t)am_size_of(c->src_type), dst_size = (ptrdiff_t)am_size_of(c->dst_type);
-    axis axes[AM_CUMSUM_AXES];
+    ptrdiff_t src_size = (ptrdiff_t)am_size_of(c->src.type), dst_size = (ptrdiff_t)am_size_of(c->dst.type);
+    axis axes[AXES];
     int count = merge_axes(c, axes);
-    while (count < AM_CUMSUM_AXES) axes[count++] = (axis){1, 0, 0};
+    while (count < AXES) axes[count++] = (axis){1, 0, 0};
     int lane = 0;
-    for (int i = 1; i < AM_CUMSUM_AXES; i++) {
+    for (int i = 1; i < AXES; i++) {
         if (axes[i].length > 1 && am_abs(axes[i].dst) <= am_abs(axes[lane].dst)) lane = i;
     }
     axis lanes = axes[lane];
-    axes[lane] = axes[AM_CUMSUM_AXES - 1];
+    axes[lane] = axes[AXES - 1];
     p->lanes = lanes.length, p->src_lane = lanes.src, p->dst_lane = lanes.dst;
     for (int i = 0; i < 2; i++) {
         p->outer[i] = axes[i].length, p->src_outer[i] = axes[i].src, p->dst_outer[i] = axes[i].dst;
@@ -308,16 +312,16 @@ static void choose_axes(plan *p)
 
     bool contiguous_lanes = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
     p->scan = !contiguous_lanes &&
-              (lanes.length == 1 || c->dst_time_stride == dst_size || c->src_time_stride == src_size);
-    bool src_contiguous = (p->scan ? c->src_time_stride : p->src_lane) == src_size;
-    bool dst_contiguous = (p->scan ? c->dst_time_stride : p->dst_lane) == dst_size;
+              (lanes.length == 1 || c->dst.stride.token == dst_size || c->src.stride.token == src_size);
+    bool src_contiguous = (p->scan ? c->src.stride.token : p->src_lane) == src_size;
+    bool dst_contiguous = (p->scan ? c->dst.stride.token : p->dst_lane) == dst_size;
     /* Loading and storing less than a vector of sixteen-bit floats is slow. */
     bool whole_vectors = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
-    bool sixteen_bits = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
+    bool sixteen_bits = c->src.type == c->dst.type && src_size == 2 && p->type == AM_FLOAT32;
     p->kernel_type =
-        sixteen_bits && whole_vectors && src_contiguous && dst_contiguous ? c->src_type : p->type;
-    p->src_direct = c->src_type == p->kernel_type && p->kernel_type != AM_INT64 && src_contiguous;
-    p->dst_direct = c->dst_type == p->kernel_type && p->kernel_type != AM_INT64 && dst_contiguous;
+        sixteen_bits && whole_vectors && src_contiguous && dst_contiguous ? c->src.type : p->type;
+    p->src_direct = c->src.type == p->kernel_type && p->kernel_type != AM_INT64 && src_contiguous;
+    p->dst_direct = c->dst.type == p->kernel_type && p->kernel_type != AM_INT64 && dst_contiguous;
 }
 
 /* Results that are larger than the cache are written around it, since they would be evicted before they are
@@ -326,12 +330,12 @@ static bool should_stream(const plan *p)
 {
     static const uintptr_t LINE = 64;
     const am_cumsum *c = p->cumsum;
-    uintptr_t misaligned = (uintptr_t)c->dst | (uintptr_t)p->dst_outer[0] | (uintptr_t)p->dst_outer[1];
-    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_time_stride);
+    uintptr_t misaligned = (uintptr_t)c->dst.data | (uintptr_t)p->dst_outer[0] | (uintptr_t)p->dst_outer[1];
+    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst.stride.token);
     misaligned |= (uintptr_t)(p->scan ? 0 : p->lanes * p->dst_lane);
     return p->dst_direct && misaligned % LINE == 0 &&
            p->outer[0] * p->outer[1] * p->lanes >=
-               am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
+               am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst.type) / c->src.shape.token;
 }
 
 /* The lanes of bands that keep threads equally busy where there are `tasks` with whole bands: for two threads
@@ -360,18 +364,20 @@ static ptrdiff_t divide_band(const plan *p, ptrdiff_t tasks, ptrdiff_t threads)
 am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
 {
     am_cumsum c = *cumsum;
-    if (c.steps == 0 || c.shape[0] == 0 || c.shape[1] == 0 || c.shape[2] == 0) return AM_OK;
-    if (c.chunk >= c.steps) c.chunk = 0;
+    const am_by_axis *shape = &c.src.shape;
+    const ptrdiff_t steps = shape->token;
+    if (steps == 0 || shape->batch == 0 || shape->head == 0 || shape->channel == 0) return AM_OK;
+    if (c.chunk >= steps) c.chunk = 0;
     plan p = {.cumsum = &c, .kernels = context->kernels, .type = AM_FLOAT32};
-    if (am_is_integer(c.src_type))
+    if (am_is_integer(c.src.type))
         p.type = AM_INT64;
-    else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64)
+    else if (c.src.type == AM_FLOAT64 || c.dst.type == AM_FLOAT64)
         p.type = AM_FLOAT64;
     choose_axes(&p);
     p.stream = should_stream(&p);
 
     bool transposed =
-        is_transposed(c.src_time_stride, c.src_type) || is_transposed(c.dst_time_stride, c.dst_type);
+        is_transposed(c.src.stride.token, c.src.type) || is_transposed(c.dst.stride.token, c.dst.type);
     ptrdiff_t most_lanes = transposed                     ? TRANSPOSED_LANES
                            : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
                                                           : TILE_LANES;
@@ -381,13 +387,13 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
     am_status status = divide_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
-    const bool many = outer * p.lanes * c.steps >= MANY_TASKS * TASK * (ptrdiff_t)context->threads;
+    const bool many = outer * p.lanes * steps >= MANY_TASKS * TASK * (ptrdiff_t)context->threads;
     if (!p.scan && many && tasks < MANY_TASKS * context->threads && tasks % context->threads != 0) {
         p.band = divide_band(&p, tasks, context->threads);
         p.bands = am_ceil_div(p.lanes, p.band);
     }
     const ptrdiff_t bytes =
-        p.band * (c.steps / p.span_count) * (ptrdiff_t)(am_size_of(c.src_type) + am_size_of(c.dst_type));
+        p.band * (steps / p.span_count) * (ptrdiff_t)(am_size_of(c.src.type) + am_size_of(c.dst.type));
     tasks = outer * p.bands * p.span_count;
     if (!(p.src_direct && p.dst_direct))
         status = am_workspaces_make(&p.workspaces, context->threads, lay_out, NULL, sizeof(tile_buffers *));

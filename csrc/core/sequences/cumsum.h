@@ -2,19 +2,13 @@
 #ifndef AM_CORE_SEQUENCES_CUMSUM_H
 #define AM_CORE_SEQUENCES_CUMSUM_H
 
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 
-enum { AM_CUMSUM_AXES = 3 };
-
+/* Tokens are steps of time. */
 typedef struct {
-    am_dtype src_type, dst_type; /* both integers, both floating, or integer to floating */
-    const char *src;
-    char *dst;
-    ptrdiff_t steps;                            /* the length of the time axis */
-    ptrdiff_t src_time_stride, dst_time_stride; /* its strides, in bytes */
-    ptrdiff_t shape[AM_CUMSUM_AXES];            /* the other axes, outermost first; unused ones are 1 */
-    ptrdiff_t src_stride[AM_CUMSUM_AXES], dst_stride[AM_CUMSUM_AXES];
-    const ptrdiff_t *starts; /* [sequences + 1], from 0 to `steps`; there is at least one sequence */
+    am_array src, dst;       /* of one shape; both integers, both floating, or integer to floating */
+    const ptrdiff_t *starts; /* [sequences + 1], from 0 to all steps; there is at least one sequence */
     ptrdiff_t sequences;
     ptrdiff_t chunk; /* steps per chunk, counted from the start of each sequence; 0 for no chunks */
     bool reverse;    /* sum from the end of each chunk or sequence */
