@@ -182,9 +182,8 @@ static PyObject *fill(PyObject *module, arguments *a)
     am_owned PyArrayObject *out = am_target(&a->out, 4, dims, a->dtype);
     if (!out || (a->out.given && am_check_apart_from_mask(out, &a->mask, "the mask's arrays") < 0))
         return NULL;
-    target.data = PyArray_BYTES(out);
-    target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
-    target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
+    const am_view v = am_view_of(out);
+    target.array = am_array_of(&v, AM_HEADS_FIRST);
     return am_computed(module, NPY_MAX_INTP, am_mask_fill, m, &target) ? am_returned(&a->out, out) : NULL;
 }
 AM_FUNCTION(mask_fill, fill(module, a), MASK, AM_ARG(dtype, am_to_dtype), AM_ARG(live, am_to_object),

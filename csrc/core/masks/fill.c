@@ -72,7 +72,8 @@ static __attribute__((noinline)) void fill_apart(const fill_job *job, char *row,
     const am_mask_target *t = job->target;
     uint64_t buffer[APART_BYTES / sizeof(uint64_t)];
     fill_row(job, (char *)buffer, tiles, r, columns);
-    am_copy_2d(row, 0, t->column, (const char *)buffer, 0, t->size, 1, columns, (size_t)t->size);
+    am_copy_2d(row, 0, t->array.stride.channel, (const char *)buffer, 0, t->size, 1, columns,
+               (size_t)t->size);
 }
 
 /* Finds the tiles of a region, or the first of them with as many mixed ones as there is room for. Returns the
@@ -107,17 +108,17 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     const fill_job *job = arg;
     const am_mask *mask = job->mask;
     const am_mask_target *t = job->target;
-    const bool apart = t->column != t->size;
+    const am_by_axis *stride = &t->array.stride;
+    const bool apart = stride->channel != t->size;
     const ptrdiff_t most = apart ? APART_BYTES / t->size : ROW_COLUMNS;
     am_region p = block_at(mask, job->blocks, index);
     am_range live = am_mask_keys(mask, p.b, p.h, p.q, p.rows);
-    char *block = t->data + p.b * t->batch + p.h * t->head + p.q * t->row;
     for (p.k = 0; p.k < mask->keys; p.k += p.columns) {
         tile_row tiles;
         p.columns = am_min(am_min(most, ROW_COLUMNS), mask->keys - p.k);
         p.columns = find_tiles(mask, &p, live, &tiles);
         for (ptrdiff_t r = 0; r < p.rows; r++) {
-            char *row = block + r * t->row + p.k * t->column;
+            char *row = am_token(&t->array, p.b, p.h, p.q + r) + p.k * stride->channel;
             if (apart)
                 fill_apart(job, row, &tiles, r, p.columns);
             else
@@ -143,7 +144,7 @@ am_status am_mask_fill(const am_context *context, am_mask *mask, const am_mask_t
         .expand = context->kernels->masks.expand_bits[am_lane_of_size(target->size)],
         .live = am_repeated(target->live, target->size),
         .dead = am_repeated(target->dead, target->size),
-        .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
+        .stream = bytes > limit / (mask->batch * mask->heads) && target->array.stride.channel == target->size,
     };
     return am_parallel(context, mask->batch * mask->heads * job.blocks, 1, fill_task, &job);
 }

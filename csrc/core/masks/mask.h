@@ -18,10 +18,7 @@
 #ifndef AM_CORE_MASKS_MASK_H
 #define AM_CORE_MASKS_MASK_H
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
+#include "core/arrays/array.h"
 #include "core/runtime/threads.h"
 
 enum {
@@ -117,9 +114,7 @@ typedef struct {
         struct {
             am_tile_map map; /* summaries: of 64 × 64 pairs, and of all along an axis whose stride is 0.
                               * Arrays have an element for each shifted position of the others */
-            const char *data;
-            am_dtype type;
-            ptrdiff_t batch, head, row, column; /* strides in bytes */
+            am_array array;  /* queries are tokens, and keys channels */
         } dense;
         struct {
             am_tile_map map; /* in the same memory as that of an array; of 64 × 64 pairs, if any has bits */
@@ -192,11 +187,10 @@ uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrd
 
 /* Functions that read whole masks. Arrays are C-contiguous unless strides are given. */
 
-/* An array that am_mask_fill fills with `live` or `dead` for every pair: the first `size` bytes of either.
- * `size` is 1, 2, 4 or 8; strides are in bytes. */
+/* An array, whose type does not count, that am_mask_fill fills with `live` or `dead` for every pair: the
+ * first `size` bytes of either. `size` is 1, 2, 4 or 8; queries are tokens, and keys channels. */
 typedef struct {
-    char *data;
-    ptrdiff_t batch, head, row, column;
+    am_array array;
     ptrdiff_t size;
     uint64_t live, dead;
 } am_mask_target;
