@@ -57,6 +57,12 @@ static inline am_array am_tokens_of(const am_view *v)
     return am_array_of(v, v->axes == 4 ? AM_TOKENS_FIRST : (am_by_axis){-1, 0, 1, 2});
 }
 
+/* Of a view [batch, heads, tokens] of one number for each row, or of one without the first axis. */
+static inline am_array am_stats_of(const am_view *v)
+{
+    return am_array_of(v, v->axes == 3 ? AM_HEADS_FIRST : (am_by_axis){-1, 1, 0, -1});
+}
+
 const char *am_dtype_name(am_dtype type);
 
 /* Memory that is freed with the request. */

@@ -73,8 +73,8 @@ bool am_read_gradients(am_request *r, const am_gradients_given *g, am_attn_gradi
         !am_check_stats(r, &g->lse, "lse") || (g->d_lse.data && !am_check_stats(r, &g->d_lse, "dlse")))
         return false;
     *to = (am_attn_gradients){.forward = r->attn,
-                              .lse = am_array_of(&g->lse, AM_HEADS_FIRST),
-                              .d_lse = am_array_of(&g->d_lse, AM_HEADS_FIRST),
+                              .lse = am_stats_of(&g->lse),
+                              .d_lse = am_stats_of(&g->d_lse),
                               .d_out = am_tokens_of(&g->d_out)};
     to->forward.out = am_tokens_of(&g->out);
     return true;

@@ -374,10 +374,10 @@ static bool refuse_length(am_request *r, const am_cached *c, ptrdiff_t more, ptr
 static bool read_table(am_request *r, am_cached *c)
 {
     const ptrdiff_t pages = c->caches[0].shape[0], size = c->caches[0].shape[1];
-    const am_view *v = &c->table;
-    const am_kv_table table = {v->data, v->type == AM_INT64, v->stride[0], v->stride[1], am_max(1, size)};
+    const am_array table = am_array_of(&c->table, AM_TOKENS_FIRST);
     am_kv_entry wrong;
-    if (!am_refuse_status(r, am_kv_cache_read_table(&c->layout, &table, pages, &wrong))) return false;
+    if (!am_refuse_status(r, am_kv_cache_read_table(&c->layout, &table, am_max(1, size), pages, &wrong)))
+        return false;
     if (wrong.sequence < 0) return true;
     char allowed[64] = "name pages of k_cache, which has none";
     if (pages) snprintf(allowed, sizeof allowed, "be from 0 to %td", pages - 1);
@@ -450,8 +450,8 @@ void am_cached_describe(am_request *r, const am_cached *c)
                                      .sequences = c->q_starts ? c->sequences : 0};
 }
 
-/* One packed sequence of `all` as a call of its own, but for its mask and its logsumexp. Writes terms as
- * am_cached_terms does, maybe none. */
+/* One packed sequence of `all` as a call of its own, but for its mask. Writes terms as am_cached_terms
+ * does, maybe none. */
 static int one_of(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *one,
                   am_node terms[AM_KV_TERMS])
 {
@@ -466,7 +466,8 @@ static int one_of(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *
                              .k_shift = cache->k_shift + s};
     *one = *all;
     one->batch = 1, one->queries = cache->q_starts[s + 1] - begin, one->keys = own.keys;
-    one->q.data += begin * one->q.stride.token, one->out.data += begin * one->out.stride.token;
+    one->q.data = am_token(&one->q, 0, 0, begin), one->out.data = am_token(&one->out, 0, 0, begin);
+    if (one->lse.data) one->lse.data = am_token(&one->lse, 0, 0, begin);
     one->pages.table += s * one->pages.table_stride, one->pages.used += s, one->pages.lengths += s;
     one->pages.starts = NULL, one->pages.sequences = 1;
     one->terms.places = (am_places){.offsets = cache->offsets + s};
@@ -475,16 +476,6 @@ static int one_of(const am_cached *c, const am_attn *all, ptrdiff_t s, am_attn *
         array->data = am_token(array, s, 0, begin);
     }
     return am_kv_cache_terms(&own, &c->limits, terms);
-}
-
-/* Copies the logsumexp of a sequence, if it is given, to that of all. */
-static void put_lse(const am_cached *c, const am_attn *all, ptrdiff_t s, const char *lse)
-{
-    const ptrdiff_t begin = c->layout.q_starts[s], count = c->layout.q_starts[s + 1] - begin,
-                    size = (ptrdiff_t)am_size_of(am_wide_type(all->q.type));
-    for (ptrdiff_t h = 0; lse && h < all->heads; h++)
-        memcpy((char *)all->lse + (h * all->queries + begin) * size, lse + h * count * size,
-               (size_t)(count * size));
 }
 
 am_status am_cached_append(const am_context *context, const am_cached *c)
@@ -507,19 +498,14 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
 
 static bool attend_one(const am_context *context, am_request *r, const am_cached *c, ptrdiff_t s)
 {
-    const am_attn *all = &r->attn;
     am_attn one;
     am_node terms[AM_KV_TERMS];
-    const int count = one_of(c, all, s, &one, terms);
-    const ptrdiff_t rows = am_product(one.heads, one.queries, 1);
+    const int count = one_of(c, &r->attn, s, &one, terms);
     am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
     one.mask = &mask;
-    one.lse = all->lse ? am_keep(r, rows, am_size_of(am_wide_type(all->q.type))) : NULL;
-    if (all->lse && !one.lse) return false;
     const bool done = am_mask_cut(r, c->q_starts[s], &mask, terms, count) &&
                       am_refuse_status(r, am_attn_forward(context, &one));
     am_mask_release(&mask);
-    if (done) put_lse(c, all, s, one.lse);
     return done;
 }
 

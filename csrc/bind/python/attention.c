@@ -106,7 +106,8 @@ static PyObject *compute(PyObject *module, arguments *a)
         npy_intp const rows[3] = {attn->batch, attn->heads, attn->queries};
         lse = am_new_array_of(3, rows, attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) return NULL;
-        attn->lse = PyArray_DATA(lse);
+        const am_view v = am_view_of(lse);
+        attn->lse = am_stats_of(&v);
     }
     if (a->return_wide && !(wide = wide_result(out))) return NULL;
     attn->out = am_tokens_of_array(out);

@@ -272,7 +272,8 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     }
     am_request *r = &a->mask.request;
     r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
-    r->attn.lse = lse ? PyArray_DATA(lse) : NULL;
+    const am_view v = am_view_of(lse);
+    r->attn.lse = am_stats_of(&v);
     const npy_intp work = is_one_by_one(a) ? NPY_MAX_INTP : am_attn_work(&r->attn);
     if (!am_computed(module, work, am_cached_attend, r, &a->cached, is_one_by_one(a))) return NULL;
     PyObject *result = a->out.given ? a->out.given : (PyObject *)out;

@@ -92,7 +92,7 @@ static int read_lse(states *a, PyObject *object, const char *name, npy_intp i)
     lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
     if (!lse) return -1;
     const am_view v = am_view_of(lse);
-    a->parts[i].lse = am_array_of(&v, axes == 3 ? AM_HEADS_FIRST : (am_by_axis){-1, 1, 0, -1});
+    a->parts[i].lse = am_stats_of(&v);
     return 0;
 }
 

@@ -199,7 +199,8 @@ static bool read_results(problem *p)
     if (!am_xla_next_like(p->c, AM_XLA_RESULT, false, &out, &out) ||
         (has(p, LSE) && !am_xla_next_like(p->c, AM_XLA_RESULT, false, &lse, &lse)))
         return false;
-    attn->out = am_tokens_of(&out), attn->lse = lse.data;
+    attn->out = am_tokens_of(&out);
+    if (has(p, LSE)) attn->lse = am_stats_of(&lse);
     return look_at_all_written(p);
 }
 

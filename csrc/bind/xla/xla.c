@@ -167,7 +167,7 @@ static bool forward(am_xla_call *c)
     if (c->frame->results.count > 1) {
         if (!am_xla_next(c, AM_XLA_RESULT, true, &lse) || !am_check_stats(&c->request, &lse, "lse"))
             return false;
-        attn->lse = lse.data;
+        attn->lse = am_stats_of(&lse);
     }
     if (c->frame->results.count > 2 && !look_at_result(c, true, like, &attn->wide_out)) return false;
     return am_refuse_status(&c->request, am_attn_forward(&c->context, attn));

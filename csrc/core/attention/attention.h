@@ -55,7 +55,7 @@ typedef struct {
     am_terms terms;
     double scale;
     bool normalize;
-    void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
+    am_array lse; /* one number for each row, of the arithmetic type; data NULL: not wanted */
 } am_attn;
 
 /* Dropout numbers keys by 32 bits. */

@@ -20,7 +20,7 @@ void am_clear_rows(const am_attn_base *base, const am_flash_rows *block)
 /* Writes the lse of one row, and returns the factor that makes its result of its accumulator. Sinks enter
  * here. */
 static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const am_flash_rows *block,
-                      ptrdiff_t r, ptrdiff_t lse_index)
+                      ptrdiff_t r, char *lse)
 {
     const am_attn *f = base->attn;
     /* In units of 1, as sinks are: in units of ln 2 a sink might overflow. */
@@ -36,7 +36,7 @@ static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const 
                      more = sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
         sum = live * power + more, exact_sum = exact_sum * power + more;
     }
-    if (f->lse) am_set_number(base, f->lse, lse_index, exact_sum == 0 ? -INFINITY : highest + log(exact_sum));
+    if (lse) am_set_number(base, lse, 0, exact_sum == 0 ? -INFINITY : highest + log(exact_sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
     /* A NaN is of a logit whose P may have been dropped out. */
     const double factor = f->normalize  ? am_power(AM_LOG2_E, running_max, highest) / sum
@@ -59,9 +59,9 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         const ptrdiff_t head = at->head + h;
         char *dst = am_token(out, at->b, head, at->q);
-        ptrdiff_t lse_index = (at->b * f->heads + head) * f->queries + at->q;
-        for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->stride.token, lse_index++) {
-            const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse_index);
+        for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->stride.token) {
+            char *lse = f->lse.data ? am_token(&f->lse, at->b, head, at->q + q) : NULL;
+            const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse);
             write(direct ? dst : scratch, row, factor, f->value_dim);
             if (f->wide_out.data)
                 base->arithmetic->numbers[base->type].write(am_token(&f->wide_out, at->b, head, at->q + q),

@@ -93,7 +93,7 @@ static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_r
     rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
     const am_arithmetic *a = f->base.arithmetic;
     const bool rounds = a->factors != a->type && !g->shape.float_weights;
-    rows->exact_sum = rounds && f->base.attn->lse ? stats + 3 * stat_bytes : NULL;
+    rows->exact_sum = rounds && f->base.attn->lse.data ? stats + 3 * stat_bytes : NULL;
 }
 
 static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t count)
@@ -507,7 +507,7 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.array.data != NULL));
     assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.array.data != NULL));
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
-    if (attn->value_dim == 0 && !attn->lse) return AM_OK;
+    if (attn->value_dim == 0 && !attn->lse.data) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;
     am_status status = am_mask_prepare(context, attn->mask);
     if (status != AM_OK) return status;

@@ -218,7 +218,6 @@ static double lse_of(const row *r) { return r->sum == 0 ? -INFINITY : r->highest
 static void forward_row(const plain *p, row *r)
 {
     const am_attn *f = p->f;
-    const ptrdiff_t index = (r->b * f->heads + r->head) * f->queries + r->q;
     memset(r->out, 0, (size_t)f->value_dim * sizeof *r->out);
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k)) continue;
@@ -230,10 +229,7 @@ static void forward_row(const plain *p, row *r)
     write_row(p, &f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
     if (f->wide_out.data)
         write_row(p, &f->wide_out, am_token(&f->wide_out, r->b, r->head, r->q), f->value_dim, r->out);
-    if (f->lse && f->q.type == AM_FLOAT64)
-        ((double *)f->lse)[index] = lse_of(r);
-    else if (f->lse)
-        ((float *)f->lse)[index] = (float)lse_of(r);
+    if (f->lse.data) write_number(p, f->lse.type, am_token(&f->lse, r->b, r->head, r->q), lse_of(r));
 }
 
 /* --- Backward --- */

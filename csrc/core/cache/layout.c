@@ -85,20 +85,21 @@ int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node 
     return count;
 }
 
-am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdiff_t pages, am_kv_entry *wrong)
+am_status am_kv_cache_read_table(am_kv_cache *c, const am_array *from, ptrdiff_t size, ptrdiff_t pages,
+                                 am_kv_entry *wrong)
 {
-    const ptrdiff_t columns = c->table.columns = am_ceil_div(c->longest, from->size);
+    const ptrdiff_t columns = c->table.columns = am_ceil_div(c->longest, size);
     *wrong = (am_kv_entry){.sequence = -1};
     c->table.pages = malloc((size_t)am_product(c->sequences, columns, sizeof *c->table.pages) | 1);
     if (!c->table.pages) return AM_NO_MEMORY;
     for (ptrdiff_t s = 0; s < c->sequences; s++) {
-        const ptrdiff_t end = am_ceil_div(c->lengths[s], from->size);
+        const ptrdiff_t end = am_ceil_div(c->lengths[s], size);
         /* Queries may see fewer tokens than are appended. */
         ptrdiff_t i = c->before[s] < c->lengths[s] ? am_min(c->used[s], c->before[s]) : c->used[s];
-        for (i /= from->size; i < end; i++) {
-            const char *entry = from->data + s * from->sequence + i * from->page;
-            const int64_t page =
-                from->wide ? *(const volatile int64_t *)entry : am_read_once((const int32_t *)entry);
+        for (i /= size; i < end; i++) {
+            const char *entry = am_token(from, s, 0, i);
+            const int64_t page = from->type == AM_INT64 ? *(const volatile int64_t *)entry
+                                                        : am_read_once((const int32_t *)entry);
             c->table.pages[s * columns + i] = (int32_t)page;
             if (page >= 0 && page < am_min(pages, INT32_MAX)) continue;
             *wrong = (am_kv_entry){page, s, i};

@@ -65,24 +65,17 @@ void am_kv_cache_limit(am_kv_cache *cache, const am_kv_limits *limits);
 enum { AM_KV_TERMS = 3 };
 int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[AM_KV_TERMS]);
 
-/* A table of pages of `size` tokens where the caller has it; strides in bytes. */
-typedef struct {
-    const char *data;
-    bool wide; /* int64, not int32 */
-    ptrdiff_t sequence, page;
-    ptrdiff_t size; /* at least 1 */
-} am_kv_table;
-
 /* An entry of a table. */
 typedef struct {
     int64_t page;
     ptrdiff_t sequence, index; /* sequence -1: there is none */
 } am_kv_entry;
 
-/* Copies the entries that tell where the call reads and writes, and checks the copies: other threads may
- * write to the caller's table at any time. Sets `wrong` to the first entry that is not from 0 to `pages` - 1.
- */
-am_status am_kv_cache_read_table(am_kv_cache *cache, const am_kv_table *from, ptrdiff_t pages,
+/* Copies the entries that tell where the call reads and writes from a table of pages of `size` tokens, at
+ * least 1: int32 or int64, whose batch rows are sequences, and tokens are pages. Checks the copies: other
+ * threads may write to the caller's table at any time. Sets `wrong` to the first entry that is not from 0 to
+ * `pages` - 1. */
+am_status am_kv_cache_read_table(am_kv_cache *cache, const am_array *from, ptrdiff_t size, ptrdiff_t pages,
                                  am_kv_entry *wrong);
 
 /* The pages, of `size` tokens: those of the table that was read, or the rows of a contiguous cache. */
