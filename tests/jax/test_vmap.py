@@ -67,6 +67,13 @@ def test_dropout(mapped):
     compare(mapped_arguments() | {"dropout_seed": np.arange(CALLS)}, mapped, dropout_prob=0.4)
 
 
+@pytest.mark.parametrize("mapped", [LEARNED[:3], (*LEARNED[:3], "bias"), ("alibi_slopes",)], ids=str)
+def test_terms_of_batch_rows(mapped):
+    """Also where all calls share their numbers."""
+    terms = {"bias": normal(CALLS, 2, H, Q, K), "alibi_slopes": normal(CALLS, 2, H)}
+    compare(mapped_arguments() | terms, mapped)
+
+
 def test_nested():
     """Two axes, and each tensor along one or both of them, at any place."""
     query, key, value = normal(2, 3, 1, Q, H, 8), normal(1, K, 3, HKV, 8), normal(1, K, HKV, 2, 8)

@@ -90,7 +90,8 @@ static bool read_term(am_xla_call *c)
     const am_logit_row *row = &am_logit_rows[kind];
     /* Each call drops weights by the places of its own rows. */
     if (am_xla_one_by_one(c, row->acts == AM_DROPS)) return false;
-    const bool by_row = *row->axes == 'B' || (*row->axes == 'R' && !c->request.attn.terms.places.starts);
+    const am_axis first = row->axes[0];
+    const bool by_row = first == AM_AXIS_B || (first == AM_AXIS_R && !c->request.attn.terms.places.starts);
     if (!am_xla_next_operand(c, false, AM_INT64, &given.integer) ||
         !am_xla_next_operand(c, by_row, AM_FLOAT64, &given.array) || !am_xla_next_word(c, &wanted) ||
         !am_read_term(&c->request, &given))
