@@ -9,7 +9,7 @@ from environment import ROOT
 
 CC = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 KINDS = ROOT / "csrc/core/attention/terms/kinds.h"
-LAST = 'ARRAY(SINKS, AM_SINKS, (1, H, 1, N), .name = "softmax_aux", .bound = adds_nothing)'
+LAST = 'ARRAY(SINKS, ("softmax_aux", AM_SINKS, adds_nothing), (1, H, 1, N))'
 pytestmark = pytest.mark.skipif(not CC or not KINDS.exists(), reason="needs a C compiler and the sources")
 
 
@@ -26,30 +26,33 @@ def run_with(folder, rows: str, *command: str):
 
 ROWS = {
     # Right
-    'LINE(MORE, AM_ADDS_BY_KEY, (R, KV, K, alibi_add), .name = "more", .bound = no_bound)': None,
-    'LINE(MORE, AM_ADDS_BY_KEY, (1, 1, N, alibi_add), .name = "more", .bound = no_bound)': None,
-    'LINE(MORE, AM_ADDS_BY_DISTANCE, (R, H, N, alibi_add), .name = "more", .bound = no_bound)': None,
-    "LEARNED(MORE, AM_ADDS_BY_KEY, (K, alibi_add, relative_bias_learn), .bound = no_bound)": None,
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (R, KV, K, alibi_add))': None,
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (1, 1, N, alibi_add))': None,
+    'LINE(MORE, ("m", AM_ADDS_BY_DISTANCE, no_bound), (R, H, N, alibi_add))': None,
+    'LEARNED(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (K, alibi_add, relative_bias_learn))': None,
     # A gradient of one batch row
-    'LINE(MORE, AM_ADDS_BY_KEY, (R, H, K, alibi_add), .name = "more", .learn = relative_bias_learn)': "overrid",
-    "LEARNED(MORE, AM_ADDS_BY_KEY, (K, alibi_add, relative_bias_learn), .axes = {AM_AXIS_R})": "overrid",
-    "LEARNED(MORE, AM_CAPS, (N, alibi_add, relative_bias_learn))": "MORE: what acts so has no lines",
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (R, H, K, alibi_add), .learn = relative_bias_learn)': "overrid",
+    'LEARNED(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (K, alibi_add, relative_bias_learn), .axes = {2})': "overrid",
+    'LEARNED(MORE, ("m", AM_CAPS, no_bound), (N, alibi_add, relative_bias_learn))': "MORE: what acts so has no lines",
     # Axes that nobody reads so
-    "LINE(MORE, AM_ADDS_BY_KEY, (B, H, K, alibi_add))": "MORE: lines have axes R, H or KV",
-    "LINE(MORE, AM_ADDS_BY_KEY, (R, K, K, alibi_add))": "MORE: lines have axes R, H or KV",
-    "LINE(MORE, AM_ADDS_BY_DISTANCE, (R, H, K, alibi_add))": "MORE: the last axis of a line is N, or by key K",
-    "LINE(MORE, AM_ADDS_BY_KEY, (R, H, Q, alibi_add))": "MORE: the last axis of a line is N, or by key K",
-    "LINE(MORE, AM_ADDS_PAIRS, (R, H, K, alibi_add))": "MORE: what acts so has no lines",
-    "ARRAY(MORE, AM_ADDS_BY_KEY, (1, H, 1, K))": "MORE: what acts so is no ARRAY",
-    "ARRAY(MORE, AM_ADDS_PAIRS, (R, H, Q, K))": "MORE: pairs have axes B, H, Q, K",
-    "ARRAY(MORE, AM_SINKS, (B, H, 1, N))": "MORE: sinks have axes 1, H, 1, N",
-    "NUMBER(MORE, AM_ADDS_BY_KEY)": "MORE: what acts so has an array",
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (B, H, K, alibi_add))': "MORE: lines have axes R, H or KV",
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (R, K, K, alibi_add))': "MORE: lines have axes R, H or KV",
+    'LINE(MORE, ("m", AM_ADDS_BY_DISTANCE, no_bound), (R, H, K, alibi_add))': "last axis of a line is N, or by key K",
+    'LINE(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (R, H, Q, alibi_add))': "last axis of a line is N, or by key K",
+    'LINE(MORE, ("m", AM_ADDS_PAIRS, no_bound), (R, H, K, alibi_add))': "MORE: what acts so has no lines",
+    'ARRAY(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (1, H, 1, K))': "MORE: what acts so is no ARRAY",
+    'ARRAY(MORE, ("m", AM_ADDS_PAIRS, no_bound), (R, H, Q, K))': "MORE: pairs have axes B, H, Q, K",
+    'ARRAY(MORE, ("m", AM_SINKS, no_bound), (B, H, 1, N))': "MORE: sinks have axes 1, H, 1, N",
+    'NUMBER(MORE, ("m", AM_ADDS_BY_KEY, no_bound))': "MORE: what acts so has an array",
+    # What every row has
+    'NUMBER(MORE, ("m", AM_CAPS))': "arguments",
+    'ARRAY(MORE, ("m", AM_ADDS_PAIRS), (B, H, Q, K))': "arguments",
     # Functions that nobody calls
-    "NUMBER(MORE, AM_CAPS, .add = alibi_add)": "overrid",
-    "ARRAY(MORE, AM_ADDS_PAIRS, (B, H, Q, K), .finite = true)": "overrid",
+    'NUMBER(MORE, ("m", AM_CAPS, no_bound), .add = alibi_add)': "overrid",
+    'ARRAY(MORE, ("m", AM_ADDS_PAIRS, no_bound), (B, H, Q, K), .finite = true)': "overrid",
     # The second of a kind of which there is one
-    'NUMBER(MORE, AM_CAPS, .name = "more", .bound = no_bound)': "several kinds that act alike",
-    'ARRAY(MORE, AM_ADDS_PAIRS, (B, H, Q, K), .name = "more")': "several kinds that act alike",
+    'NUMBER(MORE, ("m", AM_CAPS, no_bound))': "several kinds that act alike",
+    'ARRAY(MORE, ("m", AM_ADDS_PAIRS, no_bound), (B, H, Q, K))': "several kinds that act alike",
 }
 
 
@@ -210,8 +213,8 @@ int main(void)
 
 def test_lines_end_where_their_arrays_do(tmp_path):
     """Terms by key, of key heads, and learned; tiles hold more keys than there are, or of other sequences."""
-    rows = """LINE(KEYED, AM_ADDS_BY_KEY, (R, KV, K, keyed_add), .name = "keyed", .bound = no_bound)
-        LEARNED(TAUGHT, AM_ADDS_BY_KEY, (K, keyed_add, keyed_learn), .name = "taught", .bound = no_bound)"""
+    rows = """LINE(KEYED, ("keyed", AM_ADDS_BY_KEY, no_bound), (R, KV, K, keyed_add))
+        LEARNED(TAUGHT, ("taught", AM_ADDS_BY_KEY, no_bound), (K, keyed_add, keyed_learn))"""
     (tmp_path / "program.c").write_text(PROGRAM)
     program = tmp_path / "program"
     sources = (str(tmp_path / "program.c"), "-o", str(program), "-lm")

@@ -78,11 +78,11 @@ static void relative_bias_learn(const am_line *line, const double *d_numbers, am
 #define NO_LINE .add = NULL, .learn = NULL, .finite = false
 #define ADDED(batch, heads, last, adds) AXES(batch, heads, 1, last), .add = adds, .learn = NULL
 #define ADDED_AND_LEARNED(last, adds, learns) AXES(1, H, 1, last), .add = adds, .learn = learns
-#define NUMBER(kind, does, ...) [AM_LOGIT_##kind] = {.acts = does, NO_LINE, __VA_ARGS__},
-#define ARRAY(kind, does, axes, ...) [AM_LOGIT_##kind] = {.acts = does, AXES axes, NO_LINE, __VA_ARGS__},
-#define LINE(kind, does, line, ...) [AM_LOGIT_##kind] = {.acts = does, ADDED line, __VA_ARGS__},
-#define LEARNED(kind, does, line, ...)                                                                       \
-    [AM_LOGIT_##kind] = {.acts = does, ADDED_AND_LEARNED line, __VA_ARGS__},
+#define WHAT(text, does, most) .name = (text), .acts = (does), .bound = (most)
+#define NUMBER(kind, what, ...) [AM_LOGIT_##kind] = {WHAT what, NO_LINE, __VA_ARGS__},
+#define ARRAY(kind, what, axes, ...) [AM_LOGIT_##kind] = {WHAT what, AXES axes, NO_LINE, __VA_ARGS__},
+#define LINE(kind, what, line, ...) [AM_LOGIT_##kind] = {WHAT what, ADDED line, __VA_ARGS__},
+#define LEARNED(kind, what, line, ...) [AM_LOGIT_##kind] = {WHAT what, ADDED_AND_LEARNED line, __VA_ARGS__},
 const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)};
 #undef NUMBER
 #undef ARRAY
@@ -92,30 +92,31 @@ const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNE
 
 /* --- What goes together --- */
 
+#define ACTS(name, acts, bound) (acts)
 #define IS(axis, letter) (AM_AXIS_##axis == AM_AXIS_1 || AM_AXIS_##axis == AM_AXIS_##letter)
-#define NUMBER(kind, acts, ...)                                                                              \
-    _Static_assert((acts) == AM_CAPS || (acts) == AM_DROPS, #kind ": what acts so has an array");
+#define NUMBER(kind, what, ...)                                                                              \
+    _Static_assert(ACTS what == AM_CAPS || ACTS what == AM_DROPS, #kind ": what acts so has an array");
 #define ARE_PAIRS(batch, heads, queries, last) (IS(batch, B) && IS(heads, H) && IS(queries, Q) && IS(last, K))
 #define ARE_SINKS(batch, heads, queries, last) (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N))
-#define ARRAY(kind, acts, axes, ...)                                                                         \
-    _Static_assert((acts) == AM_ADDS_PAIRS || (acts) == AM_SINKS, #kind ": what acts so is no ARRAY");       \
-    _Static_assert((acts) == AM_SINKS || ARE_PAIRS axes, #kind ": pairs have axes B, H, Q, K");              \
-    _Static_assert((acts) == AM_ADDS_PAIRS || ARE_SINKS axes, #kind ": sinks have axes 1, H, 1, N");
+#define ARRAY(kind, what, axes, ...)                                                                         \
+    _Static_assert(ACTS what == AM_ADDS_PAIRS || ACTS what == AM_SINKS, #kind ": what acts so is no ARRAY"); \
+    _Static_assert(ACTS what == AM_SINKS || ARE_PAIRS axes, #kind ": pairs have axes B, H, Q, K");           \
+    _Static_assert(ACTS what == AM_ADDS_PAIRS || ARE_SINKS axes, #kind ": sinks have axes 1, H, 1, N");
 #define IS_OF_HEADS(batch, heads, ...) (IS(batch, R) && (IS(heads, H) || IS(heads, KV)))
 #define IS_OF_ANY(batch, heads, last, ...) IS(last, N)
 #define IS_OF_KEYS(batch, heads, last, ...) IS(last, K)
-#define LINE(kind, acts, line, ...)                                                                          \
-    _Static_assert((acts) == AM_ADDS_BY_DISTANCE || (acts) == AM_ADDS_BY_KEY,                                \
+#define LINE(kind, what, line, ...)                                                                          \
+    _Static_assert(ACTS what == AM_ADDS_BY_DISTANCE || ACTS what == AM_ADDS_BY_KEY,                          \
                    #kind ": what acts so has no lines");                                                     \
     _Static_assert(IS_OF_HEADS line, #kind ": lines have axes R, H or KV");                                  \
-    _Static_assert(IS_OF_ANY line || ((acts) == AM_ADDS_BY_KEY && IS_OF_KEYS line),                          \
+    _Static_assert(IS_OF_ANY line || (ACTS what == AM_ADDS_BY_KEY && IS_OF_KEYS line),                       \
                    #kind ": the last axis of a line is N, or by key K");
 #define SHARED_BY_ROWS(last, ...) (1, H, last, )
-#define LEARNED(kind, acts, line, ...) LINE(kind, acts, SHARED_BY_ROWS line, )
+#define LEARNED(kind, what, line, ...) LINE(kind, what, SHARED_BY_ROWS line, )
 AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNED)
 
-#define PLUS(kind, acts, ...) +(1 << (acts))
-#define OR(kind, acts, ...) | 1 << (acts)
+#define PLUS(kind, what, ...) +(1 << ACTS what)
+#define OR(kind, what, ...) | 1 << ACTS what
 #define NOTHING(kind, ...)
 _Static_assert((0 AM_LOGIT_KINDS(PLUS, PLUS, NOTHING, NOTHING)) ==
                    (0 AM_LOGIT_KINDS(OR, OR, NOTHING, NOTHING)),
