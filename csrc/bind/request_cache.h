@@ -32,7 +32,7 @@ void am_cached_free(am_cached *c);
 /* Checks types and shapes, and sets the shape of the mask but its keys. The type of a cache becomes that of
  * its format. */
 bool am_cached_check(am_request *r, am_cached *c);
-/* The same of caches, scales and packed new tokens alone, and reads the slots that these go to. */
+/* Checks types and shapes of caches, scales and packed new tokens alone, and reads the slots of these. */
 bool am_cached_check_slots(am_request *r, am_cached *c, const am_view *slots);
 /* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);

@@ -274,19 +274,19 @@ static bool read_all(am_request *r, am_node *node, const am_operand *o)
 
 /* Exported programs hold the places of these rows: new ones come last. */
 static const am_node_row rows[] = {
-    {"all", AM_TERM_ALL, "", read_all},
-    {"band", AM_TERM_BAND, "ssb", read_band},
-    {"chunk", AM_TERM_CHUNK, "sbb", read_chunk},
-    {"keys", AM_TERM_KEYS, "bb", read_keys},
-    {"equal", AM_TERM_EQUAL, "bbs", read_equal},
-    {"sequences", AM_TERM_SEQUENCES, "sssss", read_sequences},
-    {"dense", AM_TERM_DENSE, "bbb", read_dense},
-    {"tiles", AM_TERM_TILES, "bsssbb", read_tiles},
-    {"not", AM_NOT, NULL, NULL},
-    {"and", AM_AND, NULL, NULL},
-    {"or", AM_OR, NULL, NULL},
-    {"xor", AM_XOR, NULL, NULL},
-    {"diagonal", AM_TERM_DIAGONAL, "ssbb", read_diagonal},
+    {.name = "all", .kind = AM_TERM_ALL, .operands = "", .read = read_all},
+    {.name = "band", .kind = AM_TERM_BAND, .operands = "ssb", .read = read_band},
+    {.name = "chunk", .kind = AM_TERM_CHUNK, .operands = "sbb", .read = read_chunk},
+    {.name = "keys", .kind = AM_TERM_KEYS, .operands = "bb", .read = read_keys},
+    {.name = "equal", .kind = AM_TERM_EQUAL, .operands = "bbs", .read = read_equal},
+    {.name = "sequences", .kind = AM_TERM_SEQUENCES, .operands = "sssss", .read = read_sequences},
+    {.name = "dense", .kind = AM_TERM_DENSE, .operands = "bbb", .read = read_dense},
+    {.name = "tiles", .kind = AM_TERM_TILES, .operands = "bsssbb", .read = read_tiles},
+    {.name = "not", .kind = AM_NOT},
+    {.name = "and", .kind = AM_AND},
+    {.name = "or", .kind = AM_OR},
+    {.name = "xor", .kind = AM_XOR},
+    {.name = "diagonal", .kind = AM_TERM_DIAGONAL, .operands = "ssbb", .read = read_diagonal},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 
@@ -378,7 +378,7 @@ static ptrdiff_t moved(ptrdiff_t bound, ptrdiff_t by)
     return bound == -AM_FAR || bound == AM_FAR ? bound : saturated(bound, by);
 }
 
-/* The same numbers, moved, and within limits. */
+/* New numbers: these, moved, and within limits. */
 static const ptrdiff_t *all_moved(am_request *r, const ptrdiff_t *from, ptrdiff_t count, ptrdiff_t by,
                                   am_range limits)
 {

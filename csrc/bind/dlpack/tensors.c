@@ -89,7 +89,12 @@ static result *new_result(const npy_intp shape[4], am_dl_type type)
     r->managed = (am_dl_managed){
         .version = {AM_DL_MAJOR, AM_DL_MINOR},
         .release = release,
-        .tensor = {r->data, {AM_DL_CPU, 0}, 4, type, r->shape, r->strides, 0},
+        .tensor = {.data = r->data,
+                   .device = {AM_DL_CPU, 0},
+                   .axes = 4,
+                   .type = type,
+                   .shape = r->shape,
+                   .strides = r->strides},
     };
     for (int i = 3; i >= 0; i--) {
         r->shape[i] = shape[i];

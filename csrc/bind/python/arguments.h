@@ -81,10 +81,10 @@ am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows floa
  * object at any time, and a subclass may override methods; neither affects the view. */
 am_to am_to_array;
 am_to am_to_array_or_none; /* leaves NULL for None */
-/* The same of any dtype. */
+/* PyArrayObject **: such an array of any dtype. */
 am_to am_to_readable, am_to_readable_or_none;
-/* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on
- * it. */
+/* PyArrayObject **: such an array as a mask: floating-point types that the core does not know become bool.
+ * Call am_check_mask on it. */
 am_to am_to_mask;
 /* am_out *: the array that results are written to; both fields stay NULL for None. */
 typedef struct {
@@ -108,7 +108,7 @@ am_to am_to_bool;
 int am_to_integer(PyObject *object, const char *name, am_range range, const char *expected, npy_intp *dst);
 /* npy_intp *: a positive integer; one that exceeds npy_intp becomes its largest value. */
 am_to am_to_count;
-/* npy_intp *: the same, or zero. */
+/* npy_intp *: a positive integer or zero; one that exceeds npy_intp becomes its largest value. */
 am_to am_to_length;
 /* am_scale *: a real number or None. */
 typedef struct {

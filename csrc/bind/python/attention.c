@@ -308,7 +308,7 @@ static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_
 AM_VARIANT(flash_usual, attend_usual, false, false)
 AM_VARIANT(flash_usual_fwd, attend_usual, true, false)
 
-/* The same with the results of flash_forward_vjp. */
+/* A usual call that returns what flash_forward_vjp does. */
 AM_VARIANT(flash_usual_vjp, attend_usual, true, true)
 
 /* --- The schedule as data --- */

@@ -15,7 +15,7 @@ typedef struct {
 
 /* Reads the terms of a mask whose shape is set already; 0 or -1. */
 int am_read_nodes(am_mask_arg *arg, PyObject *nodes);
-/* The same where `nodes` may be NULL if there are further terms, which are joined to them by "and". */
+/* Reads `nodes`, and joins further terms to them by "and"; `nodes` may be NULL if there are such terms. */
 int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *terms, int count);
 void am_free_mask(am_mask_arg *arg);
 

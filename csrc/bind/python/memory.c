@@ -60,7 +60,7 @@ static int use_handler(PyObject *handler)
     return previous ? 0 : -1;
 }
 
-/* The same, in a block. */
+/* A new array in a block. */
 static PyArrayObject *new_of_block(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     PyObject *handler = PyCapsule_New(&large_handler, "mem_handler", NULL);

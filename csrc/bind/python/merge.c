@@ -75,7 +75,7 @@ static void find_lse_shape(const states *a, npy_intp shape[3])
     shape[axes - 2] = a->dims[axes - 1], shape[axes - 1] = a->dims[axes - 2];
 }
 
-/* The same of an lse, which is converted to the type of the sums: it is small compared with its out. */
+/* Reads an lse, which is converted to the type of the sums: it is small compared with its out. */
 static int read_lse(states *a, PyObject *object, const char *name, npy_intp i)
 {
     PyArrayObject *lse = read_array(a, object, name);

@@ -37,8 +37,8 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
     return am_leave(&call, AM_OK) == 0 && valid;
 }
 
-/* Computes the same for contiguous int32 or int64 in one pass. Returns NULL without an exception for other
- * starts, and for those that are not valid. */
+/* Computes lengths or offsets of contiguous int32 or int64 in one pass. Returns NULL without an exception for
+ * other starts, and for those that are not valid. */
 static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chunk)
 {
     const am_view *starts = &s->entries;

@@ -16,7 +16,7 @@ typedef struct {
 /* A new dict of what the docstring of attention_schedule in attention.c lists; NULL with an exception. */
 PyObject *am_schedule_data(const am_schedule_view *view, int threads);
 
-/* The same of backward_schedule. */
+/* What backward_schedule returns. */
 PyObject *am_backward_schedule_data(const am_backward_plan *plan);
 
 #endif

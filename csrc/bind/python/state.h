@@ -101,7 +101,7 @@ PyArrayObject *am_of_memory(PyObject *array);
     {#name, (PyCFunction)(void *)name, METH_FASTCALL,                                                        \
      #name "($module, " parameters ", /)\n--\n\n" __VA_ARGS__}
 
-/* The same of a function whose arguments are those of a row (attnmask/_faces/), in its order. */
+/* A function whose positional arguments are those of a row (attnmask/_faces/), in its order. */
 #define AM_ENTRY(name)                                                                                       \
     {#name, (PyCFunction)(void *)name, METH_FASTCALL, #name "($module, /, *arguments)\n--\n\n"}
 

@@ -53,7 +53,7 @@ typedef enum { AM_XLA_ARGUMENT, AM_XLA_RESULT } am_xla_side;
 bool am_xla_next(am_xla_call *c, am_xla_side side, bool by_row, am_view *v);
 /* Checks that it has the type and the shape of another one. */
 bool am_xla_is_like(am_xla_call *c, const am_view *v, const am_view *like);
-/* Looks at the next one, and checks the same. */
+/* Looks at the next argument or result, and checks that it is like another array. */
 bool am_xla_next_like(am_xla_call *c, am_xla_side side, bool by_row, const am_view *like, am_view *v);
 /* The next result must be the memory of an argument. */
 bool am_xla_next_written(am_xla_call *c, const am_view *argument);

@@ -51,7 +51,7 @@ static bool has(const problem *p, int64_t flag) { return (p->c->flags & flag) !=
 
 static bool look_at_next(problem *p, am_view *v) { return am_xla_next(p->c, AM_XLA_ARGUMENT, false, v); }
 
-/* The same of tokens, which have a batch axis even if they are packed. */
+/* Looks at the next tokens, which have a batch axis even if they are packed. */
 static bool look_at_tokens(problem *p, am_view *v, bool packed)
 {
     if (!look_at_next(p, v)) return false;
@@ -101,8 +101,11 @@ static bool read_limits(problem *p)
         if (o->kind == AM_ARRAY || o->number < (i == 2 ? 0 : -farthest) || o->number > farthest)
             return am_xla_fail(p->c, "words: a number is out of its range");
     }
-    p->cached.limits = (am_kv_limits){given[0].kind != AM_NOTHING, given[1].kind != AM_NOTHING,
-                                      given[0].number, given[1].number, given[2].number};
+    p->cached.limits = (am_kv_limits){.has_low = given[0].kind != AM_NOTHING,
+                                      .has_high = given[1].kind != AM_NOTHING,
+                                      .low = given[0].number,
+                                      .high = given[1].number,
+                                      .chunk = given[2].number};
     return true;
 }
 

@@ -53,18 +53,18 @@ static bool read_numbers(am_xla_call *c, sums *s)
            am_xla_fail(c, "words: a number is out of its range");
 }
 
-static bool read_starts(am_xla_call *c, sums *s)
+static bool read_starts(am_xla_call *c, sums *s, ptrdiff_t steps)
 {
     am_operand starts = {.kind = AM_ARRAY};
     const char *name = c->flags & CHUNKS ? "g" : "s";
-    s->whole[1] = s->job.steps, s->job.starts = s->whole, s->job.sequences = 1;
+    s->whole[1] = steps, s->job.starts = s->whole, s->job.sequences = 1;
     if (!(c->flags & STARTS)) return true;
     if (!am_xla_next(c, AM_XLA_ARGUMENT, false, &starts.view)) return false;
     if (s->from.shape[0] != 1)
         return am_xla_fail(c, "%s must have batch size 1 when cu_seqlens is given, got %td", name,
                            s->from.shape[0]);
     s->job.sequences = -1;
-    s->job.starts = am_read_starts_of(&c->request, "cu_seqlens", &starts, s->job.steps, &s->job.sequences);
+    s->job.starts = am_read_starts_of(&c->request, "cu_seqlens", &starts, steps, &s->job.sequences);
     return s->job.starts;
 }
 
@@ -75,17 +75,11 @@ static bool is_alike(am_xla_call *c, const am_view *v, const am_view *like)
            am_xla_fail(c, "an argument or a result has a type or a shape that does not fit");
 }
 
-static bool compute(am_xla_call *c, sums *s, int time)
+static bool compute(am_xla_call *c, sums *s)
 {
-    am_cumsum *job = &s->job;
-    job->src_type = s->from.type, job->src = s->from.data, job->src_time_stride = s->from.stride[time];
-    job->dst_type = s->to.type, job->dst = s->to.data, job->dst_time_stride = s->to.stride[time];
-    for (int i = 0, n = 0; i < 4; i++) {
-        if (i == time) continue;
-        job->shape[n] = s->from.shape[i], job->src_stride[n] = s->from.stride[i];
-        job->dst_stride[n++] = s->to.stride[i];
-    }
-    const am_status status = am_cumsum_compute(&c->context, job);
+    const am_by_axis axes = c->flags & HEAD_FIRST ? AM_HEADS_FIRST : AM_TOKENS_FIRST;
+    s->job.src = am_array_of(&s->from, axes), s->job.dst = am_array_of(&s->to, axes);
+    const am_status status = am_cumsum_compute(&c->context, &s->job);
     return status == AM_OVERFLOW ? am_xla_fail(c, "a sum of %s does not fit the type of the result",
                                                c->flags & CHUNKS ? "g" : "s")
                                  : am_refuse_status(&c->request, status);
@@ -98,15 +92,14 @@ static bool add_up(am_xla_call *c, bool gradient)
     if (!read_numbers(c, &s) || am_xla_one_by_one(c, (c->flags & STARTS) != 0) ||
         !am_xla_next(c, AM_XLA_ARGUMENT, true, &x))
         return false;
-    const int time = c->flags & HEAD_FIRST ? 2 : 1;
-    s.from = x, s.job.steps = x.shape[time];
-    if (!is_alike(c, &x, &x) || !read_starts(c, &s)) return false;
+    s.from = x;
+    if (!is_alike(c, &x, &x) || !read_starts(c, &s, x.shape[c->flags & HEAD_FIRST ? 2 : 1])) return false;
     if (gradient) {
         s.job.reverse = !s.job.reverse;
         if (!am_xla_next(c, AM_XLA_ARGUMENT, true, &s.from) || !is_alike(c, &s.from, &x)) return false;
     }
     return am_xla_next(c, AM_XLA_RESULT, true, &s.to) && is_alike(c, &s.to, &s.from) &&
-           (!gradient || am_xla_is_like(c, &s.to, &x)) && compute(c, &s, time);
+           (!gradient || am_xla_is_like(c, &s.to, &x)) && compute(c, &s);
 }
 
 bool am_xla_cumsum(am_xla_call *c) { return add_up(c, false); }

@@ -198,7 +198,8 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
         if (p->bias.result)
-            *status = am_bias_add(&p->bias, at, task % p->row_tasks, &(am_bias_tile){keys, i, s->d_bias},
+            *status = am_bias_add(&p->bias, at, task % p->row_tasks,
+                                  &(am_bias_tile){.keys = keys, .index = i, .d_s = s->d_bias},
                                   s->d_bias_scratch, team);
         if (*status == AM_OK) *status = am_checkpoint(team);
         if (*status != AM_OK) break;

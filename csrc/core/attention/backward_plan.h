@@ -77,8 +77,9 @@ typedef struct {
 static inline am_sum_shape am_sum_shape_of(const am_backward_plan *p, ptrdiff_t keys, ptrdiff_t dim,
                                            ptrdiff_t stride)
 {
-    return p->base.arithmetic->by_channel ? (am_sum_shape){dim, keys, AM_CHANNEL_STRIDE}
-                                          : (am_sum_shape){keys, dim, stride};
+    return p->base.arithmetic->by_channel
+               ? (am_sum_shape){.rows = dim, .columns = keys, .stride = AM_CHANNEL_STRIDE}
+               : (am_sum_shape){.rows = keys, .columns = dim, .stride = stride};
 }
 
 /* The state of a local tile. */

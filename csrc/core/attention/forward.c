@@ -409,8 +409,10 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
     const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
-    return (position){g, at, am_item_tiles(&f->base, &f->sections, g, &at),
-                      am_splits_are_tasks(&f->schedule, g) ? split : 0};
+    return (position){.section = g,
+                      .at = at,
+                      .tiles = am_item_tiles(&f->base, &f->sections, g, &at),
+                      .split = am_splits_are_tasks(&f->schedule, g) ? split : 0};
 }
 
 /* The first block of a task. */

@@ -253,8 +253,9 @@ static row_gradient row_gradient_of(const plain *p, const row *r)
     if (p->g->d_lse.data) d_lse = given(&p->g->d_lse, r);
     if (!(fabs(lse - lse_of(r)) > 4 * epsilon * fabs(lse))) lse = lse_of(r);
     for (ptrdiff_t i = 0; i < f->value_dim; i++) delta += r->out[i] == 0 ? 0 : r->out[i] * r->d_out[i];
-    if (f->normalize) return (row_gradient){lse, d_lse - delta, 0};
-    return (row_gradient){r->highest, d_lse * exp(r->highest - lse), delta / fmax(r->equal, 1)};
+    if (f->normalize) return (row_gradient){.reference = lse, .shift = d_lse - delta};
+    return (row_gradient){
+        .reference = r->highest, .shift = d_lse * exp(r->highest - lse), .share = delta / fmax(r->equal, 1)};
 }
 
 /* Adds the gradient of the logit of a pair to those of terms. */

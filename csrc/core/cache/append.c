@@ -99,6 +99,6 @@ am_status am_kv_append_rows(const am_context *context, const am_kv_append *a)
                                                    : n == 0    ? 0
                                                    : a->starts ? a->starts[n]
                                                                : n * (a->pages.lengths[0] - a->begins[0]);
-    append_job job = {context, a, am_kv_format_of(a->cache.type)};
+    append_job job = {.context = context, .append = a, .format = am_kv_format_of(a->cache.type)};
     return am_parallel(context, rows, GRAIN, append_task, &job);
 }

@@ -87,15 +87,17 @@ static void narrow_i4(void *restrict to, const float *restrict from, ptrdiff_t c
         ((uint8_t *)to)[i] = (uint8_t)(narrow_one_i4(from[2 * i]) | narrow_one_i4(from[2 * i + 1]) << 4);
 }
 
+#define SCALED(of, most, kind)                                                                               \
+    .scales = AM_SCALES_OF_##of, .largest = (most), .widen = widen_##kind, .narrow = narrow_##kind
 static const am_kv_format formats[] = {
-    {"float16", AM_FLOAT16, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"bfloat16", AM_BFLOAT16, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"float32", AM_FLOAT32, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"float64", AM_FLOAT64, AM_SCALES_NONE, 0, NULL, NULL, 0},
-    {"int8", AM_INT8, AM_SCALES_OF_ROWS, 127, widen_i8, narrow_i8, 0},
-    {"float8_e4m3fn", AM_FLOAT8_E4M3, AM_SCALES_OF_ROWS, 448, widen_e4m3, narrow_e4m3, 20},
-    {"float8_e5m2", AM_FLOAT8_E5M2, AM_SCALES_OF_ROWS, 57344, widen_e5m2, narrow_e5m2, 19},
-    {"uint8", AM_INT4, AM_SCALES_OF_GROUPS, 15, widen_i4, narrow_i4, 0},
+    {.name = "float16", .type = AM_FLOAT16, .scales = AM_SCALES_NONE},
+    {.name = "bfloat16", .type = AM_BFLOAT16, .scales = AM_SCALES_NONE},
+    {.name = "float32", .type = AM_FLOAT32, .scales = AM_SCALES_NONE},
+    {.name = "float64", .type = AM_FLOAT64, .scales = AM_SCALES_NONE},
+    {.name = "int8", .type = AM_INT8, SCALED(ROWS, 127, i8)},
+    {.name = "float8_e4m3fn", .type = AM_FLOAT8_E4M3, SCALED(ROWS, 448, e4m3), .xla = 20},
+    {.name = "float8_e5m2", .type = AM_FLOAT8_E5M2, SCALED(ROWS, 57344, e5m2), .xla = 19},
+    {.name = "uint8", .type = AM_INT4, SCALED(GROUPS, 15, i4)},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 

@@ -102,7 +102,7 @@ am_status am_kv_cache_read_table(am_kv_cache *c, const am_array *from, ptrdiff_t
                                                         : am_read_once((const int32_t *)entry);
             c->table.pages[s * columns + i] = (int32_t)page;
             if (page >= 0 && page < am_min(pages, INT32_MAX)) continue;
-            *wrong = (am_kv_entry){page, s, i};
+            *wrong = (am_kv_entry){.page = page, .sequence = s, .index = i};
             return AM_OK;
         }
     }
@@ -167,7 +167,8 @@ am_status am_kv_find_writers(const am_pages *p, const ptrdiff_t *before, am_kv_w
     *found = (am_kv_writers){.page = -1};
     for (ptrdiff_t i = n - 1; i > 0; i--) { /* the first one is found last */
         if (written[i][0] == written[i - 1][0])
-            *found = (am_kv_writers){written[i][0], written[i - 1][1], written[i][1]};
+            *found =
+                (am_kv_writers){.page = written[i][0], .sequence = written[i - 1][1], .other = written[i][1]};
     }
     if (written != few) free(written);
     return AM_OK;

@@ -298,9 +298,9 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
         lay_out(&job, memory);
         status = memory ? find_gradients(context, &job) : AM_NO_MEMORY;
     }
-    const sum_job sums[] = {{&job.base, &job.query, &back->query, tokens},
-                            {&job.base, &job.key, &back->key, tokens},
-                            {&job.base, &job.decay, &back->decay, tokens}};
+    const sum_job sums[] = {{.base = &job.base, .from = &job.query, .to = &back->query, .tokens = tokens},
+                            {.base = &job.base, .from = &job.key, .to = &back->key, .tokens = tokens},
+                            {.base = &job.base, .from = &job.decay, .to = &back->decay, .tokens = tokens}};
     for (int i = 0; i < 2 && job.shared && status == AM_OK; i++)
         status = am_parallel(context, batch_of(linear) * tokens, 16, sum_heads, (void *)&sums[i]);
     if (job.by_head && status == AM_OK)

@@ -123,7 +123,10 @@ static am_status find_edge(const am_conv_place *p, const buffers *b, void *to, p
         am_conv_load(p, p->type, b->after, &c->after, row - p->length, 1);
         more = b->after;
     }
-    const sums_of_rows s = {1, am_max(last - first, 0), am_max(row + first - history - token, 0), first};
+    const sums_of_rows s = {.count = 1,
+                            .terms = am_max(last - first, 0),
+                            .first_dz = am_max(row + first - history - token, 0),
+                            .first_weight = first};
     const am_conv_tile tile = am_conv_tile_of(p, 1);
     const am_status status = add_terms(p, b, to, more, s, team);
     return status == AM_OK && (i + 1) % am_conv_portion(&tile) == 0 ? am_checkpoint(team) : status;
@@ -141,7 +144,7 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
         am_status status = find_dz(p, b, t, am_min(count + history, p->length - t), team);
         if (status == AM_OK) status = add_sums(p, b, sums, count, team);
         if (status == AM_OK)
-            status = add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0}, team);
+            status = add_terms(p, b, b->dx, NULL, (sums_of_rows){.count = whole, .terms = c->width}, team);
         for (ptrdiff_t i = whole; status == AM_OK && i < count; i++)
             status = find_edge(p, b, b->dx + i * p->row, i, t + i + history, t, team);
         if (status == AM_OK) status = am_checkpoint(team);

@@ -84,7 +84,7 @@ static ptrdiff_t find_tiles(const am_mask *mask, const am_region *p, am_range li
     for (ptrdiff_t mixed = 0; w * AM_TILE_COLUMNS < p->columns && mixed < ROW_MIXED; w++) {
         ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = am_min(AM_TILE_COLUMNS, mask->keys - k);
         bool outside = k + count <= live.begin || k >= live.end;
-        const am_region tile = {p->b, p->h, p->q, p->rows, k, count};
+        const am_region tile = {.b = p->b, .h = p->h, .q = p->q, .rows = p->rows, .k = k, .columns = count};
         am_tile kind = outside ? AM_DEAD : am_mask_bits(mask, &tile, tiles->bits[mixed]);
         tiles->kind[w] = (uint8_t)kind;
         mixed += kind == AM_MIXED;
@@ -160,7 +160,9 @@ static am_status count_region(const am_mask *mask, const am_region *p, am_range 
         /* Summaries describe aligned tiles, so a question about an aligned tile seldom has to read arrays. */
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
-        am_tile kind = am_mask_bits(mask, &(am_region){p->b, p->h, p->q, p->rows, k, next - k}, bits);
+        const am_region region = {
+            .b = p->b, .h = p->h, .q = p->q, .rows = p->rows, .k = k, .columns = next - k};
+        am_tile kind = am_mask_bits(mask, &region, bits);
         if (kind == AM_FULL) *count += p->rows * (next - k);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) *count += count_bits(bits[r]);
         am_status status = checkpoint_if_due(team, k);
@@ -207,7 +209,8 @@ am_status am_mask_grid(const am_context *context, am_mask *mask, ptrdiff_t b, pt
     am_status status = am_mask_prepare(context, mask);
     if (status != AM_OK) return status;
     const ptrdiff_t rows = am_ceil_div(mask->queries, q_cell), cells = am_ceil_div(mask->keys, k_cell);
-    grid_job job = {mask, b * mask->heads + h, rows, q_cell, k_cell, cells, counts};
+    grid_job job = {.mask = mask, .rows = rows, .q_cell = q_cell, .k_cell = k_cell, .cells = cells};
+    job.plane = b * mask->heads + h, job.counts = counts;
     return am_parallel(context, rows, 1, grid_task, &job);
 }
 
@@ -218,7 +221,12 @@ am_status am_mask_count(const am_context *context, am_mask *mask, int64_t *count
     const ptrdiff_t planes = mask->batch * mask->heads, rows = am_ceil_div(mask->queries, AM_TILE_ROWS);
     int64_t *of_rows = malloc((size_t)am_max(planes * rows, 1) * sizeof *of_rows);
     if (!of_rows) return AM_NO_MEMORY;
-    grid_job job = {mask, 0, rows, AM_TILE_ROWS, am_max(mask->keys, 1), 1, of_rows};
+    grid_job job = {.mask = mask,
+                    .rows = rows,
+                    .q_cell = AM_TILE_ROWS,
+                    .k_cell = am_max(mask->keys, 1),
+                    .cells = 1,
+                    .counts = of_rows};
     status = am_parallel(context, planes * rows, 1, grid_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
         counts[plane] = 0;
@@ -278,7 +286,8 @@ am_status am_mask_any(const am_context *context, am_mask *mask, uint8_t *queries
     am_status status = am_mask_prepare(context, mask);
     if (status != AM_OK) return status;
     ptrdiff_t planes = mask->batch * mask->heads;
-    any_job job = {mask, am_ceil_div(mask->queries, AM_TILE_ROWS), queries, keys};
+    any_job job = {
+        .mask = mask, .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS), .queries = queries, .keys = keys};
     status = am_parallel(context, planes * job.blocks, 1, any_query_task, &job);
     if (status != AM_OK) return status;
     job.blocks = am_ceil_div(mask->keys, AM_TILE_COLUMNS);

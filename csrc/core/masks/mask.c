@@ -192,7 +192,7 @@ uint64_t am_mask_seen_in(const am_mask *mask, const am_region *tile, am_side sid
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
                      ptrdiff_t columns)
 {
-    const am_region region = {b, h, q, 1, k, columns};
+    const am_region region = {.b = b, .h = h, .q = q, .rows = 1, .k = k, .columns = columns};
     uint64_t stack[AM_MASK_DEPTH];
     int top = -1;
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {

@@ -119,7 +119,8 @@ static ptrdiff_t count_to_last(const am_mask *mask, const am_region *p)
     ptrdiff_t found = 0;
     for (ptrdiff_t k = keys.begin, next; k < keys.end && found < p->rows; k = next) {
         next = am_min(next_multiple(k, COLUMNS), keys.end);
-        const am_region tile = {p->b, p->h, p->q, p->rows, k, next - k};
+        const am_region tile = {
+            .b = p->b, .h = p->h, .q = p->q, .rows = p->rows, .k = k, .columns = next - k};
         const uint64_t seen = am_mask_seen_in(mask, &tile, AM_QUERIES);
         if (seen) found = am_max(found, 64 - __builtin_clzll(seen));
     }

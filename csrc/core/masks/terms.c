@@ -175,17 +175,18 @@ static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t cou
             low = valid && ids[t] < low ? ids[t] : low;
             high = valid && ids[t] > high ? ids[t] : high;
         }
-        *blocks = (am_id_block){low, high, all_valid};
+        *blocks = (am_id_block){.low = low, .high = high, .all_valid = all_valid};
     }
 }
 
 static am_id_block merged(am_id_block a, am_id_block b)
 {
-    return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high,
-                         a.all_valid & b.all_valid};
+    return (am_id_block){.low = a.low < b.low ? a.low : b.low,
+                         .high = a.high > b.high ? a.high : b.high,
+                         .all_valid = a.all_valid & b.all_valid};
 }
 
-static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
+static const am_id_block no_ids = {.low = INT32_MAX, .high = INT32_MIN, .all_valid = 1};
 
 static am_status summarize_side(const am_mask *mask, am_token_ids *side, ptrdiff_t length, int32_t least)
 {

@@ -107,11 +107,14 @@ typedef struct {
 } row;
 
 #define SIZE_OF(member) sizeof(((am_kernels *)0)->member)
-#define PLACES(from, to) offsetof(am_kernels, from), offsetof(am_kernels, to), SIZE_OF(to)
+#define PLACES(before, behind)                                                                               \
+    .from = offsetof(am_kernels, before), .to = offsetof(am_kernels, behind), .bytes = SIZE_OF(behind)
+#define LEVELS(lowest, highest) .first = lowest, .last = highest
+#define TOPIC(kernels, level) .name = #kernels " " #level, .topic = &AM_TOPIC(kernels, level)
 #define WHOLE(topic, level, first, last)                                                                     \
-    {#topic " " #level, &AM_TOPIC(topic, level), 0, 0, sizeof(am_kernels), first, last}
-#define PART(topic, level, places, at) {#topic " " #level, &AM_TOPIC(topic, level), places, at, at}
-#define SHARE(from, to, at) {NULL, NULL, PLACES(from, to), at, at}
+    {TOPIC(topic, level), .bytes = sizeof(am_kernels), LEVELS(first, last)}
+#define PART(topic, level, places, at) {TOPIC(topic, level), places, LEVELS(at, at)}
+#define SHARE(from, to, at) {PLACES(from, to), LEVELS(at, at)}
 
 /* bfloat16 by two in a lane: what it has in common with float32, as sums are float32, and its own topics. */
 #define BY_BF16X2(member, level, at)                                                                         \

@@ -40,7 +40,7 @@ typedef struct {
     const am_cumsum *cumsum;
     const am_kernels *kernels;
     am_dtype type;        /* of the sums: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
-    am_dtype kernel_type; /* that the kernel reads and writes: the same, or a sixteen-bit float */
+    am_dtype kernel_type; /* that the kernel reads and writes: `type`, or a sixteen-bit float */
     bool scan;
     bool src_direct, dst_direct; /* the kernel reads the source, or writes the result, where it lies */
     bool stream;
@@ -283,7 +283,7 @@ static int merge_axes(const am_cumsum *c, axis *axes)
         if (a.length == 1) continue;
         axis *outer = count ? &axes[count - 1] : NULL;
         if (outer && outer->src == a.length * a.src && outer->dst == a.length * a.dst) {
-            *outer = (axis){outer->length * a.length, a.src, a.dst};
+            *outer = (axis){.length = outer->length * a.length, .src = a.src, .dst = a.dst};
         } else {
             axes[count++] = a;
         }

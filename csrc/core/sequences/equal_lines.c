@@ -21,7 +21,7 @@ enum {
     STRIPE = 8,           /* words read from each row at once */
     PANEL = 64,           /* words per row of the bit matrix that is transposed to read columns */
     PARTS = 8,            /* the most ranges of positions of either side; combining them takes one thread */
-    MORE_PARTS = 16,      /* the same for more threads than these */
+    MORE_PARTS = 16,      /* ranges where there are more threads than these */
     PART_PAIRS = 1 << 18, /* pairs that are worth a range of their own */
     MANY_LINES = 1 << 14, /* lines read or refined between two checkpoints */
 };
@@ -91,7 +91,7 @@ static void move_line(classes *c, const uint64_t *words, int32_t line)
     for (size_t i = hash(c, words[line], from);; i = (i + 1) & c->index_mask) {
         entry *e = &c->table[i];
         if (e->round != c->round) {
-            *e = (entry){c->round, line, from};
+            *e = (entry){.round = c->round, .line = line, .from = from};
             c->leader[line] = line;
             c->classes++;
             return;
@@ -332,7 +332,11 @@ static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
 
 am_status am_group_tokens(const am_context *context, const am_array *mask, int32_t *q_ids, int32_t *k_ids)
 {
-    planes_job job = {context, mask, am_mask_rows_of(context->kernels, mask), q_ids, k_ids};
+    planes_job job = {.context = context,
+                      .mask = mask,
+                      .mask_rows = am_mask_rows_of(context->kernels, mask),
+                      .q_ids = q_ids,
+                      .k_ids = k_ids};
     const ptrdiff_t batch = job.mask_rows.batch, heads = job.mask_rows.heads, planes = batch * heads;
     bool large = job.mask_rows.columns.count > PART_PAIRS / job.mask_rows.rows.count;
     am_status status = AM_OK;

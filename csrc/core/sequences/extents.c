@@ -143,8 +143,9 @@ static am_extent extent_of(const am_mask_rows *mask_rows, bounds *known)
         range_in_array(&mask_rows->columns, atomic_load(&known->column_begin),
                        atomic_load(&known->column_end), &range[2], &range[3]);
     }
-    return mask_rows->transposed ? (am_extent){range[2], range[3], range[0], range[1]}
-                                 : (am_extent){range[0], range[1], range[2], range[3]};
+    const ptrdiff_t *q = range + (mask_rows->transposed ? 2 : 0),
+                    *k = range + (mask_rows->transposed ? 0 : 2);
+    return (am_extent){.q_begin = q[0], .q_end = q[1], .k_begin = k[0], .k_end = k[1]};
 }
 
 /* The number of rows of a task. */

@@ -51,7 +51,12 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_fill_tokens(const am_context *context, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences)
 {
-    token_job job = {context->kernels, kind, type, dst, starts, sequences};
+    token_job job = {.kernels = context->kernels,
+                     .kind = kind,
+                     .type = type,
+                     .dst = dst,
+                     .starts = starts,
+                     .sequences = sequences};
     ptrdiff_t total = starts[sequences];
     return am_parallel(context, am_ceil_div(total, TASK_TOKENS), 1, fill_task, &job);
 }
@@ -88,8 +93,9 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 
 am_status am_count_rows(const am_context *context, const am_mask_lens *mask)
 {
-    count_job job = {mask, context->kernels->masks.nonzero[am_lane_of(mask->type)],
-                     (ptrdiff_t)am_size_of(mask->type)};
+    count_job job = {.mask = mask,
+                     .count = context->kernels->masks.nonzero[am_lane_of(mask->type)],
+                     .size = (ptrdiff_t)am_size_of(mask->type)};
     ptrdiff_t row_bytes = mask->columns * job.size;
     return am_parallel(context, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task,
                        &job);

@@ -136,7 +136,8 @@ static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
                         ptrdiff_t size, uint64_t one)
 {
-    valid_job job = {context->kernels->masks.expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
+    valid_job job = {.ids = ids, .dst = dst, .count = count, .size = size, .one = one};
+    job.expand = context->kernels->masks.expand_bits[am_lane_of_size(size)];
     return am_parallel(context, am_ceil_div(count, TASK_TOKENS), 1, valid_task, &job);
 }
 
@@ -261,7 +262,10 @@ static am_status find_spans(const am_array *ids, ptrdiff_t row, bool of_keys, sp
         do {
             i++;
         } while (i < end && *(const int32_t *)(from + i * stride) == id);
-        const id_span span = {id < 0 ? UINT32_MAX : (uint32_t)id, of_keys, begin, i - begin};
+        const id_span span = {.id = id < 0 ? UINT32_MAX : (uint32_t)id,
+                              .of_keys = of_keys,
+                              .begin = begin,
+                              .length = i - begin};
         am_status status = AM_OK;
         if (list->count > first && list->spans[list->count - 1].id == span.id)
             list->spans[list->count - 1].length += span.length;
@@ -284,7 +288,7 @@ static am_status sort_spans(span_list *list, am_team *team)
         ptrdiff_t places[DIGITS] = {0}, sum = 0;
         for (ptrdiff_t i = 0; i < list->count; i++) places[list->spans[i].id >> shift & (DIGITS - 1)]++;
         if (places[list->spans[0].id >> shift & (DIGITS - 1)] == list->count)
-            continue; /* all have the same */
+            continue; /* all have this digit */
         for (int digit = 0; digit < DIGITS; digit++) {
             const ptrdiff_t count = places[digit];
             places[digit] = sum;

@@ -39,7 +39,7 @@ typedef enum {
                             in no chunk of their segment */
     AM_SAME_FIRST_TOKEN, /* for queries: the position among the keys, if the first token of each segment is
                             the same on both sides; the own position for padding and segments without keys */
-    AM_SAME_LAST_TOKEN,  /* the same for the last token */
+    AM_SAME_LAST_TOKEN,  /* as above, if the last token is the same on both sides */
 } am_token_number;
 
 typedef struct {

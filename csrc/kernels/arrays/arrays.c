@@ -118,12 +118,17 @@
      [AM_FLOAT32] = name##_f32,                                                                              \
      [AM_FLOAT64] = name##_f64}
 
+#define KERNEL(name) .name = name
+
 const am_kernels TABLE(arrays) = {
     .cumsum = {.rows = EACH_TYPE(cumsum_rows), .scan = EACH_TYPE(cumsum_scan)},
-    .copy = {transpose_32, transpose_64, widen_f16, widen_bf16, narrow_f16, narrow_bf16, split_16, split_32,
-             split_64, join_16, join_32, join_64},
-    .sequences = {fill_positions_32, fill_sequences_32, fill_pairs_32, fill_positions_64, fill_sequences_64,
-                  fill_pairs_64, lens_32, lens_64, chunk_offsets_32, chunk_offsets_64, divide_32, divide_64},
+    .copy = {KERNEL(transpose_32), KERNEL(transpose_64), KERNEL(widen_f16), KERNEL(widen_bf16),
+             KERNEL(narrow_f16), KERNEL(narrow_bf16), KERNEL(split_16), KERNEL(split_32), KERNEL(split_64),
+             KERNEL(join_16), KERNEL(join_32), KERNEL(join_64)},
+    .sequences = {KERNEL(fill_positions_32), KERNEL(fill_sequences_32), KERNEL(fill_pairs_32),
+                  KERNEL(fill_positions_64), KERNEL(fill_sequences_64), KERNEL(fill_pairs_64),
+                  KERNEL(lens_32), KERNEL(lens_64), KERNEL(chunk_offsets_32), KERNEL(chunk_offsets_64),
+                  KERNEL(divide_32), KERNEL(divide_64)},
     .masks =
         {
             .nonzero = EACH_LANE(nonzero),

@@ -29,7 +29,7 @@ typedef struct {
     V scale;
 } FN(sums);
 
-/* The same from another element on, or another lane. */
+/* What is summed from another element on, or from another lane on. */
 INLINE FN(sums) FN(sums_at)(FN(sums) x, ptrdiff_t at)
 {
     x.dst += at, x.src += at;

@@ -114,8 +114,8 @@ INLINE void amx_multiply_spans(const bool low, const bool right, const amx_produ
     if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_stride);
 }
 
-/* The same of up to two tiles of rows and of columns of the panel; spans have whole tiles of lanes, or one
- * has less than a tile. */
+/* c = (add ? c : 0) + a b of up to two tiles of rows and of columns of the panel; spans have whole tiles of
+ * lanes, or one has less than a tile. */
 static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, const amx_product *p,
                          const amx_span *spans, ptrdiff_t count, prefetch_queue *queue)
 {
@@ -149,8 +149,9 @@ static void add_logits(amx_shape *now, const strip_f32 *s, ptrdiff_t first, ptrd
                                  .c = p->c + s->row * p->c_stride + i,
                                  .c_stride = p->c_stride,
                                  .add = first > 0};
-        const amx_span span = {p->a + s->row * p->a_stride + first, p->b + i * lanes + first * PANEL_f32,
-                               lanes_at(first, lanes)};
+        const amx_span span = {.a = p->a + s->row * p->a_stride + first,
+                               .b = p->b + i * lanes + first * PANEL_f32,
+                               .lanes = lanes_at(first, lanes)};
         amx_multiply(now, s->rows, PANEL_f32, &one, &span, 1, queue);
     }
 }
@@ -227,9 +228,10 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
             if (live) split_panel(b, finite, rest);
             const amx_product one = {
                 .a_stride = p->a_stride, .b_stride = PANEL_f32, .c = c, .c_stride = p->c_stride, .add = true};
-            const amx_span span = {a + begin, (live ? finite : b) + begin * PANEL_f32, end - begin};
+            const amx_span span = {
+                .a = a + begin, .b = (live ? finite : b) + begin * PANEL_f32, .lanes = end - begin};
             amx_multiply(now, s->rows, columns, &one, &span, 1, queue);
-            const amx_weights weights = {a, p->a_stride, 1};
+            const amx_weights weights = {.data = a, .row = p->a_stride, .two_tokens = 1};
             if (live) add_rest(s->rows, live + s->row, &weights, rest, false, c, p->c_stride);
         }
     }
@@ -243,10 +245,19 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    const amx_product logits = {block->q,      tile->k.data, block->q_stride, PANEL_f32, block->logits,
-                                AM_FLASH_TILE, false},
-                      out = {block->logits, tile->v.data,   AM_FLASH_TILE, PANEL_f32,
-                             block->out,    block->out_dim, true};
+    const amx_product logits = {.a = block->q,
+                                .b = tile->k.data,
+                                .a_stride = block->q_stride,
+                                .b_stride = PANEL_f32,
+                                .c = block->logits,
+                                .c_stride = AM_FLASH_TILE},
+                      out = {.a = block->logits,
+                             .b = tile->v.data,
+                             .a_stride = AM_FLASH_TILE,
+                             .b_stride = PANEL_f32,
+                             .c = block->out,
+                             .c_stride = block->out_dim,
+                             .add = true};
     for (int rest = 0; rest < 2; rest++) find_logits(strips, count, block->head_dim, rest, &logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
     add_products(strips, count, tile->finite ? NULL : tile->terms.live, &out, block->out_dim, &queue);
@@ -301,7 +312,7 @@ INLINE vf softmax_row(const am_flash_rows *block, ptrdiff_t row, const strip_til
     return total;
 }
 
-/* The same of a strip, whose sums are added to those of its rows. */
+/* P of a strip, whose sums are added to those of its rows. */
 static void softmax_strip(const am_flash_rows *block, const strip_tile *tiles, ptrdiff_t count)
 {
     for (ptrdiff_t first = 0; first < block->rows; first += VF_LANES) {
@@ -333,7 +344,7 @@ static void add_values(const am_flash_rows *block, strip_tile *tiles, ptrdiff_t 
                 split_panel(b, finite[i], rest[i]);
                 b = finite[i];
             }
-            spans[i] = (amx_span){t->logits + begin, b + begin * PANEL_f32, end - begin};
+            spans[i] = (amx_span){.a = t->logits + begin, .b = b + begin * PANEL_f32, .lanes = end - begin};
         }
         const amx_product one = {
             .a_stride = STEP_COLUMNS, .b_stride = PANEL_f32, .c = c, .c_stride = block->out_dim, .add = true};
@@ -341,7 +352,7 @@ static void add_values(const am_flash_rows *block, strip_tile *tiles, ptrdiff_t 
                      &tiles[0].queue);
         for (ptrdiff_t i = 0; i < count; i++) {
             const strip_tile *t = &tiles[i];
-            const amx_weights weights = {t->logits, STEP_COLUMNS, 1};
+            const amx_weights weights = {.data = t->logits, .row = STEP_COLUMNS, .two_tokens = 1};
             if (t->live && !t->tile->finite)
                 add_rest(block->rows, t->live, &weights, rest[i], false, c, block->out_dim);
         }
@@ -402,7 +413,12 @@ static void logits_of_bf16x2(const strip_f32 *strips, ptrdiff_t count, const bac
     for (int i = 0; i < 2 * how_many; i++) {
         const backward_product_f32 *p = &products[i % how_many];
         const ptrdiff_t lanes = (p->columns + 1) / 2;
-        const amx_product product = {p->a, p->b, lanes, PANEL_f32, p->c, AM_FLASH_TILE, false};
+        const amx_product product = {.a = p->a,
+                                     .b = p->b,
+                                     .a_stride = lanes,
+                                     .b_stride = PANEL_f32,
+                                     .c = p->c,
+                                     .c_stride = AM_FLASH_TILE};
         if (lanes == 0) memset(p->c, 0, (size_t)(p->rows * AM_FLASH_TILE) * sizeof *p->c);
         find_logits(strips, count, lanes, i >= how_many, &product, queue);
     }
@@ -436,11 +452,12 @@ static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, cons
                                          .c = c,
                                          .c_stride = AM_CHANNEL_STRIDE,
                                          .add = !p->sum.fresh};
-            const amx_span span = {(p->live ? finite : b) + begin, a + begin * A_STRIDE + s->row,
-                                   end - begin};
+            const amx_span span = {.a = (p->live ? finite : b) + begin,
+                                   .b = a + begin * A_STRIDE + s->row,
+                                   .lanes = end - begin};
             amx_multiply(&amx_now, channels > AMX_TILE_ROWS ? AMX_ROWS : AMX_TILE_ROWS, s->rows, &product,
                          &span, 1, queue);
-            const amx_weights weights = {a + s->row, 1, A_STRIDE};
+            const amx_weights weights = {.data = a + s->row, .row = 1, .two_tokens = A_STRIDE};
             if (p->live) add_rest(s->rows, p->live + s->row, &weights, rest, true, c, AM_CHANNEL_STRIDE);
         }
         add_onto_f32(&one, 0, p->columns);
@@ -451,7 +468,13 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const 
                                 prefetch_queue *queue)
 {
     clear_fresh_f32(p, 0, p->rows);
-    const amx_product product = {p->a, p->b, AM_FLASH_TILE, PANEL_f32, p->sum.sum, p->stride, true};
+    const amx_product product = {.a = p->a,
+                                 .b = p->b,
+                                 .a_stride = AM_FLASH_TILE,
+                                 .b_stride = PANEL_f32,
+                                 .c = p->sum.sum,
+                                 .c_stride = p->stride,
+                                 .add = true};
     add_products(strips, count, p->live, &product, p->columns, queue);
     add_onto_f32(p, 0, p->rows);
 }

@@ -16,6 +16,9 @@
 /* From row to row of P and dS as p_and_ds makes them. */
 #define JOINED_STRIDE (WIDTH * AM_FLASH_TILE)
 
+/* What products have of an operand of so many rows. */
+#define OF(operand) .rows = rows, .stride = (operand)->stride, .columns = (operand)->dim
+
 #if WIDTH == 1
 /* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
 INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
@@ -31,9 +34,9 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
     }
 }
 #else
-/* The same of two rows, as products take them: to the first row of `p` go both rows of P, joined, to the
- * second both of dS; and to `ds` the rows of dS, narrowed. Each number is written as it is made, so that none
- * is loaded again to be rounded. */
+/* Turns products of two rows into P and dS as products take them: to the first row of `p` go both rows of P,
+ * joined, to the second both of dS; and to `ds` the rows of dS, narrowed. Each number is written as it is
+ * made, so that none is loaded again to be rounded. */
 INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
                               ptrdiff_t begin, ptrdiff_t end)
 {
@@ -64,8 +67,8 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
 }
 #endif
 
-/* The same from the first live column to the last; compiled once more for tiles whose logits are products:
- * with fewer branches, more vectors are in flight. */
+/* Turns products into P and dS from the first live column to the last; compiled once more for tiles whose
+ * logits are products: with fewer branches, more vectors are in flight. */
 static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
 {
     if (tile->terms.live || tile->terms.kept || tile->terms.bias || tile->d_bias || block->share ||
@@ -122,7 +125,8 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
     const T *a = p->a, *b = p->b;
     const ptrdiff_t stride = p->stride, b_row = WIDTH == 1 ? stride : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
-    STEP(operands) x = {0, a, 1, JOINED_STRIDE, b, b_row, p->sum.sum, stride};
+    STEP(operands) x = {.a = a, .a_row = 1, .a_column = JOINED_STRIDE, .b = b, .b_row = b_row};
+    x.c = p->sum.sum, x.c_row = stride;
     if (p->live) {
         const ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
         FN(clear_fresh)(p, 0, columns);
@@ -189,8 +193,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
     const FN(backward_product) logits[] = {
-        {q->lanes, tile->k_columns, p, {0}, rows, q->stride, q->dim, NULL},
-        {d_out->lanes, tile->v_columns, ds, {0}, rows, d_out->stride, d_out->dim, NULL},
+        {.a = q->lanes, .b = tile->k_columns, .c = p, OF(q)},
+        {.a = d_out->lanes, .b = tile->v_columns, .c = ds, OF(d_out)},
     };
     STEP(logits_of)(strips, count, logits, 2, &queue);
     for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
@@ -209,11 +213,13 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     ptrdiff_t transposed_count = FN(cut_strips)(transposed_strips, columns, HEIGHT, live, rows);
     const T *joined_ds = WIDTH == 1 ? ds : p + AM_FLASH_TILE;
     const FN(backward_product)
-        dv = {p,    d_out->packed, NULL,       tile->d_v,
-              rows, d_out->stride, d_out->dim, d_out->finite ? NULL : live},
-        dk = {joined_ds, q->packed, NULL, tile->d_k, rows, q->stride, q->dim, q->finite ? NULL : live},
-        dq = {ds,   tile->k,   NULL,   block->d_q,
-              rows, q->stride, q->dim, tile->k_finite ? NULL : tile->terms.live};
+        dv = {.a = p, .b = d_out->packed, .sum = tile->d_v, .live = d_out->finite ? NULL : live, OF(d_out)},
+        dk = {.a = joined_ds, .b = q->packed, .sum = tile->d_k, .live = q->finite ? NULL : live, OF(q)},
+        dq = {.a = ds,
+              .b = tile->k,
+              .sum = block->d_q,
+              .live = tile->k_finite ? NULL : tile->terms.live,
+              OF(q)};
     STEP(add_transposed)(transposed_strips, transposed_count, &dv, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, &dk, &queue);
     STEP(add_straight)(strips, count, &dq, &queue);
@@ -224,9 +230,10 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->terms.live, AM_FLASH_TILE);
     T *logits = block->p;
+    const ptrdiff_t rows = block->rows;
+    const am_backward_operand *q = &block->q;
     prefetch_queue none = {.left = 0};
-    const FN(backward_product) product = {block->q.lanes, tile->k_columns, logits,       {0},
-                                          block->rows,    block->q.stride, block->q.dim, NULL};
+    const FN(backward_product) product = {.a = q->lanes, .b = tile->k_columns, .c = logits, OF(q)};
     STEP(logits_of)(strips, count, &product, 1, &none);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
@@ -260,6 +267,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
 
 #undef STEP
 #undef JOINED_STRIDE
+#undef OF
 #undef WIDTH
 #undef HEIGHT
 #undef AMX_PRODUCTS

@@ -54,7 +54,9 @@ static inline row_runs runs_behind(const am_rows *rows, ptrdiff_t i, ptrdiff_t j
 {
     if (rows->run == 0) return (row_runs){0};
     const uintptr_t head = (uintptr_t)rows->data - (uintptr_t)*rows->runs;
-    return (row_runs){rows->run / joined, rows->runs + run_of_row(rows, i) + 1, (ptrdiff_t)head + offset};
+    return (row_runs){.rows = rows->run / joined,
+                      .next = rows->runs + run_of_row(rows, i) + 1,
+                      .offset = (ptrdiff_t)head + offset};
 }
 
 /* Row i. */

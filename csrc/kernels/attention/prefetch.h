@@ -37,7 +37,15 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t stride, p
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)stride;
     const ptrdiff_t gap = stride - row * CACHE_LINE;
     const ptrdiff_t left = gap == 0 && rows == 0 ? PTRDIFF_MAX : row; /* without a gap they are one row */
-    return (prefetch_lines){at, CACHE_LINE, left, row, gap, row * rows, early, am_prefetch_near, NULL};
+    return (prefetch_lines){.at = at,
+                            .stride = CACHE_LINE,
+                            .left = left,
+                            .row = row,
+                            .gap = gap,
+                            .count = row * rows,
+                            .early = early,
+                            .near = am_prefetch_near,
+                            .runs = NULL};
 }
 
 /* Begins with one row, or without gaps with several: those of a run up to its last `early_rows`, then these.
@@ -51,13 +59,14 @@ INLINE void prefetch_begin_rows(prefetch_lines *lines)
     lines->left = runs->together * lines->row;
 }
 
-/* The same of runs of `run` rows each, which begin at these addresses. */
+/* Lines of runs of `run` rows each, which begin at these addresses. */
 static inline prefetch_lines prefetch_runs_of(prefetch_runs *runs, const void *const *at, ptrdiff_t count,
                                               ptrdiff_t run, ptrdiff_t stride, ptrdiff_t length,
                                               ptrdiff_t early_rows)
 {
     prefetch_lines lines = prefetch_lines_of((uintptr_t)at[0], stride, length, 0, early_rows);
-    *runs = (prefetch_runs){run, run, count - 1, at + 1, early_rows, 1};
+    *runs = (prefetch_runs){
+        .rows = run, .run = run, .runs = count - 1, .next = at + 1, .early_rows = early_rows, .together = 1};
     lines.runs = runs;
     prefetch_begin_rows(&lines);
     return lines;
@@ -81,10 +90,18 @@ INLINE void prefetch_end_of_rows(prefetch_lines *lines)
     prefetch_begin_rows(lines);
 }
 
-/* The same line of mapped memory over and over, which costs little. */
+/* One line of mapped memory over and over, which costs little. */
 static inline prefetch_lines prefetch_nothing(const void *known)
 {
-    return (prefetch_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false, NULL};
+    return (prefetch_lines){.at = (uintptr_t)known,
+                            .stride = 0,
+                            .left = PTRDIFF_MAX,
+                            .row = PTRDIFF_MAX,
+                            .gap = 0,
+                            .count = 0,
+                            .early = 0,
+                            .near = false,
+                            .runs = NULL};
 }
 
 /* A line and one that is early, to the first-level cache if `near`, else to the second. */
@@ -142,7 +159,7 @@ INLINE void prefetch_each(prefetch_lines *lines, const ptrdiff_t count, const bo
     for (ptrdiff_t i = 0; i < count; i++) prefetch_one(lines, true);
 }
 
-/* The same, of a constant number of lines that do not reach the end of a row. */
+/* Prefetches a constant number of lines that do not reach the end of a row. */
 INLINE void prefetch_at_once(prefetch_lines *lines, const ptrdiff_t count)
 {
     const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
@@ -158,7 +175,8 @@ INLINE void prefetch_at_once(prefetch_lines *lines, const ptrdiff_t count)
     lines->left -= count;
 }
 
-/* The same, counted at once unless they reach the end of a row: that is half of the code of a product. */
+/* Prefetches lines, counted at once unless they reach the end of a row: that is half of the code of a
+ * product. */
 INLINE void prefetch_few(prefetch_lines *lines, const ptrdiff_t count, const bool runs)
 {
     if (count == 0) return;
@@ -174,8 +192,8 @@ static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
     prefetch_some(lines, count, false);
 }
 
-/* The same where so many lines lie one behind the other, which is known before a loop. The loop prefetches
- * from a copy. */
+/* Whether so many lines lie one behind the other, which a loop asks before it begins. It prefetches from a
+ * copy. */
 static inline bool prefetch_is_straight(const prefetch_lines *lines, ptrdiff_t count)
 {
     return lines->left >= count;

@@ -44,7 +44,14 @@ typedef struct {
 INLINE FROM(operands)
     FROM(by_rows)(ptrdiff_t length, const T *a, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row)
 {
-    return (FROM(operands)){length, a, AM_FLASH_TILE, 1, b, b_row, c, c_row};
+    return (FROM(operands)){.length = length,
+                            .a = a,
+                            .a_row = AM_FLASH_TILE,
+                            .a_column = 1,
+                            .b = b,
+                            .b_row = b_row,
+                            .c = c,
+                            .c_row = c_row};
 }
 
 /* How rows of b are read. */
@@ -135,7 +142,8 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
             for (int i = 0; i < RUN_ROWS; i++, a += x.a_column, b += x.b_row) {
                 if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, x, (FROM(cursor)){a, b, loaded}, &odd, true, sums);
+                FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true,
+                            sums);
                 if (loaded) loaded += FN(PANEL);
             }
         }
@@ -144,7 +152,7 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
             prefetch_few(&current, lines, runs);
             UNROLL(8)
             for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
-            FROM(outer)(rows, vectors, x, (FROM(cursor)){a, b, loaded}, &odd, true, sums);
+            FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true, sums);
             if (loaded) loaded += FN(PANEL);
         }
         if (length <= 0) break;
@@ -153,7 +161,7 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
     if (lines) *how.prefetch = current;
 }
 
-/* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
+/* Sums of products, from c or from 0, and to c: c[r][j] = (add ? c[r][j] : 0) + … */
 INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x, FROM(reading) how,
                              const bool add)
 {
@@ -180,7 +188,7 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     if (!add) {
         prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
-        FROM(outer)(rows, vectors, x, (FROM(cursor)){x.a, x.b, NULL}, &odd, false, sums);
+        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false, sums);
         x.length--, x.a += x.a_column, x.b += x.b_row;
     }
     FROM(add_to_sums)(rows, vectors, x, how, sums);
@@ -216,7 +224,14 @@ INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const F
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
-    const FROM(operands) x = {p.length, p.a, p.a_row, 1, p.b + half, FN(PANEL), p.c + half, AM_FLASH_TILE};
+    const FROM(operands) x = {.length = p.length,
+                              .a = p.a,
+                              .a_row = p.a_row,
+                              .a_column = 1,
+                              .b = p.b + half,
+                              .b_row = FN(PANEL),
+                              .c = p.c + half,
+                              .c_row = AM_FLASH_TILE};
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -279,8 +294,8 @@ APART void FROM(add_prefetching)(ptrdiff_t rows, const FROM(operands) p, prefetc
     FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .in_runs = in_runs});
 }
 
-/* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
- * `prefetch` is not NULL; half a panel never prefetches. */
+/* c = c + a b, of `columns` or a panel of them if there are more. It prefetches one line with each row of b,
+ * if `prefetch` is not NULL; half a panel never prefetches. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, const FROM(operands) p,
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
@@ -326,8 +341,8 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
     }
 #undef ROWS
 }
-/* The same where rows of a lie AM_FLASH_TILE apart. Rows of b lie `in_runs` unless that is NULL, and panels
- * of them are stored as they were loaded unless `loaded` is NULL. */
+/* c = c + aᵀ b where rows of a lie AM_FLASH_TILE apart. Rows of b lie `in_runs` unless that is NULL, and
+ * panels of them are stored as they were loaded unless `loaded` is NULL. */
 APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
                                         const row_runs *in_runs, T *loaded)
 {

@@ -50,7 +50,7 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdi
     ptrdiff_t count = 0;
     for (ptrdiff_t row = 0; row < rows;) {
         FN(strip) *s = &strips[count++];
-        *s = (FN(strip)){row, strip_rows(rows - row, most), 0, columns};
+        *s = (FN(strip)){.row = row, .rows = strip_rows(rows - row, most), .begin = 0, .end = columns};
         row += s->rows;
         if (!live) continue;
         uint64_t any = 0;

@@ -249,7 +249,7 @@ INLINE void STEP(softmax_plain)(const am_flash_rows *block, const STEP(extras) e
     }
 }
 
-/* The same for whole tiles that are not plain: terms other than a bias are applied first. */
+/* Turns products of whole tiles that are not plain into P: terms other than a bias are applied first. */
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
@@ -262,15 +262,20 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
             FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
         with_terms.factor = 1, bias = NULL;
     }
+    const uint64_t *live = tile->terms.live, *kept = tile->terms.kept;
     if (scales)
-        STEP(softmax_plain)(&with_terms,
-                            (STEP(extras)){tile->terms.live, tile->terms.kept, bias, stride, &unit, scales});
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){.live = live,
+                                                        .kept = kept,
+                                                        .bias = bias,
+                                                        .bias_stride = stride,
+                                                        .unit = &unit,
+                                                        .scales = scales});
     else if (bias)
-        STEP(softmax_plain)(block,
-                            (STEP(extras)){tile->terms.live, tile->terms.kept, bias, stride, &unit, NULL});
+        STEP(softmax_plain)(
+            block,
+            (STEP(extras)){.live = live, .kept = kept, .bias = bias, .bias_stride = stride, .unit = &unit});
     else
-        STEP(softmax_plain)(&with_terms,
-                            (STEP(extras)){tile->terms.live, tile->terms.kept, NULL, 0, &unit, NULL});
+        STEP(softmax_plain)(&with_terms, (STEP(extras)){.live = live, .kept = kept, .unit = &unit});
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns

@@ -94,10 +94,11 @@ static am_linear_scratch FN(scratch)(const am_linear_shape *s)
     FN(work) w;
     const ptrdiff_t of_token = 2 * s->row_stride * (ptrdiff_t)sizeof(T),
                     forward = FN(lay_out_values)(&w, s, NULL);
-    return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), FN(lay_out_find)(&w, s, NULL),
-                               forward > of_token ? forward : of_token,
-                               forward + FN(lay_out_gradients)(&w, s, NULL),
-                               FN(token_work_numbers)(s) * (ptrdiff_t)sizeof(T)};
+    return (am_linear_scratch){.pairs = FN(lay_out_pairs)(&w, s, NULL),
+                               .find = FN(lay_out_find)(&w, s, NULL),
+                               .forward = forward > of_token ? forward : of_token,
+                               .backward = forward + FN(lay_out_gradients)(&w, s, NULL),
+                               .backward_tokens = FN(token_work_numbers)(s) * (ptrdiff_t)sizeof(T)};
 }
 
 /* The work of a chunk whose pairs are known. */
@@ -117,8 +118,8 @@ static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to,
 {
     const am_linear_shape *s = c->shape;
     const FN(product) product = {.c = to,
-                                 .a = {rows, s->row_stride, 1},
-                                 .b = {state, s->channel_stride, 1},
+                                 .a = {.at = rows, .row = s->row_stride, .column = 1},
+                                 .b = {.at = state, .row = s->channel_stride, .column = 1},
                                  .c_stride = s->channel_stride,
                                  .m = count,
                                  .n = s->channel_stride,
@@ -135,8 +136,8 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
     const FN(product) product = {.c = to,
                                  .start = from,
                                  .factor = w->whole,
-                                 .a = {a, 1, s->row_stride},
-                                 .b = {b, s->channel_stride, 1},
+                                 .a = {.at = a, .row = 1, .column = s->row_stride},
+                                 .b = {.at = b, .row = s->channel_stride, .column = 1},
                                  .c_stride = s->channel_stride,
                                  .m = s->rows,
                                  .n = s->channel_stride,
@@ -185,7 +186,8 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
             VOP(store)(row + j, VOP(fma)(since, VOP(load)(row + j), VOP(load)(v + j)));
     }
     FN(couple)(c, w, false);
-    FN(solve)(x, stride, (FN(matrix)){w->coupled, s->token_stride, 1}, c->tokens, stride);
+    FN(solve)(x, stride, (FN(matrix)){.at = w->coupled, .row = s->token_stride, .column = 1}, c->tokens,
+              stride);
     for (ptrdiff_t i = 0; i < c->tokens; i++)
         FN(scale_row)(w->u + i * stride, x + i * stride, ((const T *)c->beta)[i], stride);
 }
@@ -203,8 +205,8 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const FN(product) product = {.c = c->out,
                                  .start = w.x,
                                  .factor = by_channel ? NULL : w.since,
-                                 .a = {w.p, s->token_stride, 1},
-                                 .b = {u, stride, 1},
+                                 .a = {.at = w.p, .row = s->token_stride, .column = 1},
+                                 .b = {.at = u, .row = stride, .column = 1},
                                  .c_stride = stride,
                                  .m = n,
                                  .n = stride,
@@ -230,8 +232,8 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
     FN(apply_state)(c, w, g->d_u, w->tail, g->d_next, c->tokens);
     const FN(product) product = {.c = g->d_u,
                                  .start = g->d_u,
-                                 .a = {w->p, 1, s->token_stride},
-                                 .b = {g->d_out, s->channel_stride, 1},
+                                 .a = {.at = w->p, .row = 1, .column = s->token_stride},
+                                 .b = {.at = g->d_out, .row = s->channel_stride, .column = 1},
                                  .c_stride = s->channel_stride,
                                  .m = c->tokens,
                                  .n = s->channel_stride,
@@ -246,7 +248,8 @@ static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradient
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->channel_stride, last = n - 1;
     FN(couple)(c, w, true);
-    const FN(matrix) backwards = {w->coupled + last * (s->token_stride + 1), -1, -s->token_stride};
+    const FN(matrix)
+        backwards = {.at = w->coupled + last * (s->token_stride + 1), .row = -1, .column = -s->token_stride};
     FN(solve)((T *)g->d_u + last * stride, -stride, backwards, n, stride);
 }
 
@@ -295,8 +298,8 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
     const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, stride = s->channel_stride;
     FN(turn)(w->turned, s->token_stride, u, stride, n, s->channels);
     FN(product)
-    product = {.a = {NULL, stride, 1},
-               .b = {w->turned, s->token_stride, 1},
+    product = {.a = {.at = NULL, .row = stride, .column = 1},
+               .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                .c_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,

@@ -135,8 +135,8 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
     prefetch_queue queue =
         prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     product_f32 product = {.c = w->products,
-                           .a = {c->q, stride, 1},
-                           .b = {w->turned, s->token_stride, 1},
+                           .a = {.at = c->q, .row = stride, .column = 1},
+                           .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                            .c_stride = s->token_stride,
                            .m = n,
                            .n = s->token_stride,
@@ -204,8 +204,8 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
     decay_tails(c, w, begin, middle, false);
     turn_f32(w->turned, s->token_stride, w->keys + begin * stride, stride, half, stride);
     product_f32 product = {.c = w->products + middle * s->token_stride + begin,
-                           .a = {w->heads[0] + middle * stride, stride, 1},
-                           .b = {w->turned, s->token_stride, 1},
+                           .a = {.at = w->heads[0] + middle * stride, .row = stride, .column = 1},
+                           .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                            .c_stride = s->token_stride,
                            .m = end - middle,
                            .n = half < VF_LANES ? VF_LANES : half,
@@ -326,7 +326,7 @@ static void find_w(const am_linear_chunk *c, const work *w)
             vf_store(x + j, vf_fma(since, vf_load(x + j),
                                    vf_load_bf16((const uint16_t *)c->v + i * c->v_stride + j)));
     }
-    const matrix_f32 coupled = {w->coupled, s->token_stride, 1};
+    const matrix_f32 coupled = {.at = w->coupled, .row = s->token_stride, .column = 1};
     solve_f32(w->x, s->channel_stride, coupled, c->tokens, s->channel_stride);
 }
 
@@ -371,8 +371,8 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
                   r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
     prefetch_queue queue = prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     product_f32 product = {.c = w.x,
-                           .a = {by_channel ? w.heads[1] : c->k, s->row_stride / 2, 1},
-                           .b = {w.state, stride, 1},
+                           .a = {.at = by_channel ? w.heads[1] : c->k, .row = s->row_stride / 2, .column = 1},
+                           .b = {.at = w.state, .row = stride, .column = 1},
                            .c_stride = stride,
                            .m = n,
                            .n = stride,
@@ -396,7 +396,7 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
         join_keys(c, &w);
     }
     product.depth = (n + 1) / 2, product.c = c->next, product.start = state, product.factor = w.whole;
-    product.a = (matrix_f32){w.keys, 1, s->row_stride};
+    product.a = (matrix_f32){.at = w.keys, .row = 1, .column = s->row_stride};
     product.b.at = w.tail_u, product.m = s->rows, product.triangle = ALL;
     multiply_bf16x2(&product);
     return all_finite_f32(c->out, n * stride) && all_finite_f32(c->next, s->rows * stride);

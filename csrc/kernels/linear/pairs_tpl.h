@@ -137,8 +137,8 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
         prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     FN(product)
     product = {.c = w->p,
-               .a = {q, stride, 1},
-               .b = {w->turned, s->token_stride, 1},
+               .a = {.at = q, .row = stride, .column = 1},
+               .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                .c_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,
@@ -239,8 +239,8 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
         FN(product)
         product = {.c = heads,
                    .start = heads,
-                   .a = {d_pairs[side], s->token_stride, 1},
-                   .b = {c->k, stride, 1},
+                   .a = {.at = d_pairs[side], .row = s->token_stride, .column = 1},
+                   .b = {.at = c->k, .row = stride, .column = 1},
                    .c_stride = stride,
                    .m = n,
                    .n = stride,
@@ -248,7 +248,7 @@ static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w
                    .triangle = LOWER_LEFT};
         FN(multiply)(&product);
         product.c = w->back.d_tail, product.start = w->back.d_tail;
-        product.a = (FN(matrix)){d_pairs[side], 1, s->token_stride};
+        product.a = (FN(matrix)){.at = d_pairs[side], .row = 1, .column = s->token_stride};
         product.b.at = side ? c->k : c->q;
         product.triangle = UPPER_LEFT;
         FN(multiply)(&product);
@@ -305,8 +305,8 @@ static void FN(pairs_across_subchunks)(const am_linear_chunk *c, const FN(work) 
     FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->rows);
     FN(product)
     product = {.c = w->p + from * s->token_stride,
-               .a = {w->subchunk_q + from * stride, stride, 1},
-               .b = {w->turned, s->token_stride, 1},
+               .a = {.at = w->subchunk_q + from * stride, .row = stride, .column = 1},
+               .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                .c_stride = s->token_stride,
                .m = count,
                .n = from,
@@ -366,13 +366,14 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
     for (ptrdiff_t from = 0; from < n; from += SUBCHUNK) {
         const ptrdiff_t end = FN(subchunk_end)(c, from);
         T *d_subchunk = w->turned;
-        const FN(product) product = {.c = d_subchunk,
-                                     .a = {d_pairs + from * s->token_stride, s->token_stride, 1},
-                                     .b = {keys, stride, 1},
-                                     .c_stride = stride,
-                                     .m = end - from,
-                                     .n = stride,
-                                     .depth = from};
+        const FN(product)
+            product = {.c = d_subchunk,
+                       .a = {.at = d_pairs + from * s->token_stride, .row = s->token_stride, .column = 1},
+                       .b = {.at = keys, .row = stride, .column = 1},
+                       .c_stride = stride,
+                       .m = end - from,
+                       .n = stride,
+                       .depth = from};
         FN(multiply)(&product);
         for (ptrdiff_t i = from; i < end; i++) {
             T *to = w->back.d_heads + (side * n + i) * stride;
@@ -425,15 +426,17 @@ static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work)
             FN(multiply_row)(to, to, w->subchunk_since + (end - 1) * stride, stride);
         }
         for (int side = 0; side < 1 + s->delta && from > 0; side++) {
-            const FN(product)
-                product = {.c = w->back.d_tail,
-                           .start = w->back.d_tail,
-                           .a = {(side ? d_m : d_p) + from * s->token_stride, 1, s->token_stride},
-                           .b = {(side ? w->subchunk_k : w->subchunk_q) + from * stride, stride, 1},
-                           .c_stride = stride,
-                           .m = from,
-                           .n = stride,
-                           .depth = end - from};
+            const FN(product) product = {
+                .c = w->back.d_tail,
+                .start = w->back.d_tail,
+                .a = {.at = (side ? d_m : d_p) + from * s->token_stride, .row = 1, .column = s->token_stride},
+                .b = {.at = (side ? w->subchunk_k : w->subchunk_q) + from * stride,
+                      .row = stride,
+                      .column = 1},
+                .c_stride = stride,
+                .m = from,
+                .n = stride,
+                .depth = end - from};
             FN(multiply)(&product);
         }
     }

@@ -91,12 +91,12 @@ static void FN(solve)(T *x, ptrdiff_t stride, const FN(matrix) a, ptrdiff_t m, p
     for (ptrdiff_t row = 0; row < m; row += FN(BLOCK)) {
         const ptrdiff_t rows = m - row < FN(BLOCK) ? m - row : FN(BLOCK);
         T *to = x + row * stride;
-        const FN(matrix) left = {a.at + row * a.row, a.row, a.column};
-        const FN(matrix) square = {left.at + row * a.column, a.row, a.column};
+        const FN(matrix) left = {.at = a.at + row * a.row, .row = a.row, .column = a.column};
+        const FN(matrix) square = {.at = left.at + row * a.column, .row = a.row, .column = a.column};
         const FN(product) before = {.c = to,
                                     .start = to,
                                     .a = left,
-                                    .b = {x, stride, 1},
+                                    .b = {.at = x, .row = stride, .column = 1},
                                     .c_stride = stride,
                                     .m = rows,
                                     .n = n,

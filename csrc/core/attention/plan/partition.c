@@ -182,7 +182,7 @@ typedef struct {
 static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdiff_t b, division *d)
 {
     row_sections row = {.sections = sections, .first = sections->count, .owners = d->owners};
-    const row_side side = {mask, AM_QUERIES, b, mask->queries};
+    const row_side side = {.mask = mask, .side = AM_QUERIES, .b = b, .tokens = mask->queries};
     const am_range heads = {0, mask->own_heads};
     am_status status = AM_OK;
     for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
@@ -225,7 +225,8 @@ static ptrdiff_t part_begin(const row_side *s, ptrdiff_t begin, ptrdiff_t key)
 
 static am_status list_ranges(am_sections *sections, const am_mask *mask)
 {
-    row_side q = {mask, AM_QUERIES, -1, mask->queries}, k = {mask, AM_KEYS, -1, mask->keys};
+    row_side q = {.mask = mask, .side = AM_QUERIES, .b = -1, .tokens = mask->queries},
+             k = {.mask = mask, .side = AM_KEYS, .b = -1, .tokens = mask->keys};
     ptrdiff_t key = 0; /* no key before it belongs to this section or those behind it */
     am_status status = AM_OK;
     for (am_section *section = sections->list; section < sections->list + sections->count; section++) {

@@ -349,7 +349,8 @@ am_task_items am_items_of(const am_scheduled *g, ptrdiff_t task)
     const ptrdiff_t split_tasks = g->items / g->lot_items * g->lot_tasks, split = task / split_tasks,
                     begin = task % split_tasks / g->lot_tasks * g->lot_items,
                     first = begin + task % g->lot_tasks * g->task_items;
-    return (am_task_items){first, am_min(g->task_items, begin + g->lot_items - first), split};
+    return (am_task_items){
+        .first = first, .count = am_min(g->task_items, begin + g->lot_items - first), .split = split};
 }
 
 am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,

@@ -118,7 +118,8 @@ static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrd
     bool any_dead = columns < AM_FLASH_TILE, any_live = false;
     for (ptrdiff_t h = 0; h < heads; h++) {
         uint64_t *words = live + h * at->queries;
-        const am_region region = {at->b, at->head + h, at->q, at->queries, k, columns};
+        const am_region region = {
+            .b = at->b, .h = at->head + h, .q = at->q, .rows = at->queries, .k = k, .columns = columns};
         const am_tile tile = am_mask_bits(base->attn->mask, &region, words);
         if (tile == AM_DEAD && heads == 1) return tile; /* without bits, which are not read */
         for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) words[r] = tile == AM_FULL ? all : 0;

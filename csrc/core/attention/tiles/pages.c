@@ -14,7 +14,10 @@ static page_place page_place_of(const am_pages *p, const am_attn_place *at, ptrd
 {
     const ptrdiff_t s = p->starts ? am_sequence_of(p->starts, p->sequences, key) : at->b,
                     token = key - (p->starts ? p->starts[s] : 0);
-    return (page_place){s, token, p->table + s * p->table_stride + token / p->size, token % p->size};
+    return (page_place){.sequence = s,
+                        .token = token,
+                        .page = p->table + s * p->table_stride + token / p->size,
+                        .inside = token % p->size};
 }
 
 am_key_run am_key_run_of(const am_attn *f, const am_array *t, const am_attn_place *at, am_range keys)

@@ -58,7 +58,10 @@ typedef struct {
  */
 static inline straight_i4 take_lines_i4(prefetch_lines *lines, ptrdiff_t count)
 {
-    straight_i4 straight = {(const char *)lines->at, lines->stride, (ptrdiff_t)lines->early, lines->near};
+    straight_i4 straight = {.at = (const char *)lines->at,
+                            .stride = lines->stride,
+                            .early = (ptrdiff_t)lines->early,
+                            .near = lines->near};
     if (lines->left > count) {
         lines->at += (uintptr_t)(count * lines->stride), lines->left -= count;
         return straight;

@@ -112,8 +112,10 @@ static inline pair_i4 pair_of_i4(__m512i key, __m512i other, __m512i words)
 {
     const __m512i low = _mm512_set1_epi16(0x000f), high = _mm512_set1_epi16(0x00f0),
                   x = _mm512_permutex2var_epi16(key, words, other), y = _mm512_srli_epi16(x, 8);
-    return (pair_i4){_mm512_and_si512(x, low), _mm512_and_si512(x, high), _mm512_and_si512(y, low),
-                     _mm512_and_si512(y, high)};
+    return (pair_i4){.first = _mm512_and_si512(x, low),
+                     .second = _mm512_and_si512(x, high),
+                     .third = _mm512_and_si512(y, low),
+                     .fourth = _mm512_and_si512(y, high)};
 }
 
 /* Sums and the products of a pair with its weights, which lie at p for the first group. */
@@ -123,10 +125,10 @@ INLINE sums_i4 add_pair_i4(sums_i4 sums, const pair_i4 *n, const float *p, const
              both = groups > 1 ? _mm512_mask_broadcastss_ps(one, 0xcccc, _mm_load_ss(p + AM_FLASH_TILE / 2))
                                : one;
     const __m512i weights = _mm512_castps_si512(both);
-    return (sums_i4){(vector_i4)_mm512_dpwssd_epi32((__m512i)sums.first, n->first, weights),
-                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.second, n->second, weights),
-                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.third, n->third, weights),
-                     (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.fourth, n->fourth, weights)};
+    return (sums_i4){.first = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.first, n->first, weights),
+                     .second = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.second, n->second, weights),
+                     .third = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.third, n->third, weights),
+                     .fourth = (vector_i4)_mm512_dpwssd_epi32((__m512i)sums.fourth, n->fourth, weights)};
 }
 
 /* Where sums of half of a chunk are added, and what makes them numbers: of the first row. */
@@ -173,7 +175,7 @@ INLINE void add_halves_i4(const int rows, const int halves, const int groups, co
                       half > 0 ? second_half : _mm512_setzero_si512()),
                   next_words = _mm512_add_epi16(words, second_half);
     const ptrdiff_t next = group_of_i4(HALF_I4, at->tile->v_group) * (AM_FLASH_TILE / 2);
-    sums_i4 a = {{0}, {0}, {0}, {0}}, b = a, c = a, d = a;
+    sums_i4 a = {.first = {0}}, b = a, c = a, d = a;
     for (ptrdiff_t begin = at->begin, end; begin < at->end; begin = end) {
         end = end_of_run(v, begin, at->end);
         const char *key = (const char *)row_at(v, begin) + at->channel / 2;

@@ -81,7 +81,7 @@ INLINE void FROM(add_panels)(const FROM(values) * values, ptrdiff_t row, const i
     }
 }
 
-/* The same of one row or more. */
+/* O + P V of one row or more, and of one panel or two. */
 #define ROWS_OF(n, panels)                                                                                   \
     case n: FROM(add_panels)(values, row, n, column, panels, prefetch); break;
 #define ONE_PANEL(n) ROWS_OF(n, 1)
@@ -106,7 +106,7 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
                             ptrdiff_t end, prefetch_lines *prefetch)
 {
     const ptrdiff_t rows = block->rows;
-    const FROM(values) values = {block, tile, begin, end};
+    const FROM(values) values = {.block = block, .tile = tile, .begin = begin, .end = end};
     prefetch_lines none = prefetch_nothing(tile->v.data);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const bool wide = rows <= V_STRIP / 2 && tile->value_bytes - column >= 2 * PANEL_f32;

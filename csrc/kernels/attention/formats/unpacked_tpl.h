@@ -207,7 +207,7 @@ INLINE void FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const
         for (; left >= most; left -= most, k += most * stride, logits += most) {
             const bool prefetches = turns == 1 || wait == 0;
             wait = prefetches ? turns - 1 : wait - 1;
-            const FROM(factors) some = {head_dim, q, k, stride};
+            const FROM(factors) some = {.head_dim = head_dim, .q = q, .k = k, .stride = stride};
             if (!prefetches)
                 FROM(multiply)(rows, most, some, most - 1, sums, NULL, false);
             else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
@@ -220,7 +220,8 @@ INLINE void FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const
             before = logits;
         }
         if (left > 0)
-            FROM(dots_of)(rows, most, (FROM(factors)){head_dim, q, k, stride}, left - 1, logits, prefetch);
+            FROM(dots_of)(rows, most, (FROM(factors)){.head_dim = head_dim, .q = q, .k = k, .stride = stride},
+                          left - 1, logits, prefetch);
         if (keys == 0) break;
         logits += left;
         k = (const W *)((const char *)*next++ + x.runs->offset);
@@ -228,7 +229,7 @@ INLINE void FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, const
     if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
 }
 
-/* The same of one to four rows, which prefetch each time. */
+/* Logits of one to four rows, which prefetch each time. */
 static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, const FROM(dot_operands) * x,
                                                 prefetch_lines *prefetch)
 {
@@ -246,7 +247,7 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, const FROM(dot_o
 #undef DOTS
 }
 
-/* The same of four of more rows, which take turns at prefetching: if the first four prefetched all, they
+/* Logits of four of more rows, which take turns at prefetching: if the first four prefetched all, they
  * would wait for memory, which would then be idle while the others are multiplied. */
 static __attribute__((nonnull)) void
 FROM(dots_of_four)(const FROM(dot_operands) * x, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
@@ -294,12 +295,14 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 #endif
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
             const ptrdiff_t rows = block->rows - r;
-            const FROM(dot_operands)
-                x = {{block->head_dim, q + r * QUERY_STEP(block->head_dim), from, k_stride},
-                     next - begin,
-                     first,
-                     &runs,
-                     (T *)block->logits + r * AM_FLASH_TILE + begin};
+            const FROM(dot_operands) x = {.first = {.head_dim = block->head_dim,
+                                                    .q = q + r * QUERY_STEP(block->head_dim),
+                                                    .k = from,
+                                                    .stride = k_stride},
+                                          .keys = next - begin,
+                                          .in_first_run = first,
+                                          .runs = &runs,
+                                          .logits = (T *)block->logits + r * AM_FLASH_TILE + begin};
             if (turns > 1 && rows >= 4)
                 FROM(dots_of_four)(&x, prefetch, r / 4, turns);
             else
