@@ -164,8 +164,8 @@ class _Linear(Function):
     def shaped(self, arrays: AnyByName, static: Arguments) -> tuple[dict[str, int], list[Shaped]]:
         """Return sizes by the names of axes, and the shapes and types of results."""
         shapes = {name: np.shape(x) for name, x in arrays.items()}
-        dtypes = map(static.get, self.row.of(Kind.DTYPE))
-        dtype = next(filter(None, dtypes), arrays[self.row.arguments[0].name].dtype)
+        given = (static[name] for name in self.row.of(Kind.DTYPE) if static[name] is not None)
+        dtype = next(given, arrays[self.row.arguments[0].name].dtype)
         types = (wide_dtype(dtype) if x.wide else dtype for x in self.row.results)
         return self.row.sizes(shapes), list(zip(self.row.shapes(shapes), types, strict=True))
 
@@ -201,7 +201,6 @@ class _Differentiable(_Linear):
         kept: Sequence[Shaped],
     ) -> Results:
         """Return the results of handlers that take `arrays` in this order; `kept` is for gradients."""
-        order, name = list(arrays), self.row.handler
         others = {name: _integers(arrays[name]) for name in self.row.of(Kind.STARTS) if name in arrays}
         learned = {name: x for name, x in arrays.items() if name not in others}
         no_gradients = f"attnmask.jax.{self.row.name} has gradients, but no gradients of these"
@@ -209,9 +208,9 @@ class _Differentiable(_Linear):
         def run(
             target: str, flags: int, given: ByName, more: Sequence[jax.Array], shapes: Sequence[Shaped]
         ) -> Results:
-            first = [given[name] for name in order]
-            said = words(flags | self.flags_of(given))
-            return call.call_handler(f"{name}_{target}", said, [*first, *more], shapes, no_gradients)
+            said, first = words(flags | self.flags_of(given)), self.in_order(given).values()
+            name = f"{self.row.handler}_{target}"
+            return call.call_handler(name, said, [*first, *more], shapes, no_gradients)
 
         def forward(learned: ByName, others: ByName, for_gradients: bool) -> Results:
             more = kept if for_gradients else []
@@ -219,18 +218,14 @@ class _Differentiable(_Linear):
             return run("forward", flags, learned | others, (), [*results, *more])
 
         def backward(
-            learned: ByName,
-            others: ByName,
-            wanted: tuple[str, ...],
-            held: tuple[jax.Array, ...],
-            of_results: Sequence[jax.Array | None],
+            learned: ByName, others: ByName, wanted: Sequence[str], held: Results, of_results: Sequence[Any]
         ) -> list[jax.Array]:
-            names = [name for name in order if name in learned]
-            shapes = [(learned[name].shape, learned[name].dtype) for name in names]
+            learned = self.in_order(learned)  # JAX has put it in that of names
+            shapes = [(x.shape, x.dtype) for x in learned.values()]
             given = [x for x in of_results if x is not None]
             flags = self.flags["dstate"] if len(given) > 1 else 0
             found = run("backward", flags, learned | others, [*held, *given], shapes)
-            grads = dict(zip(names, found, strict=True))
+            grads = dict(zip(learned, found, strict=True))
             return [grads[name] for name in wanted]
 
         return differentiable(forward, backward, len(results))(learned, others)

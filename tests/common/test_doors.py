@@ -75,7 +75,10 @@ def in_jax(arguments: Arguments) -> Any:
 
 
 def traced(arguments: Arguments) -> tuple[Arguments, Arguments]:
-    some = {name: x for name, x in arguments.items() if is_array(x) or isinstance(x, (MaskInfo, list))}
+    parts = {name for name, x in arguments.items() if isinstance(x, list) and x and is_array(x[0])}
+    some = {
+        name: x for name, x in arguments.items() if is_array(x) or isinstance(x, MaskInfo) or name in parts
+    }
     return some, {name: x for name, x in arguments.items() if name not in some}
 
 
