@@ -110,7 +110,7 @@ def stand_ins(row: Row, given: Given) -> Arguments:
         )
 
     def stand_in(argument: Argument, x: Any) -> Any:
-        if argument.kind is Kind.STATE and x is not None and not argument.optional:
+        if argument.kind is Kind.STATE and isinstance(x, jax.Array) and not argument.optional:
             return np.zeros(x.shape, x.dtype)  # which may be written to
         if not is_traced(x):
             return as_array(x, argument.name) if isinstance(x, jax.Array) else x
@@ -119,7 +119,7 @@ def stand_ins(row: Row, given: Given) -> Arguments:
         if argument.kind is Kind.STARTS:
             return starts_like(x, tokens_of(argument.name))
         if argument.kind is Kind.SLOTS and x.dtype.kind in "iu":
-            return np.full(x.shape, -1)  # which may occur twice
+            return np.full(x.shape, -1, x.dtype if x.dtype.kind == "i" else None)  # which may occur twice
         if argument.kind is Kind.SEED:
             return np.zeros(x.shape, x.dtype)[()]
         return like(x, int(argument.kind in (Kind.MASK, Kind.STATE)))  # scales are positive

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from attnmask._attention.arguments import LEARNED
-from attnmask._common.arguments import describe
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
 from attnmask.jax import _call as call
@@ -42,8 +41,6 @@ class Attention(Function):
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
         arrays, static = super().divided(given)
         for name in LEARNED[:3]:
-            if name in static:
-                raise TypeError(f"{name} must be an array, got {describe(static[name])}")
             if arrays[name].ndim not in (3, 4):
                 raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
         return arrays, static

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jax.typing import ArrayLike
 
 from attnmask._attention import arguments as types
-from attnmask._common.arguments import as_array, one_of, real, wide_dtype
+from attnmask._common.arguments import as_array, describe, one_of, real, wide_dtype
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.rows import ARRAYS, Argument, Face, Kind, Row, axes_of, function, library_doc
 from attnmask._masks.info import MaskInfo
@@ -65,6 +65,7 @@ class Function:
         self.kinds = {x.name: x.kind for x in row.arguments}
         self.states, self.seeds = row.of(Kind.STATE), row.of(Kind.SEED)
         self.arrays, self.or_numbers = row.of(*ARRAYS, Kind.SEED), row.of(*_OR_NUMBERS)
+        self.required = {x.name for x in row.problem if x.kind in _OPERANDS and not x.optional}
         self.own = [x.name for x in row.own]
         self.defaults = {x.name: x.default for x in (*row.problem, *row.own)}
 
@@ -83,6 +84,8 @@ class Function:
         for name, x in given.items():
             if x is defaults[name]:
                 continue
+            if name in self.required and (x is None or isinstance(x, (int, str))):
+                raise TypeError(f"{name} must be an array, got {describe(x)}")
             is_number = name in self.or_numbers and isinstance(x, (int, str))
             if x is None or name not in self.arrays or is_number:
                 check_known(x, name)
@@ -93,8 +96,10 @@ class Function:
         return arrays, static
 
     def operands(self, arrays: AnyByName) -> AnyByName:
+        """Return arrays of JAX for those of NumPy whose type it has; others are refused later."""
         return {
-            name: jax.numpy.asarray(x) if self.kinds[name] in _OPERANDS else x for name, x in arrays.items()
+            name: jax.numpy.asarray(x) if self.kinds[name] in _OPERANDS and x.dtype.kind not in "OUSMm" else x
+            for name, x in arrays.items()
         }
 
     def compute(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
