@@ -109,3 +109,39 @@ def test_bad_attention(arrays):
         attnmask.jax.flash_attention(query, key, value, sliding_windows=1)
     with pytest.raises(TypeError, match="sliding_window must be known at compile time"):
         jax.jit(lambda width: attnmask.jax.flash_attention(query, key, value, sliding_window=width))(3)
+
+
+# Sums and merges
+
+
+def test_types_of_sums():
+    """Those of 64 bits are there if they are asked for; an integer that does not fit is an error when it runs."""
+    x = np.full((1, 3, 1), 100, np.int8)
+    add_up = attnmask.jax.chunk_global_cumsum
+    for call in (add_up, jax.jit(add_up, static_argnames="output_dtype")):
+        for enabled, dtype in ((False, np.float32), (True, np.float64)):
+            with jax.enable_x64(enabled):
+                assert call(x, output_dtype=np.float64).dtype == dtype
+        assert call(x, output_dtype=np.int16).ravel().tolist() == [100, 200, 300]
+        with pytest.raises(TypeError, match="output_dtype"):
+            call(x, output_dtype="nonsense")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a sum of s does not fit"):
+        jax.block_until_ready(jax.jit(add_up)(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda outs, lses: ([], []), ValueError, "outs must be one array or more"),
+        (lambda outs, lses: (outs[0, 0, 0, 0, 0], lses), TypeError, "outs must be a sequence of arrays"),
+        (lambda outs, lses: (outs[:2], lses[:1]), ValueError, "lses must be 2 arrays as outs, got 1"),
+        (lambda outs, lses: (outs, lses[:, :, :1]), ValueError, r"lses\[0\] must be of shape"),
+        (lambda outs, lses: ([outs[0], outs[1] > 0], lses[:2]), TypeError, r"outs\[1\] must be"),
+    ],
+)
+def test_bad_merges(change, error, words):
+    arrays = jax.numpy.ones((3, 2, 4, 2, 8)), jax.numpy.ones((3, 2, 2, 4))
+    merge = lambda *arrays: attnmask.jax.merge_attention_states(*change(*arrays))  # noqa: E731
+    for call in (merge, jax.jit(merge)):
+        with pytest.raises(error, match=words):
+            call(*arrays)
