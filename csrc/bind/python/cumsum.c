@@ -102,9 +102,9 @@ static PyObject *checked(arguments *a, const char *name)
         AM_ARG(softmax_scale, am_to_scale), AM_ARG(cu_seqlens, am_to_starts_or_none),                        \
         AM_ARG(head_first, am_to_bool), AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out)
 #define GLOBAL                                                                                               \
-    AM_PARAM("s", am_to_array, array), AM_ARG(reverse, am_to_bool), AM_ARG(cu_seqlens, am_to_starts_or_none), \
-        AM_ARG(softmax_scale, am_to_scale), AM_ARG(head_first, am_to_bool),                                  \
-        AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out)
+    AM_PARAM("s", am_to_array, array), AM_ARG(reverse, am_to_bool),                                          \
+        AM_ARG(cu_seqlens, am_to_starts_or_none), AM_ARG(softmax_scale, am_to_scale),                        \
+        AM_ARG(head_first, am_to_bool), AM_ARG(output_dtype, am_to_dtype), AM_ARG(out, am_to_out)
 AM_FUNCTION(chunk_local_cumsum, compute(module, a), LOCAL)
 AM_FUNCTION(check_chunk_local_cumsum, checked(a, "g"), LOCAL)
 AM_FUNCTION(chunk_global_cumsum, compute(module, a), GLOBAL)

@@ -190,7 +190,8 @@ static PyObject *merge(PyObject *module, const arguments *given, bool only_check
 #define STATES AM_ARG(outs, am_to_object), AM_ARG(lses, am_to_object)
 AM_FUNCTION(merge_attention_states, merge(module, a, false), STATES)
 AM_FUNCTION(check_merge, merge(module, a, true), STATES)
-AM_FUNCTION(merge_backward, merge(module, a, false), STATES, AM_ARG(dout, am_to_object), AM_ARG(dlse, am_to_object))
+AM_FUNCTION(merge_backward, merge(module, a, false), STATES, AM_ARG(dout, am_to_object),
+            AM_ARG(dlse, am_to_object))
 
 PyMethodDef am_merge_methods[] = {
     AM_METHOD(merge_attention_states, "outs, lses"),

@@ -100,7 +100,7 @@ static void end_splits(const am_backward_plan *p, const am_key_task *task, const
         if (!tile->open) continue;
         if (tile->summed)
             add_split(p, false, tile_sums(p, &s->total, i), tile_sums(p, &s->split, i),
-                     am_length(am_range_at(&p->sections.tiles, index)));
+                      am_length(am_range_at(&p->sections.tiles, index)));
         tile->open = false, tile->summed = true;
     }
 }

@@ -102,8 +102,8 @@ static am_linear_scratch FN(scratch)(const am_linear_shape *s)
 }
 
 /* The work of a chunk whose pairs are known. */
-static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch, prefetch_queue *queue,
-                            bool backward)
+static FN(work)
+    FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch, prefetch_queue *queue, bool backward)
 {
     FN(work) w = {.queue = queue};
     FN(lay_out_pairs)(&w, s, pairs);

@@ -132,8 +132,7 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
     const ptrdiff_t n = c->tokens, stride = s->row_stride / 2;
     const float *k = c->k;
     turn_f32(w->turned, s->token_stride, k, stride, n, stride);
-    prefetch_queue queue =
-        prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+    prefetch_queue queue = prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     product_f32 product = {.c = w->products,
                            .a = {.at = c->q, .row = stride, .column = 1},
                            .b = {.at = w->turned, .row = s->token_stride, .column = 1},
