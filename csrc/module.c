@@ -126,22 +126,8 @@ static int module_exec(PyObject *module)
     if (!kernels || initial_threads(&threads) < 0) return -1;
     atomic_init(&state->kernels, kernels);
     atomic_init(&state->threads, threads);
-    PyMethodDef *const topics[] = {runtime_methods,
-                                   am_packed_methods,
-                                   am_cumsum_methods,
-                                   am_mask_methods,
-                                   am_segments_methods,
-                                   am_pairs_methods,
-                                   am_merge_methods,
-                                   am_flash_methods,
-                                   am_kvcache_methods,
-                                   am_quantize_methods,
-                                   am_xla_methods,
-                                   am_xla_array_methods,
-                                   am_tensors_methods,
-                                   am_strategy_methods,
-                                   am_short_convolution_methods,
-                                   am_linear_attention_methods};
+#define METHODS(topic) , am_##topic##_methods
+    PyMethodDef *const topics[] = {runtime_methods AM_EACH_TOPIC_OF_METHODS(METHODS)};
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         if (PyModule_AddFunctions(module, topics[i]) < 0) return -1;
     }

@@ -398,6 +398,12 @@ bool am_entries_of(PyArrayObject *array, am_view *entries)
     return entries->axes == 1 && am_is_integer(entries->type);
 }
 
+PyObject *am_ended(am_request *r, PyObject *result)
+{
+    am_request_free(r);
+    return result;
+}
+
 int am_raise_refused(const am_request *r, bool done)
 {
     PyObject *const errors[] = {PyExc_ValueError, PyExc_TypeError, PyExc_IndexError};

@@ -128,6 +128,9 @@ am_array am_tokens_of_array(PyArrayObject *array);
 /* Looks at a 1-D array of integers; false for other arrays. */
 bool am_entries_of(PyArrayObject *array, am_view *entries);
 
+/* Returns the result, once the request is freed. */
+PyObject *am_ended(am_request *r, PyObject *result);
+
 /* 0 if `done`; else raises what the request says, and returns -1. */
 int am_raise_refused(const am_request *r, bool done);
 

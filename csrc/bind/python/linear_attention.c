@@ -29,13 +29,6 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
     return am_reject(PyExc_ValueError, name, "a power of two from 16 to 256", object);
 }
 
-/* Returns a result, once the request is freed. */
-static PyObject *ended(arguments *a, PyObject *result)
-{
-    am_request_free(&a->request);
-    return result;
-}
-
 static int wide_type(const arguments *a)
 {
     return am_linear_type(&a->linear) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT;
@@ -95,7 +88,7 @@ static int check(arguments *a, bool step)
     QKV, GATES, AM_ARG(scale, am_to_scale), INPUT(initial_state, am_to_array_or_none, AM_STATE),             \
         AM_ARG(cu_seqlens, am_to_starts_or_none), AM_ARG(normalize_qk, am_to_bool),                          \
         AM_ARG(chunk_size, to_chunk_size)
-#define CHECKED(check, computed) ended(a, check < 0 ? NULL : computed)
+#define CHECKED(check, computed) am_ended(&a->request, check < 0 ? NULL : computed)
 
 /* About how many products a call takes. */
 static npy_intp work_of(const arguments *a)

@@ -22,13 +22,6 @@ static int to_silu(PyObject *object, const char *name, void *dst)
     return *silu || object == Py_None ? 0 : am_reject(PyExc_ValueError, name, "one of None, 'silu'", object);
 }
 
-/* Returns a result, once the request is freed. */
-static PyObject *ended(arguments *a, PyObject *result)
-{
-    am_request_free(&a->request);
-    return result;
-}
-
 static am_array tokens_of(PyArrayObject *array) { return am_conv_tokens_of(am_view_of(array)); }
 
 /* Checks x, weight and bias. */
@@ -115,7 +108,7 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
     AM_ARG(x, am_to_array), AM_ARG(weight, am_to_array), AM_ARG(bias, am_to_array_or_none),                  \
         AM_ARG(activation, to_silu), AM_ARG(cu_seqlens, am_to_starts_or_none),                               \
         AM_ARG(initial_state, am_to_array_or_none)
-#define CHECKED(check, computed) ended(a, check < 0 ? NULL : computed)
+#define CHECKED(check, computed) am_ended(&a->request, check < 0 ? NULL : computed)
 AM_FUNCTION(short_convolution, CHECKED(check_sequences(a), compute(module, a)), CONVOLUTION,
             AM_ARG(return_state, am_to_bool), AM_ARG(out, am_to_out))
 AM_FUNCTION(check_short_convolution, CHECKED(check_sequences(a), Py_NewRef(Py_None)), CONVOLUTION)

@@ -112,10 +112,12 @@ PyArrayObject *am_of_memory(PyObject *array);
         return function(module, args, nargs, __VA_ARGS__);                                                   \
     }
 
-/* The methods of each topic, which its file adds to the module. */
-extern PyMethodDef am_packed_methods[], am_cumsum_methods[], am_mask_methods[], am_segments_methods[],
-    am_pairs_methods[], am_merge_methods[], am_flash_methods[], am_kvcache_methods[], am_xla_methods[],
-    am_xla_array_methods[], am_tensors_methods[], am_strategy_methods[], am_short_convolution_methods[],
-    am_linear_attention_methods[], am_quantize_methods[];
+/* The methods of each topic, which its file has. */
+#define AM_EACH_TOPIC_OF_METHODS(DO)                                                                         \
+    DO(packed)                                                                                               \
+    DO(cumsum) DO(mask) DO(segments) DO(pairs) DO(merge) DO(flash) DO(kvcache) DO(quantize) DO(xla)          \
+        DO(xla_array) DO(tensors) DO(strategy) DO(short_convolution) DO(linear_attention)
+#define AM_DECLARE_METHODS(topic) extern PyMethodDef am_##topic##_methods[];
+AM_EACH_TOPIC_OF_METHODS(AM_DECLARE_METHODS)
 
 #endif

@@ -9,30 +9,29 @@
 
 typedef enum { COUNT, NUMBER, FLAG, TYPE } kind;
 
+#define FIELD(is, field) {.name = #field, .kind = (is), .offset = offsetof(am_work, field)}
 static const struct {
     const char *name;
     kind kind;
     size_t offset;
-} fields[] = {
-    {"queries", COUNT, offsetof(am_work, queries)},
-    {"q_blocks", COUNT, offsetof(am_work, q_blocks)},
-    {"tiles", COUNT, offsetof(am_work, tiles)},
-    {"kv_heads", COUNT, offsetof(am_work, kv_heads)},
-    {"heads_per_kv", COUNT, offsetof(am_work, heads_per_kv)},
-    {"head_dim", COUNT, offsetof(am_work, head_dim)},
-    {"value_dim", COUNT, offsetof(am_work, value_dim)},
-    {"type", TYPE, offsetof(am_work, type)},
-    {"k_type", TYPE, offsetof(am_work, k_type)},
-    {"panel", COUNT, offsetof(am_work, panel)},
-    {"size", COUNT, offsetof(am_work, size)},
-    {"factor", NUMBER, offsetof(am_work, factor)},
-    {"width", COUNT, offsetof(am_work, width)},
-    {"packed_alone", FLAG, offsetof(am_work, packed_alone)},
-    {"products_alone", FLAG, offsetof(am_work, products_alone)},
-    {"packs_rounded", FLAG, offsetof(am_work, packs_rounded)},
-    {"queries_readable", FLAG, offsetof(am_work, queries_readable)},
-    {"values_readable", FLAG, offsetof(am_work, values_readable)},
-};
+} fields[] = {FIELD(COUNT, queries),
+              FIELD(COUNT, q_blocks),
+              FIELD(COUNT, tiles),
+              FIELD(COUNT, kv_heads),
+              FIELD(COUNT, heads_per_kv),
+              FIELD(COUNT, head_dim),
+              FIELD(COUNT, value_dim),
+              FIELD(TYPE, type),
+              FIELD(TYPE, k_type),
+              FIELD(COUNT, panel),
+              FIELD(COUNT, size),
+              FIELD(NUMBER, factor),
+              FIELD(COUNT, width),
+              FIELD(FLAG, packed_alone),
+              FIELD(FLAG, products_alone),
+              FIELD(FLAG, packs_rounded),
+              FIELD(FLAG, queries_readable),
+              FIELD(FLAG, values_readable)};
 
 static int read_type(PyObject *value, am_dtype *type)
 {

@@ -17,28 +17,17 @@
 #include "core/cache/formats.h"
 #include "core/runtime/sizes.h"
 
-enum { /* flags */
-       LSE = 1,
-       APPEND = 2,
-       PACKED = 4,
-       MASKED = 8,
-       K_SCALE = 16,
-       V_SCALE = 32,
-       BIASED = 64,
-       NEW_PACKED = 128, /* with starts of their own */
-};
-
-const am_xla_word am_xla_cache_words[] = {
-    {"return_lse", LSE},
-    {"key", APPEND},
-    {"cu_seqlens_q", PACKED},
-    {"attention_mask", MASKED},
-    {"k_scale", K_SCALE},
-    {"v_scale", V_SCALE},
-    {"bias", BIASED},
-    {"cu_seqlens_k_new", NEW_PACKED},
-    {NULL, 0},
-};
+#define FLAGS(DO)                                                                                            \
+    DO(LSE, 1, "return_lse")                                                                                 \
+    DO(APPEND, 2, "key")                                                                                     \
+    DO(PACKED, 4, "cu_seqlens_q")                                                                            \
+    DO(MASKED, 8, "attention_mask")                                                                          \
+    DO(K_SCALE, 16, "k_scale")                                                                               \
+    DO(V_SCALE, 32, "v_scale")                                                                               \
+    DO(BIASED, 64, "bias")                                                                                   \
+    DO(NEW_PACKED, 128, "cu_seqlens_k_new")
+enum { FLAGS(AM_XLA_BIT) };
+const am_xla_word am_xla_cache_words[] = {FLAGS(AM_XLA_WORD){NULL, 0}};
 
 typedef struct {
     am_xla_call *c;

@@ -20,23 +20,19 @@
 #include "core/runtime/sizes.h"
 
 enum { VERSION = 1 };
-enum { DECAY = 1, BETA = 2, STATE = 4, STARTS = 8, NORMALIZE = 16, KEEP = 32, GRAD_STATE = 64 }; /* flags */
-enum { BIAS = 128, SILU = 256, INDICES = 512 };
-
-const am_xla_word am_xla_linear_words[] = {
-    {"version", VERSION},
-    {"decay", DECAY},
-    {"beta", BETA},
-    {"initial_state", STATE},
-    {"cu_seqlens", STARTS},
-    {"kept", KEEP},
-    {"bias", BIAS},
-    {"normalize_qk", NORMALIZE},
-    {"dstate", GRAD_STATE},
-    {"silu", SILU},
-    {"state_indices", INDICES},
-    {NULL, 0},
-};
+#define FLAGS(DO)                                                                                            \
+    DO(DECAY, 1, "decay")                                                                                    \
+    DO(BETA, 2, "beta")                                                                                      \
+    DO(STATE, 4, "initial_state")                                                                            \
+    DO(STARTS, 8, "cu_seqlens")                                                                              \
+    DO(NORMALIZE, 16, "normalize_qk")                                                                        \
+    DO(KEEP, 32, "kept")                                                                                     \
+    DO(GRAD_STATE, 64, "dstate")                                                                             \
+    DO(BIAS, 128, "bias")                                                                                    \
+    DO(SILU, 256, "silu")                                                                                    \
+    DO(INDICES, 512, "state_indices")
+enum { FLAGS(AM_XLA_BIT) };
+const am_xla_word am_xla_linear_words[] = {{"version", VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
 typedef struct {
     am_xla_call *c;

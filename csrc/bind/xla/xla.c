@@ -32,17 +32,14 @@
 #include "core/arrays/convert.h"
 
 enum { VERSION = 3 }; /* of the words: programs are exported and kept */
-enum { NORMALIZE = 1, GRAD_LSE = 2, PLACES = 4, PACKED = 8, PART = 16 }; /* flags */
-
-static const am_xla_word attention_words[] = {
-    {"version", VERSION},
-    {"normalize_output", NORMALIZE},
-    {"dlse", GRAD_LSE},
-    {"places", PLACES},
-    {"packed", PACKED},
-    {"part", PART},
-    {NULL, 0},
-};
+#define FLAGS(DO)                                                                                            \
+    DO(NORMALIZE, 1, "normalize_output")                                                                     \
+    DO(GRAD_LSE, 2, "dlse")                                                                                  \
+    DO(PLACES, 4, "places")                                                                                  \
+    DO(PACKED, 8, "packed")                                                                                  \
+    DO(PART, 16, "part")
+enum { FLAGS(AM_XLA_BIT) };
+static const am_xla_word attention_words[] = {{"version", VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 

@@ -17,6 +17,9 @@ typedef bool am_xla_do(am_xla_call *c);
 am_xla_do *am_xla_find(const char *name);
 /* Does so for the buffers of one call, or of the calls of a vmap. */
 bool am_xla_run(am_xla_call *c, am_xla_do *compute);
+/* What becomes of each flag of a file, which lists them as FLAGS(DO): DO(flag, bit, name). */
+#define AM_XLA_BIT(flag, bit, name) flag = bit,
+#define AM_XLA_WORD(flag, bit, name) {name, flag},
 
 /* The first words: version and flags. */
 bool am_xla_read_flags(am_xla_call *c);
