@@ -202,7 +202,7 @@ static bool compute(problem *p)
     return am_cached_attend(&c->context, &c->request, &p->cached, is_one_by_one(p)) == AM_OK;
 }
 
-bool am_xla_kvcache(am_xla_call *c)
+bool am_xla_flash_kvcache(am_xla_call *c)
 {
     problem p = {.c = c};
     if (!am_xla_read_numbers(c)) return false;
@@ -213,7 +213,7 @@ bool am_xla_kvcache(am_xla_call *c)
     return done;
 }
 
-bool am_xla_kvcache_write(am_xla_call *c)
+bool am_xla_write_kvcache(am_xla_call *c)
 {
     problem p = {.c = c};
     am_operand slots;

@@ -167,7 +167,7 @@ static bool look_at_kept(problem *p, am_xla_side side, void **kept)
            am_xla_fail(c, "kept does not fit");
 }
 
-bool am_xla_linear(am_xla_call *c)
+bool am_xla_linear_forward(am_xla_call *c)
 {
     problem p = {.c = c};
     am_linear_results results = {0};
@@ -182,7 +182,7 @@ bool am_xla_linear(am_xla_call *c)
     return am_refuse_status(&c->request, am_linear_forward_all(&c->context, &p.linear, &results));
 }
 
-bool am_xla_linear_gradients(am_xla_call *c)
+bool am_xla_linear_backward(am_xla_call *c)
 {
     problem p = {.c = c};
     void *kept;
@@ -263,7 +263,7 @@ static bool read_convolution(problem *p)
     return true;
 }
 
-bool am_xla_convolution(am_xla_call *c)
+bool am_xla_convolution_forward(am_xla_call *c)
 {
     problem p = {.c = c};
     am_view out, state;
@@ -276,7 +276,7 @@ bool am_xla_convolution(am_xla_call *c)
            am_refuse_status(&c->request, am_short_conv_forward(&c->context, &p.conv));
 }
 
-bool am_xla_convolution_gradients(am_xla_call *c)
+bool am_xla_convolution_backward(am_xla_call *c)
 {
     problem p = {.c = c};
     am_view d_out, d_state = {0}, d_x, d_weight, d_bias = {0}, d_before = {0};

@@ -102,8 +102,8 @@ static bool add_up(am_xla_call *c, bool gradient)
            (!gradient || am_xla_is_like(c, &s.to, &x)) && compute(c, &s);
 }
 
-bool am_xla_cumsum(am_xla_call *c) { return add_up(c, false); }
-bool am_xla_cumsum_gradients(am_xla_call *c) { return add_up(c, true); }
+bool am_xla_cumsum_forward(am_xla_call *c) { return add_up(c, false); }
+bool am_xla_cumsum_backward(am_xla_call *c) { return add_up(c, true); }
 
 /* --- Merges --- */
 
@@ -172,5 +172,5 @@ static bool read_merge(am_xla_call *c, bool gradient)
     return done;
 }
 
-bool am_xla_merge(am_xla_call *c) { return read_merge(c, false); }
-bool am_xla_merge_gradients(am_xla_call *c) { return read_merge(c, true); }
+bool am_xla_merge_forward(am_xla_call *c) { return read_merge(c, false); }
+bool am_xla_merge_backward(am_xla_call *c) { return read_merge(c, true); }

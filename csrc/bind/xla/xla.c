@@ -155,7 +155,7 @@ static bool look_at_result(am_xla_call *c, bool wide, am_view like, am_array *to
     return true;
 }
 
-static bool forward(am_xla_call *c)
+bool am_xla_flash_forward(am_xla_call *c)
 {
     am_attn *attn = &c->request.attn;
     am_view lse;
@@ -208,7 +208,7 @@ static void write_numbers(const am_xla_call *c, const am_logit_term *term, const
     }
 }
 
-static bool backward(am_xla_call *c)
+bool am_xla_flash_backward(am_xla_call *c)
 {
     const am_attn *attn = &c->request.attn;
     am_view learned[AM_LOGIT_KIND_COUNT];
@@ -341,44 +341,16 @@ static am_xla_error *handle(const am_xla_call_frame *frame, am_xla_do *compute)
     return frame->api->create_error(&args);
 }
 
-#define HANDLER(compute)                                                                                     \
-    static am_xla_error *compute##_handler(am_xla_call_frame *frame) { return handle(frame, compute); }
-HANDLER(forward)
-HANDLER(backward)
-HANDLER(am_xla_kvcache)
-HANDLER(am_xla_kvcache_write)
-HANDLER(am_xla_linear)
-HANDLER(am_xla_linear_gradients)
-HANDLER(am_xla_linear_step)
-HANDLER(am_xla_convolution)
-HANDLER(am_xla_convolution_gradients)
-HANDLER(am_xla_convolution_step)
-HANDLER(am_xla_cumsum)
-HANDLER(am_xla_cumsum_gradients)
-HANDLER(am_xla_merge)
-HANDLER(am_xla_merge_gradients)
-#undef HANDLER
+#define HANDLER(call)                                                                                        \
+    static am_xla_error *call##_handler(am_xla_call_frame *frame) { return handle(frame, am_xla_##call); }
+AM_XLA_EACH_CALL(HANDLER)
 
+#define ROW(call) {.name = "attnmask_" #call, .compute = am_xla_##call, .handler = call##_handler},
 static const struct {
     const char *name;
     am_xla_do *compute;
     am_xla_handler *handler;
-} handlers[] = {
-    {"attnmask_flash_forward", forward, forward_handler},
-    {"attnmask_flash_backward", backward, backward_handler},
-    {"attnmask_flash_kvcache", am_xla_kvcache, am_xla_kvcache_handler},
-    {"attnmask_write_kvcache", am_xla_kvcache_write, am_xla_kvcache_write_handler},
-    {"attnmask_linear_forward", am_xla_linear, am_xla_linear_handler},
-    {"attnmask_linear_backward", am_xla_linear_gradients, am_xla_linear_gradients_handler},
-    {"attnmask_linear_step", am_xla_linear_step, am_xla_linear_step_handler},
-    {"attnmask_convolution_forward", am_xla_convolution, am_xla_convolution_handler},
-    {"attnmask_convolution_backward", am_xla_convolution_gradients, am_xla_convolution_gradients_handler},
-    {"attnmask_convolution_step", am_xla_convolution_step, am_xla_convolution_step_handler},
-    {"attnmask_cumsum_forward", am_xla_cumsum, am_xla_cumsum_handler},
-    {"attnmask_cumsum_backward", am_xla_cumsum_gradients, am_xla_cumsum_gradients_handler},
-    {"attnmask_merge_forward", am_xla_merge, am_xla_merge_handler},
-    {"attnmask_merge_backward", am_xla_merge_gradients, am_xla_merge_gradients_handler},
-};
+} handlers[] = {AM_XLA_EACH_CALL(ROW)};
 enum { HANDLERS = sizeof handlers / sizeof *handlers };
 
 am_xla_do *am_xla_find(const char *name)

@@ -29,23 +29,25 @@ bool am_xla_read_numbers(am_xla_call *c);
 /* The terms of the logits, once shapes and places are known. */
 bool am_xla_read_terms(am_xla_call *c);
 
-/* Attention over a cache, to which new tokens are appended. */
-bool am_xla_kvcache(am_xla_call *c);
-/* Writes of new tokens to given slots of a cache. */
-bool am_xla_kvcache_write(am_xla_call *c);
-
-/* Linear attention and short convolutions (linear.c). */
-bool am_xla_linear(am_xla_call *c);
-bool am_xla_linear_gradients(am_xla_call *c);
-bool am_xla_linear_step(am_xla_call *c);
-bool am_xla_convolution(am_xla_call *c);
-bool am_xla_convolution_gradients(am_xla_call *c);
-bool am_xla_convolution_step(am_xla_call *c);
-
-/* Cumulative sums, and merges of attention (sums.c). */
-bool am_xla_cumsum(am_xla_call *c);
-bool am_xla_cumsum_gradients(am_xla_call *c);
-bool am_xla_merge(am_xla_call *c);
-bool am_xla_merge_gradients(am_xla_call *c);
+/* What XLA calls as attnmask_<call>: attention (xla.c), over a cache to which new tokens are appended, writes
+ * of new tokens to given slots (cache.c), linear attention and short convolutions (linear.c), cumulative sums
+ * and merges (sums.c). */
+#define AM_XLA_EACH_CALL(DO)                                                                                 \
+    DO(flash_forward)                                                                                        \
+    DO(flash_backward)                                                                                       \
+    DO(flash_kvcache)                                                                                        \
+    DO(write_kvcache)                                                                                        \
+    DO(linear_forward)                                                                                       \
+    DO(linear_backward)                                                                                      \
+    DO(linear_step)                                                                                          \
+    DO(convolution_forward)                                                                                  \
+    DO(convolution_backward)                                                                                 \
+    DO(convolution_step)                                                                                     \
+    DO(cumsum_forward)                                                                                       \
+    DO(cumsum_backward)                                                                                      \
+    DO(merge_forward)                                                                                        \
+    DO(merge_backward)
+#define AM_XLA_DECLARE(call) bool am_xla_##call(am_xla_call *c);
+AM_XLA_EACH_CALL(AM_XLA_DECLARE)
 
 #endif
