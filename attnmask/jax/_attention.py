@@ -46,7 +46,7 @@ class Attention(Function):
         return arrays, static
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
-        learned = {name: jax.numpy.asarray(arrays[name]) for name in LEARNED if name in arrays}
+        learned = {name: arrays[name] for name in LEARNED if name in arrays}
         known = static | arrays
         problem, batched = check(known)
         spec, others = specify(known, problem)

@@ -51,8 +51,15 @@ def _available(dtype: Any) -> Any:
     """Return a type of numbers as JAX has it, which has those of 64 bits only if it is asked for them."""
     try:
         return jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         return dtype  # which the core refuses
+
+
+def _in_jax(x: AnyArray) -> AnyArray:
+    try:
+        return jax.numpy.asarray(x)
+    except TypeError:
+        return x  # which the core refuses
 
 
 class Function:
@@ -96,17 +103,13 @@ class Function:
         return arrays, static
 
     def operands(self, arrays: AnyByName) -> AnyByName:
-        """Return arrays of JAX for those of NumPy whose type it has; others are refused later."""
-        return {
-            name: jax.numpy.asarray(x) if self.kinds[name] in _OPERANDS and x.dtype.kind not in "OUSMm" else x
-            for name, x in arrays.items()
-        }
+        return {name: _in_jax(x) if self.kinds[name] in _OPERANDS else x for name, x in arrays.items()}
 
     def compute(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         """Compute with NumPy, in place."""
         host = {name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in arrays.items()}
         for name in self.seeds:
-            host |= {name: int(host[name])} if name in host else {}
+            host |= {name: host[name].item()} if name in host else {}
         more = {self.row.all: with_all} if self.row.all else {}
         if self.row.by_name:
             static = {name: x for name, x in static.items() if name not in self.own}

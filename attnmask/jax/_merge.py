@@ -58,11 +58,12 @@ def merge_attention_states(outs: _Parts, lses: _Parts) -> tuple[jax.Array, jax.A
     True
     """
     given = _parts(outs, "outs"), _parts(lses, "lses")
+    known = jax.tree.map(lambda x: like(x) if is_traced(x) else as_array(x, "outs"), given)
+    known = [tuple(x) if isinstance(x, list) else x for x in known]
     if any(map(is_traced, jax.tree.leaves(given))):
-        _core.check_merge(*(tuple(map(like, x)) if isinstance(x, list) else like(x) for x in given))
+        _core.check_merge(*known)
         return _merged(*jax.tree.map(jax.numpy.asarray, given))
-    on_host = jax.tree.map(lambda x: as_array(x, "outs"), given)
-    merged: tuple[jax.Array, jax.Array] = call.to_jax(attention.merge_attention_states(*on_host))
+    merged: tuple[jax.Array, jax.Array] = call.to_jax(attention.merge_attention_states(*known))
     return merged
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import pytest
+from doors import OF_JAX, function_of
 from drawing import Arguments
 from fuzzer import Before, arrays_in, digest, same
 from hostile import INPUTS, LAYOUTS, Index, Subclass, subclass
@@ -209,6 +210,31 @@ def test_what_is_of_a_wrong_kind_is_refused_by_name(name):
             problems += [
                 refused(target, arguments, argument, x) for x in wrong(argument, arguments[argument])
             ]
+    assert not any(problems), "\n".join(filter(None, problems))
+
+
+@pytest.mark.levels("once")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OF_JAX)
+def test_jax_refuses_them_too(name, compiled):
+    """In eager calls, and where all other arrays are traced."""
+    jax = pytest.importorskip("jax")
+    import attnmask.jax
+
+    function, problems = function_of(attnmask.jax, name), []
+    for argument, arguments in right(name):
+        arguments.pop("out", None)
+
+        def call(argument=argument, **given):
+            arrays = {key: x for key, x in given.items() if isinstance(x, np.ndarray) and key != argument}
+            fixed = {key: x for key, x in given.items() if key not in arrays}
+            if not compiled:
+                return function(**given)
+            return jax.eval_shape(lambda arrays: function(**arrays, **fixed), arrays)
+
+        target = TARGETS[name]._replace(call=call, written=frozenset())
+        values = wrong(argument, arguments[argument]) if argument in arguments else ()
+        problems += [refused(target, arguments, argument, x) for x in values]
     assert not any(problems), "\n".join(filter(None, problems))
 
 
