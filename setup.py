@@ -51,7 +51,7 @@ X86_LEVELS = {
     "avx512bf16": AVX512BF16,
     "amx": AMX,
 }
-# What a level has of its own, a file below csrc/kernels each; core/runtime/isa.c takes the rest from the level below.
+# What a level has of its own, a file among kernels each; core/runtime/isa.c takes the rest from the level below.
 ALL = [
     "arrays",
     "flash_f32",
@@ -257,7 +257,9 @@ class BuildExt(build_ext):
         topics = TOPICS | ({"baseline": [*ALL, *EMULATED]} if "-DAM_EMULATE" in macros else {})
 
         no_pre = NO_PRE if self.understands(NO_PRE) else []
-        files_of_topics = {Path(path).stem: path for path in sources("csrc/kernels/**/*.c")}
+        files_of_topics = {
+            Path(path).stem: path for path in sources("csrc/**/*.c") if "kernels" in Path(path).parts
+        }
 
         def kernel(topic: str, level: str) -> Unit:
             written_out = level == "baseline" and topic != "arrays"
@@ -340,7 +342,11 @@ setup(
     ext_modules=[
         Extension(
             "attnmask._core",
-            sources=["csrc/module.c", *sources("csrc/bind/**/*.c"), *sources("csrc/core/**/*.c")],
+            sources=[
+                path
+                for path in sources("csrc/**/*.c")
+                if "kernels" not in Path(path).parts and path != "csrc/faults.c"
+            ],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[
                 ("AM_VERSION", f'"{VERSION}"'),

@@ -54,10 +54,12 @@ def _masked_on_cpu(
     value: torch.Tensor,
     mask_tensors: list[torch.Tensor],
     mask_specification: str,
-    *others: Any,
+    causal: bool,
+    offset: "int | None",
+    scale: "float | None",
 ) -> torch.Tensor:
     mask = restored(mask_specification, mask_tensors)
-    return _plain_on_cpu(query, key, value, *others, mask)
+    return _plain_on_cpu(query, key, value, causal, offset, scale, mask)
 
 
 def _masked_fake(*operands: Any) -> torch.Tensor:
@@ -197,24 +199,19 @@ def flash_attention(
     compiling = _is_compiling()
     tensors = query, key, value
     if return_lse is False and _is_plain(tensors, attention_mask, bias, more):
-        causal, offset, scale = (
-            more.get("causal", False),
-            more.get("causal_offset"),
-            more.get("softmax_scale"),
-        )
+        options: Any = more.get("causal", False), more.get("causal_offset"), more.get("softmax_scale")
         mask: Any = attention_mask
         if compiling:
             if mask is None:
-                return _plain_operator(*tensors, causal, offset, scale)
+                return _plain_operator(*tensors, *options)
             described = mask_tensors(mask)
-            return _masked_operator(
-                *tensors, list(described.tensors), described.specification, causal, offset, scale
-            )
+            return _masked_operator(*tensors, list(described.tensors), described.specification, *options)
         check_no_tangents(LEARNED, tensors, "flash_attention")
         if more.keys() <= _PLAIN_OPTIONS and not needs_operator(tensors):
             if mask is None:
-                return _plain(*tensors, causal, offset, scale)
-            return _plain_on_cpu(*tensors, causal, offset, scale, mask)
+                return _plain(*tensors, *options)
+            causal, offset, scale = options
+            return _plain_on_cpu(query, key, value, causal, offset, scale, mask)
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     if not more.keys() <= DEFAULTS.keys():

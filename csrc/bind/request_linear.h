@@ -4,7 +4,7 @@
 
 #include "bind/request.h"
 #include "core/linear/linear.h"
-#include "core/linear/short_convolution.h"
+#include "conv/short_convolution.h"
 
 /* Adds an axis for the one token of a step, behind that of the batch. */
 am_view am_with_token(am_view v);

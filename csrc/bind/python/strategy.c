@@ -4,7 +4,7 @@
 #include "core/attention/plan/strategy.h"
 #include "core/cache/formats.h"
 #include "core/linear/chunks.h"
-#include "core/linear/short_convolution_rows.h"
+#include "conv/short_convolution_rows.h"
 #include "core/runtime/isa.h"
 
 typedef enum { COUNT, NUMBER, FLAG, TYPE } kind;

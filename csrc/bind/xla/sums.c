@@ -16,7 +16,7 @@
 #include "bind/xla/xla.h"
 #include "core/arrays/convert.h"
 #include "core/attention/merge.h"
-#include "core/sequences/cumsum.h"
+#include "tokens/cumsum.h"
 
 enum { VERSION = 1 };
 enum { REVERSE = 1, HEAD_FIRST = 2, STARTS = 4, SCALED = 8, CHUNKS = 16, GRAD_LSE = 32 }; /* flags */

@@ -22,7 +22,7 @@
 #include "core/attention/base.h"
 #include "core/attention/terms/logit_terms.h"
 #include "core/cache/formats.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 #include "kernels/vec/half.h"
 
 typedef struct {

@@ -3,7 +3,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/cache/quantize.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 enum {
     PIECE = 256, /* numbers that are converted at a time */

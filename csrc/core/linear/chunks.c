@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 /* More channels are refused as AM_NO_MEMORY. Up to here no length overflows. */
 static const ptrdiff_t MOST_CHANNELS = 1 << 20;

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "core/runtime/sizes.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 enum {
     BLOCK = AM_TILE_COLUMNS,

@@ -12,15 +12,15 @@
 #define T uint16_t
 #define MEM(op) vf_##op##_f16
 #define FN(name) name##_f16
-#include "kernels/arrays/cumsum_tpl.h"
+#include "tokens/kernels/cumsum_tpl.h"
 #define T uint16_t
 #define MEM(op) vf_##op##_bf16
 #define FN(name) name##_bf16
-#include "kernels/arrays/cumsum_tpl.h"
+#include "tokens/kernels/cumsum_tpl.h"
 #define T float
 #define MEM(op) vf_##op
 #define FN(name) name##_f32
-#include "kernels/arrays/cumsum_tpl.h"
+#include "tokens/kernels/cumsum_tpl.h"
 #define T float
 #define FN(name) name##_32
 #include "kernels/arrays/transpose_tpl.h"
@@ -34,7 +34,7 @@
 #define T double
 #define MEM(op) vd_##op
 #define FN(name) name##_f64
-#include "kernels/arrays/cumsum_tpl.h"
+#include "tokens/kernels/cumsum_tpl.h"
 #define T double
 #define FN(name) name##_64
 #include "kernels/arrays/transpose_tpl.h"
@@ -55,21 +55,21 @@
 #define T int32_t
 #define U uint32_t
 #define FN(name) name##_32
-#include "kernels/arrays/tokens_tpl.h"
+#include "tokens/kernels/tokens_tpl.h"
 #define T int64_t
 #define U uint64_t
 #define FN(name) name##_64
-#include "kernels/arrays/tokens_tpl.h"
+#include "tokens/kernels/tokens_tpl.h"
 
-#include "kernels/arrays/divide.h"
+#include "tokens/kernels/divide.h"
 #define T int32_t
 #define UNSIGNED uint32_t
 #define FN(name) name##_32
-#include "kernels/arrays/sequences_tpl.h"
+#include "tokens/kernels/sequences_tpl.h"
 #define T int64_t
 #define UNSIGNED uint64_t
 #define FN(name) name##_64
-#include "kernels/arrays/sequences_tpl.h"
+#include "tokens/kernels/sequences_tpl.h"
 
 #include "kernels/arrays/bits.h"
 #include "kernels/arrays/words.h"

@@ -2,7 +2,7 @@
 #include "core/attention/terms/terms.h"
 
 #include "core/runtime/sizes.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 am_terms_found am_find_terms(const am_attn *attn)
 {

@@ -1,7 +1,7 @@
 /* pages.c – where the keys and values of a sequence lie in the pages of a cache. */
 #include "core/attention/tiles/pages.h"
 
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 /* Where a key lies in a paged cache. */
 typedef struct {

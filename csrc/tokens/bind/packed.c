@@ -1,10 +1,10 @@
 /* packed.c – bindings of the packed-sequence functions. */
 #include "bind/python/arguments.h"
-#include "bind/python/counts.h"
+#include "tokens/bind/counts.h"
 #include "bind/python/mask_arrays.h"
 #include "core/arrays/convert.h"
-#include "core/sequences/packed.h"
-#include "core/arrays/quotients.h"
+#include "core/arrays/packed.h"
+#include "tokens/quotients.h"
 
 #include <string.h>
 

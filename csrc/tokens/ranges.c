@@ -1,5 +1,5 @@
 /* ranges.c – fills masks from ranges of tokens. */
-#include "core/sequences/ranges.h"
+#include "tokens/ranges.h"
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"

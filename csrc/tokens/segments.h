@@ -1,6 +1,6 @@
 /* segments.h – converts, checks, counts and numbers the tokens of segments. */
-#ifndef AM_CORE_SEQUENCES_SEGMENTS_H
-#define AM_CORE_SEQUENCES_SEGMENTS_H
+#ifndef AM_TOKENS_SEGMENTS_H
+#define AM_TOKENS_SEGMENTS_H
 
 #include <stdint.h>
 

@@ -1,7 +1,7 @@
 /* extents.h – the tokens that have a live pair in a mask, and the range from the first of them to the
  * last. */
-#ifndef AM_CORE_SEQUENCES_EXTENTS_H
-#define AM_CORE_SEQUENCES_EXTENTS_H
+#ifndef AM_TOKENS_EXTENTS_H
+#define AM_TOKENS_EXTENTS_H
 
 #include "core/arrays/mask_rows.h"
 #include "core/runtime/threads.h"

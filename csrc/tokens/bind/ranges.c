@@ -1,10 +1,10 @@
 /* ranges.c – bindings of the functions on ranges of tokens, which are passed as pairs [start0, end0, start1,
  * end1, …]. */
-#include "bind/python/counts.h"
+#include "tokens/bind/counts.h"
 #include "bind/python/mask_arrays.h"
 #include "core/arrays/convert.h"
-#include "core/sequences/extents.h"
-#include "core/sequences/ranges.h"
+#include "tokens/extents.h"
+#include "tokens/ranges.h"
 
 typedef enum { ANY, ALL, FIRST } reduction;
 

@@ -1,11 +1,11 @@
 /* short_convolution_rows.c – copies rows of tokens between arrays and buffers. */
-#include "core/linear/short_convolution_rows.h"
+#include "conv/short_convolution_rows.h"
 
 #include <string.h>
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/array.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 am_conv_place am_conv_place_of(const am_short_conv *conv, const am_kernels *kernels, ptrdiff_t channel,
                                ptrdiff_t lanes, am_dtype type)

@@ -7,7 +7,7 @@
  * comparison per word, and one look-up for each line that leaves its class. Ranges of positions are refined
  * independently, and their classes are then combined.
  */
-#include "core/sequences/equal_lines.h"
+#include "tokens/equal_lines.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* extents.c – reduces masks to what extents.h declares; each search ends as soon as its result is known. */
-#include "core/sequences/extents.h"
+#include "tokens/extents.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* quotients.c – divides integers by arrays of divisors and rounds up. */
-#include "core/arrays/quotients.h"
+#include "tokens/quotients.h"
 
 #include "core/runtime/sizes.h"
 

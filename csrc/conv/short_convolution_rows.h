@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "core/linear/short_convolution.h"
+#include "conv/short_convolution.h"
 
 enum {
     AM_CONV_LANES = 256,    /* channels of a task where rows are copied */

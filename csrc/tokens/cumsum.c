@@ -11,7 +11,7 @@
  * Elements of the source or the result are copied through a tile in the first-level cache where their type is
  * not that of the sums, or where neither lanes nor time are contiguous.
  */
-#include "core/sequences/cumsum.h"
+#include "tokens/cumsum.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 enum {
     TILE = 2048,           /* elements; 16 KB of float64 */

@@ -1,6 +1,6 @@
 /* counts.h – integer results in the type that the caller wants. */
-#ifndef AM_BIND_PYTHON_COUNTS_H
-#define AM_BIND_PYTHON_COUNTS_H
+#ifndef AM_TOKENS_BIND_COUNTS_H
+#define AM_TOKENS_BIND_COUNTS_H
 
 #include "bind/python/arguments.h"
 

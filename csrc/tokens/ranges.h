@@ -1,10 +1,10 @@
 /* ranges.h – masks whose live tokens form one range in each batch row. */
-#ifndef AM_CORE_SEQUENCES_RANGES_H
-#define AM_CORE_SEQUENCES_RANGES_H
+#ifndef AM_TOKENS_RANGES_H
+#define AM_TOKENS_RANGES_H
 
 #include <stdint.h>
 
-#include "core/sequences/extents.h"
+#include "tokens/extents.h"
 #include "core/runtime/threads.h"
 
 /* An array that am_fill_boxes fills: with `live` for each pair (q, k) inside of the box of its batch row,

@@ -1,10 +1,10 @@
 /* segments.c – bindings of the functions on segment ids. */
-#include "bind/python/counts.h"
+#include "tokens/bind/counts.h"
 #include "bind/python/mask_arrays.h"
 #include "core/runtime/sizes.h"
-#include "core/sequences/extents.h"
-#include "core/sequences/equal_lines.h"
-#include "core/sequences/segments.h"
+#include "tokens/extents.h"
+#include "tokens/equal_lines.h"
+#include "tokens/segments.h"
 
 #include <stdlib.h>
 #include <string.h>

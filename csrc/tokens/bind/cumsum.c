@@ -1,6 +1,6 @@
 /* cumsum.c – bindings of the chunked cumulative sums. */
 #include "bind/python/arguments.h"
-#include "core/sequences/cumsum.h"
+#include "tokens/cumsum.h"
 
 /* The arguments of both functions; chunk_global_cumsum leaves chunk_size 0. */
 typedef struct {

@@ -1,5 +1,5 @@
 /* packed.c – fills arrays over the tokens of packed sequences, and counts the tokens of mask rows. */
-#include "core/sequences/packed.h"
+#include "core/arrays/packed.h"
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"

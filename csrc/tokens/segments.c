@@ -1,6 +1,6 @@
 /* segments.c – converts, checks and counts segment ids, a block of tokens at a time, and numbers the tokens
  * of segments, span by span. */
-#include "core/sequences/segments.h"
+#include "tokens/segments.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

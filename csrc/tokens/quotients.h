@@ -1,6 +1,6 @@
 /* quotients.h – divides integers and rounds up. */
-#ifndef AM_CORE_ARRAYS_QUOTIENTS_H
-#define AM_CORE_ARRAYS_QUOTIENTS_H
+#ifndef AM_TOKENS_QUOTIENTS_H
+#define AM_TOKENS_QUOTIENTS_H
 
 #include "core/runtime/threads.h"
 

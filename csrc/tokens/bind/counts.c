@@ -1,5 +1,5 @@
 /* counts.c – integer results in the type that the caller wants. */
-#include "bind/python/counts.h"
+#include "tokens/bind/counts.h"
 
 /* The largest value of an integer type, or of npy_intp if that is smaller. */
 static npy_intp largest(am_dtype type)

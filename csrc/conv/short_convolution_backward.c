@@ -13,7 +13,7 @@
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/linear/short_convolution_rows.h"
+#include "conv/short_convolution_rows.h"
 
 enum { MOST_PIECES = 64 }; /* whose sums are kept at once */
 

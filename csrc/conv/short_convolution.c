@@ -3,14 +3,14 @@
  * A task is a piece of the tokens of all sequences, and some channels. Kernels read rows where they lie, if
  * they are of the type of the sums and their channels are contiguous; others are copied to a window first. A
  * result depends only on the W tokens up to its own, so pieces may begin anywhere. */
-#include "core/linear/short_convolution.h"
+#include "conv/short_convolution.h"
 
 #include <stdint.h>
 #include <string.h>
 
 #include "core/runtime/sizes.h"
 #include "core/runtime/workspaces.h"
-#include "core/linear/short_convolution_rows.h"
+#include "conv/short_convolution_rows.h"
 
 enum {
     DIRECT_LANES =

@@ -1,6 +1,6 @@
 /* equal_lines.h – finds out which rows of a mask are equal, and which columns. */
-#ifndef AM_CORE_SEQUENCES_EQUAL_LINES_H
-#define AM_CORE_SEQUENCES_EQUAL_LINES_H
+#ifndef AM_TOKENS_EQUAL_LINES_H
+#define AM_TOKENS_EQUAL_LINES_H
 
 #include "core/arrays/mask_rows.h"
 #include "core/runtime/threads.h"

@@ -1,6 +1,6 @@
 /* cumsum.h – running sums over time that restart at every sequence and chunk. */
-#ifndef AM_CORE_SEQUENCES_CUMSUM_H
-#define AM_CORE_SEQUENCES_CUMSUM_H
+#ifndef AM_TOKENS_CUMSUM_H
+#define AM_TOKENS_CUMSUM_H
 
 #include "core/arrays/array.h"
 #include "core/runtime/threads.h"

@@ -1,7 +1,7 @@
 /* packed.h – packed sequences: `starts` has sequences + 1 entries, which begin with 0 and never decrease.
  * Sequence s owns tokens starts[s] … starts[s + 1] - 1. */
-#ifndef AM_CORE_SEQUENCES_PACKED_H
-#define AM_CORE_SEQUENCES_PACKED_H
+#ifndef AM_CORE_ARRAYS_PACKED_H
+#define AM_CORE_ARRAYS_PACKED_H
 
 #include <stddef.h>
 #include <stdint.h>
