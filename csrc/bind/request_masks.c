@@ -219,8 +219,9 @@ static bool read_dense(am_request *r, am_node *node, const am_operand *o)
         if (i >= 2 && v->shape[i] > 1) slack[i - 2] = v->shape[i] - wanted[i];
     }
     if (!fits) return am_refuse(r, AM_WRONG_VALUE, v, "attention_mask must broadcast to [B, H, Tq, Tk]");
-    const am_view shared = am_shared(*v);
-    node->dense.array = am_array_of(&shared, AM_HEADS_FIRST);
+    node->dense.data = v->data, node->dense.type = v->type;
+    node->dense.batch = am_shared_stride(v, 0), node->dense.head = am_shared_stride(v, 1);
+    node->dense.row = am_shared_stride(v, 2), node->dense.column = am_shared_stride(v, 3);
     node->dense.map.q_shift = read_shift(r, &o[1], slack[0]);
     node->dense.map.k_shift = node->dense.map.q_shift ? read_shift(r, &o[2], slack[1]) : NULL;
     return node->dense.map.k_shift;
@@ -435,7 +436,7 @@ static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_
         node->diagonal.at.blocks = NULL;
         return true;
     case AM_TERM_DENSE:
-        node->dense.array.data = am_token(&node->dense.array, 0, 0, begin);
+        node->dense.data += begin * node->dense.row;
         node->dense.map.places = NULL;
         return true;
     default: return true;

@@ -114,7 +114,10 @@ typedef struct {
         struct {
             am_tile_map map; /* summaries: of 64 × 64 pairs, and of all along an axis whose stride is 0.
                               * Arrays have an element for each shifted position of the others */
-            am_array array;  /* queries are tokens, and keys channels */
+            const char *data;
+            am_dtype type;
+            ptrdiff_t batch, head, row, column; /* strides in bytes. Not an am_array: short calls would pay
+                                                 * for longer nodes, 1 % */
         } dense;
         struct {
             am_tile_map map; /* in the same memory as that of an array; of 64 × 64 pairs, if any has bits */

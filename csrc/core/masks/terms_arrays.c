@@ -13,20 +13,23 @@ enum { BLOCK = AM_TILE_COLUMNS };
 
 static void dense_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
-    const am_array *array = &node->dense.array;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(array->type), column = array->stride.channel;
+    ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
     ptrdiff_t q = p->q + node->dense.map.q_shift[p->b], k = p->k + node->dense.map.k_shift[p->b];
-    const char *row = am_token(array, p->b, p->h, q) + k * column;
-    am_nonzero_bits *nonzero = mask->kernels->masks.nonzero_bits[am_lane_of(array->type)];
+    const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
+                       q * node->dense.row + k * node->dense.column;
+    am_nonzero_bits *nonzero = mask->kernels->masks.nonzero_bits[am_lane_of(node->dense.type)];
     uint64_t gathered[AM_TILE_COLUMNS]; /* elements of the widest type fit */
-    for (ptrdiff_t r = 0; r < p->rows; r++, row += array->stride.token) {
-        if (r > 0 && array->stride.token == 0) {
+    for (ptrdiff_t r = 0; r < p->rows; r++) {
+        const char *row = data + r * node->dense.row;
+        if (r > 0 && node->dense.row == 0) {
             bits[r] = bits[0];
             continue;
         }
-        if (column != size)
-            am_copy_2d((char *)gathered, 0, size, row, 0, column, 1, p->columns, (size_t)size);
-        bits[r] = nonzero(column != size ? (const char *)gathered : row, p->columns);
+        if (node->dense.column != size) {
+            am_copy_2d((char *)gathered, 0, size, row, 0, node->dense.column, 1, p->columns, (size_t)size);
+            row = (const char *)gathered;
+        }
+        bits[r] = nonzero(row, p->columns);
     }
 }
 
@@ -45,22 +48,23 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     enum { WORDS = 64 }; /* words read from a row before the next row; one word where elements lie apart */
     const dense_job *job = arg;
     const am_node *node = job->node;
-    const am_array *array = &node->dense.array;
-    const ptrdiff_t heads = array->stride.head ? job->mask->heads : 1, plane = index / job->q_blocks,
+    const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / job->q_blocks,
                     first = index % job->q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
     /* Tiles are those of the array: the shift of a batch row is added when they are read. */
+    const char *data =
+        node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
     const am_mask_rows mask_rows = {
         .kernels = job->mask->kernels,
-        .columns.stride = array->stride.channel,
-        .size = (ptrdiff_t)am_size_of(array->type),
-        .lane = am_lane_of(array->type),
+        .columns.stride = node->dense.column,
+        .size = (ptrdiff_t)am_size_of(node->dense.type),
+        .lane = am_lane_of(node->dense.type),
     };
     const ptrdiff_t most = mask_rows.columns.stride == mask_rows.size ? WORDS * BLOCK : BLOCK;
     for (ptrdiff_t k = 0; k < job->keys; k += most) {
         const ptrdiff_t columns = am_min(most, job->keys - k), words = am_ceil_div(columns, BLOCK);
         uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
         for (ptrdiff_t q = first; q < last; q++) {
-            am_mask_rows_pack(&mask_rows, bits, am_token(array, plane / heads, plane % heads, q), k, columns);
+            am_mask_rows_pack(&mask_rows, bits, data + q * node->dense.row, k, columns);
             for (ptrdiff_t i = 0; i < words; i++) any[i] |= bits[i], dead[i] |= ~bits[i];
         }
         for (ptrdiff_t i = 0; i < words; i++) {
@@ -76,7 +80,6 @@ static am_status dense_prepare(const am_context *context, const am_mask *mask, a
 {
     static const ptrdiff_t ALL = (ptrdiff_t)1 << 60; /* beyond every shifted position */
     am_tile_map *map = &node->dense.map;
-    const am_by_axis *stride = &node->dense.array.stride;
     ptrdiff_t most_q_shift = 0, most_k_shift = 0;
     for (ptrdiff_t b = 0; b < mask->batch; b++) {
         most_q_shift = am_max(most_q_shift, map->q_shift[b]);
@@ -85,15 +88,15 @@ static am_status dense_prepare(const am_context *context, const am_mask *mask, a
     dense_job job = {
         .mask = mask,
         .node = node,
-        .queries = stride->token ? mask->queries + most_q_shift : am_min(mask->queries, 1),
-        .keys = stride->channel ? mask->keys + most_k_shift : am_min(mask->keys, 1),
+        .queries = node->dense.row ? mask->queries + most_q_shift : am_min(mask->queries, 1),
+        .keys = node->dense.column ? mask->keys + most_k_shift : am_min(mask->keys, 1),
     };
     job.q_blocks = am_ceil_div(job.queries, BLOCK);
-    map->q_size = stride->token ? BLOCK : ALL, map->k_size = stride->channel ? BLOCK : ALL;
+    map->q_size = node->dense.row ? BLOCK : ALL, map->k_size = node->dense.column ? BLOCK : ALL;
     map->row = am_ceil_div(job.keys, BLOCK);
-    map->head = stride->head ? job.q_blocks * map->row : 0;
-    map->batch = stride->batch ? (stride->head ? mask->heads : 1) * job.q_blocks * map->row : 0;
-    ptrdiff_t rows = am_distinct_rows(mask, stride->batch, stride->head) * job.q_blocks;
+    map->head = node->dense.head ? job.q_blocks * map->row : 0;
+    map->batch = node->dense.batch ? (node->dense.head ? mask->heads : 1) * job.q_blocks * map->row : 0;
+    ptrdiff_t rows = am_distinct_rows(mask, node->dense.batch, node->dense.head) * job.q_blocks;
     /* No question is asked about an empty mask, whose arrays may have no elements. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
     map->places = job.places = malloc((size_t)am_max(rows * map->row, 1) * sizeof *job.places);
@@ -171,7 +174,7 @@ static am_tile map_tile(const am_mask *mask, const am_node *node, const am_regio
     return (am_tile)first;
 }
 
-static bool dense_is_by_head(const am_node *node) { return node->dense.array.stride.head != 0; }
+static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0; }
 
 const am_term_kind am_dense_term = {
     .prepare = dense_prepare,
