@@ -64,6 +64,12 @@ static inline am_prefetch_rows am_prefetch_rows_of(am_array rows)
                               .rows = am_is_plain(&rows, 1) ? rows.shape.token : 0};
 }
 
+static inline bool am_is_contiguous_row(const am_array *a)
+{
+    return a->shape.token == 1 &&
+           (a->shape.channel == 1 || a->stride.channel == (ptrdiff_t)am_size_of(a->type));
+}
+
 /* The functions below, from rows to numbers or back, for rows that lie in any way. */
 typedef enum { AM_GATHER, AM_SCATTER } am_direction;
 bool am_copy_rows(const am_kernels *kernels, am_direction way, const am_array *rows, am_dtype type,
@@ -74,18 +80,17 @@ bool am_copy_rows(const am_kernels *kernels, am_direction way, const am_array *r
 static inline bool am_gather(const am_kernels *kernels, am_dtype type, void *to, ptrdiff_t stride,
                              const am_array *from)
 {
-    const ptrdiff_t rows = from->shape.token, columns = from->shape.channel;
-    if (rows == 1 && from->stride.channel == (ptrdiff_t)am_size_of(from->type) && columns == stride)
-        return am_convert(kernels, type, to, from->type, from->data, columns);
-    return am_copy_rows(kernels, AM_GATHER, from, type, to, stride);
+    const ptrdiff_t columns = from->shape.channel, size = (ptrdiff_t)am_size_of(type);
+    if (!am_is_contiguous_row(from)) return am_copy_rows(kernels, AM_GATHER, from, type, to, stride);
+    if (columns < stride) memset((char *)to + columns * size, 0, (size_t)((stride - columns) * size));
+    return am_convert(kernels, type, to, from->type, from->data, columns);
 }
 
 static inline bool am_scatter(const am_kernels *kernels, const am_array *to, am_dtype type, const void *from,
                               ptrdiff_t stride)
 {
-    if (to->shape.token == 1 && to->stride.channel == (ptrdiff_t)am_size_of(to->type))
-        return am_convert(kernels, to->type, to->data, type, from, to->shape.channel);
-    return am_copy_rows(kernels, AM_SCATTER, to, type, (void *)from, stride);
+    if (!am_is_contiguous_row(to)) return am_copy_rows(kernels, AM_SCATTER, to, type, (void *)from, stride);
+    return am_convert(kernels, to->type, to->data, type, from, to->shape.channel);
 }
 
 /* Returns rows of `stride` numbers of `type`, in whole lanes of `width`: where they lie if they can be read

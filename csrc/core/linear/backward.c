@@ -71,7 +71,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_place *at, 
 {
     const am_linear_base *base = at->base;
     am_linear_buffers *b = at->b;
-    am_linear_read(at, am_linear_values(at, &job->back->d_out), b->back.d_out, base->shape.channel_stride);
+    am_linear_read(at, &job->back->d_out, AM_LINEAR_VALUES, b->back.d_out, base->shape.channel_stride);
     if (chunk->prefetch && at->index > 0) {
         am_linear_place next = *at;
         next.index--;
@@ -99,16 +99,16 @@ static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t 
     const am_linear_buffers *b = at->b;
     const struct {
         const am_array *array;
-        am_array (*rows)(const am_linear_place *at, const am_array *array);
+        am_linear_part part;
         const char *from;
         ptrdiff_t stride;
     } parts[] = {
-        {&job->query, am_linear_rows, b->back.d_q, s->row_stride},
-        {&job->key, am_linear_rows, b->back.d_k, s->row_stride},
-        {&job->back->value, am_linear_rows, b->back.d_v, s->channel_stride},
-        {&job->decay, base->linear->by_channel ? am_linear_rows : am_linear_numbers, b->back.d_decay,
+        {&job->query, AM_LINEAR_ROWS, b->back.d_q, s->row_stride},
+        {&job->key, AM_LINEAR_ROWS, b->back.d_k, s->row_stride},
+        {&job->back->value, AM_LINEAR_VALUES, b->back.d_v, s->channel_stride},
+        {&job->decay, base->linear->by_channel ? AM_LINEAR_ROWS : AM_LINEAR_NUMBERS, b->back.d_decay,
          s->row_stride},
-        {&job->back->beta, am_linear_numbers, b->back.d_beta, 0},
+        {&job->back->beta, AM_LINEAR_NUMBERS, b->back.d_beta, 0},
     };
     base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, tokens,
                                    s->row_stride);
@@ -116,7 +116,7 @@ static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t 
         base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, tokens, s->row_stride);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (parts[i].array->data)
-            am_linear_write(at, parts[i].rows(at, parts[i].array), parts[i].from, parts[i].stride);
+            am_linear_write(at, parts[i].array, parts[i].part, parts[i].from, parts[i].stride);
     }
 }
 
@@ -155,7 +155,9 @@ static am_status take(void *arg, const am_linear_place *at, am_linear_chunk *chu
 static void end(void *arg, const am_linear_place *at)
 {
     const backward_job *job = arg;
-    if (job->back->state.data) am_linear_write_state(at, &job->back->state, at->b->states[0]);
+    if (job->back->state.data)
+        am_linear_write(at, &job->back->state, AM_LINEAR_STATE, at->b->states[0],
+                        at->base->shape.channel_stride);
 }
 
 /* --- States first --- */
@@ -166,7 +168,7 @@ static am_status take_state(void *arg, const am_linear_place *at, am_linear_chun
     const am_linear_gradients g = gradients_at(at);
     am_linear_keep(at, job->d_states, at->index + 1, g.d_next);
     am_status status = take_chunk(job, at, chunk, &g, at->base->chunks->backward_state);
-    am_linear_write(at, am_linear_values(at, &job->d_u), at->b->back.d_u, at->base->shape.channel_stride);
+    am_linear_write(at, &job->d_u, AM_LINEAR_VALUES, at->b->back.d_u, at->base->shape.channel_stride);
     return status;
 }
 
@@ -190,7 +192,7 @@ static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
     g.d_next = am_linear_kept_state(&at, job->d_states, at.index + 1);
     g.d_state = at.b->states[0];
     g.known = true;
-    am_linear_read(&at, am_linear_values(&at, &job->d_u), at.b->back.d_u, base->shape.channel_stride);
+    am_linear_read(&at, &job->d_u, AM_LINEAR_VALUES, at.b->back.d_u, base->shape.channel_stride);
     am_status status = take_chunk(job, &at, &chunk, &g, base->chunks->backward);
     if (status == AM_OK) store(job, &at, chunk.tokens);
     return status;

@@ -125,6 +125,7 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
     const am_linear *linear = base->linear;
     const ptrdiff_t slice = task % base->slices, head = task / base->slices % linear->heads;
     am_linear_place at = {.base = base, .end = linear->tokens, .head = head};
+    at.key_head = head / (linear->heads / linear->key_heads);
     at.sequence = task / base->slices / linear->heads;
     at.channel = slice * base->shape.channels;
     at.channels = am_min(linear->channels - at.channel, base->shape.channels);
@@ -220,52 +221,52 @@ static ptrdiff_t tokens_of(const am_linear_place *at)
     return am_min(at->base->shape.tokens, at->end - token_of(at));
 }
 
-static am_array rows_of(const am_linear_place *at, const am_array *array, ptrdiff_t head)
+static inline am_array part_of(const am_linear_place *at, const am_array *a, am_linear_part part)
 {
-    return am_rows_from(array, am_token(array, at->batch, head, token_of(at)), tokens_of(at));
-}
-
-am_array am_linear_rows(const am_linear_place *at, const am_array *array)
-{
-    return rows_of(at, array, at->head);
-}
-
-static am_array slice_of(const am_linear_place *at, am_array rows)
-{
-    rows.data += at->channel * rows.stride.channel, rows.shape.channel = at->channels;
+    const bool state = part == AM_LINEAR_STATE;
+    const ptrdiff_t count = state ? at->base->shape.rows : tokens_of(at);
+    const char *first = am_token(a, state ? at->sequence : at->batch,
+                                 part == AM_LINEAR_KEYS ? at->key_head : at->head, state ? 0 : token_of(at));
+    if (part == AM_LINEAR_NUMBERS) return am_one_row(first, a->type, a->stride.token, count);
+    am_array rows = am_rows_from(a, first, count);
+    if (state || part == AM_LINEAR_VALUES)
+        rows.data += at->channel * rows.stride.channel, rows.shape.channel = at->channels;
     return rows;
 }
 
-am_array am_linear_values(const am_linear_place *at, const am_array *array)
+void am_linear_read(const am_linear_place *at, const am_array *from, am_linear_part part, void *to,
+                    ptrdiff_t stride)
 {
-    return slice_of(at, am_linear_rows(at, array));
+    const am_array rows = part_of(at, from, part);
+    am_gather(at->base->all_kernels, at->base->type, to, stride, &rows);
 }
 
-am_array am_linear_numbers(const am_linear_place *at, const am_array *array)
+void am_linear_write(const am_linear_place *at, const am_array *to, am_linear_part part, const void *from,
+                     ptrdiff_t stride)
 {
-    const char *first = am_token(array, at->batch, at->head, token_of(at));
-    return am_one_row(first, array->type, array->stride.token, tokens_of(at));
+    const am_array rows = part_of(at, to, part);
+    am_scatter(at->base->all_kernels, &rows, at->base->type, from, stride);
 }
 
-/* Queries, or keys. */
-static am_array keys_of(const am_linear_place *at, bool keys)
+/* Reads rows as kernels for chunks take them, a lane of the type of sums at a time: where they lie if they
+ * can be read there. */
+static inline am_rows read_lanes(const am_linear_base *base, const am_array *rows, ptrdiff_t stride, void *to)
 {
-    const am_linear *linear = at->base->linear;
-    return rows_of(at, keys ? &linear->key : &linear->query, at->head / (linear->heads / linear->key_heads));
+    const ptrdiff_t width = base->size / (ptrdiff_t)am_size_of(base->chunks->rows);
+    return am_read_rows(base->all_kernels, base->chunks->rows, width, rows, stride, to);
 }
 
 /* --- Chunks --- */
 
 static void read_channel_decay(const am_linear_place *at)
 {
-    am_linear_read(at, am_linear_rows(at, &at->base->linear->decay), at->b->decay,
-                   at->base->shape.row_stride);
+    am_linear_read(at, &at->base->linear->decay, AM_LINEAR_ROWS, at->b->decay, at->base->shape.row_stride);
 }
 
 static void read_factors_by_channel(const am_linear_place *at)
 {
     const am_linear_base *base = at->base;
-    const am_array decay = am_linear_rows(at, &base->linear->decay);
+    const am_array decay = part_of(at, &base->linear->decay, AM_LINEAR_ROWS);
     const ptrdiff_t stride = base->shape.row_stride;
     const am_rows rows = am_read_rows(base->all_kernels, base->type, 1, &decay, stride, at->b->decay);
     double *sums = (double *)at->b->sums;
@@ -281,7 +282,7 @@ static void read_factors(const am_linear_place *at)
     const ptrdiff_t stride = base->shape.token_stride;
     const bool wide = base->type == AM_FLOAT64;
     if (base->linear->decay.data)
-        am_linear_read(at, am_linear_numbers(at, &base->linear->decay), b->decay, stride);
+        am_linear_read(at, &base->linear->decay, AM_LINEAR_NUMBERS, b->decay, stride);
     else
         memset(b->decay, 0, (size_t)(stride * base->size));
     double *exact = (double *)b->exact;
@@ -306,25 +307,18 @@ static const void *read_beta(const am_linear_place *at)
 {
     const am_linear_base *base = at->base;
     if (!base->shape.delta) return NULL;
-    am_linear_read(at, am_linear_numbers(at, &base->linear->beta), at->b->beta, base->shape.token_stride);
+    am_linear_read(at, &base->linear->beta, AM_LINEAR_NUMBERS, at->b->beta, base->shape.token_stride);
     return at->b->beta;
 }
 
-/* Reads rows as kernels for chunks take them, a lane of the type of sums at a time. */
-static am_rows read_lanes(const am_linear_base *base, const am_array *from, ptrdiff_t stride, void *to)
-{
-    const ptrdiff_t width = base->size / (ptrdiff_t)am_size_of(base->chunks->rows);
-    return am_read_rows(base->all_kernels, base->chunks->rows, width, from, stride, to);
-}
-
-/* Queries and keys as they are in memory, and there if they lie as kernels need them: side by side. */
-static const void *unscaled_keys(const am_linear_place *at, bool keys, void *to)
+/* Queries or keys as they are in memory, and there if they lie as kernels need them: side by side. */
+static const void *unscaled_keys(const am_linear_place *at, const am_array *from, void *to)
 {
     const am_linear_base *base = at->base;
     const ptrdiff_t stride = base->shape.row_stride;
-    const am_array from = keys_of(at, keys);
-    if (from.stride.token == stride * from.stride.channel) return read_lanes(base, &from, stride, to).data;
-    am_gather(base->all_kernels, base->chunks->rows, to, stride, &from);
+    const am_array rows = part_of(at, from, AM_LINEAR_KEYS);
+    if (rows.stride.token == stride * rows.stride.channel) return read_lanes(base, &rows, stride, to).data;
+    am_gather(base->all_kernels, base->chunks->rows, to, stride, &rows);
     return to;
 }
 
@@ -332,9 +326,10 @@ static const void *unscaled_keys(const am_linear_place *at, bool keys, void *to)
 static void read_keys(const am_linear_place *at, char *const to[2], char *const inverses[2])
 {
     const am_linear_base *base = at->base;
+    const am_array *const from[] = {&base->linear->query, &base->linear->key};
     const ptrdiff_t stride = base->shape.row_stride;
     for (int i = 0; i < 2; i++) {
-        am_linear_read(at, keys_of(at, i), to[i], stride);
+        am_linear_read(at, from[i], AM_LINEAR_KEYS, to[i], stride);
         if (i == 0 || base->linear->normalize)
             base->kernels->scale_rows(to[i], inverses[i], i ? 1 : base->linear->scale, tokens_of(at), stride);
     }
@@ -348,8 +343,8 @@ am_linear_chunk am_linear_load(const am_linear_place *at)
     chunk.exact = (const double *)b->exact, chunk.whole = b->whole;
     chunk.tokens = tokens_of(at);
     if (base->unscaled) {
-        chunk.q = unscaled_keys(at, false, b->q);
-        chunk.k = unscaled_keys(at, true, b->k);
+        chunk.q = unscaled_keys(at, &base->linear->query, b->q);
+        chunk.k = unscaled_keys(at, &base->linear->key, b->k);
     } else {
         read_keys(at, (char *const[]){b->q, b->k}, (char *const[]){b->q_inverse, b->k_inverse});
     }
@@ -368,27 +363,34 @@ void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk)
 {
     const am_linear_base *base = at->base;
     const ptrdiff_t stride = base->shape.channel_stride, size = (ptrdiff_t)am_size_of(base->chunks->rows);
-    const am_array from = am_linear_values(at, &base->linear->value);
+    const am_array from = part_of(at, &base->linear->value, AM_LINEAR_VALUES);
     am_rows v = {.data = at->b->v, .stride = stride * size};
     if (base->shape.delta || base->chunks->rows != base->type) /* each row is read once */
         v = read_lanes(base, &from, stride, at->b->v);
     else
-        am_linear_read(at, from, at->b->v, stride);
+        am_gather(base->all_kernels, base->type, at->b->v, stride, &from);
     chunk->shape = &base->shape;
     chunk->out = at->b->out;
     chunk->v = v.data, chunk->v_stride = v.stride / size;
 }
 
+static void plan_part(const am_linear_place *at, const am_array *array, am_linear_part part,
+                      am_prefetch_plan *plan)
+{
+    am_plan_rows(plan, am_prefetch_rows_of(part_of(at, array, part)));
+}
+
 void am_linear_plan_keys(const am_linear_place *at, am_prefetch_plan *plan)
 {
     const am_linear *linear = at->base->linear;
-    for (int i = 0; i < 2; i++) am_plan_rows(plan, am_prefetch_rows_of(keys_of(at, i)));
-    if (linear->by_channel) am_plan_rows(plan, am_prefetch_rows_of(am_linear_rows(at, &linear->decay)));
+    plan_part(at, &linear->query, AM_LINEAR_KEYS, plan);
+    plan_part(at, &linear->key, AM_LINEAR_KEYS, plan);
+    if (linear->by_channel) plan_part(at, &linear->decay, AM_LINEAR_ROWS, plan);
 }
 
 void am_linear_plan_values(const am_linear_place *at, const am_array *values, am_prefetch_plan *plan)
 {
-    am_plan_rows(plan, am_prefetch_rows_of(am_linear_values(at, values)));
+    plan_part(at, values, AM_LINEAR_VALUES, plan);
 }
 
 static void find_resets(const am_linear_place *at, am_linear_chunk *chunk)
@@ -414,7 +416,7 @@ void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk)
         q = b->wide, k = q + s->token_stride * s->row_stride * base->size;
         char *v = k + s->token_stride * s->row_stride * base->size;
         if (inverse) inverse = v + s->token_stride * s->channel_stride * base->size;
-        am_linear_read(at, am_linear_values(at, &base->linear->value), v, s->channel_stride);
+        am_linear_read(at, &base->linear->value, AM_LINEAR_VALUES, v, s->channel_stride);
         chunk->v = v, chunk->v_stride = s->channel_stride;
     }
     if (base->unscaled || !chunk->q)
@@ -447,24 +449,13 @@ void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, 
 
 /* --- States --- */
 
-static am_array state_of(const am_linear_place *at, const am_array *states)
-{
-    const char *first = am_token(states, at->sequence, at->head, 0);
-    return slice_of(at, am_rows_from(states, first, at->base->shape.rows));
-}
-
 void am_linear_read_state(const am_linear_place *at, const am_array *states, void *to)
 {
     const am_linear_shape *s = &at->base->shape;
     if (states->data)
-        am_linear_read(at, state_of(at, states), to, s->channel_stride);
+        am_linear_read(at, states, AM_LINEAR_STATE, to, s->channel_stride);
     else
         memset(to, 0, (size_t)(s->rows * s->channel_stride * at->base->size));
-}
-
-void am_linear_write_state(const am_linear_place *at, const am_array *states, const void *from)
-{
-    am_linear_write(at, state_of(at, states), from, at->base->shape.channel_stride);
 }
 
 ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence)

@@ -40,8 +40,9 @@ typedef struct {
 /* A chunk of a sequence, value head and slice of its channels, and the memory of whoever takes it. */
 typedef struct {
     const am_linear_base *base;
-    ptrdiff_t batch, begin, end, sequence, head, channel, channels; /* begin, end: tokens of the sequence */
-    ptrdiff_t index;                                                /* of the chunk */
+    ptrdiff_t batch, begin, end, sequence; /* begin, end: tokens of the sequence */
+    ptrdiff_t head, key_head, channel, channels;
+    ptrdiff_t index; /* of the chunk */
     am_linear_buffers *b;
     void *pairs; /* of the tokens of the chunk */
 } am_linear_place;
@@ -79,21 +80,21 @@ am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_b
                                     int uses);
 void am_linear_workspaces_free(am_workspaces *workspaces);
 
-/* The rows of a chunk in an array of value heads: all channels, those of the slice, or the numbers of its
- * tokens, which are one row. */
-am_array am_linear_rows(const am_linear_place *at, const am_array *array);
-am_array am_linear_values(const am_linear_place *at, const am_array *array);
-am_array am_linear_numbers(const am_linear_place *at, const am_array *array);
+/* What of an array belongs to a chunk: rows of its value head or its key head; those of the channels of its
+ * slice; a number for each token, as one row; or the state of its sequence. */
+typedef enum {
+    AM_LINEAR_ROWS,
+    AM_LINEAR_KEYS,
+    AM_LINEAR_VALUES,
+    AM_LINEAR_NUMBERS,
+    AM_LINEAR_STATE,
+} am_linear_part;
 
-/* Reads rows as numbers of the type of sums, or writes them. */
-static inline void am_linear_read(const am_linear_place *at, am_array from, void *to, ptrdiff_t stride)
-{
-    am_gather(at->base->all_kernels, at->base->type, to, stride, &from);
-}
-static inline void am_linear_write(const am_linear_place *at, am_array to, const void *from, ptrdiff_t stride)
-{
-    am_scatter(at->base->all_kernels, &to, at->base->type, from, stride);
-}
+/* Reads it as rows of the type of sums, or writes it. */
+void am_linear_read(const am_linear_place *at, const am_array *from, am_linear_part part, void *to,
+                    ptrdiff_t stride);
+void am_linear_write(const am_linear_place *at, const am_array *to, am_linear_part part, const void *from,
+                     ptrdiff_t stride);
 
 /* Reads a chunk, but for values; only what is needed where its pairs are known; and values. */
 am_linear_chunk am_linear_load(const am_linear_place *at);
@@ -113,9 +114,8 @@ void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk);
 void am_linear_put_aside(const am_linear_place *at, ptrdiff_t tokens, const void *out, const void *state);
 void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, void *state);
 
-/* A slice of a state of an array, or zeros. */
+/* Reads a state of an array, or zeros. */
 void am_linear_read_state(const am_linear_place *at, const am_array *states, void *to);
-void am_linear_write_state(const am_linear_place *at, const am_array *states, const void *from);
 
 /* The number of states that are kept before a sequence, for each head; and the sequence of one. */
 ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence);

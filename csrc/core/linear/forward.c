@@ -38,14 +38,16 @@ static am_status take(void *results, const am_linear_place *at, am_linear_chunk 
         if (!few) am_linear_put_back(at, chunk->tokens, chunk->out, chunk->next);
     }
     keep_slice(to, at, at->index + 1);
-    am_linear_write(at, am_linear_values(at, &to->out), at->b->out, base->shape.channel_stride);
+    am_linear_write(at, &to->out, AM_LINEAR_VALUES, at->b->out, base->shape.channel_stride);
     return AM_OK;
 }
 
 static void end(void *results, const am_linear_place *at)
 {
     const am_linear_results *to = results;
-    if (to->state.data) am_linear_write_state(at, &to->state, state_of(to, at, am_linear_chunks(at)));
+    const char *state = state_of(to, at, am_linear_chunks(at));
+    if (to->state.data)
+        am_linear_write(at, &to->state, AM_LINEAR_STATE, state, at->base->shape.channel_stride);
 }
 
 am_status am_linear_forward_all(const am_context *context, const am_linear *linear,
@@ -70,14 +72,13 @@ typedef struct {
     ptrdiff_t states, task_states; /* sequences and heads, of all and of a task */
 } step_job;
 
-static void take_step(const step_job *job, const am_linear_place *at)
+static void take_step(const step_job *job, am_linear_place *at)
 {
     const am_linear_base *base = &job->base;
     const am_linear_step *step = job->step;
     const am_linear_shape *s = &base->shape;
-    am_linear_place slot = *at;
-    slot.sequence = step->slots ? step->slots[at->sequence] : at->sequence;
-    if (slot.sequence < 0) {
+    if (step->slots) at->sequence = step->slots[at->sequence];
+    if (at->sequence < 0) {
         memset(at->b->out, 0, (size_t)(s->channel_stride * base->size));
     } else {
         am_linear_chunk chunk = am_linear_load(at);
@@ -86,13 +87,13 @@ static void take_step(const step_job *job, const am_linear_place *at)
         const am_by_axis *stride = &step->state.stride; /* in place: as kernels take states */
         const bool in_place = s->channels == s->channel_stride && stride->channel == base->size &&
                               stride->token == s->channel_stride * base->size;
-        char *state = in_place ? am_token(&step->state, slot.sequence, slot.head, 0) : at->b->states[0];
-        if (!in_place) am_linear_read_state(&slot, &step->state, state);
+        char *state = in_place ? am_token(&step->state, at->sequence, at->head, 0) : at->b->states[0];
+        if (!in_place) am_linear_read_state(at, &step->state, state);
         chunk.state = chunk.next = state;
         base->kernels->forward_tokens(&chunk, at->b->scratch);
-        if (!in_place) am_linear_write_state(&slot, &step->state, state);
+        if (!in_place) am_linear_write(at, &step->state, AM_LINEAR_STATE, state, s->channel_stride);
     }
-    am_linear_write(at, am_linear_values(at, &step->out), at->b->out, s->channel_stride);
+    am_linear_write(at, &step->out, AM_LINEAR_VALUES, at->b->out, s->channel_stride);
 }
 
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
