@@ -146,8 +146,9 @@ static bool check_gates(am_request *r, const am_view *in, bool step, am_linear *
 
 am_array am_linear_array_of(am_view v)
 {
-    static const am_by_axis of_heads = {.batch = -1, .token = -1, .head = 0, .channel = -1};
-    return am_array_of(&v, v.axes == 1 ? of_heads : AM_TOKENS_FIRST);
+    if (!v.data) return (am_array){0};
+    if (v.axes == 1) return am_array_of(&v, (am_by_axis){.batch = -1, .token = -1, .head = 0, .channel = -1});
+    return am_array_of(&v, AM_TOKENS_FIRST);
 }
 
 bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step, am_linear *linear)

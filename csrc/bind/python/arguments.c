@@ -56,14 +56,11 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
 void am_release_params(const am_param *params, Py_ssize_t count, void *arguments)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
+        const am_holds holds = params[i].holds;
         void *field = field_of(&params[i], arguments);
-        switch (params[i].holds) {
-        case AM_HOLDS_NOTHING: break;
-        case AM_HOLDS_ARRAY:
-        case AM_HOLDS_DTYPE: am_release(field); break;
-        case AM_HOLDS_STARTS: am_free_starts(field); break;
-        case AM_HOLDS_OUT: am_free_out(field); break;
-        }
+        if (holds == AM_HOLDS_ARRAY || holds == AM_HOLDS_DTYPE) am_release(field);
+        if (holds == AM_HOLDS_STARTS) am_free_starts(field);
+        if (holds == AM_HOLDS_OUT) am_free_out(field);
         if (params[i].release) params[i].release(field);
     }
 }

@@ -243,7 +243,8 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
     ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->terms.live, AM_FLASH_TILE);
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
-    prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
+    prefetch_queue queue;
+    prefetch_begin(&queue, tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     const amx_product logits = {.a = block->q,
                                 .b = tile->k.data,
@@ -367,10 +368,10 @@ static void take_strip(const am_flash_rows *block, ptrdiff_t row, const am_flash
     const ptrdiff_t lanes = block->head_dim, products = (2 * lanes + block->out_dim) / AMX_TILE_LANES + 1;
     for (const am_flash_tile *tile = tiles; tile < tiles + all; tile++) {
         strip_tile *t = &seen[count];
-        *t = (strip_tile){.tile = tile,
-                          .live = tile->terms.live ? tile->terms.live + row : NULL,
-                          .logits = (float *)block->logits + count * AM_FLASH_TILE,
-                          .queue = prefetch_queue_of(tile->prefetch, products)};
+        t->tile = tile;
+        t->live = tile->terms.live ? tile->terms.live + row : NULL;
+        t->logits = (float *)block->logits + count * AM_FLASH_TILE;
+        prefetch_begin(&t->queue, tile->prefetch, products);
         cut_strips_f32(&t->strip, block->rows, AMX_ROWS, t->live, AM_FLASH_TILE);
         count += t->strip.begin < t->strip.end;
     }

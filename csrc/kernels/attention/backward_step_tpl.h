@@ -191,7 +191,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     const ptrdiff_t rows = block->rows;
     ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->terms.live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
-    prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
+    prefetch_queue queue;
+    prefetch_begin(&queue, tile->prefetch, STEP(prefetching_products)(block, count));
     const FN(backward_product) logits[] = {
         {.a = q->lanes, .b = tile->k_columns, .c = p, OF(q)},
         {.a = d_out->lanes, .b = tile->v_columns, .c = ds, OF(d_out)},

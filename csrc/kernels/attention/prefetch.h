@@ -230,23 +230,21 @@ typedef struct {
     ptrdiff_t left, share; /* lines of all kinds; how many of them a product prefetches at least */
 } prefetch_queue;
 
-/* Takes the share of a step off its plan. */
-static inline prefetch_queue prefetch_queue_of(am_prefetch_plan *plan, ptrdiff_t products)
+/* Begins with the share of a step, which it takes off its plan. */
+static inline void prefetch_begin(prefetch_queue *queue, am_prefetch_plan *plan, ptrdiff_t products)
 {
-    prefetch_queue queue;
-    queue.count = 0, queue.left = 0;
+    queue->count = 0, queue->left = 0;
     for (int i = 0; plan && i < plan->count; i++) {
         am_prefetch_rows *rows = &plan->rows[i];
         const ptrdiff_t some = (rows->rows + plan->steps - 1) / plan->steps;
         if (some <= 0) continue;
-        prefetch_lines *lines = &queue.kinds[queue.count++];
+        prefetch_lines *lines = &queue->kinds[queue->count++];
         *lines = prefetch_lines_of((uintptr_t)rows->at, rows->stride, rows->length, some, 0);
-        queue.left += lines->count;
+        queue->left += lines->count;
         rows->at += some * rows->stride, rows->rows -= some;
     }
     if (plan && plan->steps > 1) plan->steps--;
-    queue.share = queue.left / products + 1;
-    return queue;
+    queue->share = queue->left / products + 1;
 }
 
 /* A kind with at least `count` lines left, of which a loop prefetches one per step; NULL if there is none. */

@@ -346,8 +346,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->terms.live, AM_FLASH_TILE);
 
-    prefetch_queue queue =
-        prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
+    prefetch_queue queue;
+    prefetch_begin(&queue, tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *v = tile->v.data;

@@ -97,7 +97,8 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     FN(strip) strips[AM_FLASH_ROWS];
     const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
                     panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
-    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
+    prefetch_queue queue;
+    prefetch_begin(&queue, tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
     T *logits = block->logits;
     STEP(operands)
     x = {.length = block->head_dim, .a_row = tile->k.stride / (ptrdiff_t)sizeof(T), .b = block->q_packed};

@@ -197,7 +197,8 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, stride = s->channel_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    prefetch_queue queue = prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, false);
     FN(apply_state)(c, &w, w.x, by_channel ? w.heads : c->q, c->state, n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * stride);
@@ -325,8 +326,8 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
 {
     const am_linear_shape *s = c->shape;
     const ptrdiff_t n = c->tokens, keys = n * s->row_stride, values = n * s->channel_stride;
-    prefetch_queue queue =
-        prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) {
         FN(decays_by_token)(c, &w, NULL);
@@ -356,7 +357,8 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
                                void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    prefetch_queue queue = prefetch_between(c->prefetch, 2 * c->tokens, s->rows / 2, s->channel_stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, 2 * c->tokens, s->rows / 2, s->channel_stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) FN(decay_keys)(c, &w);
     FN(back_to_state)(c, g, &w);

@@ -132,7 +132,8 @@ static void products_by_token(const am_linear_chunk *c, const work *w)
     const ptrdiff_t n = c->tokens, stride = s->row_stride / 2;
     const float *k = c->k;
     turn_f32(w->turned, s->token_stride, k, stride, n, stride);
-    prefetch_queue queue = prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     product_f32 product = {.c = w->products,
                            .a = {.at = c->q, .row = stride, .column = 1},
                            .b = {.at = w->turned, .row = s->token_stride, .column = 1},
@@ -368,7 +369,8 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
     for (ptrdiff_t r = 0; r < s->rows; r += 2)
         join_rows(w.state + r / 2 * stride, state + r * stride,
                   r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
-    prefetch_queue queue = prefetch_between(c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
     product_f32 product = {.c = w.x,
                            .a = {.at = by_channel ? w.heads[1] : c->k, .row = s->row_stride / 2, .column = 1},
                            .b = {.at = w.state, .row = stride, .column = 1},

@@ -133,7 +133,8 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
     const ptrdiff_t n = c->tokens, stride = s->row_stride;
     const T *q = c->q, *k = c->k;
     FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
-    prefetch_queue queue = prefetch_between(c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+    prefetch_queue queue;
+    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
     FN(product)
     product = {.c = w->p,
                .a = {.at = q, .row = stride, .column = 1},

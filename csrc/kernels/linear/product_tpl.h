@@ -19,14 +19,13 @@ enum { BETWEEN_ROWS = 16 };
 
 /* What products of so many rows and steps of depth, all together, and columns prefetch: to the second-level
  * cache, as they take a while. */
-static inline prefetch_queue prefetch_between(am_prefetch_plan *plan, ptrdiff_t rows, ptrdiff_t depth,
-                                              ptrdiff_t columns)
+static inline void prefetch_between(prefetch_queue *queue, am_prefetch_plan *plan, ptrdiff_t rows,
+                                    ptrdiff_t depth, ptrdiff_t columns)
 {
     const ptrdiff_t pieces =
         rows * depth / (HEIGHT * BETWEEN_ROWS) * ((columns - 1) / (VECTORS * VF_LANES) + 1);
-    prefetch_queue queue = prefetch_queue_of(plan, pieces + 1);
-    for (int i = 0; i < queue.count; i++) queue.kinds[i].near = false;
-    return queue;
+    prefetch_begin(queue, plan, pieces + 1);
+    for (int i = 0; i < queue->count; i++) queue->kinds[i].near = false;
 }
 #endif
 
