@@ -116,8 +116,19 @@ PyArrayObject *am_of_memory(PyObject *array);
 #define AM_EACH_TOPIC_OF_METHODS(DO)                                                                         \
     DO(packed)                                                                                               \
     DO(cumsum)                                                                                               \
-    DO(mask) DO(segments) DO(pairs) DO(merge) DO(flash) DO(kvcache) DO(quantize) DO(xla) DO(xla_array)       \
-        DO(tensors) DO(strategy) DO(short_convolution) DO(linear_attention)
+    DO(mask)                                                                                                 \
+    DO(segments)                                                                                             \
+    DO(pairs)                                                                                                \
+    DO(merge)                                                                                                \
+    DO(flash)                                                                                                \
+    DO(kvcache)                                                                                              \
+    DO(quantize)                                                                                             \
+    DO(xla)                                                                                                  \
+    DO(xla_array)                                                                                            \
+    DO(tensors)                                                                                              \
+    DO(strategy)                                                                                             \
+    DO(short_convolution)                                                                                    \
+    DO(linear_attention)
 #define AM_DECLARE_METHODS(topic) extern PyMethodDef am_##topic##_methods[];
 AM_EACH_TOPIC_OF_METHODS(AM_DECLARE_METHODS)
 
