@@ -86,9 +86,8 @@ IN_FACES = (
     linear.LINEAR_ATTENTION, linear.LINEAR_ATTENTION_STEP, linear.SHORT_CONVOLUTION, linear.SHORT_CONVOLUTION_STEP
 )  # fmt: skip
 TO_CACHES = attention.CACHE, attention.WRITE
-SUMMED = sums.CHUNK_LOCAL_CUMSUM, sums.CHUNK_GLOBAL_CUMSUM
 ALL_SUMS = [row for row in vars(sums).values() if isinstance(row, Row)]
-JAX_SUMS = [row for row in ALL_SUMS if not row.returns_vjp]
+SUMMED = [row for row in ALL_SUMS if not row.returns_vjp]
 RESULT = "Array"
 
 
@@ -187,7 +186,7 @@ STUBS = {  # path: imports, functions
     PACKAGE / "jax" / "_functions.pyi": (
         JAX,
         of_row(attention.ATTENTION, IN_JAX, "_Call"),
-        *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES, *JAX_SUMS)),
+        *(of_row(row, IN_JAX) for row in (*TO_CACHES, *IN_FACES, *SUMMED)),
     ),
 }
 

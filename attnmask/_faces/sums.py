@@ -35,22 +35,15 @@ _ARRAY = "{} : learned [B, T, H] or [B, T, H, S]\n    Read in place, whatever it
 _SHARED |= {name: arguments(_ARRAY.format(name))[0] for name in ("g", "s")}
 
 
-_EXAMPLES = {
-    "chunk_local_cumsum": """
->>> g = torch.ones(1, 8, 1, requires_grad=True)
->>> out = attnmask.torch.chunk_local_cumsum(g, 4)
+_IN_TORCH = """
+>>> {first} = torch.ones({shape}, requires_grad=True)
+>>> out = attnmask.torch.{name}({given})
 >>> out.flatten().tolist()
-[1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0]
+[1.0, 2.0, 3.0, 4.0]
 >>> out.sum().backward()
->>> g.grad.flatten().tolist()
-[4.0, 3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 1.0]
-""",
-    "chunk_global_cumsum": """
->>> s = torch.arange(5).reshape(1, 5, 1)
->>> attnmask.torch.chunk_global_cumsum(s, cu_seqlens=[0, 3, 5]).flatten().tolist()
-[0, 1, 3, 3, 7]
-""",
-}
+>>> {first}.grad.flatten().tolist()
+[4.0, 3.0, 2.0, 1.0]
+"""
 _IN_JAX = """
 >>> {first} = jnp.ones({shape})
 >>> add_up = jax.jit(lambda {first}: attnmask.jax.{name}({given}))
@@ -91,7 +84,7 @@ def _sums(name: str, order: str, core: AnyFunction, check: AnyFunction) -> Row:
 
     shape = (1, 4, 1, 1) if name.endswith("vector") else (1, 4, 1)
     given = "g, chunk_size=4" if first == "g" else "s"
-    examples = {"jax": _IN_JAX.format(name=name, first=first, shape=shape, given=given)}
+    examples = {"torch": _IN_TORCH, "jax": _IN_JAX}
     return Row(
         name,
         [_SHARED[x] for x in (first, *others)],
@@ -103,7 +96,10 @@ def _sums(name: str, order: str, core: AnyFunction, check: AnyFunction) -> Row:
         backward=backward,
         grads=lambda grad: grad,
         handler="attnmask_cumsum",
-        examples=examples | ({"torch": _EXAMPLES[name]} if name in _EXAMPLES else {}),
+        examples={
+            library: text.format(name=name, first=first, shape=shape, given=given)
+            for library, text in examples.items()
+        },
     )
 
 

@@ -4,7 +4,11 @@ from attnmask.torch._attention import flash_attention, flash_attention_with_kvca
 from attnmask.torch._install import install, installed, uninstall
 from attnmask.torch._linear import (
     chunk_global_cumsum,
+    chunk_global_cumsum_scalar,
+    chunk_global_cumsum_vector,
     chunk_local_cumsum,
+    chunk_local_cumsum_scalar,
+    chunk_local_cumsum_vector,
     linear_attention,
     linear_attention_step,
     short_convolution,
@@ -21,7 +25,11 @@ __all__ = [
     "KVCache",
     "MaskTensors",
     "chunk_global_cumsum",
+    "chunk_global_cumsum_scalar",
+    "chunk_global_cumsum_vector",
     "chunk_local_cumsum",
+    "chunk_local_cumsum_scalar",
+    "chunk_local_cumsum_vector",
     "flash_attention",
     "flash_attention_with_kvcache",
     "install",

@@ -58,7 +58,23 @@ def chunk_local_cumsum(
     g: torch.Tensor, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
     cu_seqlens: ArrayLike | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
+def chunk_local_cumsum_scalar(
+    g: torch.Tensor, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    head_first: bool = False, output_dtype: torch.dtype | None = None, *, cu_seqlens: ArrayLike | None = None,
+) -> torch.Tensor: ...
+def chunk_local_cumsum_vector(
+    g: torch.Tensor, chunk_size: int, reverse: bool = False, softmax_scale: float | None = None,
+    head_first: bool = False, output_dtype: torch.dtype | None = None, *, cu_seqlens: ArrayLike | None = None,
+) -> torch.Tensor: ...
 def chunk_global_cumsum(
+    s: torch.Tensor, reverse: bool = False, cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+def chunk_global_cumsum_scalar(
+    s: torch.Tensor, reverse: bool = False, cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+def chunk_global_cumsum_vector(
     s: torch.Tensor, reverse: bool = False, cu_seqlens: ArrayLike | None = None,
     softmax_scale: float | None = None, head_first: bool = False, output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...

@@ -13,20 +13,15 @@ import attnmask
 
 WITH_GRADIENTS = (
     "flash_attention", "linear_attention", "merge_attention_states", "short_convolution", "chunk_local_cumsum",
-    "chunk_global_cumsum",
-)  # fmt: skip
-SUMS_OF_JAX = (
-    "chunk_local_cumsum_scalar", "chunk_local_cumsum_vector", "chunk_global_cumsum_scalar",
+    "chunk_local_cumsum_scalar", "chunk_local_cumsum_vector", "chunk_global_cumsum", "chunk_global_cumsum_scalar",
     "chunk_global_cumsum_vector",
 )  # fmt: skip
 NAMES = (
     *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
     "linear_attention_step", "short_convolution_step", "write_kvcache", "write_kvcache of four bits",
 )  # fmt: skip
-GRADIENTS_IN_JAX = (*WITH_GRADIENTS, *SUMS_OF_JAX)
-OF_JAX = (*NAMES, *SUMS_OF_JAX)
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
-STATES = dict.fromkeys(GRADIENTS_IN_JAX) | {
+STATES = dict.fromkeys(WITH_GRADIENTS) | {
     "flash_attention": "return_lse", "linear_attention": "return_state", "short_convolution": "return_state"
 }  # fmt: skip
 
@@ -65,7 +60,7 @@ def learned_of(name: str, arguments: Arguments) -> list[str]:
     grads = attnmask.FlashAttentionGrads, attnmask.LinearAttentionGrads, attnmask.ShortConvolutionGrads
     fields = (
         {"outs", "lses", "g", "s"}.union(*(kind._fields for kind in grads))
-        if name in GRADIENTS_IN_JAX
+        if name in WITH_GRADIENTS
         else set()
     )
     return [key for key, x in arguments.items() if key in fields and x is not None]

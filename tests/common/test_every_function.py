@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import pytest
-from doors import OF_JAX, function_of
+from doors import NAMES as OF_FACES
+from doors import function_of
 from drawing import Arguments
 from fuzzer import Before, arrays_in, digest, same
 from hostile import INPUTS, LAYOUTS, Index, Subclass, subclass
@@ -215,7 +216,7 @@ def test_what_is_of_a_wrong_kind_is_refused_by_name(name):
 
 @pytest.mark.levels("once")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", OF_JAX)
+@pytest.mark.parametrize("name", OF_FACES)
 def test_jax_refuses_them_too(name, compiled):
     """In eager calls, and where all other arrays are traced."""
     jax = pytest.importorskip("jax")

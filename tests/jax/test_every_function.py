@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 from doors import (
-    GRADIENTS_IN_JAX,
-    OF_JAX,
+    NAMES,
     STATES,
+    WITH_GRADIENTS,
     WRITTEN,
     drawn,
     function_of,
@@ -23,7 +23,7 @@ import attnmask.jax  # noqa: E402
 from attnmask._attention.arguments import TRACED  # noqa: E402
 from attnmask.jax import _call  # noqa: E402
 
-WITHOUT_GRADIENTS = [name for name in OF_JAX if name not in GRADIENTS_IN_JAX]
+WITHOUT_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]
 
 
 def given(name, seed=0, **more):
@@ -31,7 +31,7 @@ def given(name, seed=0, **more):
     arguments = drawn(name, seed) | more
     kinds = (
         learned_of(name, arguments)
-        if name in GRADIENTS_IN_JAX
+        if name in WITH_GRADIENTS
         else [key for key, x in arguments.items() if is_array(x)]
     )
     arrays = {key: arguments.pop(key) for key in kinds}
@@ -58,7 +58,7 @@ def of_one(function, arrays, key, place, x):
     return function(arrays | {key: x})[place]
 
 
-PLACES = [(name, place) for name in GRADIENTS_IN_JAX for place in range(1 if "cumsum" in name else 2)]
+PLACES = [(name, place) for name in WITH_GRADIENTS for place in range(1 if "cumsum" in name else 2)]
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
@@ -73,7 +73,7 @@ def test_only_what_is_wanted(name, place):
             assert_near(vjp(alone)[0], right[key])
 
 
-@pytest.mark.parametrize("name", GRADIENTS_IN_JAX)
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_vmap_of_a_pullback(name):
     """As Jacobians take it: the calls share all but the gradient of the result."""
     for seed in in_float32(name, 4):
@@ -119,7 +119,7 @@ def test_what_is_written(name):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize("name", OF_JAX)
+@pytest.mark.parametrize("name", NAMES)
 def test_where_handlers_are_refused(monkeypatch, name):
     """JAX calls back into Python instead, with the same bits."""
     monkeypatch.setattr(_call, "_accepted", False)
@@ -131,7 +131,7 @@ def test_where_handlers_are_refused(monkeypatch, name):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize("name", OF_JAX)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_array(name):
     """It must be known when a function is compiled, and there is no memory to write to."""
     for argument, arguments in right(name):

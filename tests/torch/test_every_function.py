@@ -234,7 +234,7 @@ def test_only_what_is_wanted(torch, name):
     for seed in range(4):
         function, given = made(torch, name, seed)
         given, count = with_both_results(name, given), len(learn(torch, name, copies(torch, given)))
-        for place in range(1 if name.endswith("cumsum") else 2):
+        for place in range(1 if "cumsum" in name else 2):
             many = copies(torch, given)
             learned, results = learn(torch, name, many), function(**many)
             slopes = [0.5 * x.detach() if i == place else torch.zeros_like(x) for i, x in enumerate(results)]
