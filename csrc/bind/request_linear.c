@@ -124,7 +124,7 @@ static bool check_tokens(am_request *r, const am_view *in, bool step, am_linear 
     if (!am_check_shape(r, &in[AM_KEY], "key", "an array ", 4, q, step) ||
         !am_check_shape(r, &in[AM_VALUE], "value", "an array ", 4, value, step))
         return false;
-    linear->heads = v[2], linear->key_heads = q[2], linear->rows = q[3], linear->channels = v[3];
+    linear->heads = v[2], linear->key_heads = q[2], linear->key_dim = q[3], linear->value_dim = v[3];
     linear->tokens = q[1];
     return (q[2] == 0 ? v[2] == 0 : v[2] % q[2] == 0) ||
            am_refuse(r, AM_WRONG_VALUE, NULL, "value must have a multiple of the %td heads of key, got %td",
@@ -134,7 +134,7 @@ static bool check_tokens(am_request *r, const am_view *in, bool step, am_linear 
 static bool check_gates(am_request *r, const am_view *in, bool step, am_linear *linear)
 {
     const am_view *decay = &in[AM_DECAY], *beta = &in[AM_BETA];
-    const ptrdiff_t shape[] = {in->shape[0], linear->tokens, linear->heads, linear->rows};
+    const ptrdiff_t shape[] = {in->shape[0], linear->tokens, linear->heads, linear->key_dim};
     linear->by_channel = decay->axes == 4;
     if (decay->data && !has_shape(decay, 1, &shape[2]) && !has_shape(decay, 3, shape) &&
         !am_check_shape(r, decay, "decay",
@@ -157,7 +157,7 @@ bool am_read_linear(am_request *r, const am_view in[AM_LINEAR_INPUTS], bool step
         !am_check_packed(r, "query", in, linear->starts, linear->sequences))
         return false;
     if (!linear->starts) linear->sequences = in->shape[0];
-    const ptrdiff_t state[] = {linear->sequences, linear->heads, linear->rows, linear->channels};
+    const ptrdiff_t state[] = {linear->sequences, linear->heads, linear->key_dim, linear->value_dim};
     if (in[AM_STATE].data &&
         !am_check_shape(r, &in[AM_STATE], "initial_state", "[N, H, K, V] ", 4, state, false))
         return false;

@@ -73,7 +73,7 @@ static int check(arguments *a, bool step)
     linear->starts = a->cu_seqlens.starts, linear->sequences = a->cu_seqlens.sequences;
     if (am_raise_refused(&a->request, am_read_linear(&a->request, inputs, step, linear)) < 0) return -1;
     if (isnan(a->scale.value)) return am_fail(PyExc_ValueError, "scale must be a number, got nan");
-    linear->scale = a->scale.given ? a->scale.value : 1 / sqrt((double)am_max(linear->rows, 1));
+    linear->scale = a->scale.given ? a->scale.value : 1 / sqrt((double)am_max(linear->key_dim, 1));
     linear->normalize = a->normalize_qk;
     linear->chunk = step ? 16 : a->chunk_size;
     return look_for_habits(a, step);
@@ -95,13 +95,13 @@ static npy_intp work_of(const arguments *a)
 {
     const am_linear *linear = &a->linear;
     return am_product(am_product(PyArray_DIM(a->arrays[AM_QUERY], 0), linear->tokens, linear->heads),
-                      am_max(linear->rows, 1), am_max(linear->channels, 1));
+                      am_max(linear->key_dim, 1), am_max(linear->value_dim, 1));
 }
 
 static PyArrayObject *new_states(const arguments *a)
 {
     const am_linear *linear = &a->linear;
-    npy_intp const shape[] = {linear->sequences, linear->heads, linear->rows, linear->channels};
+    npy_intp const shape[] = {linear->sequences, linear->heads, linear->key_dim, linear->value_dim};
     return am_new_array_of(4, shape, wide_type(a));
 }
 
@@ -166,7 +166,7 @@ static int check_gradients(arguments *a)
 {
     am_request *r = &a->request;
     const am_linear *linear = &a->linear;
-    const ptrdiff_t states[] = {linear->sequences, linear->heads, linear->rows, linear->channels};
+    const ptrdiff_t states[] = {linear->sequences, linear->heads, linear->key_dim, linear->value_dim};
     PyArrayObject *kept = a->arrays[KEPT];
     npy_intp shape[2];
     if (!check_gradient(r, a->arrays[D_OUT], "dout", "[B, T, H, V] ", PyArray_DIMS(a->arrays[AM_VALUE])) ||
@@ -220,7 +220,7 @@ static int check_step(arguments *a)
     if (!state) return am_reject(PyExc_TypeError, "state", "a NumPy array", Py_None);
     if (PyArray_NDIM(state) != 4)
         return am_reject(PyExc_ValueError, "state", "[slots, H, K, V]", a->state.given);
-    npy_intp const shape[] = {PyArray_DIM(state, 0), a->linear.heads, a->linear.rows, a->linear.channels};
+    npy_intp const shape[] = {PyArray_DIM(state, 0), a->linear.heads, a->linear.key_dim, a->linear.value_dim};
     am_owned PyArray_Descr *dtype = PyArray_DescrFromType(wide_type(a));
     if (am_check_out(state, "state", 4, shape, dtype) < 0) return -1;
     return am_raise_refused(&a->request, read_slots(a));

@@ -140,7 +140,7 @@ static am_view like_out(const problem *p)
     const am_linear *l = &p->linear;
     return (am_view){.type = p->inputs[AM_QUERY].type,
                      .axes = 4,
-                     .shape = {p->batch, l->tokens, l->heads, l->channels, 1}};
+                     .shape = {p->batch, l->tokens, l->heads, l->value_dim, 1}};
 }
 
 /* The type and shape of `count` states. */
@@ -149,7 +149,7 @@ static am_view like_states(const problem *p, ptrdiff_t count)
     const am_linear *l = &p->linear;
     return (am_view){.type = am_wide_type(p->inputs[AM_QUERY].type),
                      .axes = 4,
-                     .shape = {count, l->heads, l->rows, l->channels, 1}};
+                     .shape = {count, l->heads, l->key_dim, l->value_dim, 1}};
 }
 
 /* The states that gradients need: [B, at least so many, numbers]. Calls that share them cannot be

@@ -44,10 +44,10 @@ static ptrdiff_t lay_out(backward_job *job, char *memory)
 {
     const am_linear *linear = job->base.linear;
     ptrdiff_t used = 0;
-    if (job->shared) job->query = take_array(job, linear->rows, memory, &used);
-    if (job->shared) job->key = take_array(job, linear->rows, memory, &used);
+    if (job->shared) job->query = take_array(job, linear->key_dim, memory, &used);
+    if (job->shared) job->key = take_array(job, linear->key_dim, memory, &used);
     if (job->by_head) job->decay = take_array(job, 1, memory, &used);
-    if (job->in_rounds) job->d_u = take_array(job, linear->channels, memory, &used);
+    if (job->in_rounds) job->d_u = take_array(job, linear->value_dim, memory, &used);
     job->d_states = am_take(memory, &used, am_product(job->states, job->numbers, job->base.size));
     return used;
 }
@@ -71,7 +71,7 @@ static am_status take_chunk(const backward_job *job, const am_linear_place *at, 
 {
     const am_linear_base *base = at->base;
     am_linear_buffers *b = at->b;
-    am_linear_read(at, &job->back->d_out, AM_LINEAR_VALUES, b->back.d_out, base->shape.channel_stride);
+    am_linear_read(at, &job->back->d_out, AM_LINEAR_VALUES, b->back.d_out, base->shape.value_stride);
     if (chunk->prefetch && at->index > 0) {
         am_linear_place next = *at;
         next.index--;
@@ -103,17 +103,17 @@ static void store(const backward_job *job, const am_linear_place *at, ptrdiff_t 
         const char *from;
         ptrdiff_t stride;
     } parts[] = {
-        {&job->query, AM_LINEAR_ROWS, b->back.d_q, s->row_stride},
-        {&job->key, AM_LINEAR_ROWS, b->back.d_k, s->row_stride},
-        {&job->back->value, AM_LINEAR_VALUES, b->back.d_v, s->channel_stride},
+        {&job->query, AM_LINEAR_ROWS, b->back.d_q, s->key_stride},
+        {&job->key, AM_LINEAR_ROWS, b->back.d_k, s->key_stride},
+        {&job->back->value, AM_LINEAR_VALUES, b->back.d_v, s->value_stride},
         {&job->decay, base->linear->by_channel ? AM_LINEAR_ROWS : AM_LINEAR_NUMBERS, b->back.d_decay,
-         s->row_stride},
+         s->key_stride},
         {&job->back->beta, AM_LINEAR_NUMBERS, b->back.d_beta, 0},
     };
     base->kernels->scale_rows_back(b->back.d_q, b->q, b->q_inverse, base->linear->scale, tokens,
-                                   s->row_stride);
+                                   s->key_stride);
     if (base->linear->normalize)
-        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, tokens, s->row_stride);
+        base->kernels->scale_rows_back(b->back.d_k, b->k, b->k_inverse, 1, tokens, s->key_stride);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (parts[i].array->data)
             am_linear_write(at, parts[i].array, parts[i].part, parts[i].from, parts[i].stride);
@@ -147,7 +147,7 @@ static am_status take(void *arg, const am_linear_place *at, am_linear_chunk *chu
     const backward_job *job = arg;
     const am_linear_gradients g = gradients_at(at);
     set_states(job, at, chunk);
-    am_status status = take_chunk(job, at, chunk, &g, at->base->chunks->backward);
+    am_status status = take_chunk(job, at, chunk, &g, at->base->arithmetic->backward);
     if (status == AM_OK) store(job, at, chunk->tokens);
     return status;
 }
@@ -157,7 +157,7 @@ static void end(void *arg, const am_linear_place *at)
     const backward_job *job = arg;
     if (job->back->state.data)
         am_linear_write(at, &job->back->state, AM_LINEAR_STATE, at->b->states[0],
-                        at->base->shape.channel_stride);
+                        at->base->shape.value_stride);
 }
 
 /* --- States first --- */
@@ -167,8 +167,8 @@ static am_status take_state(void *arg, const am_linear_place *at, am_linear_chun
     const backward_job *job = arg;
     const am_linear_gradients g = gradients_at(at);
     am_linear_keep(at, job->d_states, at->index + 1, g.d_next);
-    am_status status = take_chunk(job, at, chunk, &g, at->base->chunks->backward_state);
-    am_linear_write(at, &job->d_u, AM_LINEAR_VALUES, at->b->back.d_u, at->base->shape.channel_stride);
+    am_status status = take_chunk(job, at, chunk, &g, at->base->arithmetic->backward_state);
+    am_linear_write(at, &job->d_u, AM_LINEAR_VALUES, at->b->back.d_u, at->base->shape.value_stride);
     return status;
 }
 
@@ -185,15 +185,15 @@ static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
     if (at.index == am_linear_chunks(&at)) return AM_OK; /* the state behind the last chunk */
     at.b = am_workspace(&job->workspaces), at.pairs = at.b->pairs;
     am_linear_chunk chunk = am_linear_load(&at);
-    base->chunks->find_pairs(&chunk, at.pairs, at.b->scratch);
+    base->arithmetic->find_pairs(&chunk, at.pairs, at.b->scratch);
     am_linear_load_values(&at, &chunk);
     set_states(job, &at, &chunk);
     am_linear_gradients g = gradients_of(at.b);
     g.d_next = am_linear_kept_state(&at, job->d_states, at.index + 1);
     g.d_state = at.b->states[0];
     g.known = true;
-    am_linear_read(&at, &job->d_u, AM_LINEAR_VALUES, at.b->back.d_u, base->shape.channel_stride);
-    am_status status = take_chunk(job, &at, &chunk, &g, base->chunks->backward);
+    am_linear_read(&at, &job->d_u, AM_LINEAR_VALUES, at.b->back.d_u, base->shape.value_stride);
+    am_status status = take_chunk(job, &at, &chunk, &g, base->arithmetic->backward);
     if (status == AM_OK) store(job, &at, chunk.tokens);
     return status;
 }
@@ -247,8 +247,8 @@ static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
     (void)team;
     if (!shared) memset(sums, 0, sizeof sums);
     for (ptrdiff_t h = 0; h < linear->key_heads; h++) {
-        for (ptrdiff_t begin = 0; begin < linear->rows; begin += PIECE) {
-            const ptrdiff_t count = am_min(linear->rows - begin, PIECE);
+        for (ptrdiff_t begin = 0; begin < linear->key_dim; begin += PIECE) {
+            const ptrdiff_t count = am_min(linear->key_dim - begin, PIECE);
             for (ptrdiff_t i = 0; i < shared; i++) {
                 const am_array from =
                     piece_of(job->from, am_token(job->from, batch, h * shared + i, token), begin, count);

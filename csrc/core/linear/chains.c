@@ -26,7 +26,7 @@ static am_linear_chunk read_chunk(const am_linear_place *at, bool backward, am_p
     am_linear_chunk chunk = am_linear_load(at);
     chunk.prefetch = plan;
     if (backward || chunk.tokens > AM_LINEAR_FEW)
-        at->base->chunks->find_pairs(&chunk, at->pairs, at->b->scratch);
+        at->base->arithmetic->find_pairs(&chunk, at->pairs, at->b->scratch);
     return chunk;
 }
 
@@ -199,7 +199,7 @@ am_status am_linear_run_chains(const am_context *context, const am_linear_chains
     const ptrdiff_t heads = heads_of(base);
     const am_linear *linear = base->linear;
     const bool any_tokens = linear->starts || linear->tokens;
-    if (!any_tokens && !(linear->rows && linear->channels)) return AM_OK; /* rows that take no memory */
+    if (!any_tokens && !(linear->key_dim && linear->value_dim)) return AM_OK; /* rows that take no memory */
     if (!am_linear_in_rounds(context, base)) return run_heads(context, chains);
     if (heads == 0) return AM_OK;
     ptrdiff_t longest = 0;

@@ -31,11 +31,11 @@ static ptrdiff_t states_of(const am_linear *linear, ptrdiff_t sequence)
 bool am_linear_kept(const am_linear *linear, ptrdiff_t *states, ptrdiff_t *numbers)
 {
     ptrdiff_t count = 0;
-    if (linear->rows > MOST_CHANNELS || linear->channels > MOST_CHANNELS) return false;
+    if (linear->key_dim > MOST_CHANNELS || linear->value_dim > MOST_CHANNELS) return false;
     for (ptrdiff_t s = 0; linear->starts && s < linear->sequences; s++) count += states_of(linear, s);
     if (!linear->starts) count = am_product(linear->sequences, states_of(linear, 0), 1);
     *states = am_product(count, linear->heads, 1);
-    *numbers = linear->rows * padded(linear->channels);
+    *numbers = linear->key_dim * padded(linear->value_dim);
     return count < PTRDIFF_MAX;
 }
 
@@ -60,7 +60,7 @@ const am_linear_kernels *const *am_linear_chosen(const am_kernels *kernels, cons
 /* What both kinds of kernels need. */
 static void find_scratch(am_linear_base *base)
 {
-    const am_linear_scratch chunks = base->chunks->scratch(&base->shape);
+    const am_linear_scratch chunks = base->arithmetic->scratch(&base->shape);
     base->scratch = base->kernels->scratch(&base->shape);
     base->scratch.pairs = chunks.pairs, base->scratch.find = chunks.find;
     base->scratch.forward = am_max(base->scratch.forward, chunks.forward);
@@ -75,21 +75,21 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
         .linear = linear,
         .all_kernels = context->kernels,
         .kernels = *am_linear_chosen(context->kernels, linear, AM_LINEAR_STEP),
-        .chunks = *am_linear_chosen(context->kernels, linear, way),
+        .arithmetic = *am_linear_chosen(context->kernels, linear, way),
         .type = type,
         .size = (ptrdiff_t)am_size_of(type),
     };
-    if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
+    if (am_max(linear->key_dim, linear->value_dim) > MOST_CHANNELS) return AM_NO_MEMORY;
     const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
-    base->unscaled = way == AM_LINEAR_FORWARD && (!linear->by_channel || base->chunks->rows != type);
-    const ptrdiff_t pad = base->chunks->rows == type ? AM_LINEAR_PAD : 2 * AM_LINEAR_PAD;
+    base->unscaled = way == AM_LINEAR_FORWARD && (!linear->by_channel || base->arithmetic->type != type);
+    const ptrdiff_t pad = base->arithmetic->type == type ? AM_LINEAR_PAD : 2 * AM_LINEAR_PAD;
     base->shape = (am_linear_shape){
         .tokens = tokens,
-        .rows = linear->rows,
-        .channels = linear->channels,
+        .key_dim = linear->key_dim,
+        .value_dim = linear->value_dim,
         .token_stride = padded_to(tokens, pad),
-        .row_stride = padded_to(linear->rows, pad),
-        .channel_stride = padded(linear->channels),
+        .key_stride = padded_to(linear->key_dim, pad),
+        .value_stride = padded(linear->value_dim),
         .decay = linear->by_channel ? AM_DECAY_BY_CHANNEL : AM_DECAY_BY_TOKEN,
         .delta = linear->beta.data,
         .normalize = base->unscaled && linear->normalize,
@@ -97,7 +97,7 @@ am_status am_linear_begin(am_linear_base *base, const am_context *context, const
     };
     find_scratch(base);
     base->slices = 1;
-    base->kept_stride = base->shape.channel_stride;
+    base->kept_stride = base->shape.value_stride;
     if (!linear->starts) return AM_OK;
     base->offsets = calloc((size_t)linear->sequences + 1, sizeof *base->offsets);
     if (!base->offsets) return AM_NO_MEMORY;
@@ -111,10 +111,10 @@ void am_linear_cut_channels(am_linear_base *base, const am_context *context)
     enum { NARROWEST = 32 };
     const ptrdiff_t tasks = am_product(base->linear->sequences, base->linear->heads, 1);
     if (tasks == 0 || tasks >= context->threads) return;
-    const ptrdiff_t most = am_max(base->linear->channels / NARROWEST, 1);
+    const ptrdiff_t most = am_max(base->linear->value_dim / NARROWEST, 1);
     const ptrdiff_t slices = am_min(am_ceil_div(context->threads, tasks), most);
-    base->shape.channels = base->shape.channel_stride = padded(am_ceil_div(base->linear->channels, slices));
-    base->slices = am_ceil_div(base->linear->channels, am_max(base->shape.channels, 1));
+    base->shape.value_dim = base->shape.value_stride = padded(am_ceil_div(base->linear->value_dim, slices));
+    base->slices = am_ceil_div(base->linear->value_dim, am_max(base->shape.value_dim, 1));
     find_scratch(base);
 }
 
@@ -127,8 +127,8 @@ am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
     am_linear_place at = {.base = base, .end = linear->tokens, .head = head};
     at.key_head = head / (linear->heads / linear->key_heads);
     at.sequence = task / base->slices / linear->heads;
-    at.channel = slice * base->shape.channels;
-    at.channels = am_min(linear->channels - at.channel, base->shape.channels);
+    at.channel = slice * base->shape.value_dim;
+    at.channels = am_min(linear->value_dim - at.channel, base->shape.value_dim);
     at.batch = linear->starts ? 0 : at.sequence;
     if (linear->starts) at.begin = linear->starts[at.sequence], at.end = linear->starts[at.sequence + 1];
     return at;
@@ -145,12 +145,12 @@ static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
     const int uses = ((const buffer_layout *)layout)->uses;
     am_linear_buffers *b = buffers;
     const am_linear_shape *s = &base->shape;
-    const ptrdiff_t keys = s->token_stride * s->row_stride * base->size;
-    const ptrdiff_t values = s->token_stride * s->channel_stride * base->size,
+    const ptrdiff_t keys = s->token_stride * s->key_stride * base->size;
+    const ptrdiff_t values = s->token_stride * s->value_stride * base->size,
                     tokens = s->token_stride * base->size;
     const bool by_channel = base->linear->by_channel;
     const ptrdiff_t decays = by_channel ? keys : tokens, wide = sizeof(double);
-    const ptrdiff_t state = s->row_stride * s->channel_stride * base->size;
+    const ptrdiff_t state = s->key_stride * s->value_stride * base->size;
     ptrdiff_t scratch = uses & AM_LINEAR_FIND ? base->scratch.find : 0;
     if (uses & AM_LINEAR_TAKE) scratch = am_max(scratch, base->scratch.forward);
     if (uses & AM_LINEAR_BACK) scratch = am_max(scratch, base->scratch.backward);
@@ -163,9 +163,9 @@ static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
         {&b->k, keys, AM_LINEAR_READ},
         {&b->decay, decays, AM_LINEAR_READ},
         {&b->factor, decays, AM_LINEAR_READ},
-        {&b->whole, by_channel ? s->row_stride * base->size : 0, AM_LINEAR_READ},
+        {&b->whole, by_channel ? s->key_stride * base->size : 0, AM_LINEAR_READ},
         {&b->exact, by_channel ? 0 : s->token_stride * wide, AM_LINEAR_READ},
-        {&b->sums, (by_channel ? s->row_stride : AM_LINEAR_PAD) * wide, AM_LINEAR_READ},
+        {&b->sums, (by_channel ? s->key_stride : AM_LINEAR_PAD) * wide, AM_LINEAR_READ},
         {&b->beta, tokens, AM_LINEAR_READ},
         {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
@@ -176,7 +176,7 @@ static ptrdiff_t lay_out(const void *layout, char *memory, void *buffers)
         {&b->states[0], state, AM_LINEAR_TAKE},
         {&b->states[1], state, AM_LINEAR_TAKE},
         {&b->spare, values + state, AM_LINEAR_TAKE},
-        {&b->wide, 2 * keys + values + tokens, base->chunks->rows != base->type ? AM_LINEAR_TAKE : 0},
+        {&b->wide, 2 * keys + values + tokens, base->arithmetic->type != base->type ? AM_LINEAR_TAKE : 0},
         {&b->scratch, scratch, AM_LINEAR_FIND | AM_LINEAR_TAKE},
         {&b->back.state, state, AM_LINEAR_BACK},
         {&b->back.d_out, values, AM_LINEAR_BACK},
@@ -224,7 +224,7 @@ static ptrdiff_t tokens_of(const am_linear_place *at)
 static inline am_array part_of(const am_linear_place *at, const am_array *a, am_linear_part part)
 {
     const bool state = part == AM_LINEAR_STATE;
-    const ptrdiff_t count = state ? at->base->shape.rows : tokens_of(at);
+    const ptrdiff_t count = state ? at->base->shape.key_dim : tokens_of(at);
     const char *first = am_token(a, state ? at->sequence : at->batch,
                                  part == AM_LINEAR_KEYS ? at->key_head : at->head, state ? 0 : token_of(at));
     if (part == AM_LINEAR_NUMBERS) return am_one_row(first, a->type, a->stride.token, count);
@@ -252,22 +252,22 @@ void am_linear_write(const am_linear_place *at, const am_array *to, am_linear_pa
  * can be read there. */
 static inline am_rows read_lanes(const am_linear_base *base, const am_array *rows, ptrdiff_t stride, void *to)
 {
-    const ptrdiff_t width = base->size / (ptrdiff_t)am_size_of(base->chunks->rows);
-    return am_read_rows(base->all_kernels, base->chunks->rows, width, rows, stride, to);
+    const ptrdiff_t width = base->size / (ptrdiff_t)am_size_of(base->arithmetic->type);
+    return am_read_rows(base->all_kernels, base->arithmetic->type, width, rows, stride, to);
 }
 
 /* --- Chunks --- */
 
 static void read_channel_decay(const am_linear_place *at)
 {
-    am_linear_read(at, &at->base->linear->decay, AM_LINEAR_ROWS, at->b->decay, at->base->shape.row_stride);
+    am_linear_read(at, &at->base->linear->decay, AM_LINEAR_ROWS, at->b->decay, at->base->shape.key_stride);
 }
 
 static void read_factors_by_channel(const am_linear_place *at)
 {
     const am_linear_base *base = at->base;
     const am_array decay = part_of(at, &base->linear->decay, AM_LINEAR_ROWS);
-    const ptrdiff_t stride = base->shape.row_stride;
+    const ptrdiff_t stride = base->shape.key_stride;
     const am_rows rows = am_read_rows(base->all_kernels, base->type, 1, &decay, stride, at->b->decay);
     double *sums = (double *)at->b->sums;
     base->kernels->factors(at->b->factor, sums, rows.data, rows.stride / base->size, decay.shape.token,
@@ -315,10 +315,10 @@ static const void *read_beta(const am_linear_place *at)
 static const void *unscaled_keys(const am_linear_place *at, const am_array *from, void *to)
 {
     const am_linear_base *base = at->base;
-    const ptrdiff_t stride = base->shape.row_stride;
+    const ptrdiff_t stride = base->shape.key_stride;
     const am_array rows = part_of(at, from, AM_LINEAR_KEYS);
     if (rows.stride.token == stride * rows.stride.channel) return read_lanes(base, &rows, stride, to).data;
-    am_gather(base->all_kernels, base->chunks->rows, to, stride, &rows);
+    am_gather(base->all_kernels, base->arithmetic->type, to, stride, &rows);
     return to;
 }
 
@@ -327,7 +327,7 @@ static void read_keys(const am_linear_place *at, char *const to[2], char *const 
 {
     const am_linear_base *base = at->base;
     const am_array *const from[] = {&base->linear->query, &base->linear->key};
-    const ptrdiff_t stride = base->shape.row_stride;
+    const ptrdiff_t stride = base->shape.key_stride;
     for (int i = 0; i < 2; i++) {
         am_linear_read(at, from[i], AM_LINEAR_KEYS, to[i], stride);
         if (i == 0 || base->linear->normalize)
@@ -362,10 +362,10 @@ am_linear_chunk am_linear_load_known(const am_linear_place *at)
 void am_linear_load_values(const am_linear_place *at, am_linear_chunk *chunk)
 {
     const am_linear_base *base = at->base;
-    const ptrdiff_t stride = base->shape.channel_stride, size = (ptrdiff_t)am_size_of(base->chunks->rows);
+    const ptrdiff_t stride = base->shape.value_stride, size = (ptrdiff_t)am_size_of(base->arithmetic->type);
     const am_array from = part_of(at, &base->linear->value, AM_LINEAR_VALUES);
     am_rows v = {.data = at->b->v, .stride = stride * size};
-    if (base->shape.delta || base->chunks->rows != base->type) /* each row is read once */
+    if (base->shape.delta || base->arithmetic->type != base->type) /* each row is read once */
         v = read_lanes(base, &from, stride, at->b->v);
     else
         am_gather(base->all_kernels, base->type, at->b->v, stride, &from);
@@ -396,7 +396,7 @@ void am_linear_plan_values(const am_linear_place *at, const am_array *values, am
 static void find_resets(const am_linear_place *at, am_linear_chunk *chunk)
 {
     const am_linear_base *base = at->base;
-    const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->row_stride : 1);
+    const ptrdiff_t count = chunk->tokens * (base->linear->by_channel ? chunk->shape->key_stride : 1);
     bool *reset = (bool *)at->b->reset, any = false;
     for (ptrdiff_t i = 0; i < count; i++) {
         const char *decay = at->b->decay + i * base->size;
@@ -413,11 +413,11 @@ void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk)
     const am_linear_shape *s = &base->shape;
     char *q = b->q, *k = b->k, *inverse = b->q_inverse;
     if (b->wide) {
-        q = b->wide, k = q + s->token_stride * s->row_stride * base->size;
-        char *v = k + s->token_stride * s->row_stride * base->size;
-        if (inverse) inverse = v + s->token_stride * s->channel_stride * base->size;
-        am_linear_read(at, &base->linear->value, AM_LINEAR_VALUES, v, s->channel_stride);
-        chunk->v = v, chunk->v_stride = s->channel_stride;
+        q = b->wide, k = q + s->token_stride * s->key_stride * base->size;
+        char *v = k + s->token_stride * s->key_stride * base->size;
+        if (inverse) inverse = v + s->token_stride * s->value_stride * base->size;
+        am_linear_read(at, &base->linear->value, AM_LINEAR_VALUES, v, s->value_stride);
+        chunk->v = v, chunk->v_stride = s->value_stride;
     }
     if (base->unscaled || !chunk->q)
         read_keys(at, (char *const[]){q, k}, (char *const[]){inverse, b->wide ? inverse : b->k_inverse});
@@ -430,15 +430,15 @@ void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk)
 static char *spare_state(const am_linear_place *at)
 {
     const am_linear_shape *s = &at->base->shape;
-    return at->b->spare + s->token_stride * s->channel_stride * at->base->size;
+    return at->b->spare + s->token_stride * s->value_stride * at->base->size;
 }
 
 void am_linear_put_aside(const am_linear_place *at, ptrdiff_t tokens, const void *out, const void *state)
 {
     const am_linear_shape *s = &at->base->shape;
-    const size_t row = (size_t)(s->channel_stride * at->base->size);
+    const size_t row = (size_t)(s->value_stride * at->base->size);
     if (tokens > 0) memcpy(at->b->spare, out, (size_t)tokens * row);
-    memcpy(spare_state(at), state, (size_t)s->rows * row);
+    memcpy(spare_state(at), state, (size_t)s->key_dim * row);
 }
 
 void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, void *state)
@@ -453,9 +453,9 @@ void am_linear_read_state(const am_linear_place *at, const am_array *states, voi
 {
     const am_linear_shape *s = &at->base->shape;
     if (states->data)
-        am_linear_read(at, states, AM_LINEAR_STATE, to, s->channel_stride);
+        am_linear_read(at, states, AM_LINEAR_STATE, to, s->value_stride);
     else
-        memset(to, 0, (size_t)(s->rows * s->channel_stride * at->base->size));
+        memset(to, 0, (size_t)(s->key_dim * s->value_stride * at->base->size));
 }
 
 ptrdiff_t am_linear_offset(const am_linear_base *base, ptrdiff_t sequence)
@@ -473,7 +473,7 @@ char *am_linear_kept_state(const am_linear_place *at, const void *kept, ptrdiff_
 {
     const am_linear_base *base = at->base;
     const ptrdiff_t number = (am_linear_offset(base, at->sequence) + index) * base->linear->heads + at->head;
-    return (char *)kept + (number * base->shape.rows * base->kept_stride + at->channel) * base->size;
+    return (char *)kept + (number * base->shape.key_dim * base->kept_stride + at->channel) * base->size;
 }
 
 /* Copies a slice of a state: the last one may be padded to more than what is kept. */
@@ -481,8 +481,8 @@ static void copy_slice(const am_linear_place *at, char *to, ptrdiff_t to_stride,
                        ptrdiff_t from_stride)
 {
     const am_linear_base *base = at->base;
-    const ptrdiff_t channels = am_min(base->shape.channel_stride, base->kept_stride - at->channel);
-    for (ptrdiff_t r = 0; r < base->shape.rows; r++)
+    const ptrdiff_t channels = am_min(base->shape.value_stride, base->kept_stride - at->channel);
+    for (ptrdiff_t r = 0; r < base->shape.key_dim; r++)
         memcpy(to + r * to_stride * base->size, from + r * from_stride * base->size,
                (size_t)(channels * base->size));
 }
@@ -490,14 +490,12 @@ static void copy_slice(const am_linear_place *at, char *to, ptrdiff_t to_stride,
 void am_linear_keep(const am_linear_place *at, void *kept, ptrdiff_t index, const char *state)
 {
     const am_linear_base *base = at->base;
-    copy_slice(at, am_linear_kept_state(at, kept, index), base->kept_stride, state,
-               base->shape.channel_stride);
+    copy_slice(at, am_linear_kept_state(at, kept, index), base->kept_stride, state, base->shape.value_stride);
 }
 
 void am_linear_recall(const am_linear_place *at, const void *kept, ptrdiff_t index, char *state)
 {
     const am_linear_base *base = at->base;
-    memset(state, 0, (size_t)(base->shape.rows * base->shape.channel_stride * base->size));
-    copy_slice(at, state, base->shape.channel_stride, am_linear_kept_state(at, kept, index),
-               base->kept_stride);
+    memset(state, 0, (size_t)(base->shape.key_dim * base->shape.value_stride * base->size));
+    copy_slice(at, state, base->shape.value_stride, am_linear_kept_state(at, kept, index), base->kept_stride);
 }

@@ -10,7 +10,7 @@ typedef struct {
     const am_linear *linear;
     const am_kernels *all_kernels;
     const am_linear_kernels *kernels;
-    const am_linear_kernels *chunks; /* take chunks; the same or for bfloat16 */
+    const am_linear_kernels *arithmetic; /* take chunks; of the type of sums, or of bfloat16 */
     am_linear_shape shape;
     am_linear_scratch scratch;
     am_dtype type;         /* of sums */

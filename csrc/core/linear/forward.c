@@ -31,14 +31,14 @@ static am_status take(void *results, const am_linear_place *at, am_linear_chunk 
     chunk->next = state_of(to, at, at->index + 1);
     const bool few = chunk->tokens <= AM_LINEAR_FEW;
     if (chunk->prefetch) am_linear_plan_values(at, &to->out, chunk->prefetch);
-    if (few || !base->chunks->forward(chunk, at->pairs, at->b->scratch)) {
+    if (few || !base->arithmetic->forward(chunk, at->pairs, at->b->scratch)) {
         if (!few) am_linear_put_aside(at, chunk->tokens, chunk->out, chunk->next);
         am_linear_load_tokens(at, chunk);
         base->kernels->forward_tokens(chunk, at->b->scratch);
         if (!few) am_linear_put_back(at, chunk->tokens, chunk->out, chunk->next);
     }
     keep_slice(to, at, at->index + 1);
-    am_linear_write(at, &to->out, AM_LINEAR_VALUES, at->b->out, base->shape.channel_stride);
+    am_linear_write(at, &to->out, AM_LINEAR_VALUES, at->b->out, base->shape.value_stride);
     return AM_OK;
 }
 
@@ -46,8 +46,7 @@ static void end(void *results, const am_linear_place *at)
 {
     const am_linear_results *to = results;
     const char *state = state_of(to, at, am_linear_chunks(at));
-    if (to->state.data)
-        am_linear_write(at, &to->state, AM_LINEAR_STATE, state, at->base->shape.channel_stride);
+    if (to->state.data) am_linear_write(at, &to->state, AM_LINEAR_STATE, state, at->base->shape.value_stride);
 }
 
 am_status am_linear_forward_all(const am_context *context, const am_linear *linear,
@@ -79,21 +78,21 @@ static void take_step(const step_job *job, am_linear_place *at)
     const am_linear_shape *s = &base->shape;
     if (step->slots) at->sequence = step->slots[at->sequence];
     if (at->sequence < 0) {
-        memset(at->b->out, 0, (size_t)(s->channel_stride * base->size));
+        memset(at->b->out, 0, (size_t)(s->value_stride * base->size));
     } else {
         am_linear_chunk chunk = am_linear_load(at);
         am_linear_load_values(at, &chunk);
         am_linear_load_tokens(at, &chunk);
         const am_by_axis *stride = &step->state.stride; /* in place: as kernels take states */
-        const bool in_place = s->channels == s->channel_stride && stride->channel == base->size &&
-                              stride->token == s->channel_stride * base->size;
+        const bool in_place = s->value_dim == s->value_stride && stride->channel == base->size &&
+                              stride->token == s->value_stride * base->size;
         char *state = in_place ? am_token(&step->state, at->sequence, at->head, 0) : at->b->states[0];
         if (!in_place) am_linear_read_state(at, &step->state, state);
         chunk.state = chunk.next = state;
         base->kernels->forward_tokens(&chunk, at->b->scratch);
-        if (!in_place) am_linear_write(at, &step->state, AM_LINEAR_STATE, state, s->channel_stride);
+        if (!in_place) am_linear_write(at, &step->state, AM_LINEAR_STATE, state, s->value_stride);
     }
-    am_linear_write(at, &step->out, AM_LINEAR_VALUES, at->b->out, s->channel_stride);
+    am_linear_write(at, &step->out, AM_LINEAR_VALUES, at->b->out, s->value_stride);
 }
 
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)

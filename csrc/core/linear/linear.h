@@ -8,9 +8,9 @@
 #include "kernels/linear/table.h"
 
 typedef struct {
-    ptrdiff_t heads, key_heads, rows, channels; /* of values; of queries and keys; K; V */
+    ptrdiff_t heads, key_heads, key_dim, value_dim; /* of values; of queries and keys; K; V */
     am_array query, key, value, decay, beta;
-    am_array state;  /* the initial ones: sequences, heads, rows as tokens, and channels */
+    am_array state;  /* the initial ones: sequences, heads, key_dim as tokens, and value_dim */
     bool by_channel; /* decay has an axis of channels */
     bool normalize;
     double scale;
@@ -48,7 +48,7 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
 
 /* One token of each batch row, in place. `linear` has one token; its `state` lacks data. */
 typedef struct {
-    am_array out, state;    /* state: slots, heads, rows as tokens, and channels, of the type of sums */
+    am_array out, state;    /* state: slots, heads, key_dim as tokens, and value_dim, of the type of sums */
     const ptrdiff_t *slots; /* of each batch row; -1: the row is left out. NULL: slot i for row i */
 } am_linear_step;
 

@@ -78,15 +78,15 @@ static void write_row(const plain *p, const am_array *a, const token *x, ptrdiff
 static void read_state(const plain *p, const am_array *a, ptrdiff_t sequence, ptrdiff_t head, double *to)
 {
     if (a->data)
-        read_rows(p, a, am_token(a, sequence, head, 0), p->l->rows, to);
+        read_rows(p, a, am_token(a, sequence, head, 0), p->l->key_dim, to);
     else
-        memset(to, 0, (size_t)(p->l->rows * p->l->channels) * sizeof *to);
+        memset(to, 0, (size_t)(p->l->key_dim * p->l->value_dim) * sizeof *to);
 }
 
 static void write_state(const plain *p, const am_array *a, ptrdiff_t sequence, ptrdiff_t head,
                         const double *from)
 {
-    if (a->data) write_rows(p, a, am_token(a, sequence, head, 0), p->l->rows, from);
+    if (a->data) write_rows(p, a, am_token(a, sequence, head, 0), p->l->key_dim, from);
 }
 
 static double dot(const double *a, const double *b, ptrdiff_t count)
@@ -104,7 +104,7 @@ static void scale_row(double *row, ptrdiff_t count, double factor)
 /* Returns what a row is multiplied by to be normalized. */
 static double inverse_norm(const plain *p, const double *row)
 {
-    return p->l->normalize ? 1 / sqrt(dot(row, row, p->l->rows) + 1e-6) : 1;
+    return p->l->normalize ? 1 / sqrt(dot(row, row, p->l->key_dim) + 1e-6) : 1;
 }
 
 /* Reads a token, with queries and keys normalized. */
@@ -115,13 +115,13 @@ static void read_token(const plain *p, token *x, ptrdiff_t t)
     read_row(p, &l->query, x, x->key_head, x->q);
     read_row(p, &l->key, x, x->key_head, x->k);
     read_row(p, &l->value, x, x->head, x->v);
-    scale_row(x->q, l->rows, x->q_inverse = inverse_norm(p, x->q));
-    scale_row(x->k, l->rows, x->k_inverse = inverse_norm(p, x->k));
+    scale_row(x->q, l->key_dim, x->q_inverse = inverse_norm(p, x->q));
+    scale_row(x->k, l->key_dim, x->k_inverse = inverse_norm(p, x->k));
     x->beta = 1;
     if (l->beta.data) read_row(p, &l->beta, x, x->head, &x->beta);
-    memset(x->factor, 0, (size_t)l->rows * sizeof *x->factor);
-    if (l->decay.data && l->rows > 0) read_row(p, &l->decay, x, x->head, x->factor);
-    for (ptrdiff_t i = 0; i < l->rows; i++)
+    memset(x->factor, 0, (size_t)l->key_dim * sizeof *x->factor);
+    if (l->decay.data && l->key_dim > 0) read_row(p, &l->decay, x, x->head, x->factor);
+    for (ptrdiff_t i = 0; i < l->key_dim; i++)
         x->factor[i] = i == 0 || l->by_channel ? exp(x->factor[i]) : x->factor[0];
 }
 
@@ -130,7 +130,7 @@ static void read_token(const plain *p, token *x, ptrdiff_t t)
 /* Takes a token to the state behind it; both may be the same. */
 static void advance(const plain *p, token *x, const double *state, double *next)
 {
-    const ptrdiff_t rows = p->l->rows, channels = p->l->channels;
+    const ptrdiff_t rows = p->l->key_dim, channels = p->l->value_dim;
     for (ptrdiff_t i = 0; i < rows * channels; i++)
         x->decayed[i] = x->factor[i / channels] == 0 ? 0 : x->factor[i / channels] * state[i];
     for (ptrdiff_t j = 0; j < channels; j++) {
@@ -147,12 +147,12 @@ static void advance(const plain *p, token *x, const double *state, double *next)
 /* Takes a token, and reads its result from the state. */
 static void forward_token(const plain *p, token *x, ptrdiff_t t, double *state)
 {
-    const ptrdiff_t channels = p->l->channels;
+    const ptrdiff_t channels = p->l->value_dim;
     read_token(p, x, t);
     advance(p, x, state, state);
     for (ptrdiff_t j = 0; j < channels; j++) {
         x->out[j] = 0;
-        for (ptrdiff_t i = 0; i < p->l->rows; i++) x->out[j] += x->q[i] * state[i * channels + j];
+        for (ptrdiff_t i = 0; i < p->l->key_dim; i++) x->out[j] += x->q[i] * state[i * channels + j];
         x->out[j] *= p->l->scale;
     }
 }
@@ -162,7 +162,7 @@ static void backward_token(const plain *p, token *x, const double *state)
 {
     const am_linear *l = p->l;
     const am_linear_back *g = p->back;
-    const ptrdiff_t rows = l->rows, channels = l->channels;
+    const ptrdiff_t rows = l->key_dim, channels = l->value_dim;
     double *d_q = x->d_q + (x->t - x->first) * rows, *d_k = x->d_k + (x->t - x->first) * rows, d_beta;
     read_row(p, &g->d_out, x, x->head, x->d_out);
     scale_row(x->d_out, channels, l->scale);
@@ -199,7 +199,7 @@ static void backward_token(const plain *p, token *x, const double *state)
 static void write_decay(const plain *p, const token *x)
 {
     double sum = 0;
-    for (ptrdiff_t i = 0; i < p->l->rows; i++) sum += x->row[i];
+    for (ptrdiff_t i = 0; i < p->l->key_dim; i++) sum += x->row[i];
     if (p->l->by_channel)
         write_row(p, &p->back->decay, x, x->head, x->row);
     else if (p->back->decay_of_heads)
@@ -226,7 +226,7 @@ static am_status forward_sequence(const plain *p, token *x, ptrdiff_t sequence, 
 static am_status backward_sequence(const plain *p, token *x, ptrdiff_t sequence, ptrdiff_t count,
                                    am_team *team)
 {
-    const ptrdiff_t size = p->l->rows * p->l->channels, chunk = p->l->chunk;
+    const ptrdiff_t size = p->l->key_dim * p->l->value_dim, chunk = p->l->chunk;
     const size_t bytes = (size_t)size * sizeof *x->states;
     am_status status = am_checkpoint(team);
     read_state(p, &p->l->state, sequence, x->head, x->states);
@@ -257,7 +257,7 @@ static am_status backward_sequence(const plain *p, token *x, ptrdiff_t sequence,
 static void step_sequence(const plain *p, token *x, ptrdiff_t sequence)
 {
     const ptrdiff_t slot = p->step->slots ? p->step->slots[sequence] : sequence;
-    memset(x->out, 0, (size_t)p->l->channels * sizeof *x->out);
+    memset(x->out, 0, (size_t)p->l->value_dim * sizeof *x->out);
     if (slot >= 0) {
         read_state(p, &p->step->state, slot, x->head, x->states);
         forward_token(p, x, 0, x->states);
@@ -272,7 +272,7 @@ static void step_sequence(const plain *p, token *x, ptrdiff_t sequence)
 /* Writes the gradients of the queries and keys of a sequence: those of their normalized rows so far. */
 static void write_keys(const plain *p, token *x, ptrdiff_t count)
 {
-    const ptrdiff_t rows = p->l->rows;
+    const ptrdiff_t rows = p->l->key_dim;
     for (ptrdiff_t i = 0; i < count; i++) {
         double *d_q = x->d_q + i * rows, *d_k = x->d_k + i * rows;
         x->t = x->first + i;
@@ -294,7 +294,7 @@ static am_status take_sequence(const plain *p, token *x, ptrdiff_t sequence, am_
 {
     const am_linear *l = p->l;
     const ptrdiff_t count = l->starts ? l->starts[sequence + 1] - l->starts[sequence] : l->tokens;
-    const size_t bytes = (size_t)(count * l->rows) * sizeof *x->d_q;
+    const size_t bytes = (size_t)(count * l->key_dim) * sizeof *x->d_q;
     am_status status = AM_OK;
     x->b = l->starts ? 0 : sequence, x->first = l->starts ? l->starts[sequence] : 0;
     if (p->back) memset(x->d_q, 0, bytes), memset(x->d_k, 0, bytes);
@@ -327,7 +327,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
 static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
 {
     const plain *p = job;
-    const ptrdiff_t rows = p->l->rows, channels = p->l->channels, size = am_product(rows, channels, 1),
+    const ptrdiff_t rows = p->l->key_dim, channels = p->l->value_dim, size = am_product(rows, channels, 1),
                     keys = p->back ? am_product(p->longest, rows, 1) : 0,
                     chunks = p->back ? am_ceil_div(p->longest, p->l->chunk) : 0;
     token *x = parts;

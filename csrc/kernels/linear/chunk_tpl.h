@@ -30,14 +30,14 @@ static void FN(multiply_large)(const FN(work) * w, const FN(product) * p)
 
 static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->row_stride;
+    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->key_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(buffer) buffers[] = {
         {&w->heads, by_channel ? 2 * keys : 0},
         {&w->since, by_channel ? keys : 2 * s->token_stride},
         {&w->tail, by_channel ? keys : 0},
         {&w->behind, s->token_stride},
-        {&w->whole, s->row_stride},
+        {&w->whole, s->key_stride},
         {&w->p, pairs},
         {&w->m, pairs},
         {&w->subchunk_q, by_channel ? keys : 0},
@@ -51,13 +51,13 @@ static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char 
 static ptrdiff_t FN(lay_out_find)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
     const FN(buffer) buffers[] = {{&w->decays, s->token_stride * s->token_stride},
-                                  {&w->turned, s->token_stride * s->row_stride}};
+                                  {&w->turned, s->token_stride * s->key_stride}};
     return FN(lay_out)(buffers, COUNT_OF(buffers), memory);
 }
 
 static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t values = s->token_stride * s->channel_stride;
+    const ptrdiff_t values = s->token_stride * s->value_stride;
     const FN(buffer) buffers[] = {{&w->x, 2 * values},
                                   {&w->u, values},
                                   {&w->coupled, s->token_stride * s->token_stride},
@@ -67,8 +67,8 @@ static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char
 
 static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, char *memory)
 {
-    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->row_stride;
-    const ptrdiff_t values = s->token_stride * s->channel_stride, state = s->row_stride * s->channel_stride;
+    const ptrdiff_t pairs = s->token_stride * s->token_stride, keys = s->token_stride * s->key_stride;
+    const ptrdiff_t values = s->token_stride * s->value_stride, state = s->key_stride * s->value_stride;
     const ptrdiff_t rows = keys > values ? keys : values;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const FN(buffer) buffers[] = {
@@ -77,9 +77,9 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
         {&w->back.d_pairs, 2 * pairs},
         {&w->back.d_heads, 2 * keys},
         {&w->back.d_tail, keys},
-        {&w->back.carry, by_channel ? s->row_stride : 0},
+        {&w->back.carry, by_channel ? s->key_stride : 0},
         {&w->back.left, by_channel ? keys : 0},
-        {&w->back.follow, by_channel ? s->row_stride : 0},
+        {&w->back.follow, by_channel ? s->key_stride : 0},
         {&w->back.reads, by_channel ? 0 : s->token_stride},
         {&w->back.across, by_channel ? 0 : s->token_stride},
         {&w->decays, pairs}, /* from here on not by channel */
@@ -92,7 +92,7 @@ static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, c
 static am_linear_scratch FN(scratch)(const am_linear_shape *s)
 {
     FN(work) w;
-    const ptrdiff_t of_token = 2 * s->row_stride * (ptrdiff_t)sizeof(T),
+    const ptrdiff_t of_token = 2 * s->key_stride * (ptrdiff_t)sizeof(T),
                     forward = FN(lay_out_values)(&w, s, NULL);
     return (am_linear_scratch){.pairs = FN(lay_out_pairs)(&w, s, NULL),
                                .find = FN(lay_out_find)(&w, s, NULL),
@@ -118,12 +118,12 @@ static void FN(apply_state)(const am_linear_chunk *c, const FN(work) * w, T *to,
 {
     const am_linear_shape *s = c->shape;
     const FN(product) product = {.c = to,
-                                 .a = {.at = rows, .row = s->row_stride, .column = 1},
-                                 .b = {.at = state, .row = s->channel_stride, .column = 1},
-                                 .c_stride = s->channel_stride,
+                                 .a = {.at = rows, .row = s->key_stride, .column = 1},
+                                 .b = {.at = state, .row = s->value_stride, .column = 1},
+                                 .c_stride = s->value_stride,
                                  .m = count,
-                                 .n = s->channel_stride,
-                                 .depth = s->rows,
+                                 .n = s->value_stride,
+                                 .depth = s->key_dim,
                                  .queue = w->queue};
     FN(multiply_large)(w, &product);
 }
@@ -136,11 +136,11 @@ static void FN(move_state)(const am_linear_chunk *c, const FN(work) * w, T *to, 
     const FN(product) product = {.c = to,
                                  .start = from,
                                  .factor = w->whole,
-                                 .a = {.at = a, .row = 1, .column = s->row_stride},
-                                 .b = {.at = b, .row = s->channel_stride, .column = 1},
-                                 .c_stride = s->channel_stride,
-                                 .m = s->rows,
-                                 .n = s->channel_stride,
+                                 .a = {.at = a, .row = 1, .column = s->key_stride},
+                                 .b = {.at = b, .row = s->value_stride, .column = 1},
+                                 .c_stride = s->value_stride,
+                                 .m = s->key_dim,
+                                 .n = s->value_stride,
                                  .depth = count,
                                  .queue = w->queue};
     FN(multiply_large)(w, &product);
@@ -175,9 +175,9 @@ static void FN(find_pairs)(const am_linear_chunk *c, void *pairs, void *scratch)
 static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->channel_stride;
+    const ptrdiff_t stride = s->value_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->row_stride : c->k, c->state, c->tokens);
+    FN(apply_state)(c, w, x, by_channel ? w->heads + c->tokens * s->key_stride : c->k, c->state, c->tokens);
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         const V since = VOP(set1)(by_channel ? -1 : -w->since[s->token_stride + i]);
         const T *v = (const T *)c->v + i * c->v_stride;
@@ -195,10 +195,10 @@ static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
 static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = s->value_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->key_dim / 2, stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, false);
     FN(apply_state)(c, &w, w.x, by_channel ? w.heads : c->q, c->state, n);
     if (s->delta) FN(solve_delta)(c, &w, w.x + n * stride);
@@ -221,7 +221,7 @@ static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
         FN(move_state)(c, &w, c->next, c->state, w.tail, u, n);
     else
         FN(move_state)(c, &w, c->next, c->state, c->k, w.u, n);
-    return FN(all_finite)(c->out, n * stride) && FN(all_finite)(c->next, s->rows * stride);
+    return FN(all_finite)(c->out, n * stride) && FN(all_finite)(c->next, s->key_dim * stride);
 }
 
 /* --- Gradients --- */
@@ -234,10 +234,10 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
     const FN(product) product = {.c = g->d_u,
                                  .start = g->d_u,
                                  .a = {.at = w->p, .row = 1, .column = s->token_stride},
-                                 .b = {.at = g->d_out, .row = s->channel_stride, .column = 1},
-                                 .c_stride = s->channel_stride,
+                                 .b = {.at = g->d_out, .row = s->value_stride, .column = 1},
+                                 .c_stride = s->value_stride,
                                  .m = c->tokens,
-                                 .n = s->channel_stride,
+                                 .n = s->value_stride,
                                  .depth = c->tokens,
                                  .triangle = UPPER_LEFT};
     FN(multiply)(&product);
@@ -247,7 +247,7 @@ static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g
 static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->channel_stride, last = n - 1;
+    const ptrdiff_t n = c->tokens, stride = s->value_stride, last = n - 1;
     FN(couple)(c, w, true);
     const FN(matrix)
         backwards = {.at = w->coupled + last * (s->token_stride + 1), .row = -1, .column = -s->token_stride};
@@ -257,7 +257,7 @@ static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradient
 /* Of the output, and of W, negated, behind it. */
 static void FN(back_to_rows)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, stride = c->shape->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = c->shape->value_stride;
     memcpy(w->back.d_rows, g->d_out, (size_t)(n * stride) * sizeof(T));
     for (ptrdiff_t i = 0; c->beta && i < n; i++)
         FN(scale_row)(w->back.d_rows + (n + i) * stride, (const T *)g->d_u + i * stride,
@@ -281,7 +281,7 @@ static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradient
 /* Of v and beta. */
 static void FN(back_to_v)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, stride = c->shape->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = c->shape->value_stride;
     const T *beta = c->beta;
     T *d_v = g->d_v, *d_beta = g->d_beta;
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -296,27 +296,27 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
                               const T *u)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, stride = s->channel_stride;
-    FN(turn)(w->turned, s->token_stride, u, stride, n, s->channels);
+    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, stride = s->value_stride;
+    FN(turn)(w->turned, s->token_stride, u, stride, n, s->value_dim);
     FN(product)
     product = {.a = {.at = NULL, .row = stride, .column = 1},
                .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                .c_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,
-               .depth = s->channels,
+               .depth = s->value_dim,
                .triangle = LOWER_RESULT};
     for (ptrdiff_t side = 0; side < sides; side++) {
         product.c = w->back.d_pairs + side * n * s->token_stride,
         product.a.at = w->back.d_rows + side * n * stride;
         FN(multiply_large)(w, &product);
     }
-    FN(turn)(w->turned, s->row_stride, c->state, stride, s->rows, s->channels);
+    FN(turn)(w->turned, s->key_stride, c->state, stride, s->key_dim, s->value_dim);
     product.c = w->back.d_heads, product.a.at = w->back.d_rows;
-    product.c_stride = product.b.row = product.n = s->row_stride;
+    product.c_stride = product.b.row = product.n = s->key_stride;
     product.m = sides * n, product.triangle = ALL;
     FN(multiply_large)(w, &product);
-    FN(turn)(w->turned, s->row_stride, g->d_next, stride, s->rows, s->channels);
+    FN(turn)(w->turned, s->key_stride, g->d_next, stride, s->key_dim, s->value_dim);
     product.c = s->decay == AM_DECAY_BY_CHANNEL ? w->back.left : w->back.d_tail;
     product.a.at = u, product.m = n;
     FN(multiply_large)(w, &product);
@@ -325,9 +325,9 @@ static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradient
 static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, keys = n * s->row_stride, values = n * s->channel_stride;
+    const ptrdiff_t n = c->tokens, keys = n * s->key_stride, values = n * s->value_stride;
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, s->channel_stride);
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->key_dim / 2, s->value_stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) {
         FN(decays_by_token)(c, &w, NULL);
@@ -350,7 +350,7 @@ static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g,
         memcpy(g->d_q, w.back.d_heads, (size_t)keys * sizeof(T));
     }
     return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
-           (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_stride));
+           (g->known || FN(all_finite)(g->d_state, s->key_dim * s->value_stride));
 }
 
 static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs,
@@ -358,15 +358,15 @@ static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradien
 {
     const am_linear_shape *s = c->shape;
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, 2 * c->tokens, s->rows / 2, s->channel_stride);
+    prefetch_between(&queue, c->prefetch, 2 * c->tokens, s->key_dim / 2, s->value_stride);
     const FN(work) w = FN(work_of)(s, pairs, scratch, &queue, true);
     if (s->decay != AM_DECAY_BY_CHANNEL) FN(decay_keys)(c, &w);
     FN(back_to_state)(c, g, &w);
-    return FN(all_finite)(g->d_state, s->rows * s->channel_stride);
+    return FN(all_finite)(g->d_state, s->key_dim * s->value_stride);
 }
 
 static const am_linear_kernels FN(kernels) = {
-    .rows = sizeof(T) == sizeof(double) ? AM_FLOAT64 : AM_FLOAT32,
+    .type = sizeof(T) == sizeof(double) ? AM_FLOAT64 : AM_FLOAT32,
     .scratch = FN(scratch),
     .find_pairs = FN(find_pairs),
     .forward = FN(forward),

@@ -22,26 +22,26 @@
 
 typedef struct {
     float *heads[2];          /* by channel: queries and keys times the factors since the chunk's start,
-                               * [tokens][row_stride / 2] */
-    float *turned;            /* lanes of keys, transposed: [row_stride / 2][token_stride] */
+                               * [tokens][key_stride / 2] */
+    float *turned;            /* lanes of keys, transposed: [key_stride / 2][token_stride] */
     float *keys;              /* each two keys joined, by channel times the factors that follow up to the
-                               * chunk's end: [token_stride / 2][row_stride] */
+                               * chunk's end: [token_stride / 2][key_stride] */
     float *p;                 /* [tokens][token_stride / 2], or by channel float32 [tokens][token_stride] */
     float *products;          /* [tokens][token_stride] */
     float *coupled;           /* -M times beta, likewise */
     float *q_since, *k_since; /* of a row: its scale, and the factors since the chunk's start */
     float *tail;              /* of a key: its scale, and the factors that follow up to the chunk's end */
-    float *whole;             /* the product of all factors, [rows] */
-    float *state;             /* each two rows joined: [row_stride / 2][channel_stride] */
-    float *x;                 /* W: [tokens][channel_stride] */
-    float *u, *tail_u; /* U, and times `tail`; each two rows joined: [token_stride / 2][channel_stride] */
+    float *whole;             /* the product of all factors, [key_dim] */
+    float *state;             /* each two rows joined: [key_stride / 2][value_stride] */
+    float *x;                 /* W: [tokens][value_stride] */
+    float *u, *tail_u; /* U, and times `tail`; each two rows joined: [token_stride / 2][value_stride] */
 } work;
 
 static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 {
     const ptrdiff_t pairs = s->token_stride * s->token_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const ptrdiff_t keys = by_channel ? s->token_stride * s->row_stride / 2 : 0;
+    const ptrdiff_t keys = by_channel ? s->token_stride * s->key_stride / 2 : 0;
     const buffer_f32 buffers[] = {
         {&w->heads[0], keys},
         {&w->heads[1], keys},
@@ -51,7 +51,7 @@ static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
         {&w->q_since, s->token_stride},
         {&w->k_since, s->token_stride},
         {&w->tail, s->token_stride},
-        {&w->whole, s->row_stride},
+        {&w->whole, s->key_stride},
     };
     return lay_out_f32(buffers, COUNT_OF(buffers), memory);
 }
@@ -59,20 +59,20 @@ static ptrdiff_t lay_out_pairs(work *w, const am_linear_shape *s, void *memory)
 /* For finding pairs. */
 static ptrdiff_t lay_out_find(work *w, const am_linear_shape *s, void *memory)
 {
-    const buffer_f32 buffers[] = {{&w->turned, s->token_stride * s->row_stride / 2},
+    const buffer_f32 buffers[] = {{&w->turned, s->token_stride * s->key_stride / 2},
                                   {&w->products, s->token_stride * s->token_stride}};
     return lay_out_f32(buffers, COUNT_OF(buffers), memory);
 }
 
 static ptrdiff_t lay_out_values(work *w, const am_linear_shape *s, void *memory)
 {
-    const ptrdiff_t values = s->token_stride * s->channel_stride;
+    const ptrdiff_t values = s->token_stride * s->value_stride;
     const buffer_f32 buffers[] = {
-        {&w->state, s->row_stride * s->channel_stride / 2},
+        {&w->state, s->key_stride * s->value_stride / 2},
         {&w->x, values},
         {&w->u, values / 2},
         {&w->tail_u, values / 2},
-        {&w->keys, s->token_stride * s->row_stride / 2}, /* not by channel */
+        {&w->keys, s->token_stride * s->key_stride / 2}, /* not by channel */
     };
     return lay_out_f32(buffers, COUNT_OF(buffers) - (s->decay == AM_DECAY_BY_CHANNEL), memory);
 }
@@ -90,7 +90,7 @@ static float scale_of(const am_linear_shape *s, const float *row, double scale)
 {
     vf sum = vf_set1(0);
     if (!s->normalize) return (float)scale;
-    for (ptrdiff_t i = 0; i < s->row_stride / 2; i += VF_LANES)
+    for (ptrdiff_t i = 0; i < s->key_stride / 2; i += VF_LANES)
         sum = vf_fma_bf16x2(vf_load(row + i), vf_load(row + i), sum);
     return (float)scale / sqrtf(vf_total(sum) + 1e-6f);
 }
@@ -129,18 +129,18 @@ static void pair_row(const am_linear_chunk *c, const work *w, ptrdiff_t i, float
 static void products_by_token(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride / 2;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride / 2;
     const float *k = c->k;
     turn_f32(w->turned, s->token_stride, k, stride, n, stride);
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->key_dim / 2, s->token_stride);
     product_f32 product = {.c = w->products,
                            .a = {.at = c->q, .row = stride, .column = 1},
                            .b = {.at = w->turned, .row = s->token_stride, .column = 1},
                            .c_stride = s->token_stride,
                            .m = n,
                            .n = s->token_stride,
-                           .depth = (s->rows + 1) / 2,
+                           .depth = (s->key_dim + 1) / 2,
                            .triangle = LOWER_RESULT,
                            .queue = &queue};
     multiply_bf16x2(&product);
@@ -156,7 +156,7 @@ enum { LEAF = 8 };
 /* Queries and keys of tokens times the factors since `from`. */
 static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to)
 {
-    const ptrdiff_t stride = c->shape->row_stride;
+    const ptrdiff_t stride = c->shape->key_stride;
     const uint16_t *const rows[] = {c->q, c->k};
     for (ptrdiff_t r = 0; r < stride; r += 2 * VF_LANES) {
         vf since[] = {vf_set1(1), vf_set1(1)};
@@ -177,7 +177,7 @@ static void decay_heads(const am_linear_chunk *c, const work *w, ptrdiff_t from,
  */
 static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t to, bool join)
 {
-    const ptrdiff_t stride = c->shape->row_stride;
+    const ptrdiff_t stride = c->shape->key_stride;
     for (ptrdiff_t r = 0; r < stride; r += 2 * VF_LANES) {
         vf follow[] = {vf_set1(1), vf_set1(1)}, odd[] = {vf_set1(0), vf_set1(0)}, key[2];
         for (ptrdiff_t j = to - 1; j >= from; j--) {
@@ -198,7 +198,7 @@ static void decay_tails(const am_linear_chunk *c, const work *w, ptrdiff_t from,
 static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t middle, ptrdiff_t half)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->row_stride / 2, begin = middle - half;
+    const ptrdiff_t stride = s->key_stride / 2, begin = middle - half;
     const ptrdiff_t end = middle + half < c->tokens ? middle + half : c->tokens;
     decay_heads(c, w, middle, end);
     decay_tails(c, w, begin, middle, false);
@@ -209,7 +209,7 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
                            .c_stride = s->token_stride,
                            .m = end - middle,
                            .n = half < VF_LANES ? VF_LANES : half,
-                           .depth = (s->rows + 1) / 2};
+                           .depth = (s->key_dim + 1) / 2};
     multiply_bf16x2(&product);
     product.c = w->coupled + middle * s->token_stride + begin, product.a.at = w->heads[1] + middle * stride;
     if (s->delta) multiply_bf16x2(&product);
@@ -219,7 +219,7 @@ static void pairs_of_halves(const am_linear_chunk *c, const work *w, ptrdiff_t m
 INLINE void leaf_row(const am_linear_chunk *c, const work *w, ptrdiff_t from, ptrdiff_t i, const int most)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->row_stride, own = i - from;
+    const ptrdiff_t stride = s->key_stride, own = i - from;
     vf p[LEAF], m[LEAF], itself = vf_set1(0), sums[2 * LEAF];
     UNROLL(8)
     for (int j = 0; j < LEAF; j++) p[j] = m[j] = vf_set1(0);
@@ -253,7 +253,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
         for (ptrdiff_t middle = half; middle < n; middle += 2 * half) pairs_of_halves(c, w, middle, half);
     for (ptrdiff_t i = 0; i < n; i++) {
         const ptrdiff_t from = i / LEAF * LEAF;
-        if (i == from) memset(w->turned, 0, (size_t)(LEAF * c->shape->row_stride) * sizeof *w->turned);
+        if (i == from) memset(w->turned, 0, (size_t)(LEAF * c->shape->key_stride) * sizeof *w->turned);
         if (i - from <= LEAF / 2)
             leaf_row(c, w, from, i, LEAF / 2);
         else
@@ -266,7 +266,7 @@ static void products_by_channel(const am_linear_chunk *c, const work *w)
 static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->row_stride / 2;
+    const ptrdiff_t stride = s->key_stride / 2;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     work w;
     lay_out_pairs(&w, s, pairs);
@@ -289,7 +289,7 @@ static void find_pairs_bf16x2(const am_linear_chunk *c, void *pairs, void *scrat
         w.tail[i] = k_scale;
         pair_row(c, &w, i, q_scale, k_scale);
     }
-    for (ptrdiff_t r = 0; r < s->rows; r++)
+    for (ptrdiff_t r = 0; r < s->key_dim; r++)
         w.whole[r] = by_channel ? ((const float *)c->whole)[r] : (float)whole;
 }
 
@@ -302,7 +302,7 @@ static void join_rows(float *to, const float *even, const float *odd, ptrdiff_t 
 
 static void join_keys(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t stride = c->shape->row_stride / 2;
+    const ptrdiff_t stride = c->shape->key_stride / 2;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
         const float *k = (const float *)c->k + i * stride;
         for (ptrdiff_t j = 0; j < stride; j += VF_LANES) {
@@ -320,14 +320,14 @@ static void find_w(const am_linear_chunk *c, const work *w)
 {
     const am_linear_shape *s = c->shape;
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
-        float *x = w->x + i * s->channel_stride;
+        float *x = w->x + i * s->value_stride;
         const vf since = vf_set1(-w->k_since[i]);
-        for (ptrdiff_t j = 0; j < s->channel_stride; j += VF_LANES)
+        for (ptrdiff_t j = 0; j < s->value_stride; j += VF_LANES)
             vf_store(x + j, vf_fma(since, vf_load(x + j),
                                    vf_load_bf16((const uint16_t *)c->v + i * c->v_stride + j)));
     }
     const matrix_f32 coupled = {.at = w->coupled, .row = s->token_stride, .column = 1};
-    solve_f32(w->x, s->channel_stride, coupled, c->tokens, s->channel_stride);
+    solve_f32(w->x, s->value_stride, coupled, c->tokens, s->value_stride);
 }
 
 static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff_t channel)
@@ -335,12 +335,12 @@ static vf u_of(const am_linear_chunk *c, const work *w, ptrdiff_t token, ptrdiff
     if (token >= c->tokens) return vf_set1(0);
     if (!c->beta) return vf_load_bf16((const uint16_t *)c->v + token * c->v_stride + channel);
     const vf beta = vf_set1(((const float *)c->beta)[token]);
-    return vf_mul(beta, vf_load(w->x + token * c->shape->channel_stride + channel));
+    return vf_mul(beta, vf_load(w->x + token * c->shape->value_stride + channel));
 }
 
 static void find_u(const am_linear_chunk *c, const work *w)
 {
-    const ptrdiff_t stride = c->shape->channel_stride;
+    const ptrdiff_t stride = c->shape->value_stride;
     for (ptrdiff_t i = 0; i < c->tokens; i += 2) {
         const vf tail[] = {vf_set1(w->tail[i]), vf_set1(w->tail[i + 1])};
         for (ptrdiff_t j = 0; j < stride; j += VF_LANES) {
@@ -360,24 +360,24 @@ static void find_u(const am_linear_chunk *c, const work *w)
 static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->channel_stride;
+    const ptrdiff_t n = c->tokens, stride = s->value_stride;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
     const float *state = c->state;
     work w;
     lay_out_pairs(&w, s, pairs);
     lay_out_values(&w, s, scratch);
-    for (ptrdiff_t r = 0; r < s->rows; r += 2)
+    for (ptrdiff_t r = 0; r < s->key_dim; r += 2)
         join_rows(w.state + r / 2 * stride, state + r * stride,
-                  r + 1 < s->rows ? state + (r + 1) * stride : NULL, stride);
+                  r + 1 < s->key_dim ? state + (r + 1) * stride : NULL, stride);
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->rows / 2, stride);
+    prefetch_between(&queue, c->prefetch, (s->delta ? 3 : 2) * n, s->key_dim / 2, stride);
     product_f32 product = {.c = w.x,
-                           .a = {.at = by_channel ? w.heads[1] : c->k, .row = s->row_stride / 2, .column = 1},
+                           .a = {.at = by_channel ? w.heads[1] : c->k, .row = s->key_stride / 2, .column = 1},
                            .b = {.at = w.state, .row = stride, .column = 1},
                            .c_stride = stride,
                            .m = n,
                            .n = stride,
-                           .depth = (s->rows + 1) / 2,
+                           .depth = (s->key_dim + 1) / 2,
                            .queue = &queue};
     if (s->delta) {
         multiply_bf16x2(&product);
@@ -397,14 +397,14 @@ static bool forward_bf16x2(const am_linear_chunk *c, void *pairs, void *scratch)
         join_keys(c, &w);
     }
     product.depth = (n + 1) / 2, product.c = c->next, product.start = state, product.factor = w.whole;
-    product.a = (matrix_f32){.at = w.keys, .row = 1, .column = s->row_stride};
-    product.b.at = w.tail_u, product.m = s->rows, product.triangle = ALL;
+    product.a = (matrix_f32){.at = w.keys, .row = 1, .column = s->key_stride};
+    product.b.at = w.tail_u, product.m = s->key_dim, product.triangle = ALL;
     multiply_bf16x2(&product);
-    return all_finite_f32(c->out, n * stride) && all_finite_f32(c->next, s->rows * stride);
+    return all_finite_f32(c->out, n * stride) && all_finite_f32(c->next, s->key_dim * stride);
 }
 
 static const am_linear_kernels kernels = {
-    .rows = AM_BFLOAT16,
+    .type = AM_BFLOAT16,
     .scratch = scratch_bf16x2,
     .find_pairs = find_pairs_bf16x2,
     .forward = forward_bf16x2,
@@ -415,7 +415,7 @@ static const am_linear_kernels kernels = {
 /* Numbers of scratch for the rounded factors of a product. */
 static ptrdiff_t rounded_numbers(const am_linear_shape *s)
 {
-    ptrdiff_t widest = s->row_stride > s->channel_stride ? s->row_stride : s->channel_stride;
+    ptrdiff_t widest = s->key_stride > s->value_stride ? s->key_stride : s->value_stride;
     if (widest < s->token_stride) widest = s->token_stride;
     return (2 * s->token_stride + widest) * widest;
 }

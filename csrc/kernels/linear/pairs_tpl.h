@@ -23,14 +23,14 @@ typedef struct {
     T *decays;  /* D [tokens][token_stride], or not by channel */
     T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start; not by
                  * channel only backwards, as results take these factors */
-    T *since;   /* these factors, by channel [tokens][row_stride]; else [2][token_stride], for queries and for
+    T *since;   /* these factors, by channel [tokens][key_stride]; else [2][token_stride], for queries and for
                  * keys, times what is left of their scale and norms */
     T *tail;    /* keys times the factors that follow up to the chunk's end; likewise */
     T *behind;  /* not by channel: these factors, likewise, [tokens] */
-    T *whole;   /* the product of all factors, [row_stride] */
+    T *whole;   /* the product of all factors, [key_stride] */
     T *p, *m;   /* [tokens][token_stride] */
     T *turned;  /* a transposed matrix */
-    T *x, *u;   /* [2 tokens][channel_stride]; [tokens][channel_stride] */
+    T *x, *u;   /* [2 tokens][value_stride]; [tokens][value_stride] */
     T *coupled; /* -M times beta, a triangular system */
     T *rounded; /* of the factors of a product */
     prefetch_queue *queue;
@@ -41,9 +41,9 @@ typedef struct {
         T *d_pairs; /* of P, and of M behind it */
         T *d_heads; /* of heads, then of q and of k as the later of a pair */
         T *d_tail;  /* of tail, unless by channel, then of k as the earlier */
-        T *carry;   /* by channel: [row_stride] */
+        T *carry;   /* by channel: [key_stride] */
         T *left;    /* by channel: gradients of tail */
-        T *follow;  /* by channel: the product of the factors behind a token, [row_stride] */
+        T *follow;  /* by channel: the product of the factors behind a token, [key_stride] */
         T *reads;   /* not by channel: gradients of decays from reads of the state, [token_stride] */
         T *across;  /* and from pairs across a token */
     } back;
@@ -55,7 +55,7 @@ typedef struct {
 static T FN(scale_of)(const am_linear_shape *s, const T *row, double scale)
 {
     if (!s->normalize) return (T)scale;
-    return (T)scale / (T)sqrt((double)(FN(dot)(row, row, s->row_stride) + (T)1e-6));
+    return (T)scale / (T)sqrt((double)(FN(dot)(row, row, s->key_stride) + (T)1e-6));
 }
 
 /* D, times the scale of each key; NULL: 1. */
@@ -93,7 +93,7 @@ static void FN(multiply_factors)(const am_linear_chunk *c, const FN(work) * w, T
         behind[i] *= of_k[i];
         of_q[i] *= up_to[i], of_k[i] *= up_to[i];
     }
-    for (ptrdiff_t r = 0; r < c->shape->row_stride; r++) w->whole[r] = (T)since;
+    for (ptrdiff_t r = 0; r < c->shape->key_stride; r++) w->whole[r] = (T)since;
 }
 
 /* Multiplies the lower triangle of a matrix by D and by the scale of each row (NULL: 1), and makes the rest
@@ -130,11 +130,11 @@ static void FN(multiply_row)(T *to, const T *x, const T *factor, ptrdiff_t count
 static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *q = c->q, *k = c->k;
-    FN(turn)(w->turned, s->token_stride, k, stride, n, s->rows);
+    FN(turn)(w->turned, s->token_stride, k, stride, n, s->key_dim);
     prefetch_queue queue;
-    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->rows / 2, s->token_stride);
+    prefetch_between(&queue, c->prefetch, s->delta ? n : n / 2, s->key_dim / 2, s->token_stride);
     FN(product)
     product = {.c = w->p,
                .a = {.at = q, .row = stride, .column = 1},
@@ -142,7 +142,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
                .c_stride = s->token_stride,
                .m = n,
                .n = s->token_stride,
-               .depth = s->rows,
+               .depth = s->key_dim,
                .triangle = LOWER_RESULT,
                .queue = &queue};
     FN(multiply)(&product);
@@ -164,7 +164,7 @@ static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
 /* Backwards, what not by channel are heads and tail. */
 static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 {
-    const ptrdiff_t n = c->tokens, stride = c->shape->row_stride;
+    const ptrdiff_t n = c->tokens, stride = c->shape->key_stride;
     const T *q = c->q, *k = c->k;
     for (ptrdiff_t i = 0; i < n; i++) {
         FN(scale_row)(w->heads + i * stride, q + i * stride, w->since[i], stride);
@@ -180,11 +180,11 @@ static void FN(decay_keys)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride, pairs = s->token_stride, sides = s->delta ? 2 : 1;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride, pairs = s->token_stride, sides = s->delta ? 2 : 1;
     const T *q = c->q, *k = c->k, *factor = c->factor, *state = c->state, *d_next = g->d_next;
     T *d_decay = g->d_decay, *across = w->back.across, before = 0, after = 0;
-    for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->rows; r++)
-        before += FN(dot)(state + r * s->channel_stride, d_next + r * s->channel_stride, s->channel_stride);
+    for (ptrdiff_t r = 0; w->whole[0] != 0 && r < s->key_dim; r++)
+        before += FN(dot)(state + r * s->value_stride, d_next + r * s->value_stride, s->value_stride);
     before *= w->whole[0];
     for (ptrdiff_t i = 0; i < n; i++) {
         const T since = w->since[i];
@@ -223,7 +223,7 @@ static void FN(back_to_decays)(const am_linear_chunk *c, const am_linear_gradien
 static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     T *d_pairs[] = {w->back.d_pairs, w->back.d_pairs + n * s->token_stride};
     for (ptrdiff_t i = 0; i < n; i++) {
         for (int side = 0; side < 1 + s->delta; side++) {
@@ -263,7 +263,7 @@ static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t
 {
     enum { ABREAST = 4 };
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->row_stride;
+    const ptrdiff_t stride = s->key_stride;
     const T *q = (const T *)c->q + i * stride, *k = (const T *)c->k + i * stride;
     const T *factor = (const T *)c->factor + i * stride;
     V p[SUBCHUNK], m[SUBCHUNK];
@@ -301,8 +301,8 @@ static void FN(pairs_across_subchunks)(const am_linear_chunk *c, const FN(work) 
                                        ptrdiff_t count)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t stride = s->row_stride;
-    FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->rows);
+    const ptrdiff_t stride = s->key_stride;
+    FN(turn)(w->turned, s->token_stride, w->tail, stride, from, s->key_dim);
     FN(product)
     product = {.c = w->p + from * s->token_stride,
                .a = {.at = w->subchunk_q + from * stride, .row = stride, .column = 1},
@@ -310,7 +310,7 @@ static void FN(pairs_across_subchunks)(const am_linear_chunk *c, const FN(work) 
                .c_stride = s->token_stride,
                .m = count,
                .n = from,
-               .depth = s->rows};
+               .depth = s->key_dim};
     FN(multiply)(&product);
     product.c = w->m + from * s->token_stride, product.a.at = w->subchunk_k + from * stride;
     if (s->delta) FN(multiply)(&product);
@@ -324,7 +324,7 @@ static ptrdiff_t FN(subchunk_end)(const am_linear_chunk *c, ptrdiff_t from)
 static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor;
     for (ptrdiff_t i = 0; i < n; i++) {
         const ptrdiff_t row = i * stride;
@@ -360,7 +360,7 @@ static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
 static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *k = c->k, *factor = c->factor, *d_pairs = w->back.d_pairs + side * n * s->token_stride;
     T *keys = w->tail;
     for (ptrdiff_t from = 0; from < n; from += SUBCHUNK) {
@@ -403,7 +403,7 @@ static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) *
 static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->back.d_pairs,
             *d_m = d_p + n * s->token_stride;
     for (ptrdiff_t from = (n - 1) / SUBCHUNK * SUBCHUNK; from >= 0; from -= SUBCHUNK) {
@@ -457,15 +457,15 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
                                      const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *factor = c->factor;
     T *d_decay = g->d_decay, *carry = w->back.carry;
     const V none = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < stride; r++) {
-        const T *state = (const T *)c->state + r * s->channel_stride;
-        const T *d_next = (const T *)g->d_next + r * s->channel_stride;
+        const T *state = (const T *)c->state + r * s->value_stride;
+        const T *d_next = (const T *)g->d_next + r * s->value_stride;
         carry[r] =
-            r < s->rows && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->channel_stride) : 0;
+            r < s->key_dim && w->whole[r] != 0 ? w->whole[r] * FN(dot)(state, d_next, s->value_stride) : 0;
     }
     for (ptrdiff_t row = 0; row < n * stride; row += stride) {
         for (ptrdiff_t r = 0; r < stride; r += LANES) {
@@ -482,7 +482,7 @@ static void FN(left_by_channel_back)(const am_linear_chunk *c, const am_linear_g
 static void FN(join_by_channel)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t n = c->tokens, stride = s->row_stride;
+    const ptrdiff_t n = c->tokens, stride = s->key_stride;
     const T *q = c->q, *k = c->k, *factor = c->factor, *later = w->back.d_heads + n * stride;
     T *d_decay = g->d_decay, *d_q = g->d_q, *d_k = g->d_k, *carry = w->back.carry, *follow = w->back.follow;
     const V none = VOP(set1)(0);
@@ -511,7 +511,7 @@ static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const am_linear_
                                       const FN(work) * w)
 {
     FN(left_by_channel_back)(c, g, w);
-    memset(w->back.d_tail, 0, (size_t)(c->tokens * c->shape->row_stride) * sizeof(T));
+    memset(w->back.d_tail, 0, (size_t)(c->tokens * c->shape->key_stride) * sizeof(T));
     for (int side = 0; side < 1 + c->shape->delta; side++) {
         FN(keep_lower)(c, w->back.d_pairs + side * c->tokens * c->shape->token_stride, side == 1);
         FN(later_by_channel_back)(c, w, side);

@@ -2,7 +2,7 @@
  *
  * They see one chunk of one sequence and value head. Matrices are rows of numbers of that type; each row is
  * padded with zeros to a multiple of AM_LINEAR_PAD numbers, so that no loop has a tail. The state is
- * [rows][channels]: a row for each channel of a key.
+ * [key_dim][value_dim]: a row for each channel of a key.
  */
 #ifndef AM_LINEAR_TABLE_H
 #define AM_LINEAR_TABLE_H
@@ -20,8 +20,8 @@ typedef enum {
 } am_linear_decay;
 
 typedef struct {
-    ptrdiff_t tokens, rows, channels;                   /* of a chunk, at most; K; V */
-    ptrdiff_t token_stride, row_stride, channel_stride; /* the same, padded */
+    ptrdiff_t tokens, key_dim, value_dim;             /* of a chunk, at most; K; V */
+    ptrdiff_t token_stride, key_stride, value_stride; /* the same, padded */
     am_linear_decay decay;
     bool delta;     /* with beta */
     bool normalize; /* what is left to do to the queries and keys of a chunk, also the scale */
@@ -35,19 +35,19 @@ typedef struct {
 typedef struct {
     const am_linear_shape *shape;
     ptrdiff_t tokens;  /* of this chunk */
-    const void *q, *k; /* [tokens][row_stride] */
-    const void *v;     /* [tokens][v_stride]; channel_stride, unless each row is read once */
+    const void *q, *k; /* [tokens][key_stride] */
+    const void *v;     /* [tokens][v_stride]; value_stride, unless each row is read once */
     ptrdiff_t v_stride;
-    const void *factor; /* exp(decay): [tokens], or [tokens][row_stride] by channel */
+    const void *factor; /* exp(decay): [tokens], or [tokens][key_stride] by channel */
     /* Equal decays have factors that are rounded equally, which adds up from token to token: after 4,096
      * tokens, float32 had lost 6e-5 of the result. So what is multiplied into states is more precise: */
     const double *exact; /* not by channel, factor in float64 */
-    const void *whole;   /* by channel, exp(Σ decay) of all tokens: [row_stride] */
+    const void *whole;   /* by channel, exp(Σ decay) of all tokens: [key_stride] */
     const void *reset;   /* bool: which factors are 0 for a decay of -inf, as factor; NULL: none */
     const void *beta;    /* [tokens]; NULL without the delta rule */
-    const void *state;   /* before the chunk: [rows][channel_stride] */
+    const void *state;   /* before the chunk: [key_dim][value_stride] */
     void *next;          /* the state after it */
-    void *out;           /* [tokens][channel_stride] */
+    void *out;           /* [tokens][value_stride] */
     /* What is read or written soon, NULL: not known. Processors do not read ahead from page to page; with it
      * forward takes 0.83 to 0.92 of the time. */
     am_prefetch_plan *prefetch;
@@ -55,14 +55,14 @@ typedef struct {
 
 /* Gradients of a chunk. `next` of the chunk is the state that the forward pass left. */
 typedef struct {
-    const void *d_out;  /* [tokens][channel_stride] */
+    const void *d_out;  /* [tokens][value_stride] */
     const void *d_next; /* of the state after the chunk */
     void *d_state;      /* of the state before it */
-    void *d_q, *d_k;    /* [tokens][row_stride] */
-    void *d_v;          /* [tokens][channel_stride] */
+    void *d_q, *d_k;    /* [tokens][key_stride] */
+    void *d_v;          /* [tokens][value_stride] */
     void *d_decay;      /* as factor */
     void *d_beta;       /* [tokens] */
-    void *d_u;          /* of what is added for each key: [tokens][channel_stride] */
+    void *d_u;          /* of what is added for each key: [tokens][value_stride] */
     bool known;         /* backward_state has been here: d_u holds what it left, and d_state is not written */
 } am_linear_gradients;
 
@@ -87,7 +87,7 @@ typedef struct {
 } am_linear_scratch;
 
 struct am_linear_kernels {
-    am_dtype rows; /* the type of q, k and v */
+    am_dtype type; /* of q, k and v */
     am_linear_scratch (*scratch)(const am_linear_shape *shape);
     am_linear_pairs *find_pairs;
     am_linear_forward *forward;

@@ -12,18 +12,18 @@ typedef struct {
     const T *q, *k, *v, *beta; /* beta: NULL without the delta rule */
     const T *factor, *decayed; /* of each row of the state; and times the key */
     T *state, *out;
-    ptrdiff_t rows, channel_stride;
+    ptrdiff_t key_dim, value_stride;
 } FN(token);
 
 INLINE void FN(token_panel)(const FN(token) * t, ptrdiff_t column, const int vectors)
 {
-    const ptrdiff_t stride = t->channel_stride;
+    const ptrdiff_t stride = t->value_stride;
     V u[2 * VECTORS], out[2 * VECTORS];
     UNROLL(16)
     for (int j = 0; j < vectors; j++) u[j] = out[j] = VOP(set1)(0);
     if (t->beta) {
         const T *state = t->state + column, *decayed = t->decayed;
-        for (ptrdiff_t r = 0; r < t->rows; r++, state += stride) {
+        for (ptrdiff_t r = 0; r < t->key_dim; r++, state += stride) {
             const V k = VOP(set1)(decayed[r]);
             UNROLL(16)
             for (int j = 0; j < vectors; j++) u[j] = VOP(fma)(k, VOP(load)(state + j * LANES), u[j]);
@@ -35,7 +35,7 @@ INLINE void FN(token_panel)(const FN(token) * t, ptrdiff_t column, const int vec
         u[j] = VOP(mul)(beta, VOP(sub)(VOP(load)(t->v + column + j * LANES), u[j]));
     T *restrict state = t->state + column;
     const T *keys = t->k, *queries = t->q, *factors = t->factor;
-    for (ptrdiff_t r = 0; r < t->rows; r++, state += stride) {
+    for (ptrdiff_t r = 0; r < t->key_dim; r++, state += stride) {
         const V k = VOP(set1)(keys[r]), q = VOP(set1)(queries[r]), factor = VOP(set1)(factors[r]);
         UNROLL(16)
         for (int j = 0; j < vectors; j++) {
@@ -52,10 +52,9 @@ static void FN(take_token)(const FN(token) * t)
 {
     enum { WIDE = 2 * VECTORS };
     ptrdiff_t column = 0;
-    for (; column + WIDE * LANES <= t->channel_stride; column += WIDE * LANES)
-        FN(token_panel)(t, column, WIDE);
-    for (; column + 4 * LANES <= t->channel_stride; column += 4 * LANES) FN(token_panel)(t, column, 4);
-    for (; column < t->channel_stride; column += LANES) FN(token_panel)(t, column, 1);
+    for (; column + WIDE * LANES <= t->value_stride; column += WIDE * LANES) FN(token_panel)(t, column, WIDE);
+    for (; column + 4 * LANES <= t->value_stride; column += 4 * LANES) FN(token_panel)(t, column, 4);
+    for (; column < t->value_stride; column += LANES) FN(token_panel)(t, column, 1);
 }
 
 /* Forgets the rows of a state whose decay is -inf, also if they hold NaN, which 0 times it would not. */
@@ -64,10 +63,10 @@ static void FN(forget)(const am_linear_chunk *c, ptrdiff_t token, T *state)
     const am_linear_shape *s = c->shape;
     if (!c->reset) return;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const bool *reset = (const bool *)c->reset + (by_channel ? token * s->row_stride : token);
-    for (ptrdiff_t r = 0; r < s->rows; r++) {
+    const bool *reset = (const bool *)c->reset + (by_channel ? token * s->key_stride : token);
+    for (ptrdiff_t r = 0; r < s->key_dim; r++) {
         if (reset[by_channel ? r : 0])
-            memset(state + r * s->channel_stride, 0, (size_t)s->channel_stride * sizeof *state);
+            memset(state + r * s->value_stride, 0, (size_t)s->value_stride * sizeof *state);
     }
 }
 
@@ -76,30 +75,30 @@ static FN(token) FN(token_of)(const am_linear_chunk *c, ptrdiff_t i, T *state, T
 {
     const am_linear_shape *s = c->shape;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const T *k = (const T *)c->k + i * s->row_stride, *factors = c->factor;
-    T *decayed = rows + s->row_stride;
-    for (ptrdiff_t r = 0; r < s->row_stride; r += LANES) {
-        const V factor = by_channel ? VOP(load)(factors + i * s->row_stride + r) : VOP(set1)(factors[i]);
+    const T *k = (const T *)c->k + i * s->key_stride, *factors = c->factor;
+    T *decayed = rows + s->key_stride;
+    for (ptrdiff_t r = 0; r < s->key_stride; r += LANES) {
+        const V factor = by_channel ? VOP(load)(factors + i * s->key_stride + r) : VOP(set1)(factors[i]);
         VOP(store)(rows + r, factor);
         VOP(store)(decayed + r, VOP(mul)(factor, VOP(load)(k + r)));
     }
     return (FN(token)){
-        .q = (const T *)c->q + i * s->row_stride,
+        .q = (const T *)c->q + i * s->key_stride,
         .k = k,
         .v = (const T *)c->v + i * c->v_stride,
         .beta = c->beta ? (const T *)c->beta + i : NULL,
         .factor = rows,
         .decayed = decayed,
         .state = state,
-        .out = (T *)c->out + i * s->channel_stride,
-        .rows = s->rows,
-        .channel_stride = s->channel_stride,
+        .out = (T *)c->out + i * s->value_stride,
+        .key_dim = s->key_dim,
+        .value_stride = s->value_stride,
     };
 }
 
 static size_t FN(state_bytes)(const am_linear_shape *s)
 {
-    return (size_t)(s->rows * s->channel_stride) * sizeof(T);
+    return (size_t)(s->key_dim * s->value_stride) * sizeof(T);
 }
 
 static void FN(forward_tokens)(const am_linear_chunk *c, void *scratch)
@@ -116,7 +115,7 @@ static void FN(forward_tokens)(const am_linear_chunk *c, void *scratch)
 static void FN(keep_finite)(const am_linear_shape *s, ptrdiff_t tokens, void *const to[2],
                             const void *const from[2])
 {
-    const ptrdiff_t rows[2] = {tokens, s->rows}, stride = s->channel_stride;
+    const ptrdiff_t rows[2] = {tokens, s->key_dim}, stride = s->value_stride;
     for (ptrdiff_t block = 0; block < stride; block += AM_LINEAR_PAD) {
         bool finite = true;
         for (int m = 0; m < 2; m++)
@@ -192,14 +191,14 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
                            ptrdiff_t i, T *d)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t rows = s->rows, stride = s->channel_stride, size = rows * stride;
+    const ptrdiff_t rows = s->key_dim, stride = s->value_stride, size = rows * stride;
     T *before = w->decayed;
     const T *after = w->states + (i + 1) * size, *d_out = (const T *)g->d_out + i * stride;
     const FN(token) t = FN(token_of)(c, i, before, w->rows);
-    T *d_q = (T *)g->d_q + i * s->row_stride, *d_k = (T *)g->d_k + i * s->row_stride;
+    T *d_q = (T *)g->d_q + i * s->key_stride, *d_k = (T *)g->d_k + i * s->key_stride;
     T *d_v = (T *)g->d_v + i * stride, *d_decay = (T *)g->d_decay;
-    memset(d_q, 0, (size_t)s->row_stride * sizeof *d_q);
-    memset(d_k, 0, (size_t)s->row_stride * sizeof *d_k);
+    memset(d_q, 0, (size_t)s->key_stride * sizeof *d_q);
+    memset(d_k, 0, (size_t)s->key_stride * sizeof *d_k);
     FN(times_vector)(d_q, after, d_out, rows, stride);
     FN(add_outer)(d, 1, t.q, d_out, rows, stride);
     memcpy(before, after - size, FN(state_bytes)(s));
@@ -223,11 +222,11 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
     }
     T sum = 0;
     const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
-    const bool *reset = c->reset ? (const bool *)c->reset + (by_channel ? i * s->row_stride : i) : NULL;
+    const bool *reset = c->reset ? (const bool *)c->reset + (by_channel ? i * s->key_stride : i) : NULL;
     for (ptrdiff_t r = 0; r < rows; r++) {
         const T dot =
             reset && reset[by_channel ? r : 0] ? 0 : FN(dot)(d + r * stride, before + r * stride, stride);
-        if (by_channel) d_decay[i * s->row_stride + r] = dot;
+        if (by_channel) d_decay[i * s->key_stride + r] = dot;
         sum += dot;
     }
     if (!by_channel) d_decay[i] = sum;
@@ -238,19 +237,19 @@ static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *
 
 static ptrdiff_t FN(token_work_numbers)(const am_linear_shape *s)
 {
-    return (s->tokens + 2) * s->rows * s->channel_stride + 2 * s->row_stride + 3 * s->channel_stride;
+    return (s->tokens + 2) * s->key_dim * s->value_stride + 2 * s->key_stride + 3 * s->value_stride;
 }
 
 static void FN(backward_tokens)(const am_linear_chunk *c, const am_linear_gradients *g, void *scratch)
 {
     const am_linear_shape *s = c->shape;
-    const ptrdiff_t size = s->rows * s->channel_stride;
+    const ptrdiff_t size = s->key_dim * s->value_stride;
     FN(token_work) w = {.states = scratch};
     w.decayed = w.states + (s->tokens + 1) * size;
     w.rows = w.decayed + size;
-    w.u = w.rows + 2 * s->row_stride;
-    w.w = w.u + s->channel_stride;
-    T *out = w.w + s->channel_stride;
+    w.u = w.rows + 2 * s->key_stride;
+    w.w = w.u + s->value_stride;
+    T *out = w.w + s->value_stride;
     memcpy(w.states, c->state, FN(state_bytes)(s));
     for (ptrdiff_t i = 0; i < c->tokens; i++) {
         T *state = w.states + (i + 1) * size;
