@@ -412,7 +412,6 @@ PyMethodDef am_kvcache_methods[] = {
     AM_METHOD(check_kvcache, "names, defaults, args, given",
               "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."),
     AM_METHOD(write_kvcache, "k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping"),
-    AM_METHOD(check_write_kvcache, "k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping",
-              "Check arguments of write_kvcache, but for the memory that is written to."),
+    AM_ENTRY(check_write_kvcache), /* but for the memory that is written to */
     {.ml_name = NULL},
 };

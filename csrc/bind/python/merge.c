@@ -195,7 +195,7 @@ AM_FUNCTION(merge_backward, merge(module, a, false), STATES, AM_ARG(dout, am_to_
 
 PyMethodDef am_merge_methods[] = {
     AM_METHOD(merge_attention_states, "outs, lses"),
-    AM_METHOD(check_merge, "outs, lses", "Check arguments of merge_attention_states."),
+    AM_ENTRY(check_merge),
     AM_METHOD(merge_backward, "outs, lses, dout, dlse"),
     {.ml_name = NULL},
 };

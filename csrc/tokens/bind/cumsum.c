@@ -114,11 +114,7 @@ PyMethodDef am_cumsum_methods[] = {
     AM_METHOD(chunk_local_cumsum,
               "g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out"),
     AM_METHOD(chunk_global_cumsum, "s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out"),
-    AM_METHOD(check_chunk_local_cumsum,
-              "g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out",
-              "Check arguments of chunk_local_cumsum."),
-    AM_METHOD(check_chunk_global_cumsum,
-              "s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out",
-              "Check arguments of chunk_global_cumsum."),
+    AM_ENTRY(check_chunk_local_cumsum),
+    AM_ENTRY(check_chunk_global_cumsum),
     {.ml_name = NULL},
 };
