@@ -26,7 +26,7 @@ static am_dtype dtype_of(am_dl_type type)
 /* Of a tensor of four axes. */
 static am_view view_of(const am_dl_tensor *t)
 {
-    static char nothing[1]; /* of empty tensors */
+    static alignas(double) char nothing[1]; /* of empty tensors */
     const am_dtype type = dtype_of(t->type);
     const ptrdiff_t size = type == AM_OTHER ? 1 : (ptrdiff_t)am_size_of(type);
     am_view v = {.data = t->data ? (char *)t->data + t->byte_offset : nothing, .type = type, .axes = 4};
