@@ -148,6 +148,7 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(&f->q, at, 1));
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
+    am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
 /* A block on its way over the tiles of a task. */
