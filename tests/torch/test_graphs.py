@@ -84,6 +84,34 @@ def test_compiled_calls_that_ask_for_little(torch, more, dtype):
     assert not any("flash_attention_plain" in code for code in (*graphs, exported.graph_module.code))
 
 
+def test_compiled_calls_with_a_mask_alone(torch):
+    """They go to an operator of few arguments, unless more is asked for."""
+    graphs, mask = [], attnmask.MaskInfo.from_segments([[0, 0, 1, 1, 1]])
+    given = [x.detach() for x in tensors(torch, *[(2, 5, 2, 8)] * 3)]
+
+    def attend(*given, **more):
+        return attnmask.torch.flash_attention(*given, mask, **more)
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    cases = ({}, True), ({"causal": True, "softmax_scale": 0.5}, True), ({"sliding_window": 1}, False)
+    for more, few in cases:
+        compiled = torch.compile(attend, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(*given, **more), attend(*given, **more))
+        assert ("flash_attention_masked" in graphs[-1]) == few
+    graphs.clear()
+    compiled(given[0].clone().requires_grad_(), *given[1:])
+    assert not any("flash_attention_masked" in code for code in graphs)
+    described = attnmask.torch.mask_tensors(mask)
+    operator, plain = torch.ops.attnmask.flash_attention_masked.default, (False, None, None)
+    torch.library.opcheck(operator, (*given, [*described.tensors], described.specification, *plain))
+    elsewhere = [x.to("meta") for x in described.tensors]
+    with pytest.raises(TypeError, match="mask_tensors must be on cpu as query, got a tensor on meta"):
+        operator(*given, elsewhere, described.specification, *plain)
+
+
 def test_compiled_diagonals_of_packed_sequences(torch):
     query, key, value = (x.detach() for x in tensors(torch, (5, 2, 3), (6, 1, 3), (6, 1, 4)))
 
