@@ -239,7 +239,7 @@ class _Differentiable(_Linear):
         return differentiable(forward, backward, len(results))(learned, others)
 
 
-# What is written to
+# Functions that write to their arguments
 
 
 class Call(NamedTuple):

@@ -16,7 +16,7 @@ Shaped: TypeAlias = tuple[tuple[int, ...], DTypeLike]  # the shape and type of a
 
 
 class KVCacheResult(NamedTuple):
-    """What `flash_attention_with_kvcache` returns: the result, and the caches as they are after the call.
+    """The result of `flash_attention_with_kvcache`, and the updated caches.
 
     Parameters
     ----------

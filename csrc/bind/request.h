@@ -36,7 +36,7 @@ static inline am_view am_shared(am_view v)
     return v;
 }
 
-/* An array by the axes of a view, of which -1 is none. */
+/* An array whose axes are these of the view; -1: it lacks this axis. */
 static inline am_array am_array_of(const am_view *v, am_by_axis axes)
 {
     am_array a = {.data = v->data, .type = v->type, .shape = {1, 1, 1, 1}};
@@ -51,13 +51,13 @@ static inline am_array am_array_of(const am_view *v, am_by_axis axes)
 static const am_by_axis AM_TOKENS_FIRST = {.batch = 0, .token = 1, .head = 2, .channel = 3},
                         AM_HEADS_FIRST = {.batch = 0, .head = 1, .token = 2, .channel = 3};
 
-/* Of a view [batch, tokens, heads, channels], or of one without the first axis. */
+/* The array of a view [batch, tokens, heads, channels] or [tokens, heads, channels]. */
 static inline am_array am_tokens_of(const am_view *v)
 {
     return am_array_of(v, v->axes == 4 ? AM_TOKENS_FIRST : (am_by_axis){-1, 0, 1, 2});
 }
 
-/* Of a view [batch, heads, tokens] of one number for each row, or of one without the first axis. */
+/* The array of a view [batch, heads, tokens] or [heads, tokens], with one number per row. */
 static inline am_array am_stats_of(const am_view *v)
 {
     return am_array_of(v, v->axes == 3 ? AM_HEADS_FIRST : (am_by_axis){-1, 1, 0, -1});

@@ -11,7 +11,7 @@
  *     static PyObject *compute(PyObject *module, arguments *a) { … }
  *     AM_FUNCTION(chunk_cumsum, compute(module, a), AM_ARG(g, am_to_array), AM_ARG(reverse, am_to_bool))
  *
- * What a field holds follows from its type, and is released behind the call, also after a failure.
+ * The type of a field tells what it holds. That is released after the call, also if it fails.
  */
 #ifndef AM_BIND_PYTHON_ARGUMENTS_H
 #define AM_BIND_PYTHON_ARGUMENTS_H

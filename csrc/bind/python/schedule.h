@@ -16,7 +16,7 @@ typedef struct {
 /* A new dict of what the docstring of attention_schedule in attention.c lists; NULL with an exception. */
 PyObject *am_schedule_data(const am_schedule_view *view, int threads);
 
-/* What backward_schedule returns. */
+/* The result of backward_schedule; NULL with an exception. */
 PyObject *am_backward_schedule_data(const am_backward_plan *plan);
 
 #endif

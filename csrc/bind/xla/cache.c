@@ -217,7 +217,7 @@ bool am_xla_write_kvcache(am_xla_call *c)
 {
     problem p = {.c = c};
     am_operand slots;
-    if (!am_xla_read_flags(c)) return false;
+    if (!am_xla_read_flags(c, AM_XLA_VERSION)) return false;
     c->flags |= APPEND;
     c->first_array = 4 + has(&p, K_SCALE) + has(&p, V_SCALE);
     c->arrays = c->frame->arguments.count - c->first_array;

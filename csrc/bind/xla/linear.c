@@ -53,11 +53,9 @@ static bool has(const problem *p, int64_t flag) { return (p->c->flags & flag) !=
 static bool begin(problem *p)
 {
     am_xla_call *c = p->c;
-    int64_t version, bits;
-    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags) || !am_xla_next_word(c, &bits) ||
-        !am_xla_next_word(c, &p->chunk))
+    int64_t bits;
+    if (!am_xla_read_flags(c, VERSION) || !am_xla_next_word(c, &bits) || !am_xla_next_word(c, &p->chunk))
         return false;
-    if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
     memcpy(&p->scale, &bits, sizeof bits);
     if (isnan(p->scale) || p->chunk < 16 || p->chunk > 256 || (p->chunk & (p->chunk - 1)))
         return am_xla_fail(c, "words: a number is out of its range");

@@ -19,19 +19,15 @@
 #include "tokens/cumsum.h"
 
 enum { VERSION = 1 };
-enum { REVERSE = 1, HEAD_FIRST = 2, STARTS = 4, SCALED = 8, CHUNKS = 16, GRAD_LSE = 32 }; /* flags */
-
-const am_xla_word am_xla_sum_words[] = {
-    {"version", VERSION},      {"reverse", REVERSE},   {"head_first", HEAD_FIRST}, {"cu_seqlens", STARTS},
-    {"softmax_scale", SCALED}, {"chunk_size", CHUNKS}, {"dlse", GRAD_LSE},         {NULL, 0},
-};
-
-static bool begin(am_xla_call *c)
-{
-    int64_t version;
-    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
-    return version == VERSION || am_xla_fail(c, "words: another version of attnmask has made them");
-}
+#define FLAGS(DO)                                                                                            \
+    DO(REVERSE, 1, "reverse")                                                                                \
+    DO(HEAD_FIRST, 2, "head_first")                                                                          \
+    DO(STARTS, 4, "cu_seqlens")                                                                              \
+    DO(SCALED, 8, "softmax_scale")                                                                           \
+    DO(CHUNKS, 16, "chunk_size")                                                                             \
+    DO(GRAD_LSE, 32, "dlse")
+enum { FLAGS(AM_XLA_BIT) };
+const am_xla_word am_xla_sum_words[] = {{"version", VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
 /* --- Sums --- */
 
@@ -44,7 +40,8 @@ typedef struct {
 static bool read_numbers(am_xla_call *c, sums *s)
 {
     int64_t bits, chunk;
-    if (!begin(c) || !am_xla_next_word(c, &bits) || !am_xla_next_word(c, &chunk)) return false;
+    if (!am_xla_read_flags(c, VERSION) || !am_xla_next_word(c, &bits) || !am_xla_next_word(c, &chunk))
+        return false;
     memcpy(&s->job.scale, &bits, sizeof bits);
     s->job.scaled = (c->flags & SCALED) != 0;
     s->job.chunk = c->flags & CHUNKS ? chunk : 0;
@@ -163,7 +160,8 @@ static bool read_merge(am_xla_call *c, bool gradient)
 {
     merge m = {0};
     int64_t count;
-    if (!begin(c) || !am_xla_next_word(c, &count) || am_xla_one_by_one(c, true)) return false;
+    if (!am_xla_read_flags(c, VERSION) || !am_xla_next_word(c, &count) || am_xla_one_by_one(c, true))
+        return false;
     if (count < 1 || count > c->frame->arguments.count) return am_xla_fail(c, "there are too few arguments");
     m.parts = calloc((size_t)count + 1, sizeof *m.parts);
     const bool done =

@@ -31,7 +31,6 @@
 #include "core/runtime/memory_blocks.h"
 #include "core/arrays/convert.h"
 
-enum { VERSION = 3 }; /* of the words: programs are exported and kept */
 #define FLAGS(DO)                                                                                            \
     DO(NORMALIZE, 1, "normalize_output")                                                                     \
     DO(GRAD_LSE, 2, "dlse")                                                                                  \
@@ -39,7 +38,7 @@ enum { VERSION = 3 }; /* of the words: programs are exported and kept */
     DO(PACKED, 8, "packed")                                                                                  \
     DO(PART, 16, "part")
 enum { FLAGS(AM_XLA_BIT) };
-static const am_xla_word attention_words[] = {{"version", VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
+static const am_xla_word attention_words[] = {{"version", AM_XLA_VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
@@ -108,18 +107,19 @@ bool am_xla_read_terms(am_xla_call *c)
     return true;
 }
 
-bool am_xla_read_flags(am_xla_call *c)
+bool am_xla_read_flags(am_xla_call *c, int64_t version)
 {
-    int64_t version;
-    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
-    return version == VERSION || am_xla_fail(c, "words: another version of attnmask has made them");
+    int64_t found;
+    if (!am_xla_next_word(c, &found) || !am_xla_next_word(c, &c->flags)) return false;
+    return found == version || am_xla_fail(c, "words: another version of attnmask has made them");
 }
 
 bool am_xla_read_numbers(am_xla_call *c)
 {
     am_attn *attn = &c->request.attn;
     *attn = (am_attn){.mask = &c->request.mask};
-    return am_xla_read_flags(c) && next_double(c, &attn->scale) && am_check_numbers(&c->request);
+    return am_xla_read_flags(c, AM_XLA_VERSION) && next_double(c, &attn->scale) &&
+           am_check_numbers(&c->request);
 }
 
 /* Where a part of a larger problem begins. */

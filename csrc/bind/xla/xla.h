@@ -11,19 +11,22 @@ typedef struct {
 } am_xla_word;
 extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[], am_xla_sum_words[];
 
+enum { AM_XLA_VERSION = 3 }; /* of the words of attention and caches: programs are exported and kept */
+
 /* Computes results from arguments. */
 typedef bool am_xla_do(am_xla_call *c);
-/* Of the handler of this name; NULL if there is none. */
+/* Finds the function behind the handler of this name; NULL for an unknown name. */
 am_xla_do *am_xla_find(const char *name);
-/* Does so for the buffers of one call, or of the calls of a vmap. */
+/* Runs it on the buffers of one call, or of the calls of a vmap. */
 bool am_xla_run(am_xla_call *c, am_xla_do *compute);
-/* What becomes of each flag of a file, which lists them as FLAGS(DO): DO(flag, bit, name). */
+/* A file lists its flags once, as FLAGS(DO) with a DO(flag, bit, name) per flag. These two make an enum and
+ * a table of them. */
 #define AM_XLA_BIT(flag, bit, name) flag = bit,
 #define AM_XLA_WORD(flag, bit, name) {name, flag},
 
-/* The first words: version and flags. */
-bool am_xla_read_flags(am_xla_call *c);
-/* These and the scale, to an am_attn that has nothing else. */
+/* Reads the first words: the version, which must be this one, and flags. */
+bool am_xla_read_flags(am_xla_call *c, int64_t version);
+/* Reads those of attention and the scale, to an am_attn that has nothing else. */
 bool am_xla_read_numbers(am_xla_call *c);
 
 /* The terms of the logits, once shapes and places are known. */

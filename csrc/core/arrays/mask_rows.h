@@ -16,8 +16,8 @@ typedef struct {
     bool backwards;   /* index i of this axis is index count - 1 - i of the array */
 } am_axis;
 
-/* The planes of a mask, one for each (b, h): an array of queries as tokens and keys as channels, of which
- * pairs whose element is not zero are live. They are transposed if that brings the elements of a row closer
+/* The planes of a mask, one per (b, h). The tokens of its array are queries, and the channels keys; a pair is
+ * live if its element is not zero. Planes are transposed if that brings the elements of a row closer
  * together in memory. */
 typedef struct {
     const am_kernels *kernels;

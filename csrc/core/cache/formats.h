@@ -53,7 +53,7 @@ typedef struct {
     ptrdiff_t group, offset; /* group 0: no groups; offset: bytes from a scale to its offset */
 } am_kv_scales;
 
-/* Whether scales and offsets of the groups of a token lie side by side, as numbers of a type. */
+/* Whether the scale and the offset of each group lie side by side, as numbers of this type. */
 static inline bool am_kv_has_pairs(const am_kv_scales *s, am_dtype type)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(type);

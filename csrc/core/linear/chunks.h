@@ -80,14 +80,13 @@ am_status am_linear_workspaces_make(am_workspaces *workspaces, const am_linear_b
                                     int uses);
 void am_linear_workspaces_free(am_workspaces *workspaces);
 
-/* What of an array belongs to a chunk: rows of its value head or its key head; those of the channels of its
- * slice; a number for each token, as one row; or the state of its sequence. */
+/* The part of an array that belongs to a chunk. */
 typedef enum {
-    AM_LINEAR_ROWS,
-    AM_LINEAR_KEYS,
-    AM_LINEAR_VALUES,
-    AM_LINEAR_NUMBERS,
-    AM_LINEAR_STATE,
+    AM_LINEAR_ROWS,    /* the rows of its value head */
+    AM_LINEAR_KEYS,    /* the rows of its key head */
+    AM_LINEAR_VALUES,  /* the rows of its value head, of the channels of its slice */
+    AM_LINEAR_NUMBERS, /* a number per token, as one row */
+    AM_LINEAR_STATE,   /* the state of its sequence, of the channels of its slice */
 } am_linear_part;
 
 /* Reads it as rows of the type of sums, or writes it. */
