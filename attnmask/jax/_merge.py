@@ -28,6 +28,13 @@ def _parts(arrays: Any, name: str) -> Any:
     return stack
 
 
+def _known(parts: Any, name: str) -> Any:
+    """Return what stands for parts when types and shapes are checked."""
+    if isinstance(parts, list):
+        return tuple(_known(part, name) for part in parts)
+    return like(parts) if is_traced(parts) else as_array(parts, name)
+
+
 def merge_attention_states(outs: _Parts, lses: _Parts) -> tuple[jax.Array, jax.Array]:
     """Merge attention over parts of the keys into attention over all of them.
 
@@ -58,8 +65,7 @@ def merge_attention_states(outs: _Parts, lses: _Parts) -> tuple[jax.Array, jax.A
     True
     """
     given = _parts(outs, "outs"), _parts(lses, "lses")
-    known = jax.tree.map(lambda x: like(x) if is_traced(x) else as_array(x, "outs"), given)
-    known = [tuple(x) if isinstance(x, list) else x for x in known]
+    known = [_known(parts, name) for parts, name in zip(given, ("outs", "lses"), strict=True)]
     if any(map(is_traced, jax.tree.leaves(given))):
         _core.check_merge(*known)
         return _merged(*jax.tree.map(jax.numpy.asarray, given))
