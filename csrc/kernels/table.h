@@ -211,16 +211,17 @@ typedef struct {
     const void *const *runs;
 } am_rows;
 
-/* How keys and values of a tile lie. Rows of values alone are those of all AM_FLASH_TILE keys, all pairs are
- * live, and rows have `out_dim` numbers, in whole panels where a lane holds two. */
+/* How keys and values of a tile lie. Where values are rows, all pairs are live, and rows have `out_dim`
+ * numbers, in whole panels where a lane holds two. Unless the tile is transposed, there are AM_FLASH_TILE of
+ * them. */
 typedef enum {
     AM_PACKED,      /* keys and values by pack_keys and pack_values; k.data and v.data alone count */
     AM_PACKED_KEYS, /* keys are packed, values are rows */
     AM_ROWS,        /* for step_unpacked */
-    /* Keys are AM_FLASH_TILE rows on multiples of a lane, in runs of at least AM_TRANSPOSED_KEYS, and queries
-     * are packed instead. All pairs are live, and products are logits but for a factor of more than 0. */
+    /* Keys are rows on multiples of a lane, in runs of at least AM_TRANSPOSED_KEYS, and queries are packed
+     * instead. */
     AM_TRANSPOSED_PACKED_VALUES,
-    AM_TRANSPOSED_ROWS, /* the same, and values are rows */
+    AM_TRANSPOSED_ROWS, /* the same, and values are rows: as many as keys, which fill lanes of P */
 } am_tile_layout;
 static inline bool am_is_transposed(am_tile_layout layout) { return layout >= AM_TRANSPOSED_PACKED_VALUES; }
 static inline bool am_has_value_rows(am_tile_layout layout)
@@ -231,6 +232,7 @@ static inline bool am_has_value_rows(am_tile_layout layout)
 /* The terms of the logits of a tile; each is NULL if it does nothing. */
 typedef struct {
     const uint64_t *live; /* a word a row, not all 0 */
+    ptrdiff_t all_keys;   /* if each row sees the first so many keys and no other; else 0 */
     const uint64_t *kept; /* the same for dropout */
     const void *bias;     /* rows of AM_FLASH_TILE numbers of the arithmetic type, bias_stride apart */
     ptrdiff_t bias_stride;
@@ -238,8 +240,9 @@ typedef struct {
 
 typedef struct {
     am_tile_layout layout;
-    am_rows k, v; /* in layout AM_ROWS runs have behind the last address that of what follows the tile,
-                   * or NULL */
+    ptrdiff_t keys; /* of a transposed tile: `all_keys` of its terms unless that is 0 */
+    am_rows k, v;   /* in layout AM_ROWS runs have behind the last address that of what follows the tile,
+                     * or NULL */
     ptrdiff_t value_bytes; /* of a row of values */
     bool finite;           /* no packed value is NaN or Inf */
     /* Of rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the arithmetic

@@ -43,8 +43,7 @@ class Arithmetic:
 
     @property
     def can_transpose(self) -> bool:
-        """Only levels with long vectors have transposed tiles."""
-        return self.panel * self.size >= 128 and not self.packed_alone
+        return not self.packed_alone
 
 
 def arithmetic_of(kernel: Kernel) -> Arithmetic:

@@ -294,7 +294,7 @@ def run_step(
     """Runs one step. `kind` is packed, unpacked (only values are), or transposed with packed or unpacked values."""
     memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
     transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
-    run = pick(rng, [0, 8, 16, 32, 64]) if unpacked else 0
+    run = pick(rng, [0, 8, 16, 32, 64]) if unpacked and p.columns == TILE else 0
     k, v = structure("am_rows"), structure("am_rows")
     q_packed = memory.read(packed_keys(p.q, panel, width)) if transposed else None
     if transposed:
@@ -309,7 +309,9 @@ def run_step(
     scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
     block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
     given = {"k_scales": scales[0], "v_scales": scales[1], "finite": is_finite(p.v) and not unpacked}
-    kernel(block, tile_in(memory, rng, p.terms, LAYOUTS[kind], k, v, **given))
+    tile = tile_in(memory, rng, p.terms, LAYOUTS[kind], k, v, keys=p.columns, **given)
+    tile.terms.all_keys = p.columns if p.terms.live is None or p.terms.live[:, : p.columns].all() else 0
+    kernel(block, tile)
     memory.check(p)
     return mine
 
@@ -324,15 +326,14 @@ def draw_step(rng, arithmetic: Arithmetic) -> tuple[str, Problem, int]:
     if kind.endswith("unpacked"):
         value_depth = out_depth = out_depth // panel * panel if width == 2 else out_depth
     rows, depth, columns = pick(rng, ROW_COUNTS), pick(rng, DEPTHS), draw_columns(rng, arithmetic)
-    if kind != "packed":
+    if kind == "unpacked":
         columns = TILE
     if kind.startswith("transposed"):
         depth = max(-(-depth // width), 1) * width
+        columns = max(columns // width * width, width) if kind.endswith("unpacked") else columns
     p = draw(rng, arithmetic, (rows, depth, value_depth, columns), factors_of(arithmetic))
-    if kind != "packed":
-        p.terms.live = None
-    if kind.startswith("transposed"):
-        p.terms = Terms(abs(p.terms.factor), 1.0)
+    if kind.endswith("unpacked"):  # all pairs are live
+        p.terms.live = None if columns == TILE else np.broadcast_to(np.arange(TILE) < columns, (rows, TILE))
     return kind, p, out_depth
 
 

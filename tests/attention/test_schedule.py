@@ -42,7 +42,7 @@ TABLE = [
     # Few rows are unpacked, also if they belong to several heads that share keys.
     ((1, 1000, (4, 4)), "unpacked"), ((16, 1000, (4, 4)), "unpacked"), ((17, 1000, (4, 4)), "private"),
     ((1, 1000, (16, 1)), "unpacked"), ((4, 1000, (16, 4)), "unpacked"), ((5, 1000, (16, 4)), "private"),
-    ((17, 64, (4, 4)), "private"), ((64, 1000, (4, 4)), "private"), ((32, 1000, (8, 4)), "private"),
+    ((17, 65, (4, 4)), "private"), ((64, 1000, (4, 4)), "private"), ((32, 1000, (8, 4)), "private"),
     # One group of heads has more rows than a block.
     ((33, 1000, (8, 4)), "lockstep"), ((64, 1000, (8, 1)), "lockstep"),
     # There are more queries than a block has rows.
@@ -52,10 +52,12 @@ TABLE = [
 
 @pytest.mark.parametrize(("shape", "strategy"), TABLE, ids=str)
 def test_strategies(isa, shape, strategy):
-    """The soft cap rules out transposed tiles."""
+    """The soft cap rules out transposed tiles, but where there is one tile."""
     assert strategies(schedule(*shape, logits_soft_cap=9.0)) == {strategy}
     if isa not in ("baseline", "avx2"):  # which have short vectors
         assert strategies(schedule(32, 1000)) == {"transposed"}
+    if isa != "baseline":
+        assert strategies(schedule(17, 64, logits_soft_cap=9.0)) == {"transposed"}
 
 
 @pytest.mark.parametrize(("tokens", "window", "heads", "strategy"), [
@@ -71,8 +73,8 @@ def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
 
 def test_documents_have_a_strategy_each():
     """Documents that share tiles come first, then the others; in both, the longest come first."""
-    lengths = [20, 1000, 1, 64, 300, 2000]
-    found = schedule(lengths, lengths)["sections"]
+    queries, keys = [20, 1000, 1, 64, 300, 2000], [65, 1000, 1, 128, 300, 2000]
+    found = schedule(queries, keys)["sections"]
     assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
     assert [g["strategy"] for g in found[3:]] == ["private", "private", "unpacked"]
     assert {g["strategy"] for g in found[:3]} == {"shared packing"}

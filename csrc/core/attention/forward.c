@@ -37,6 +37,7 @@ typedef struct {
 typedef struct {
     am_attn_place at;
     char *q, *q_packed;
+    bool is_packed; /* queries are, for transposed tiles */
     am_logit_scratch terms;
     am_flash_rows rows, split; /* split: with the accumulators of a later split, if it is the same item's */
 } item;
@@ -198,10 +199,16 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
                           head_dim);
     if (packs) {
         base->kv_rows->pack_queries(it->q_packed, it->rows.q, it->rows.q_stride, it->at.rows, head_dim);
-    } else if (it->q_packed) {
-        const am_rows rows = {.data = it->rows.q, .stride = it->rows.q_stride * base->size};
-        am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
     }
+}
+
+/* Packs the queries of a block like keys, as transposed tiles take them. */
+static void pack_queries(const forward *f, const am_scheduled *g, item *it)
+{
+    const am_rows rows = {.data = it->rows.q, .stride = it->rows.q_stride * f->base.size};
+    const double factor = g->shape.scales_keys ? f->schedule.factor : 1;
+    am_kv_own(&f->base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, factor, NULL);
+    it->is_packed = true;
 }
 
 /* --- Tiles --- */
@@ -315,7 +322,8 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (!is_live) continue;
                 am_flash_tile *tile = &some[live];
                 if (live == 0) am_kv_begin_tile(kv, &it->at, index);
-                am_kv_tile(kv, &it->at, !terms.live, tile);
+                am_kv_tile(kv, &it->at, terms.all_keys, tile);
+                if (am_is_transposed(tile->layout) && !it->is_packed) pack_queries(f, here->section, it);
                 tile->terms = terms, tile->prefetch = &plan;
                 rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
@@ -355,7 +363,7 @@ static am_status advance_in_steps(const forward *f, item *it, const position *he
         scratch.live += count * AM_FLASH_ROWS;
         if (am_find_logit_terms(base, &it->at, am_range_at(&f->sections.tiles, index), &scratch, &terms)) {
             am_kv_begin_tile(kv, &it->at, index);
-            am_kv_tile(kv, &it->at, !terms.live, &tiles[count]);
+            am_kv_tile(kv, &it->at, terms.all_keys, &tiles[count]);
             plan_prefetch(f, here, next,
                           tile_after(f, here, next, &order, index - order.tiles.begin + most - 1), 1, kv,
                           &plans[count]);

@@ -200,11 +200,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     STEP(logits_of)(strips, count, logits, 2, &queue);
     for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
 
-    uint64_t transposed[64] = {0}, *live = tile->terms.live ? transposed : NULL;
-    if (tile->terms.live) {
-        memcpy(transposed, tile->terms.live, (size_t)rows * sizeof *transposed);
-        transpose_tiles(transposed, 1);
-    }
+    uint64_t of_keys[64];
+    const uint64_t *live = words_of_keys(of_keys, tile->terms.live, rows);
     FN(strip) transposed_strips[AM_FLASH_TILE];
 #ifdef AMX_PRODUCTS
     const ptrdiff_t columns = (tile->columns + HEIGHT - 1) / HEIGHT * HEIGHT; /* strips are whole panels */

@@ -6,6 +6,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "kernels/arrays/transpose_tiles.h"
 #include "kernels/level.h"
 
 /* Hides from the compiler where a pointer came from. */
@@ -116,6 +117,16 @@ static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptr
     for (ptrdiff_t r = 0; tile->terms.live && r < block->rows; r++) any |= tile->terms.live[r];
     *begin = __builtin_ctzll(any);
     *end = AM_FLASH_TILE - __builtin_clzll(any);
+}
+
+/* Makes a word for each key of a word for each row; NULL stays NULL. */
+static inline const uint64_t *words_of_keys(uint64_t keys[64], const uint64_t *rows, ptrdiff_t count)
+{
+    if (!rows) return NULL;
+    memset(keys, 0, 64 * sizeof *keys);
+    memcpy(keys, rows, (size_t)count * sizeof *keys);
+    transpose_tiles(keys, 1);
+    return keys;
 }
 
 /* Coefficients of 2^x on [-1/2, 1/2], with relative errors of 2e-9 in float32 and 2e-17 in float64; 4e-7

@@ -4,7 +4,6 @@
 #include "kernels/attention/backward_tpl.h"
 #include "kernels/attention/amx.h"
 
-#include "kernels/arrays/words.h"
 #define STEP(name) name##_bf16x2
 #define WIDTH 2
 #define AMX_PRODUCTS

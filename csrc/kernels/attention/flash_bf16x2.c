@@ -1,7 +1,6 @@
 /* flash_bf16x2.c – attention in bfloat16, forward and backward; keys and values are packed. */
 #include "kernels/attention/flash_bf16x2.h"
 
-#include "kernels/arrays/words.h"
 #include "kernels/attention/backward_tpl.h"
 #define STEP(name) name##_bf16x2
 #define WIDTH 2

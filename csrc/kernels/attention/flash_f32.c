@@ -15,7 +15,6 @@
 #define FROM(name) name##_bf16
 #include "kernels/attention/numbers_tpl.h"
 
-#include "kernels/arrays/words.h"
 #include "kernels/attention/backward_tpl.h"
 #define STEP(name) FN(name)
 #define WIDTH 1

@@ -15,7 +15,6 @@
 #define FROM(name) FN(name)
 #include "kernels/attention/formats/kv_format_tpl.h"
 
-#include "kernels/arrays/words.h"
 #include "kernels/attention/backward_tpl.h"
 #define STEP(name) FN(name)
 #define WIDTH 1

@@ -320,9 +320,7 @@ static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *
 }
 
 #if WIDTH == 1 || !defined V_AMX
-#    if VF_LANES >= 16
-#        include "kernels/attention/transposed_tpl.h"
-#    endif
+#    include "kernels/attention/transposed_tpl.h"
 
 /* Multiplies products by the scales of their keys. */
 static void STEP(scale_products)(const am_flash_rows *block, const T *scales)
@@ -336,12 +334,10 @@ static void STEP(scale_products)(const am_flash_rows *block, const T *scales)
 
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-#    if VF_LANES >= 16
     if (am_is_transposed(tile->layout)) {
         STEP(step_transposed)(block, tile);
         return;
     }
-#    endif
     assert(tile->layout == AM_PACKED || tile->layout == AM_PACKED_KEYS);
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->terms.live, AM_FLASH_TILE);

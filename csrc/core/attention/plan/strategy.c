@@ -20,6 +20,8 @@ enum {
      * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
     LONG_PANEL = 128,
     FEWEST_TRANSPOSED = 13, /* rows of a block whose tiles are transposed */
+    MOST_TRANSPOSED = 56,   /* the same of the only tile, where vectors are short */
+    MOST_CONVERTED = 32,    /* and where keys are converted */
     FEW_ROWS = 16,          /* of a block that reads keys unpacked */
     MORE_ROWS = 24,         /* the same where vectors and keys are long */
     FEW_WIDENED = 12,       /* the same for short keys, if they are widened for every few rows */
@@ -57,6 +59,18 @@ static bool can_transpose(const am_work *w, const am_shape *h)
     return w->panel * w->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
 }
 
+/* Whether a section of one block and one tile is transposed: if its rows fill a quarter of a panel. With as
+ * many rows and keys as there can be it gains nothing, unless vectors are long, and with few if keys are
+ * converted. These are not converted for several blocks. */
+static bool can_transpose_one(const am_work *w, const am_shape *h)
+{
+    if (w->tiles != 1 || h->q_blocks > 1 || w->head_dim == 0 || w->packed_alone) return false;
+    if (!am_is_floating(w->k_type) || w->panel * w->size < LONG_PANEL / 2) return false;
+    if (w->k_type != w->type && w->width == 1)
+        return 4 * h->rows > w->panel && h->rows <= MOST_CONVERTED && h->head_blocks == 1;
+    return 4 * h->rows >= w->panel && (w->panel * w->size >= LONG_PANEL || h->rows <= MOST_TRANSPOSED);
+}
+
 /* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
  * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors have but four lanes or
  * the processor has tiles. */
@@ -76,7 +90,7 @@ static ptrdiff_t most_unpacked_rows(const am_work *w)
 static am_strategy choose_strategy(const am_work *w, const am_shape *h)
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
-    if (can_transpose(w, h)) return AM_TRANSPOSED;
+    if (can_transpose(w, h) || can_transpose_one(w, h)) return AM_TRANSPOSED;
     const bool can_widen = w->k_type != AM_FLOAT8_E4M3 || w->head_dim <= AM_MOST_WIDENED;
     if (can_widen && h->rows <= most_unpacked_rows(w)) return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
@@ -86,7 +100,7 @@ static am_strategy choose_strategy(const am_work *w, const am_shape *h)
  * would be interleaved for each strip. */
 static bool can_leave_values(const am_work *w, const am_shape *h)
 {
-    const bool always = w->panel * w->size >= LONG_PANEL && w->width == 1;
+    const bool always = h->one_tile || (w->panel * w->size >= LONG_PANEL && w->width == 1);
     return h->head_blocks * h->q_blocks == 1 && h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) &&
            w->values_readable && !w->packed_alone;
 }
@@ -110,6 +124,7 @@ am_shape am_choose_shape(const am_work *w)
     h.head_blocks = am_ceil_div(w->heads_per_kv, h.block_heads);
     h.rows = w->queries * h.block_heads;
     h.strategy = choose_strategy(w, &h);
+    h.one_tile = h.strategy == AM_TRANSPOSED && w->tiles == 1;
     /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
      * make one infinite. */
     const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;

@@ -12,7 +12,8 @@
 /* How a section reads its keys. */
 typedef enum {
     AM_UNPACKED,   /* a few rows in all: keys and values are read where they lie; decode */
-    AM_TRANSPOSED, /* one block whose rows fill vectors: queries are packed, and Sᵀ = K Qᵀ in full tiles */
+    AM_TRANSPOSED, /* one block whose rows fill vectors: queries are packed, and Sᵀ = K Qᵀ in full tiles, or
+                      in the only one */
     AM_PRIVATE_PACKING, /* one block: a task packs each tile for it */
     AM_LOCKSTEP, /* blocks of heads that share keys: a task packs each tile, and its items take it one after
                     the other */
@@ -46,6 +47,7 @@ typedef struct {
     ptrdiff_t block_heads;           /* the most query heads of a block */
     ptrdiff_t head_blocks, q_blocks; /* blocks along the heads that share keys, and along the queries */
     ptrdiff_t splits, split_tiles;   /* parts of the keys, and the tiles of each */
+    bool one_tile;                   /* transposed, and the only tile, though not full, too */
     bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */

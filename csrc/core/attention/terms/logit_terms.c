@@ -109,13 +109,14 @@ ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, c
 
 /* --- The terms of a tile --- */
 
-/* Returns whether a tile is dead, mixed or full, and unless it is dead fills in a word for each row. */
+/* Returns whether a tile is dead, mixed or full, up to `columns`, and unless it is dead fills in a word for
+ * each row. */
 static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k, ptrdiff_t columns,
                          uint64_t *live)
 {
     const uint64_t all = columns == AM_FLASH_TILE ? UINT64_MAX : ((uint64_t)1 << columns) - 1;
     const ptrdiff_t heads = am_length(heads_of(base, at));
-    bool any_dead = columns < AM_FLASH_TILE, any_live = false;
+    bool any_dead = false, any_live = false;
     for (ptrdiff_t h = 0; h < heads; h++) {
         uint64_t *words = live + h * at->queries;
         const am_region region = {
@@ -207,6 +208,15 @@ static am_tile add_terms(const am_attn_base *base, const am_attn_place *at, am_r
     return live ? AM_MIXED : AM_DEAD;
 }
 
+/* The number of keys if each row sees the first of them up to there and no other, else 0. Of a padded
+ * sequence masks may know no more than that it ends in this tile. */
+static ptrdiff_t all_keys_of(const uint64_t *live, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 1; r < rows; r++)
+        if (live[r] != live[0]) return 0;
+    return (live[0] & (live[0] + 1)) == 0 ? AM_FLASH_TILE - __builtin_clzll(live[0]) : 0;
+}
+
 bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
                          const am_logit_scratch *scratch, am_logit_terms *terms)
 {
@@ -217,7 +227,9 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     const uint32_t first = (uint32_t)(keys.begin + base->attn->terms.places.first_key);
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
         scratch->kept[r] = base->all_kernels->masks.keep_bits(scratch->row_keys[r], first, base->threshold);
-    *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
+    const bool full = kind == AM_FULL && am_length(keys) == AM_FLASH_TILE;
+    *terms = (am_logit_terms){.live = full ? NULL : scratch->live,
+                              .all_keys = full ? AM_FLASH_TILE : all_keys_of(scratch->live, at->rows),
                               .kept = base->threshold ? scratch->kept : NULL,
                               .bias = added.rows,
                               .bias_stride = added.stride};

@@ -10,6 +10,9 @@
 
 enum {
     TILE = AM_FLASH_TILE,
+    /* Rows of a block that is transposed even if not all pairs are live: dead ones can be left out by the
+     * vector alone. */
+    FEW_MASKED = 16,
     AHEAD = 16, /* rows in pages of one token that are prefetched before they are copied */
 };
 
@@ -347,7 +350,7 @@ static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *
     if (am_width(base) > 1 || f->k.type == base->type) return k;
     const am_array rows = {.data = (char *)k.data,
                            .type = f->k.type,
-                           .shape = {.token = TILE, .channel = f->head_dim},
+                           .shape = {.token = am_length(w->keys), .channel = f->head_dim},
                            .stride = {.token = k.stride, .channel = (ptrdiff_t)am_size_of(f->k.type)}};
     return am_read_wide(base, &rows, converted);
 }
@@ -416,19 +419,23 @@ void am_kv_begin_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t ind
     for (side i = OF_K; i <= OF_V; i++) read_token_scales(w, at, i, heads);
 }
 
-void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, bool full, am_flash_tile *tile)
+void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t all_keys, am_flash_tile *tile)
 {
     const am_shape *shape = &w->section->shape;
     if (shape->strategy == AM_UNPACKED) {
         tile_of_rows(w, at, tile);
         return;
     }
-    const bool transposed = shape->strategy == AM_TRANSPOSED && full && am_length(w->keys) == TILE,
-               value_rows = shape->values_unpacked && full;
+    const bool full = all_keys == TILE,
+               in_one_tile = shape->one_tile && (all_keys > 0 || at->rows <= FEW_MASKED),
+               transposed = shape->strategy == AM_TRANSPOSED && (full || in_one_tile),
+               fills_lanes = all_keys > 0 && all_keys % am_width(w->kv->base) == 0,
+               value_rows = shape->values_unpacked && (transposed ? fills_lanes : full);
     *tile =
         (am_flash_tile){.layout = transposed ? (value_rows ? AM_TRANSPOSED_ROWS : AM_TRANSPOSED_PACKED_VALUES)
                                   : value_rows ? AM_PACKED_KEYS
-                                               : AM_PACKED};
+                                               : AM_PACKED,
+                        .keys = all_keys > 0 ? all_keys : am_length(w->keys)};
     if (tile->layout != AM_PACKED)
         full_tile(w, at, tile);
     else if (!find_shared(w, at, tile))

@@ -64,8 +64,8 @@ void am_kv_workspace_take(const am_kv *kv, char *memory, ptrdiff_t *used, am_kv_
 /* Begins a step over a tile, whose first item is at a place: finds what its key heads share. */
 void am_kv_begin_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index);
 
-/* Makes that tile, with its keys and values, for the key head of an item. `full`: all its pairs are live. */
-void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, bool full, am_flash_tile *tile);
+/* Makes that tile, with its keys and values, for the key head of an item. `all_keys`: as of its terms. */
+void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t all_keys, am_flash_tile *tile);
 
 /* Plans to prefetch a tile, of `heads` key heads: for step_unpacked; else keys and values, unless it is
  * packed already. */
