@@ -53,12 +53,18 @@ def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> s
 
 
 def compiled(folder: Path, source: str, *flags: str) -> ctypes.CDLL:
-    """A library of C."""
+    """A library of C. The test is skipped where the compiler does not take these flags."""
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
-    (folder / "library.c").write_text(source)
     command = [compiler or "cc", "-shared", "-fPIC", *flags, "library.c", "-o", "library.so", "-lm"]
-    if not compiler or subprocess.run(command, cwd=folder, capture_output=True).returncode:
+
+    def compile_text(text: str) -> subprocess.CompletedProcess:
+        (folder / "library.c").write_text(text)
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+    if not compiler or compile_text("int nothing;\n").returncode:
         pytest.skip(f"needs a C compiler that takes {flags}")
+    made = compile_text(source)
+    assert made.returncode == 0, made.stderr
     return ctypes.CDLL(str(folder / "library.so"))
 
 

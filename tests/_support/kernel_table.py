@@ -14,11 +14,6 @@ from environment import ROOT
 from attnmask import _core
 
 SCALARS = {
-    "am_dtype": ctypes.c_int,
-    "am_kv_reading": ctypes.c_int,
-    "am_query_reading": ctypes.c_int,
-    "am_scaling": ctypes.c_int,
-    "am_tile_layout": ctypes.c_int,
     "bool": ctypes.c_bool,
     "double": ctypes.c_double,
     "int": ctypes.c_int,
@@ -34,6 +29,7 @@ TYPEDEF = re.compile(
     r"typedef struct \{(?P<members>[^}]*)\} (?P<structure>\w+);"
     r"|typedef (?P<result>\w+) (?P<function>\w+)\((?P<arguments>[^)]*)\);"
     r"|typedef (?P<known>\w+) (?P<alias>\w+);"
+    r"|typedef enum \{[^}]*\} (?P<enumeration>\w+);"
 )
 DECLARATOR = re.compile(r"(?P<pointer>(?:\*(?:const )?)*)(?P<name>\w+)(?:\[(?P<length>.+)\])?")
 
@@ -70,6 +66,14 @@ def named(name: str, signature: type) -> type:
     return type(name, (signature,), own)
 
 
+def types_of(arguments: str, types: dict) -> list[type]:
+    return [
+        ctypes.c_void_p if "*" in argument else types[argument.split()[-2]]
+        for argument in arguments.split(",")
+        if argument != "void"
+    ]
+
+
 def read_types(header: str) -> tuple[dict, dict[str, int]]:
     """ctypes of the header's structures and functions, by name; and its constants."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
@@ -79,13 +83,10 @@ def read_types(header: str) -> tuple[dict, dict[str, int]]:
             fields = read_members(found["members"], types, constants)
             types[found["structure"]] = type(found["structure"], (ctypes.Structure,), {"_fields_": fields})
         elif found["function"]:
-            arguments = [
-                ctypes.c_void_p if "*" in argument else types[argument.split()[-2]]
-                for argument in found["arguments"].split(",")
-                if argument != "void"
-            ]
-            signature = ctypes.CFUNCTYPE(types[found["result"]], *arguments)
+            signature = ctypes.CFUNCTYPE(types[found["result"]], *types_of(found["arguments"], types))
             types[found["function"]] = named(found["function"], signature)
+        elif found["enumeration"]:
+            types[found["enumeration"]] = ctypes.c_int
         else:
             types[found["alias"]] = named(found["alias"], types[found["known"]])
     return types, constants

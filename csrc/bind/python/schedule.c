@@ -107,8 +107,9 @@ PyObject *am_backward_schedule_data(const am_backward_plan *p)
 {
     PyObject *sections = PyList_New(0), *tasks = PyList_New(0);
     for (ptrdiff_t g = 0; sections && g < p->sections.count; g++)
-        append(&sections, Py_BuildValue("{s:n,s:n,s:N}", "sum_tiles", p->sum_tiles[g], "split_visits",
-                                        p->split_visits[g], "blocks", blocks_of(p, &p->sections.list[g])));
+        append(&sections,
+               Py_BuildValue("{s:n,s:n,s:N}", "sum_tiles", p->sums[g].tiles, "split_visits",
+                             p->sums[g].split_visits, "blocks", blocks_of(p, &p->sections.list[g])));
     for (ptrdiff_t i = 0; tasks && i < p->base.attn->batch * p->row_tasks; i++)
         append(&tasks, Py_BuildValue("(nN(nn)nn)", i / p->row_tasks, tiles_of_task(p, &p->tasks[i]),
                                      p->tasks[i].visits.begin, p->tasks[i].visits.end, p->tasks[i].split,

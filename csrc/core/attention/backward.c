@@ -58,7 +58,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
               d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
-    p.splits.bytes = p.task_tiles * (p.lengths.k_sums + p.lengths.v_sums);
+    p.splits.bytes = p.task_tiles * (p.k.sums + p.v.sums);
     const ptrdiff_t splits = p.splits.slots * f->kv_heads, sums_bytes = am_product(splits, p.splits.bytes, 1);
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, &p.sections, p.row_tasks, p.task_tiles);

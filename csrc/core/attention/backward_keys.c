@@ -21,10 +21,10 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     const am_array to = am_rows_of_block(&p->d_q, at);
     if (status != AM_OK) return status;
     if (sum == state->first)
-        write_rows(p, &to, d_q, p->lengths.stride);
+        write_rows(p, &to, d_q, p->k.stride);
     else if (d_q)
-        p->base.arithmetic->add_rows(to.data, to.stride.token / p->base.size, d_q, p->lengths.stride,
-                                     at->rows, p->base.attn->head_dim);
+        p->base.arithmetic->add_rows(to.data, to.stride.token / p->base.size, d_q, p->k.stride, at->rows,
+                                     p->base.attn->head_dim);
     atomic_store_explicit(&state->semaphore, sum + 1, memory_order_release);
     return AM_OK;
 }
@@ -32,16 +32,16 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
 /* Those of the i-th tile. */
 static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums, ptrdiff_t i)
 {
-    return (am_key_sums){sums->d_k + i * p->lengths.k_sums, sums->d_v + i * p->lengths.v_sums};
+    return (am_key_sums){sums->d_k + i * p->k.sums, sums->d_v + i * p->v.sums};
 }
 
 static am_sum_shape shape_of_d_k(const am_backward_plan *p, ptrdiff_t keys)
 {
-    return am_sum_shape_of(p, keys, p->base.attn->head_dim, p->lengths.stride);
+    return am_sum_shape_of(p, keys, p->base.attn->head_dim, p->k.stride);
 }
 static am_sum_shape shape_of_d_v(const am_backward_plan *p, ptrdiff_t keys)
 {
-    return am_sum_shape_of(p, keys, p->base.attn->value_dim, p->lengths.value_stride);
+    return am_sum_shape_of(p, keys, p->base.attn->value_dim, p->v.stride);
 }
 
 static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t keys)
@@ -109,7 +109,7 @@ static void end_splits(const am_backward_plan *p, const am_key_task *task, const
 static am_key_sums sums_of_split(const am_backward_plan *p, ptrdiff_t kv_head, ptrdiff_t slot)
 {
     char *sums = p->splits.sums + (kv_head * p->splits.slots + slot) * p->splits.bytes;
-    return (am_key_sums){sums, sums + p->task_tiles * p->lengths.k_sums};
+    return (am_key_sums){sums, sums + p->task_tiles * p->k.sums};
 }
 
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
@@ -123,12 +123,10 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     const ptrdiff_t count = am_length(keys);
     const am_array k_rows = am_rows_of_keys(&f->k, at, keys), v_rows = am_rows_of_keys(&f->v, at, keys);
     const am_rows k = am_read_lanes(&p->base, &k_rows, s->row);
-    kv->pack_keys(s->k_columns + i * p->lengths.k_columns, &k, count, am_lanes(&p->base, f->head_dim), 1,
-                  NULL);
-    const bool finite = kv->pack_values(s->k + i * p->lengths.k_panels, &k, count, f->head_dim, NULL);
+    kv->pack_keys(s->k_columns + i * p->k.columns, &k, count, am_lanes(&p->base, f->head_dim), 1, NULL);
+    const bool finite = kv->pack_values(s->k + i * p->k.panels, &k, count, f->head_dim, NULL);
     const am_rows v = am_read_lanes(&p->base, &v_rows, s->row);
-    kv->pack_keys(s->v_columns + i * p->lengths.v_columns, &v, count, am_lanes(&p->base, f->value_dim), 1,
-                  NULL);
+    kv->pack_keys(s->v_columns + i * p->v.columns, &v, count, am_lanes(&p->base, f->value_dim), 1, NULL);
     s->tiles[i].packed = true, s->tiles[i].finite = finite;
 }
 
@@ -174,9 +172,9 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         const am_range keys = am_range_at(&p->sections.tiles, index);
         const ptrdiff_t i = index - walk->task->tiles.begin;
         am_backward_tile tile = {
-            .k_columns = s->k_columns + i * p->lengths.k_columns,
-            .v_columns = s->v_columns + i * p->lengths.v_columns,
-            .k = s->k + i * p->lengths.k_panels,
+            .k_columns = s->k_columns + i * p->k.columns,
+            .v_columns = s->v_columns + i * p->v.columns,
+            .k = s->k + i * p->k.panels,
             .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
             .columns = am_length(keys),
         };
@@ -213,7 +211,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
 static char *result_of_step(const am_backward_plan *p, const am_attn_place *at, const am_rows_state *state,
                             ptrdiff_t sum)
 {
-    const bool whole = p->sum_tiles[at->section - p->sections.list] == 1 && sum > state->first,
+    const bool whole = p->sums[at->section - p->sections.list].tiles == 1 && sum > state->first,
                fits = p->d_q.stride.channel == p->base.size &&
                       p->base.attn->head_dim % (p->base.arithmetic->panel / 2) == 0;
     if (!whole || !fits || atomic_load_explicit(&state->semaphore, memory_order_acquire) != sum) return NULL;
@@ -231,13 +229,13 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
     if (tiles.begin < tiles.end) am_begin_logits(&p->base, walk->at, &s->terms);
     for (ptrdiff_t begin = tiles.begin, end; status == AM_OK && begin < tiles.end; begin = end) {
         const ptrdiff_t sum = am_sum_of_tile(p, section, begin),
-                        each = p->sum_tiles[section - p->sections.list];
+                        each = p->sums[section - p->sections.list].tiles;
         end = am_min(section->tiles.begin + (sum + 1) * each, tiles.end);
         if (sum < state->first || sum > state->last) continue;
         walk->d_q = result_of_step(p, walk->at, state, sum);
         bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
         if (!any && sum == state->first) {
-            memset(s->d_q, 0, (size_t)(walk->at->rows * p->lengths.stride * p->base.size));
+            memset(s->d_q, 0, (size_t)(walk->at->rows * p->k.stride * p->base.size));
             any = true;
         }
         if (status == AM_OK)

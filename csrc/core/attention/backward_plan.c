@@ -3,23 +3,7 @@
 
 #include <stdlib.h>
 
-enum {
-    TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64,   /* of a call; more for many threads */
-    TASKS_EACH = 4,      /* for each thread */
-    ENOUGH_SUMS = 32,    /* the same for one section, which adds as many parts to d_q */
-    MANY_SUMS = 64,      /* of a section: with fewer, tasks for many threads take some of the blocks; enough
-                          * under causal masks, where sums of one tile can be had */
-    ENOUGH_VISITS = 512, /* of a section, in a split each, unless it would have less than these: */
-    SPLIT_VISITS = 2,    /* twice as many under windows, where sums of d_k and d_v are of few visits */
-    FEW_VISITS = 7,      /* of a sum, on average; with fewer, splits would cost narrow windows 5 % */
-    EACH = 2,            /* with fewer tasks for each thread, each split is one */
-    SUM_TILES = 4,       /* the most tiles whose d_q is summed up before it is added */
-    WIDE_TILES = 4,      /* the most tiles of a task whose blocks see many tiles */
-    MOST_TILES = 16,     /* the same if they see few: these stay in the cache from block to block */
-    NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
-};
-_Static_assert(SUM_TILES < 32 && WIDE_TILES < 32 && MOST_TILES < 32, "splits.summed has a bit for each tile");
+enum { TILE = AM_FLASH_TILE };
 
 ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
 {
@@ -30,11 +14,11 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
                     word = sizeof(uint64_t);
     ptrdiff_t used = 0;
     const bool keeps_ds = p->bias.result || p->lines.count > 0;
-    s->q = am_take(memory, &used, p->lengths.k_rows);
-    s->d_out = am_take(memory, &used, p->lengths.v_rows);
-    s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->lengths.k_rows) : s->q;
-    s->d_out_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->lengths.v_rows) : s->d_out;
-    s->d_q = am_take(memory, &used, p->lengths.k_rows);
+    s->q = am_take(memory, &used, p->k.rows);
+    s->d_out = am_take(memory, &used, p->v.rows);
+    s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->k.rows) : s->q;
+    s->d_out_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->v.rows) : s->d_out;
+    s->d_q = am_take(memory, &used, p->k.rows);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
     s->terms.bias = am_take(memory, &used, am_adds_to_products(&p->base.terms) ? tile_bytes : 0);
@@ -43,15 +27,15 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
     s->lines = am_line_sums_take(&p->lines, memory, &used);
     s->row = s->terms.row =
         am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->head_dim, f->value_dim), TILE)));
-    s->k_columns = am_take(memory, &used, n * p->lengths.k_columns);
-    s->v_columns = am_take(memory, &used, n * p->lengths.v_columns);
-    s->k = am_take(memory, &used, n * p->lengths.k_panels);
-    s->total.d_k = am_take(memory, &used, n * p->lengths.k_sums);
-    s->total.d_v = am_take(memory, &used, n * p->lengths.v_sums);
+    s->k_columns = am_take(memory, &used, n * p->k.columns);
+    s->v_columns = am_take(memory, &used, n * p->v.columns);
+    s->k = am_take(memory, &used, n * p->k.panels);
+    s->total.d_k = am_take(memory, &used, n * p->k.sums);
+    s->total.d_v = am_take(memory, &used, n * p->v.sums);
     s->split = s->total;
     if (p->splits.divided) {
-        s->split.d_k = am_take(memory, &used, n * p->lengths.k_sums);
-        s->split.d_v = am_take(memory, &used, n * p->lengths.v_sums);
+        s->split.d_k = am_take(memory, &used, n * p->k.sums);
+        s->split.d_v = am_take(memory, &used, n * p->v.sums);
     }
     s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
@@ -60,48 +44,18 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
     return used;
 }
 
-/* Rounds up to whole panels, and to an odd number of cache lines: rows that are a power of two apart would
- * map to few sets of the cache. */
-static ptrdiff_t stride_of(const am_backward_plan *p, ptrdiff_t in_panels)
+static am_backward_lengths lengths_of(const am_backward_plan *p, ptrdiff_t dim)
 {
-    ptrdiff_t a_line = AM_LINE / p->base.size;
-    return in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
-}
-
-/* Half as many tiles until their bytes stay in the cache, and there are enough sums for many threads. */
-static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_t seen, ptrdiff_t tiles,
-                             ptrdiff_t bytes, ptrdiff_t enough)
-{
-    while (most > 1 &&
-           (am_min(most, seen) * bytes > NEAR_BYTES || p->base.attn->kv_heads * (tiles / most) < enough))
-        most /= 2;
-    return most;
-}
-
-/* How many tiles of a section its blocks see: all of them, more and more, or few. */
-typedef enum { SEE_ALL, SEE_MORE, SEE_FEW } sight;
-
-static sight sight_of(const am_backward_plan *p, const am_section *section)
-{
-    ptrdiff_t blocks = 0, all = 0, most = 0, first = PTRDIFF_MAX, last = 0;
-    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
-        const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, p->base.attn->heads);
-        const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
-        if (am_length(tiles) <= 0) continue;
-        blocks++, all += am_length(tiles), most = am_max(most, am_length(tiles));
-        first = am_min(first, tiles.begin), last = am_max(last, tiles.end);
-    }
-    if (most < last - first) return SEE_FEW;
-    return all < blocks * most / 4 * 3 ? SEE_MORE : SEE_ALL;
-}
-
-/* The sums of d_q that are enough for a section. Under a causal mask the last tasks are of few tiles: then
- * each sum is of one tile, if these are few. One thread gains as much by adding them to d_q at once as it
- * loses. */
-static ptrdiff_t enough_sums(const am_backward_plan *p, const am_section *section)
-{
-    const bool few = p->base.attn->kv_heads * am_length(section->tiles) <= MANY_SUMS;
-    return few && sight_of(p, section) == SEE_MORE ? MANY_SUMS : ENOUGH_SUMS;
+    const ptrdiff_t size = p->base.size, panel = p->base.arithmetic->panel, a_line = AM_LINE / size,
+                    in_panels = am_ceil_div(dim, panel) * panel;
+    /* An odd number of cache lines: rows that are a power of two apart would map to few sets of the cache. */
+    const ptrdiff_t stride = in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
+    const am_sum_shape sums = am_sum_shape_of(p, TILE, in_panels, stride);
+    return (am_backward_lengths){.stride = stride,
+                                 .rows = TILE * stride * size,
+                                 .sums = sums.rows * sums.stride * size,
+                                 .columns = TILE * am_lanes(&p->base, dim) * size,
+                                 .panels = TILE * in_panels * size / am_width(&p->base)};
 }
 
 /* The visits that see some tiles of a section. */
@@ -120,89 +74,65 @@ static am_range visits_seen(const am_backward_plan *p, const am_section *section
     return visits;
 }
 
-/* The visits of a split of a section. They follow from what is seen of it, and not from what it has behind
- * that: padding does not alter how its sums are divided. */
-static ptrdiff_t choose_split(const am_backward_plan *p, const am_section *section)
+/* Counts what the blocks of a section see of it. */
+static am_backward_work count_work(const am_backward_plan *p, const am_section *section, ptrdiff_t tile_bytes)
 {
     const am_attn *f = p->base.attn;
-    const sight seen = sight_of(p, section);
-    const bool of_one_tile = p->sum_tiles[section - p->sections.list] == 1 && seen == SEE_MORE;
-    const ptrdiff_t most = of_one_tile ? MANY_SUMS : MANY_SUMS - 1,
-                    least = seen == SEE_FEW ? 2 * SPLIT_VISITS : SPLIT_VISITS;
-    ptrdiff_t visits = 0, first = PTRDIFF_MAX, last = 0;
+    am_backward_work w = {.heads = f->heads,
+                          .kv_heads = f->kv_heads,
+                          .tiles = am_length(section->tiles),
+                          .tile_bytes = tile_bytes};
     for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
         const am_attn_place at = am_place_of(&p->base, &p->sections, section, block, 0, f->heads);
         const am_range tiles = am_block_tiles(&p->base, &p->sections, &at);
-        if (am_length(tiles) <= 0) continue;
-        const am_range sums = {am_sum_of_tile(p, section, tiles.begin),
-                               am_sum_of_tile(p, section, tiles.end - 1) + 1};
-        visits += f->heads * am_length(sums);
-        first = am_min(first, sums.begin), last = am_max(last, sums.end);
-        if (f->kv_heads * (last - first) > most) return PTRDIFF_MAX;
+        const ptrdiff_t begin = tiles.begin - section->tiles.begin, end = tiles.end - section->tiles.begin;
+        if (begin >= end) continue;
+        w.begin = w.blocks == 0 ? begin : am_min(w.begin, begin), w.end = am_max(w.end, end);
+        w.blocks++, w.most = am_max(w.most, end - begin);
+        for (ptrdiff_t n = 1; n <= AM_SUM_TILES; n *= 2) w.visits[n] += am_count_parts(begin, end, n);
     }
-    if (visits == 0) return PTRDIFF_MAX; /* then there is no first sum, either */
-    const ptrdiff_t all = f->kv_heads * (last - first);
-    if (visits >= all * FEW_VISITS) return am_max(least, visits / ENOUGH_VISITS);
-    return of_one_tile ? 2 * SPLIT_VISITS : PTRDIFF_MAX; /* causal: the first tiles have most of the visits */
+    return w;
 }
 
 /* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
  * more. */
 static ptrdiff_t choose(am_backward_plan *p)
 {
-    const am_attn *f = p->base.attn;
-    const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
-                    head_dim = am_ceil_div(f->head_dim, panel) * panel,
-                    value_dim = am_ceil_div(f->value_dim, panel) * panel;
-    p->lengths.stride = stride_of(p, head_dim);
-    p->lengths.value_stride = stride_of(p, value_dim);
-    p->lengths.k_rows = TILE * p->lengths.stride * size;
-    p->lengths.v_rows = TILE * p->lengths.value_stride * size;
-    const am_sum_shape k = am_sum_shape_of(p, TILE, head_dim, p->lengths.stride),
-                       v = am_sum_shape_of(p, TILE, value_dim, p->lengths.value_stride);
-    p->lengths.k_sums = k.rows * k.stride * size;
-    p->lengths.v_sums = v.rows * v.stride * size;
-    p->lengths.k_columns = TILE * am_lanes(&p->base, f->head_dim) * size;
-    p->lengths.v_columns = TILE * am_lanes(&p->base, f->value_dim) * size;
-    p->lengths.k_panels = TILE * head_dim * size / am_width(&p->base);
-    const ptrdiff_t bytes = p->lengths.k_sums + p->lengths.v_sums + p->lengths.k_columns +
-                            p->lengths.v_columns + p->lengths.k_panels;
-    ptrdiff_t seen = 0, tiles = 0;
+    p->k = lengths_of(p, p->base.attn->head_dim), p->v = lengths_of(p, p->base.attn->value_dim);
+    am_backward_work all = {.kv_heads = p->base.attn->kv_heads,
+                            .tile_bytes = p->k.sums + p->v.sums + p->k.columns + p->v.columns + p->k.panels};
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {
         const am_section *section = &p->sections.list[i];
-        const ptrdiff_t own = am_length(section->tiles);
-        p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, enough_sums(p, section));
-        p->split_visits[i] = choose_split(p, section);
-        p->splits.divided |= am_visits_of(p, section) > p->split_visits[i];
-        tiles += own;
-        if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
+        const am_backward_work own = count_work(p, section, all.tile_bytes);
+        p->sums[i] = am_choose_sums(&own);
+        p->splits.divided |= am_visits_of(p, section) > p->sums[i].split_visits;
+        all.tiles += own.tiles;
+        if (own.tiles > all.most) all.most = am_max(all.most, am_most_tiles(&p->base, &p->sections, section));
     }
-    return limit_tiles(p, seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES, seen, tiles, bytes,
-                       p->in_order ? ENOUGH_TASKS : am_max(ENOUGH_TASKS, TASKS_EACH * p->threads));
+    return am_choose_task_tiles(&all, p->threads, p->in_order);
 }
 
 /* Lists a task, or one for each of its splits, from the last visit to the first; returns how many. */
-static ptrdiff_t list_task(const am_backward_plan *p, const am_key_task *task, am_key_task *to)
+static ptrdiff_t list_task(am_backward_plan *p, const am_key_task *task, am_key_task *to)
 {
-    const am_section *section = &p->sections.list[task->sections.begin];
-    am_key_task split = *task;
-    ptrdiff_t count = 0;
-    if (p->splits.are_tasks && am_length(task->sections) == 1)
-        split.visits = visits_seen(p, section, task->tiles);
-    const ptrdiff_t first = split.visits.begin;
-    for (ptrdiff_t visit = split.visits.end; visit-- > first;) {
-        if (visit > first && !am_ends_split(p, section, visit)) continue;
-        split.visits.begin = visit, split.split = count;
-        if (to) to[count] = split;
-        split.visits.end = visit, count++;
+    const ptrdiff_t g = task->sections.begin;
+    const bool divided = p->splits.are_tasks && am_length(task->sections) == 1;
+    const am_range visits = divided ? visits_seen(p, &p->sections.list[g], task->tiles) : (am_range){0, 0};
+    const ptrdiff_t each = divided ? p->sums[g].split_visits : 1,
+                    splits = am_count_parts(visits.begin, visits.end, each);
+    p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
+    if (to) to[0] = *task;
+    for (ptrdiff_t i = 0; to && splits > 1 && i < splits; i++) {
+        const ptrdiff_t begin = ((visits.end - 1) / each - i) * each;
+        to[i] = *task;
+        to[i].visits = (am_range){am_max(begin, visits.begin), am_min(begin + each, visits.end)};
+        to[i].split = i, to[i].splits = splits, to[i].slot = p->splits.slots++;
     }
-    for (ptrdiff_t i = 0; to && count > 1 && i < count; i++) to[i].splits = count;
-    if (to && count <= 1) to[0] = *task;
-    return am_max(count, 1);
+    return am_max(splits, 1);
 }
 
 /* Ends a task, and begins the next one with the tile behind it; returns how many it has listed. */
-static ptrdiff_t end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t section)
+static ptrdiff_t end_task(am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t section)
 {
     const ptrdiff_t end = task->tiles.end;
     task->tokens.end = am_range_at(&p->sections.tiles, end - 1).end;
@@ -219,7 +149,7 @@ static ptrdiff_t end_task(const am_backward_plan *p, am_key_task *task, am_key_t
  * tasks, and lists them unless `to` is NULL. Unless p->in_order, a section that does not fit into the rest of
  * a task begins a new one, so that the tasks of a divided section never wait for those of the section before
  * it. */
-static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
+static ptrdiff_t divide_row(am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
 {
     ptrdiff_t count = 0;
     am_key_task task = {.sections = {sections.begin, sections.begin}};
@@ -228,7 +158,7 @@ static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdif
     for (ptrdiff_t g = sections.begin; g < sections.end; g++) {
         const am_range tiles = p->sections.list[g].tiles;
         for (ptrdiff_t begin = tiles.begin, end; begin < tiles.end; begin = end) {
-            end = am_min(begin + p->sum_tiles[g], tiles.end);
+            end = am_min(begin + p->sums[g].tiles, tiles.end);
             const ptrdiff_t wanted = begin == tiles.begin && !p->in_order ? tiles.end : end;
             if (am_length(task.tiles) > 0 && wanted - task.tiles.begin > most)
                 count += end_task(p, &task, to ? &to[count] : NULL, g);
@@ -239,14 +169,6 @@ static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdif
     return count + list_task(p, &task, to ? &to[count] : NULL);
 }
 
-/* The sections of a batch row, the first of which is not before `first`. */
-static am_range sections_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t first)
-{
-    am_range sections = {first, first};
-    while (sections.end < p->sections.count && p->sections.list[sections.end].b == b) sections.end++;
-    return sections;
-}
-
 static int compare_tasks(const void *a, const void *b)
 {
     const am_key_task *x = a, *y = b;
@@ -255,44 +177,22 @@ static int compare_tasks(const void *a, const void *b)
     return (x->split > y->split) - (x->split < y->split);
 }
 
-/* Counts the tasks of all batch rows, and finds the most of one. */
-static ptrdiff_t count_tasks(am_backward_plan *p, ptrdiff_t most)
+/* Divides all batch rows into tasks, and lists these once there is memory for them; returns their number. */
+static ptrdiff_t divide_rows(am_backward_plan *p, ptrdiff_t most)
 {
     am_range sections = {0, 0};
     ptrdiff_t all = 0;
-    p->row_tasks = 0;
-    for (ptrdiff_t b = 0; b < p->base.attn->batch; b++) {
-        sections = sections_of(p, b, sections.end);
-        const ptrdiff_t tasks = divide_row(p, sections, most, NULL);
-        p->row_tasks = am_max(p->row_tasks, tasks), all += tasks;
+    for (ptrdiff_t b = 0; b < p->base.attn->batch; b++, sections.begin = sections.end) {
+        while (sections.end < p->sections.count && p->sections.list[sections.end].b == b) sections.end++;
+        am_key_task *tasks = p->tasks ? p->tasks + b * p->row_tasks : NULL;
+        const ptrdiff_t count = divide_row(p, sections, most, tasks);
+        p->row_tasks = am_max(p->row_tasks, count), all += count;
+        /* First the first task of each section, and so on: threads seldom wait for each other's sums. */
+        if (tasks && !p->in_order) qsort(tasks, (size_t)count, sizeof *tasks, compare_tasks);
+        for (ptrdiff_t i = 0; tasks && am_is_learned(p->base.terms.bias) && i < p->row_tasks; i++)
+            tasks[i].sections = sections; /* each task takes the turns of all blocks */
     }
     return all * p->base.attn->kv_heads;
-}
-
-static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
-{
-    const ptrdiff_t batch = p->base.attn->batch;
-    am_range sections = {0, 0};
-    p->splits.are_tasks = count_tasks(p, most) < EACH * p->threads && p->splits.divided && !p->in_order;
-    if (p->splits.are_tasks) count_tasks(p, most);
-    p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
-    if (!p->tasks) return AM_NO_MEMORY;
-    sections = (am_range){0, 0};
-    for (ptrdiff_t b = 0; b < batch; b++) {
-        sections = sections_of(p, b, sections.end);
-        am_key_task *tasks = p->tasks + b * p->row_tasks;
-        const ptrdiff_t count = divide_row(p, sections, most, tasks);
-        for (am_key_task *task = tasks; task < tasks + count; task++)
-            if (task->splits > 0) task->slot = p->splits.slots++;
-        /* First the first task of each section, and so on: threads seldom wait for each other's sums. */
-        if (!p->in_order) qsort(tasks, (size_t)count, sizeof *tasks, compare_tasks);
-        for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
-            p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
-            if (am_is_learned(p->base.terms.bias))
-                task->sections = sections; /* each task takes the turns of all blocks */
-        }
-    }
-    return AM_OK;
 }
 
 /* Divides the work. */
@@ -302,20 +202,24 @@ am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
     for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++)
         p->in_order |= am_is_learned(term) && term != p->base.terms.sinks;
     am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
-    const size_t bytes = (size_t)am_product(am_max(p->sections.count, 1), sizeof(ptrdiff_t), 1);
-    p->sum_tiles = malloc(bytes), p->split_visits = malloc(bytes);
+    p->sums = malloc((size_t)am_product(am_max(p->sections.count, 1), sizeof *p->sums, 1));
     /* Before blocks are visited one by one: more than memory has room for are an error at once. */
     p->states = malloc(
         (size_t)am_max(am_product(p->sections.blocks.count, p->base.attn->heads, sizeof *p->states), 1));
-    if (status == AM_OK && !(p->sum_tiles && p->split_visits && p->states)) status = AM_NO_MEMORY;
-    return status == AM_OK ? list_tasks(p, choose(p)) : status;
+    if (status == AM_OK && !(p->sums && p->states)) status = AM_NO_MEMORY;
+    if (status != AM_OK) return status;
+    const ptrdiff_t most = choose(p), tasks = divide_rows(p, most);
+    p->splits.are_tasks = p->splits.divided && am_splits_as_tasks(tasks, p->threads, p->in_order);
+    if (p->splits.are_tasks) divide_rows(p, most);
+    p->tasks = calloc((size_t)am_max(am_product(p->base.attn->batch, p->row_tasks, 1), 1), sizeof *p->tasks);
+    if (p->tasks) divide_rows(p, most);
+    return p->tasks ? AM_OK : AM_NO_MEMORY;
 }
 
 void am_backward_plan_free(am_backward_plan *p)
 {
     am_sections_free(&p->sections);
-    free(p->sum_tiles);
-    free(p->split_visits);
+    free(p->sums);
     free(p->states);
     free(p->tasks);
 }

@@ -3,6 +3,7 @@
 #ifndef AM_CORE_ATTENTION_BACKWARD_PLAN_H
 #define AM_CORE_ATTENTION_BACKWARD_PLAN_H
 
+#include "core/attention/plan/backward_strategy.h"
 #include "core/attention/terms/bias_gradient.h"
 #include "core/attention/terms/logit_terms.h"
 #include "core/attention/terms/lines.h"
@@ -26,25 +27,23 @@ typedef struct {
     ptrdiff_t slot; /* of its split among all; those of the same tiles are neighbours */
 } am_key_task;
 
-/* What a block or a tile takes in a workspace: from row to row in elements, and bytes. */
+/* What a block or a tile takes in a workspace, of the channels of keys or of values. */
 typedef struct {
-    ptrdiff_t stride, value_stride;
-    ptrdiff_t k_rows, v_rows;                 /* of queries, d_q and of d_out */
-    ptrdiff_t k_sums, v_sums;                 /* of d_k and d_v */
-    ptrdiff_t k_columns, v_columns, k_panels; /* packed */
+    ptrdiff_t stride;          /* of rows, in elements; all else in bytes */
+    ptrdiff_t rows;            /* of queries and d_q, or of d_out */
+    ptrdiff_t sums;            /* of d_k or d_v */
+    ptrdiff_t columns, panels; /* packed; values have no panels */
 } am_backward_lengths;
 
 typedef struct {
     am_attn_base base;
     const am_attn_gradients *problem;
-    am_backward_lengths lengths;
+    am_backward_lengths k, v;
     am_sections sections;
-    ptrdiff_t *sum_tiles;    /* of each section */
-    ptrdiff_t *split_visits; /* of each section: visits of a tile to a block of one head whose sums of d_k and
-                              * d_v are a split */
-    am_key_task *tasks;      /* [batch][row_tasks], of a row as they begin */
-    ptrdiff_t row_tasks;     /* the most tasks of a key head and batch row */
-    ptrdiff_t task_tiles;    /* the most tiles of a task */
+    am_backward_sums *sums; /* of each section */
+    am_key_task *tasks;     /* [batch][row_tasks], of a row as they begin */
+    ptrdiff_t row_tasks;    /* the most tasks of a key head and batch row */
+    ptrdiff_t task_tiles;   /* the most tiles of a task */
     struct {
         bool divided, are_tasks; /* some section has splits; each of them is a task */
         ptrdiff_t slots, bytes;  /* if they are tasks: their number for a key head, and the sums of one */
@@ -112,11 +111,6 @@ static inline am_attn_place am_backward_block(const am_backward_plan *p, ptrdiff
     return am_place_of(&p->base, &p->sections, section, block, index % heads, 1);
 }
 
-static inline ptrdiff_t am_row_index(const am_backward_plan *p, const am_attn_place *at)
-{
-    return (at->b * p->base.attn->heads + at->head) * p->base.attn->queries + at->q;
-}
-
 static inline am_rows_state *am_rows_state_of(const am_backward_plan *p, const am_attn_place *at)
 {
     return &p->states[at->block * p->base.attn->heads + at->head];
@@ -125,7 +119,7 @@ static inline am_rows_state *am_rows_state_of(const am_backward_plan *p, const a
 /* The sum of tiles that a tile of a section is in. */
 static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_section *section, ptrdiff_t tile)
 {
-    return (tile - section->tiles.begin) / p->sum_tiles[section - p->sections.list];
+    return (tile - section->tiles.begin) / p->sums[section - p->sections.list].tiles;
 }
 
 /* The visits to all blocks of a section. */
@@ -137,13 +131,14 @@ static inline ptrdiff_t am_visits_of(const am_backward_plan *p, const am_section
 /* True if a split of the sums of its tiles ends with this visit. Visits go from the last to the first. */
 static inline bool am_ends_split(const am_backward_plan *p, const am_section *section, ptrdiff_t visit)
 {
-    return visit % p->split_visits[section - p->sections.list] == 0;
+    return visit % p->sums[section - p->sections.list].split_visits == 0;
 }
 
 /* One statistic of the rows of a block. */
 static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_place *at, am_row_stat which)
 {
-    return p->stats.data + which * p->stats.bytes + am_row_index(p, at) * p->base.size;
+    const ptrdiff_t row = (at->b * p->base.attn->heads + at->head) * p->base.attn->queries + at->q;
+    return p->stats.data + which * p->stats.bytes + row * p->base.size;
 }
 
 /* Divides the work: sections, sums, tasks and the lengths of what a task keeps. */

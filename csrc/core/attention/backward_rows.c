@@ -45,8 +45,8 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
                                         const am_backward_workspace *s)
 {
     const am_attn *f = p->base.attn;
-    const am_backward_operand q = {.dim = f->head_dim, .stride = p->lengths.stride},
-                              d_out = {.dim = f->value_dim, .stride = p->lengths.value_stride};
+    const am_backward_operand q = {.dim = f->head_dim, .stride = p->k.stride},
+                              d_out = {.dim = f->value_dim, .stride = p->v.stride};
     const am_array q_rows = am_rows_of_block(&f->q, at),
                    d_out_rows = am_rows_of_block(&p->problem->d_out, at);
     return (am_backward_rows){

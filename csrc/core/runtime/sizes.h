@@ -11,6 +11,12 @@ static inline ptrdiff_t am_abs(ptrdiff_t a) { return a < 0 ? -a : a; }
 /* Rounds up; a is not negative, b is positive. */
 static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
 
+/* How many of the ranges of n numbers, 0 to n - 1 and so on, hold one from `begin` to `end` - 1. */
+static inline ptrdiff_t am_count_parts(ptrdiff_t begin, ptrdiff_t end, ptrdiff_t n)
+{
+    return begin < end ? (end - 1) / n - begin / n + 1 : 0;
+}
+
 /* The largest multiple of b, which is positive, that is not above a. */
 static inline ptrdiff_t am_floor_to(ptrdiff_t a, ptrdiff_t b) { return a - a % b - (a % b < 0 ? b : 0); }
 
