@@ -8,7 +8,8 @@ ATTNMASK_WERROR=1                      warnings are errors
 ATTNMASK_FAULTS=1                      allocations fail and threads are late on request (csrc/faults.c)
 ATTNMASK_SYMBOLS=1                     keep the symbols of functions and the numbers of lines, for profilers
 
-The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.
+The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any. They and
+ATTNMASK_FAULTS add what only tests call (csrc/bind/testing), as a build in place does; a release has none of it.
 """
 
 import errno
@@ -192,6 +193,8 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         if self.build_temp is None and (self.editable_mode or self.inplace):
             self.build_temp = "build/editable"  # else every object is made again
+        switches = ("ATTNMASK_DEBUG", "ATTNMASK_SANITIZE", "ATTNMASK_FAULTS")
+        self.for_tests = self.editable_mode or self.inplace or any(map(switch, switches))
         super().finalize_options()
 
     def build_extension(self, ext: Extension) -> None:
@@ -232,6 +235,8 @@ class BuildExt(build_ext):
         if switch("ATTNMASK_FAULTS"):
             flags += ["-DAM_FAULTS", "-include", str(ROOT / "csrc/faults.h")]
             files += ["csrc/faults.c"]
+        of_tests = ["-DAM_FOR_TESTS"] if self.for_tests else []
+        files += sources("csrc/bind/testing/*.c") if self.for_tests else []
         # Kernels know nothing of threads, and get no more flags than their instruction set's.
         openmp = ["-fopenmp"] if self.understands(["-fopenmp"], before="#include <omp.h>") else []
         if not openmp:
@@ -270,7 +275,7 @@ class BuildExt(build_ext):
             return unit(files_of_topics[topic], *its_flags, level=level)
 
         kernels = [kernel(topic, level) for level in levels for topic in topics[level]]
-        return kernels + [unit(source, *made_for, *openmp) for source in files]
+        return kernels + [unit(source, *made_for, *of_tests, *openmp) for source in files]
 
     def levels(self, sanitizers: str | None) -> dict[str, list[str]]:
         """The levels of instruction sets that the compiler knows, and their flags."""
@@ -345,7 +350,7 @@ setup(
             sources=[
                 path
                 for path in sources("csrc/**/*.c")
-                if "kernels" not in Path(path).parts and path != "csrc/faults.c"
+                if not {"kernels", "testing"}.intersection(Path(path).parts) and path != "csrc/faults.c"
             ],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[

@@ -22,12 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import attnmask
-from attnmask._attention.backward import _schedule as _backward_schedule
-from attnmask._attention.forward import _schedule
+from attnmask import _core
+from attnmask._attention.arguments import FLASH_ATTENTION
+from attnmask._attention.problem import read_problem
 
 THREADS = (1, 2, 8, 16, 64, 128)
 ROUNDS = 20
 ADD = 0.2  # share of a visit that adds its sum: 0.4 µs of 2, with 64 channels in the second-level cache
+
+
+def _schedule(threads: int, **arguments: Any) -> dict[str, Any]:
+    return _core.attention_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
+
+
+def _backward_schedule(threads: int, **arguments: Any) -> dict[str, Any]:
+    return _core.backward_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
 @dataclass

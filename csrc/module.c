@@ -40,17 +40,6 @@ static PyObject *use_isa(PyObject *module, PyObject *name)
     return PyUnicode_FromString(atomic_exchange(&am_state_of(module)->kernels, kernels)->name);
 }
 
-/* For tests: where the kernels of a level are, laid out as kernels/table.h says, and the size of their table.
- */
-static PyObject *kernel_table(PyObject *module, PyObject *name)
-{
-    (void)module;
-    const char *text = PyUnicode_AsUTF8(name);
-    const am_kernels *kernels = text ? find_kernels("name", text) : NULL;
-    if (!kernels) return NULL;
-    return Py_BuildValue("Nn", PyLong_FromVoidPtr((void *)kernels), (Py_ssize_t)sizeof *kernels);
-}
-
 static PyObject *get_num_threads(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -88,7 +77,6 @@ static PyObject *config(PyObject *module, PyObject *unused)
 static PyMethodDef runtime_methods[] = {
     {"config", config, METH_NOARGS, "config($module, /)\n--\n\n"},
     {"get_num_threads", get_num_threads, METH_NOARGS, "get_num_threads($module, /)\n--\n\n"},
-    {"kernel_table", kernel_table, METH_O, "kernel_table($module, name, /)\n--\n\n"},
     {"set_num_threads", set_num_threads, METH_O, "set_num_threads($module, n, /)\n--\n\n"},
     {"use", (PyCFunction)(void *)am_use, METH_VARARGS | METH_KEYWORDS,
      "use($module, main_thread, /, **helpers)\n--\n\n"},

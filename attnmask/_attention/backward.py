@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import FLASH_ATTENTION, FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP, LEARNED
+from attnmask._attention.arguments import FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP, LEARNED
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
@@ -102,23 +102,6 @@ def like_argument(gradient: Array | None, array: Array) -> Array:
         if gradient.size != array.size:
             gradient = gradient.reshape(-1, array.shape[-1]).sum(axis=0)
         return gradient.reshape(array.shape).astype(dtype)
-
-
-def _schedule(threads: int, /, **arguments: object) -> Arguments:
-    """Return as plain data how the gradients of a call of `flash_attention` are divided among threads:
-
-    sections
-        A dict for each sequence or batch row: ``sum_tiles``, the tiles of keys of one sum of d_q; ``split_visits``, the
-        visits to a block of one query head of one split of d_k (or a number above all of them); and ``blocks``,
-        the first tile that each block of queries sees and the end of these.
-    tasks
-        For each the batch row, and of each section that it has tiles of its index, the first tile and their end; then
-        the visits that it takes, which split of these tiles it is, and their number, which is 0 if it takes all visits.
-        In the order in which they begin, each for one key head after the other.
-    row_tasks
-        The number of tasks of a batch row.
-    """
-    return _core.backward_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
 def attend_backward(args: tuple[object, ...], given: Arguments) -> FlashAttentionGrads:

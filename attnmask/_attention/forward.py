@@ -12,7 +12,7 @@ from typing import Protocol, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION, FOR_GRADIENTS
+from attnmask._attention.arguments import FOR_GRADIENTS
 from attnmask._attention.problem import Problem, check_out, read_problem
 from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
@@ -57,22 +57,6 @@ def attend_for_gradients(given: Arguments) -> Results:
     problem, batched = read_problem(FOR_GRADIENTS.bind((), given))
     results = _core.flash_forward_vjp(problem)
     return results if batched else (results[0][0], results[1][0], results[2][0])
-
-
-def _schedule(threads: int, /, **arguments: object) -> Arguments:
-    """Return as plain data how a call of `flash_attention` is divided among threads:
-
-    sections
-        A dict for each sequence or batch row: ``row``, ``queries`` and ``keys`` (begin and end), ``tiles`` of keys,
-        ``strategy``, the most ``block_rows``, ``items`` of each of its ``splits``, and ``task_items``.
-    tasks
-        For each task the index of its section, and the rows and tiles of its items.
-    waves
-        For each parallel loop the number of tasks, and how many of them one thread takes in order if it can.
-    scratch
-        Bytes of memory besides the results.
-    """
-    return _core.attention_schedule(read_problem(FLASH_ATTENTION.bind((), arguments))[0], threads)
 
 
 def dropout_keep_mask(

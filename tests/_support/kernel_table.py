@@ -96,6 +96,12 @@ KERNELS = ROOT / "csrc/kernels"
 TYPES, CONSTANTS = read_types("".join((KERNELS / name).read_text() for name in ("dtype.h", "table.h")))
 
 
+def type_of(name: str) -> int:
+    """What the core calls the type of keys that NumPy calls so."""
+    cached = {"uint8": "int4", "float8_e4m3fn": "float8_e4m3"}
+    return CONSTANTS[f"AM_{cached.get(name, name).upper()}"]
+
+
 def slots_of(kind: type, path: str = "") -> dict[str, str]:
     """The slots of kernels in a type, and the names of their typedefs."""
     if issubclass(kind, ctypes._CFuncPtr):

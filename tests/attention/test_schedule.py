@@ -7,13 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from environment import ROOT
+from environment import ROOT, with_doors
+from schedules import backward_schedule, forward_schedule
 
 from attnmask import MaskInfo
-from attnmask._attention.backward import _schedule as _backward_schedule
-from attnmask._attention.forward import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+pytestmark = with_doors
 BENCHMARK = ROOT / "benchmarks" / "bench_schedule.py"
 
 
@@ -21,7 +21,7 @@ def schedule(
     queries, keys, heads=(4, 4), depth=64, *, batch=1, dtype=np.float32, threads=2, **options: Any
 ) -> dict[str, Any]:
     """The schedule for these numbers of queries and keys; or for packed sequences of these lengths."""
-    return _schedule(threads, **arguments(queries, keys, heads, depth, batch, dtype), **options)
+    return forward_schedule(threads, **arguments(queries, keys, heads, depth, batch, dtype), **options)
 
 
 def arguments(queries, keys, heads=(4, 4), depth=64, batch=1, dtype=np.float32) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_caches_of_unequal_lengths_keep_threads_busy(threads, kind):
         lengths
     )
     q, k = (np.broadcast_to(np.float32(0), (64, *shape)) for shape in ((1, 32, 128), (32768, 8, 128)))
-    found = _schedule(threads, query=q, key=k, value=k, attention_mask=mask)
+    found = forward_schedule(threads, query=q, key=k, value=k, attention_mask=mask)
     work = [sum(max(tiles, 0) for _, tiles in items) for _, items in found["tasks"]]
     ((_, row),) = found["waves"]
     assert sum(work) / threads >= 0.95 * makespan(work, row, threads)
@@ -195,7 +195,7 @@ def test_every_sum_of_backward_is_in_one_task(shape, options):
     """
     sums = set()
     for threads in (1, 2, 7, 64, 128):
-        found = _backward_schedule(threads, **arguments(*shape), **options)
+        found = backward_schedule(threads, **arguments(*shape), **options)
         ends = [0] * len(found["sections"])
         next_split = {}
         for _, task, visits, split, splits in found["tasks"]:
@@ -231,7 +231,7 @@ def test_every_sum_of_backward_is_in_one_task(shape, options):
 )
 def test_tasks_take_some_of_the_blocks_where_keys_are_too_few(shape, options, divided):
     """For many threads; each visit of a task to a block and head is in one split."""
-    few, many = (_backward_schedule(threads, **arguments(*shape), **options) for threads in (2, 64))
+    few, many = (backward_schedule(threads, **arguments(*shape), **options) for threads in (2, 64))
     assert not any(splits for *_, splits in few["tasks"])
     assert any(splits for *_, splits in many["tasks"]) == divided
     visits = runpy.run_path(str(BENCHMARK))["visits"] if BENCHMARK.exists() else None
@@ -254,7 +254,7 @@ def test_tasks_take_some_of_the_blocks_where_keys_are_too_few(shape, options, di
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 def test_what_sees_no_key_is_not_divided(heads):
     dead = np.zeros((1, 1, 1024, 1024), bool)
-    found = _backward_schedule(64, **arguments(1024, 1024, heads), attention_mask=dead)
+    found = backward_schedule(64, **arguments(1024, 1024, heads), attention_mask=dead)
     assert found["sections"]
     assert {g["split_visits"] for g in found["sections"]} == {sys.maxsize}
 
@@ -287,7 +287,7 @@ def test_threads_seldom_wait_in_backward(shape, options, of_16, of_64):
         pytest.skip("the tests run without the benchmarks")
     makespan = runpy.run_path(str(BENCHMARK))["backward_makespan"]
     for threads, share in ((16, of_16), (64, of_64)):
-        found = _backward_schedule(threads, **arguments(*shape), **options)
+        found = backward_schedule(threads, **arguments(*shape), **options)
         total, end = makespan(found, shape[2], threads, 1.0, 0.16)
         assert total / threads >= share * end
 

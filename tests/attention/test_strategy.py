@@ -1,8 +1,10 @@
 """How a section of queries is computed: a line for each decision, on both sides of each bound, for any processor."""
 
-import pytest
+import ctypes
 
-from attnmask import _core
+import pytest
+from choices import choices_of
+from kernel_table import type_of
 
 # One block of few queries over 16 tiles of keys, float32 in vectors of 16 numbers.
 USUAL = {
@@ -31,11 +33,25 @@ AVX2, SSE = {"panel": 16}, {"panel": 8}
 LONG = {"head_dim": 128, "value_dim": 128}
 
 
-def choose(changes, all_tiles=None, most=None):
-    numbers = USUAL | changes
-    most = numbers["tiles"] if most is None else most
-    all_tiles = most * numbers["q_blocks"] if all_tiles is None else all_tiles
-    return _core.attention_strategy(numbers, all_tiles, most)
+@pytest.fixture(scope="module")
+def choose(tmp_path_factory):
+    """Returns a section's shape by name, as schedule.c makes it. Its tiles are seen by each block, unless told."""
+    core, types, _ = choices_of(tmp_path_factory.mktemp("choices"), "core/attention/plan/strategy")
+
+    def choose(changes, all_tiles=None, most=None):
+        numbers = USUAL | changes
+        numbers |= {name: type_of(numbers[name]) for name in ("type", "k_type")}
+        work = ctypes.byref(types["am_work"](**numbers))
+        shape = core.am_choose_shape(work)
+        most = numbers["tiles"] if most is None else most
+        all_tiles = most * numbers["q_blocks"] if all_tiles is None else all_tiles
+        if not core.am_counts_tiles(work, ctypes.byref(shape)):
+            all_tiles = most = numbers["tiles"]
+        core.am_choose_splits(work, ctypes.byref(shape), all_tiles, most)
+        found = {name: getattr(shape, name) for name, _ in shape._fields_}
+        return found | {"strategy": core.am_strategy_name(shape.strategy).decode()}
+
+    return choose
 
 
 STRATEGIES = [
@@ -127,7 +143,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize(("changes", "strategy"), STRATEGIES, ids=str)
-def test_strategy(changes, strategy):
+def test_strategy(choose, changes, strategy):
     assert choose(changes)["strategy"] == strategy
 
 
@@ -151,12 +167,12 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("changes", "splits"), SPLITS, ids=str)
-def test_splits(changes, splits):
+def test_splits(choose, changes, splits):
     found = choose(changes)
     assert (found["splits"], found["split_tiles"]) == splits
 
 
-def test_splits_follow_from_what_blocks_see():
+def test_splits_follow_from_what_blocks_see(choose):
     """A causal mask halves what eight blocks see in all; a window leaves little."""
     shape = {"queries": 64, "q_blocks": 8, "tiles": 64, "kv_heads": 1}
     full, causal, window = choose(shape), choose(shape, 260, 64), choose(shape, 16, 2)
@@ -173,7 +189,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("changes", "expected"), BLOCKS, ids=str)
-def test_heads_of_a_block(changes, expected):
+def test_heads_of_a_block(choose, changes, expected):
     found = choose(changes)
     assert (found["rows"], found["block_heads"], found["head_blocks"]) == expected
 
@@ -217,12 +233,5 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("changes", "flag", "expected"), FLAGS, ids=str)
-def test_flags(changes, flag, expected):
+def test_flags(choose, changes, flag, expected):
     assert choose(changes)[flag] is expected
-
-
-def test_what_is_missing_is_named():
-    with pytest.raises(KeyError, match="tiles"):
-        _core.attention_strategy({name: value for name, value in USUAL.items() if name != "tiles"}, 1, 1)
-    with pytest.raises(ValueError, match="complex64"):
-        _core.attention_strategy(USUAL | {"k_type": "complex64"}, 1, 1)

@@ -3,7 +3,7 @@
 import kernel_checks_i4
 import numpy as np
 import pytest
-from environment import ISA_LEVELS
+from environment import ISA_LEVELS, with_doors
 from kernel_checks import CHECKS as PLAIN_CHECKS
 from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
@@ -11,6 +11,8 @@ from kernel_checks_conv import CHECKS as CONV_CHECKS
 from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_step import check_step, check_step_unpacked, check_steps
 from kernel_table import CONSTANTS, SLOTS, TYPES, Kernel, table_of
+
+pytestmark = with_doors
 
 
 # Checks by the type of a kernel, so that a new kernel has a check, or fails.

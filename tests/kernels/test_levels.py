@@ -1,10 +1,12 @@
 """Which kernels a level, type and use get, and which level a processor: all that are known, here or not."""
 
 import pytest
-from environment import ISA_LEVELS, multiplies_bf16
+from environment import ISA_LEVELS, multiplies_bf16, with_doors
+from kernel_table import type_of
 
 from attnmask import _core
 
+pytestmark = with_doors
 F32, F64, BF16, I8, F8 = "float32", "float64", "bfloat16", "int8", "float8_e4m3fn"
 GRADIENTS, PACKED, ROWS = "attention, gradients", "attention, packed keys", "attention, rows of keys"
 LINEAR = ("linear attention", "linear attention, gradients", "linear attention, a token")
@@ -79,7 +81,7 @@ def test_kernels_of_a_level(level):
         pytest.skip(str(error))
     emulates = level == "baseline" and multiplies_bf16("baseline")
     for (query, key, use), kernels in TABLE.items():
-        chosen = _core.chosen_kernels(level, query, key)
+        chosen = _core.chosen_kernels(level, type_of(query), type_of(key))
         if not (emulates and query == BF16):
             assert chosen[use] == kernels[ISA_LEVELS.index(level)], (query, key, use)
         assert chosen.keys() == {use for _, _, use in TABLE}, "a use has no row here"

@@ -14,6 +14,7 @@ import pytest
 from environment import ROOT, SANITIZED
 
 import attnmask
+from attnmask import _core
 
 pytestmark = pytest.mark.levels("once")
 
@@ -127,13 +128,13 @@ def test_make_without_a_sanitizer(target, said, venv, no_compiler):
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
 
 
-def build(folder: Path, **environment: str) -> str:
-    """What a build in a folder says."""
+def build(folder: Path, status: int = 1, **environment: str) -> str:
+    """What a build in a folder says that ends so."""
     pytest.importorskip("setuptools")
     places = ["--build-temp", str(folder), "--build-lib", str(folder)]
     command = [sys.executable, "setup.py", "--quiet", "build_ext", *places]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    assert result.returncode == 1, result.stderr
+    assert result.returncode == status, result.stderr
     return result.stderr
 
 
@@ -172,6 +173,25 @@ def test_a_compiler_that_lacks_a_flag(flag, said, tmp_path):
         pytest.skip("the flags of x86-64")
     cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format("exit 1", flag))
     assert f"attnmask: {said}" in build(tmp_path / "temp", CC=str(cc))
+
+
+@compiles
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_release_has_no_doors_for_tests(debug, tmp_path):
+    compiled = tmp_path / "compiled"
+    cc = script(
+        tmp_path / "bin" / "cc", f'echo "$*" >> {compiled}\n' + WITHOUT_SOURCES.format("exit 0", "-mno")
+    )
+    build(tmp_path / "temp", 0, CC=str(cc), ATTNMASK_DEBUG=debug)
+    assert "csrc/module.c" in compiled.read_text()
+    for part in ("csrc/bind/testing", "AM_FOR_TESTS"):
+        assert (part in compiled.read_text()) == bool(debug)
+
+
+def test_only_a_release_lacks_doors_for_tests():
+    """Else tests would be skipped where they should run."""
+    released = Path(attnmask.__file__).parents[1].name in ("site-packages", "dist-packages")
+    assert {hasattr(_core, name) for name in environment.DOORS} == {not released}
 
 
 @with_make

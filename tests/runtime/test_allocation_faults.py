@@ -25,9 +25,9 @@ import pytest
 
 import attnmask
 from attnmask import MaskInfo, _core
-from attnmask._attention.forward import _schedule
 
 from fuzzer import Before, digest  # isort: skip
+from schedules import forward_schedule  # isort: skip
 from drawing import Arguments, Rng, floats  # isort: skip
 from rows_of_functions import CACHES, Target, pulled_back  # isort: skip
 from targets import TARGETS  # isort: skip
@@ -225,7 +225,7 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "relative bias": (flash_vjp, lambda rng: relative(rng) | {"dout": floats(rng, 1, 130, 2, 16)}),
     "many pages": (kvcache, lambda rng: cache(rng, (2, 99), 50, ml_dtypes.float8_e4m3fn)),
     "packed cache": (kvcache, packed_cache),
-    "schedule": (lambda **a: str(_schedule(2, **a)), lambda rng: tokens(rng, 130, 140, (2, 2))),
+    "schedule": (lambda **a: str(forward_schedule(2, **a)), lambda rng: tokens(rng, 130, 140, (2, 2))),
     "strict ids": (attnmask.mask_to_segment_ids, lambda rng: ids),
     "within segments": (within_segments, many_segments),
     "cumulative sums": (attnmask.chunk_global_cumsum, lambda rng: {"s": floats(rng, 1, 50_000, 6)}),

@@ -1,6 +1,4 @@
 /* attention.c – bindings of attention. */
-#include "core/attention/plan/schedule.h"
-
 #include <math.h>
 #include <string.h>
 
@@ -8,7 +6,7 @@
 #include "bind/python/attention.h"
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
-#include "bind/python/schedule.h"
+#include "bind/testing/schedule.h"
 #include "core/runtime/sizes.h"
 #include "core/runtime/openmp.h"
 
@@ -311,47 +309,6 @@ AM_VARIANT(flash_usual_fwd, attend_usual, true, false)
 /* A usual call that returns what flash_forward_vjp does. */
 AM_VARIANT(flash_usual_vjp, attend_usual, true, true)
 
-/* --- The schedule as data --- */
-
-static int to_threads(PyObject *object, const char *name, void *dst)
-{
-    npy_intp count;
-    _Static_assert(AM_MAX_THREADS == 1024, "as the message says");
-    if (am_to_integer(object, name, (am_range){1, AM_MAX_THREADS}, "from 1 to 1024", &count) < 0) return -1;
-    *(int *)dst = (int)count;
-    return 0;
-}
-
-static PyObject *forward_schedule(PyObject *module, const arguments *a)
-{
-    am_scoped(am_sections_free) am_sections sections = {0};
-    am_scoped(am_schedule_free) am_schedule schedule = {0};
-    const am_attn *attn = &a->mask.request.attn;
-    am_call call;
-    const am_context *context = am_enter(&call, module, 0);
-    const am_attn_base base = am_attn_base_of(context, attn);
-    am_status status = am_mask_prepare(context, attn->mask);
-    if (status == AM_OK) status = am_sections_make(&sections, attn->mask, true);
-    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, a->threads);
-    if (am_leave(&call, status) < 0) return NULL;
-    const am_schedule_view view = {.base = &base, .sections = &sections, .schedule = &schedule};
-    return am_schedule_data(&view, a->threads);
-}
-AM_FUNCTION(attention_schedule, forward_schedule(module, a), PROBLEM, AM_ARG(threads, to_threads))
-
-/* The schedule of backward, without gradients of terms. */
-static PyObject *schedule_of_backward(PyObject *module, const arguments *a)
-{
-    am_scoped(am_backward_plan_free) am_backward_plan plan = {.threads = a->threads};
-    am_call call;
-    const am_context *context = am_enter(&call, module, 0);
-    plan.base = am_attn_base_of(context, &a->mask.request.attn);
-    am_status status = am_mask_prepare(context, plan.base.attn->mask);
-    if (status == AM_OK) status = am_backward_plan_make(&plan, true);
-    return am_leave(&call, status) < 0 ? NULL : am_backward_schedule_data(&plan);
-}
-AM_FUNCTION(backward_schedule, schedule_of_backward(module, a), PROBLEM, AM_ARG(threads, to_threads))
-
 /* --- Backward --- */
 
 static int check_backward(arguments *a, am_attn_gradients *problem)
@@ -450,20 +407,33 @@ PyMethodDef am_flash_methods[] = {
     AM_METHOD(flash_usual, "names, args, given"),
     AM_METHOD(flash_usual_fwd, "names, args, given"),
     AM_METHOD(flash_usual_vjp, "names, args, given"),
-    AM_METHOD(attention_schedule, "problem, threads",
-              "How attention forward divides its work for that many threads:\n\nsections   a dict for each "
-              "section of queries: its queries, keys, strategy\ntasks    (index of the section, [(rows, "
-              "tiles) of each item])\nwaves    (tasks, tasks that one thread takes in order) of each "
-              "parallel loop\nscratch  bytes of memory in addition to the results"),
-    AM_METHOD(
-        backward_schedule, "problem, threads",
-        "How attention backward divides its work for that many threads:\n\nsections  for each the tiles "
-        "of each sum of d_q, the visits of each part of a sum of d_k, and the tiles that each block of "
-        "queries sees\ntasks     (batch row, [(section, first tile, end) …], part, turn, turns) as one key "
-        "head begins them\nrow_tasks  the most of a batch row"),
     AM_METHOD(flash_backward, "problem, dout, out, lse, dlse, wanted"),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),
     {.ml_name = NULL},
 };
+
+/* --- The schedule as data, for tests --- */
+
+#ifdef AM_FOR_TESTS
+static int to_threads(PyObject *object, const char *name, void *dst)
+{
+    npy_intp count;
+    _Static_assert(AM_MAX_THREADS == 1024, "as the message says");
+    if (am_to_integer(object, name, (am_range){1, AM_MAX_THREADS}, "from 1 to 1024", &count) < 0) return -1;
+    *(int *)dst = (int)count;
+    return 0;
+}
+
+AM_FUNCTION(attention_schedule, am_attention_schedule(module, &a->mask.request.attn, a->threads), PROBLEM,
+            AM_ARG(threads, to_threads))
+AM_FUNCTION(backward_schedule, am_backward_schedule(module, &a->mask.request.attn, a->threads), PROBLEM,
+            AM_ARG(threads, to_threads))
+
+PyMethodDef am_schedule_methods[] = {
+    AM_METHOD(attention_schedule, "problem, threads"),
+    AM_METHOD(backward_schedule, "problem, threads"),
+    {.ml_name = NULL},
+};
+#endif

@@ -112,6 +112,13 @@ PyArrayObject *am_of_memory(PyObject *array);
         return function(module, args, nargs, __VA_ARGS__);                                                   \
     }
 
+/* What tests ask beside what the package calls: not in a release (setup.py). */
+#ifdef AM_FOR_TESTS
+#    define AM_TOPICS_FOR_TESTS(DO) DO(kernel) DO(schedule)
+#else
+#    define AM_TOPICS_FOR_TESTS(DO)
+#endif
+
 /* The methods of each topic, which its file has. */
 #define AM_EACH_TOPIC_OF_METHODS(DO)                                                                         \
     DO(packed)                                                                                               \
@@ -126,9 +133,9 @@ PyArrayObject *am_of_memory(PyObject *array);
     DO(xla)                                                                                                  \
     DO(xla_array)                                                                                            \
     DO(tensors)                                                                                              \
-    DO(strategy)                                                                                             \
     DO(short_convolution)                                                                                    \
-    DO(linear_attention)
+    DO(linear_attention)                                                                                     \
+    AM_TOPICS_FOR_TESTS(DO)
 #define AM_DECLARE_METHODS(topic) extern PyMethodDef am_##topic##_methods[];
 AM_EACH_TOPIC_OF_METHODS(AM_DECLARE_METHODS)
 

@@ -1,5 +1,9 @@
 /* schedule.c – how a call of attention is divided, as plain data, for tests and simulations. */
-#include "bind/python/schedule.h"
+#include "bind/testing/schedule.h"
+
+#include "bind/python/state.h"
+#include "core/attention/backward_plan.h"
+#include "core/attention/plan/schedule.h"
 
 /* Appends an item to a list, which is NULL from the first failure on. */
 static void append(PyObject **list, PyObject *item)
@@ -9,6 +13,13 @@ static void append(PyObject **list, PyObject *item)
 }
 
 /* --- Forward --- */
+
+/* A schedule of attention forward, and what it was made from. */
+typedef struct {
+    const am_attn_base *base;
+    const am_sections *sections;
+    const am_schedule *schedule;
+} schedule_view;
 
 static PyObject *section_data(const am_scheduled *g)
 {
@@ -39,17 +50,17 @@ static PyObject *task_data(const am_attn_base *base, const am_sections *sections
     return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->sections), items) : NULL;
 }
 
-static PyObject *section_at(const am_schedule_view *view, ptrdiff_t i)
+static PyObject *section_at(const schedule_view *view, ptrdiff_t i)
 {
     return section_data(&view->schedule->sections[i]);
 }
-static PyObject *task_at(const am_schedule_view *view, ptrdiff_t i)
+static PyObject *task_at(const schedule_view *view, ptrdiff_t i)
 {
     return task_data(view->base, view->sections, view->schedule, am_task_at(view->schedule, i));
 }
 
-static PyObject *list_of(const am_schedule_view *view, ptrdiff_t count,
-                         PyObject *(*make)(const am_schedule_view *, ptrdiff_t))
+static PyObject *list_of(const schedule_view *view, ptrdiff_t count,
+                         PyObject *(*make)(const schedule_view *, ptrdiff_t))
 {
     PyObject *list = PyList_New(0);
     for (ptrdiff_t i = 0; list && i < count; i++) append(&list, make(view, i));
@@ -57,7 +68,7 @@ static PyObject *list_of(const am_schedule_view *view, ptrdiff_t count,
 }
 
 /* The number of tasks in each parallel loop, and how many of them one thread takes in order if it can. */
-static PyObject *wave_list(const am_schedule_view *view)
+static PyObject *wave_list(const schedule_view *view)
 {
     PyObject *list = PyList_New(0);
     for (ptrdiff_t task = 0; list && task < view->schedule->tasks;) {
@@ -68,11 +79,21 @@ static PyObject *wave_list(const am_schedule_view *view)
     return list;
 }
 
-PyObject *am_schedule_data(const am_schedule_view *view, int threads)
+PyObject *am_attention_schedule(PyObject *module, const am_attn *attn, int threads)
 {
-    return Py_BuildValue("{s:N,s:N,s:N,s:n}", "sections", list_of(view, view->schedule->count, section_at),
-                         "tasks", list_of(view, view->schedule->tasks, task_at), "waves", wave_list(view),
-                         "scratch", am_attn_scratch(view->base, view->schedule, threads));
+    am_scoped(am_sections_free) am_sections sections = {0};
+    am_scoped(am_schedule_free) am_schedule schedule = {0};
+    am_call call;
+    const am_context *context = am_enter(&call, module, 0);
+    const am_attn_base base = am_attn_base_of(context, attn);
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status == AM_OK) status = am_sections_make(&sections, attn->mask, true);
+    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, threads);
+    if (am_leave(&call, status) < 0) return NULL;
+    const schedule_view view = {.base = &base, .sections = &sections, .schedule = &schedule};
+    return Py_BuildValue("{s:N,s:N,s:N,s:n}", "sections", list_of(&view, schedule.count, section_at), "tasks",
+                         list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view), "scratch",
+                         am_attn_scratch(&base, &schedule, threads));
 }
 
 /* --- Backward --- */
@@ -103,8 +124,16 @@ static PyObject *tiles_of_task(const am_backward_plan *p, const am_key_task *tas
     return some;
 }
 
-PyObject *am_backward_schedule_data(const am_backward_plan *p)
+PyObject *am_backward_schedule(PyObject *module, const am_attn *attn, int threads)
 {
+    am_scoped(am_backward_plan_free) am_backward_plan plan = {.threads = threads};
+    am_backward_plan *const p = &plan;
+    am_call call;
+    const am_context *context = am_enter(&call, module, 0);
+    p->base = am_attn_base_of(context, attn);
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status == AM_OK) status = am_backward_plan_make(p, true);
+    if (am_leave(&call, status) < 0) return NULL;
     PyObject *sections = PyList_New(0), *tasks = PyList_New(0);
     for (ptrdiff_t g = 0; sections && g < p->sections.count; g++)
         append(&sections,
