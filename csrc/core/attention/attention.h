@@ -47,7 +47,7 @@ typedef struct {
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
-    am_array q, k, v, out; /* k and v of one type, q and out of another or the same */
+    am_array q, k, v, out; /* k and v have one type, q and out have one */
     am_array wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
     am_pages pages;        /* then the batch rows of k and v are pages; not for gradients */
     am_kv_scales k_scales, v_scales; /* both, of pages of eight or four bits alone */
@@ -72,7 +72,7 @@ typedef struct {
 
 am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);
 
-/* The same of the level `plain`, one query after the other. */
+/* Attention and its gradients at the level `plain`, one query after the other. */
 am_status am_plain_forward(const am_context *context, const am_attn *attn);
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
 

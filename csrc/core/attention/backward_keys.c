@@ -6,14 +6,14 @@
 
 enum { TILE = AM_FLASH_TILE };
 
-/* Writes rows of the arithmetic type, `stride` numbers apart, to those of an array. */
+/* Writes rows of the arithmetic type, `stride` numbers apart, to the rows of an array. */
 static void write_rows(const am_backward_plan *p, const am_array *to, const char *from, ptrdiff_t stride)
 {
     am_scatter(p->base.all_kernels, to, p->base.type, from, stride);
 }
 
-/* Adds a sum of tiles to d_q, if there is one, once those before have been added. There always is a first
- * one, which is written. */
+/* Adds a sum of tiles to d_q, if there is one, once all sums before it have been added. There always is a
+ * first sum, which is written. */
 static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at, am_rows_state *state,
                              ptrdiff_t sum, const char *d_q, am_team *team)
 {
@@ -29,7 +29,7 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     return AM_OK;
 }
 
-/* Those of the i-th tile. */
+/* The sums of the i-th tile of a task. */
 static am_key_sums tile_sums(const am_backward_plan *p, const am_key_sums *sums, ptrdiff_t i)
 {
     return (am_key_sums){sums->d_k + i * p->k.sums, sums->d_v + i * p->v.sums};

@@ -20,11 +20,11 @@ typedef struct {
     am_range tiles, sections;
     am_range tokens;  /* the keys whose gradients it writes, also those that no query sees */
     ptrdiff_t before; /* how many tasks add to d_q of its first section before it does */
-    /* Tasks of the same tiles, of one sum, take a split of the visits each; splits: how many there are, or 0
-     * for one task. */
+    /* If splits are tasks: the visits of this one, which split of its tiles it is, and how many these have;
+     * splits is 0 if the task takes all visits. */
     am_range visits;
     ptrdiff_t split, splits;
-    ptrdiff_t slot; /* of its split among all; those of the same tiles are neighbours */
+    ptrdiff_t slot; /* of its split among the splits of all tiles; splits of one tile are neighbours */
 } am_key_task;
 
 /* What a block or a tile takes in a workspace, of the channels of keys or of values. */
@@ -95,7 +95,7 @@ typedef struct {
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k; /* task_tiles of each */
-    am_key_sums split, total;        /* the same if no section has splits */
+    am_key_sums split, total;        /* split: the total itself if no section has splits */
     am_logit_scratch terms;
     am_line_sums *lines;
     am_local_tile *tiles;

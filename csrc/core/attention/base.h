@@ -26,9 +26,9 @@ typedef struct {
     const am_kernels *all_kernels;
     const am_arithmetic *arithmetic;
     const am_kv_kernels *kv;      /* of keys and values as they lie in memory, or as they are widened */
-    const am_kv_kernels *kv_rows; /* the same of unpacked rows */
+    const am_kv_kernels *kv_rows; /* of unpacked rows, as they lie in memory or widened */
     bool widens;                  /* keys and values are widened before kernels pack them */
-    bool widens_rows;             /* the same of unpacked rows, before kernels read them */
+    bool widens_rows;             /* unpacked rows are widened before kernels read them */
     am_widen_row *widen;          /* to the type that the arithmetic multiplies */
     bool packs_queries;           /* for unpacked keys */
     am_dtype type;                /* of sums */
@@ -85,7 +85,7 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
     return am_ceil_div(numbers, am_width(base));
 }
 
-/* The numbers of a lane of unpacked keys and values: those of eight bits become lanes of two as they are
+/* The numbers of a lane of unpacked keys and values: numbers of eight bits become lanes of two as they are
  * packed. */
 static inline ptrdiff_t am_kv_width(const am_attn_base *base)
 {
@@ -117,7 +117,7 @@ static inline am_rows am_read_wide(const am_attn_base *base, const am_array *row
 }
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
-/* Copies rows of the same type as whole lanes, side by side. */
+/* Copies rows as whole lanes, side by side, without converting them. */
 static inline am_rows am_copy_lanes(const am_attn_base *base, const am_array *rows, char *to)
 {
     const ptrdiff_t stride = am_lanes(base, rows->shape.channel) * am_width(base);
@@ -125,7 +125,7 @@ static inline am_rows am_copy_lanes(const am_attn_base *base, const am_array *ro
     return (am_rows){.data = to, .stride = stride * (ptrdiff_t)am_size_of(rows->type)};
 }
 
-/* Returns such rows where they lie if they can be read there, else copied. */
+/* Returns rows of whole lanes: where they lie if they can be read there, else copied. */
 static inline am_rows am_read_lanes(const am_attn_base *base, const am_array *rows, char *scratch)
 {
     if (am_is_aligned(rows, am_width(base)))
@@ -154,7 +154,7 @@ static inline am_prefetch_rows am_prefetch_block(const am_array *a, const am_att
     return am_prefetch_tokens(a, at->b, at->head, heads, at->q, at->queries);
 }
 
-/* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
+/* e^(logit - from), for a unit as an exponent of 2; 1 where both are inf, or both -inf. */
 static inline double am_power(double unit, double logit, double from)
 {
     return logit == from ? 1 : exp2((logit - from) * unit);

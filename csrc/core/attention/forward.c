@@ -39,7 +39,7 @@ typedef struct {
     char *q, *q_packed;
     bool is_packed; /* queries are, for transposed tiles */
     am_logit_scratch terms;
-    am_flash_rows rows, split; /* split: with the accumulators of a later split, if it is the same item's */
+    am_flash_rows rows, split; /* split: with accumulators for later splits of the item */
 } item;
 
 /* Where a task is: at one split of the blocks from `at` on, which see some tiles. */
@@ -113,7 +113,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
     return rows;
 }
 
-/* The accumulators of one split of an item; those of its splits lie side by side. */
+/* The accumulators of one split of an item; accumulators of all its splits lie side by side. */
 static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
     const ptrdiff_t bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows);
@@ -153,7 +153,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     return it;
 }
 
-/* Copies the queries of one head in whole lanes; those of scaled channels are rounded again. */
+/* Copies the queries of one head in whole lanes; scaled channels are rounded again. */
 static void load_lanes(const am_attn_base *base, const item *it, const am_array *q, char *scratch, char *to)
 {
     const am_kv_scales *scales = &base->attn->k_scales;
@@ -216,7 +216,7 @@ static void pack_queries(const forward *f, const am_scheduled *g, item *it)
 /* The tiles of a split in the order in which a block takes them. */
 typedef struct {
     am_range tiles;
-    ptrdiff_t first; /* then those before it, backwards, and at last those behind it */
+    ptrdiff_t first; /* then the tiles before it, backwards, and at last the tiles behind it */
 } tile_order;
 
 /* As they lie, or the nearest first. */

@@ -174,8 +174,8 @@ static void order_by_keys(const row_sections *row)
 typedef struct {
     bool by_boundaries; /* else sections begin with batch rows */
     bool leaves_rest;   /* queries behind the last one that sees a key are left to a section without keys */
-    bool has_rest;      /* some are */
-    int32_t *owners;    /* memory for those of a batch row's keys; NULL unless by boundaries */
+    bool has_rest;      /* some queries are left to a section without keys */
+    int32_t *owners;    /* memory for the owners of a batch row's keys; NULL unless by boundaries */
 } division;
 
 /* Lists the sections of a batch row, without their blocks and tiles. */
@@ -272,7 +272,7 @@ static void number_ranges(am_sections *sections, ptrdiff_t batch)
     }
 }
 
-/* The same for blocks whose answers are not known yet. */
+/* Asks the mask which tiles of its section a block sees. */
 static am_range find_tiles(const am_sections *sections, const am_mask *mask, const am_section *section,
                            ptrdiff_t block, am_range heads)
 {
@@ -291,7 +291,7 @@ am_range am_tiles_seen(const am_sections *sections, const am_mask *mask, const a
     return sections->seen ? sections->seen[block] : find_tiles(sections, mask, section, block, heads);
 }
 
-/* Asks once for all heads where these see the same, and the mask has to be read to tell. */
+/* Lists what blocks see where all heads see the same keys and the mask has to be read to tell. */
 static am_status list_seen(am_sections *sections, const am_mask *mask)
 {
     if (mask->exact_keys || mask->own_heads != 1) return AM_OK;

@@ -30,7 +30,7 @@ typedef struct {
     ptrdiff_t b;
     am_range queries;       /* tokens */
     am_range keys;          /* tokens: from the first that is seen to the last, of any head; may be none */
-    am_range blocks, tiles; /* indices of ranges; tiles are those that hold `keys` */
+    am_range blocks, tiles; /* indices of ranges; tiles hold `keys` */
 } am_section;
 
 typedef struct {

@@ -8,22 +8,22 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    FEW_ITEMS = 16,         /* with fewer for each thread, each split is an item of its own */
-    LONG_SHARE = 32,        /* the same if one item takes more than this part of what a thread has to do */
+    FEW_ITEMS = 16,  /* of a thread; with fewer, each split is an item of its own */
+    LONG_SHARE = 32, /* each split is one, too, if one item is more than this part of what a thread does */
     MOST_ORDERED = 1 << 12, /* tasks that are sorted: of more, each thread has so many that they are even */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
-    FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
-                       * of a task are all heads that lie side by side */
+    FEW_UNPACKED = 2, /* tasks that a thread keeps of unpacked keys: these are read up to 1.15 times as fast
+                       * if the items of a task are all heads that lie side by side */
     /* Heads are packed a wave at a time. A wave has at least so many tasks, and more while they fit so many
      * bytes: then its memory stays in the cache, and few pages are touched for the first time. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
     L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
     SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
-    SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
-    SHARED_BYTES = 2 << 20,  /* the same for heads that share keys, which are packed once for all */
+    SIDE_BYTES = 128 << 10,  /* of queries and results of these heads: they stay in the second-level cache */
+    SHARED_BYTES = 2 << 20,  /* of queries and results of heads that share keys, which are packed once */
     LOCAL_BYTES = 320 << 10, /* of all local tiles of a task: they stay in the second-level cache */
-    TASKS_EACH = 16,         /* the fewest of a thread if tasks have local tiles */
+    TASKS_EACH = 16,         /* the fewest tasks of a thread if they have local tiles */
 };
 
 /* --- The shape of a section --- */
@@ -172,7 +172,7 @@ static void deal(am_schedule *s, const am_attn_base *base, const am_sections *se
     g->lot_tasks = am_ceil_div(g->lot_items, am_max(g->task_items, 1));
 }
 
-/* Sections that share tiles come first, and then those whose items take longest. */
+/* Sections that share tiles come first, and then sections whose items take longest. */
 static int compare(const void *a, const void *b)
 {
     const am_scheduled *x = a, *y = b;

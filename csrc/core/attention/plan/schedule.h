@@ -76,8 +76,8 @@ am_attn_place am_item_place(const am_attn_base *base, const am_sections *section
 am_range am_item_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
                        const am_attn_place *at);
 
-/* Those of a split, and the splits that have some, at least 1. Splits are counted from the block's first
- * tile. */
+/* The tiles of an item that a split takes, and the splits that have any, at least 1. Splits are counted from
+ * the block's first tile. */
 static inline am_range am_split_tiles(const am_scheduled *section, am_range tiles, ptrdiff_t split)
 {
     const ptrdiff_t begin = tiles.begin + split * section->shape.split_tiles;
@@ -92,7 +92,7 @@ static inline ptrdiff_t am_splits_of(const am_scheduled *section, am_range tiles
 /* Tasks that run in one parallel loop, and the shared tiles that they pack. */
 typedef struct {
     ptrdiff_t first_task, tasks;
-    ptrdiff_t row_tasks; /* tasks that one thread begins with if it can: those of a key head */
+    ptrdiff_t row_tasks; /* tasks that one thread begins with if it can: the tasks of a key head */
     ptrdiff_t first_shared, shared;
 } am_wave;
 
@@ -108,7 +108,7 @@ static inline ptrdiff_t am_lockstep(const am_scheduled *section)
     return section->shape.strategy >= AM_LOCAL_PACKING ? 1 : section->task_items;
 }
 
-/* True if a step takes several tiles of this section. Such steps have one item. */
+/* True if a step takes several tiles of this section. These steps have one item. */
 static inline bool am_takes_steps(const am_schedule *schedule, const am_scheduled *section)
 {
     return schedule->step_tiles > 1 && section->shape.strategy >= AM_LOCAL_PACKING;

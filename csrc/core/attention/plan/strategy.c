@@ -12,10 +12,10 @@ enum {
     ENOUGH_ITEMS = 64,   /* of a section; with fewer its keys are split */
     MANY_ITEMS = 512,    /* of a section; with as many they may differ in length */
     SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
-    SHORT_SPLIT = 4,     /* the same for a section that is worth many threads */
-    MUCH_WORK = 256,     /* the tiles of all items of such a section */
-    UNPACKED_TILES = 4,  /* the same for unpacked keys and few rows: many heads read them in lockstep */
-    FEW_SPLIT_ROWS = 12, /* the most rows of such a block: more have more sums to merge */
+    SHORT_SPLIT = 4,     /* tiles of a split of a section that is worth many threads */
+    MUCH_WORK = 256,     /* tiles of all items of a section that is worth many threads */
+    UNPACKED_TILES = 4,  /* of a split of unpacked keys for few rows: many heads read them in lockstep */
+    FEW_SPLIT_ROWS = 12, /* of a block whose unpacked keys are split so: more have more sums to merge */
     /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
      * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
     LONG_PANEL = 128,
@@ -23,10 +23,10 @@ enum {
     MOST_TRANSPOSED = 56,   /* the same of the only tile, where vectors are short */
     MOST_CONVERTED = 32,    /* and where keys are converted */
     FEW_ROWS = 16,          /* of a block that reads keys unpacked */
-    MORE_ROWS = 24,         /* the same where vectors and keys are long */
-    FEW_WIDENED = 12,       /* the same for short keys, if they are widened for every few rows */
-    FEW_ROWS_F8X2 = 8,      /* and for float8 that becomes bf16x2, which takes longer */
-    FEW_ROWS_I4 = 8,        /* and for int4 that is multiplied as integers: 12 would take 5 % longer */
+    MORE_ROWS = 24,         /* of a block that reads keys unpacked, where vectors and keys are long */
+    FEW_WIDENED = 12,       /* of a block that reads short keys unpacked, widened for every few rows */
+    FEW_ROWS_F8X2 = 8,      /* of a block that reads float8, which takes longer to become bf16x2 */
+    FEW_ROWS_I4 = 8,        /* of a block that multiplies int4 as integers: 12 would take 5 % longer */
     /* Of a block of bfloat16 that waits for memory, not for products. On Zen 5, 4 rows take 1.00 to 1.03 of
      * the time in memory, and 8 rows would take 1.19. */
     FLOAT_WEIGHTS = 4,

@@ -37,7 +37,7 @@ typedef struct {
     bool products_alone;   /* logits are products times the factor: no bias, cap or dropout */
     bool packs_rounded;    /* kernels for unpacked keys multiply queries that they round as integers */
     bool queries_readable; /* queries can be read where they lie, but for the factor */
-    bool values_readable;  /* the same for values, in whole vectors */
+    bool values_readable;  /* values can be read where they lie, in whole vectors */
 } am_work;
 
 /* How a section is computed. */

@@ -3,7 +3,7 @@
  * Rows of d_bias that no other queries share are added to block by block. What heads, batch rows or tasks
  * share is accumulated in order: of batch rows, of their tasks, and of the heads of each. So sums do not
  * depend on the number of threads, and a task waits only for tasks before it. Sums are of the arithmetic
- * type, also those of a wider bias. */
+ * type, also for a wider bias. */
 #ifndef AM_CORE_ATTENTION_TERMS_BIAS_GRADIENT_H
 #define AM_CORE_ATTENTION_TERMS_BIAS_GRADIENT_H
 

@@ -30,7 +30,7 @@ ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at);
 typedef struct {
     const am_attn_base *base;
     int count;
-    const am_logit_term *terms[AM_LOGIT_KIND_COUNT]; /* those along lines whose gradients are computed */
+    const am_logit_term *terms[AM_LOGIT_KIND_COUNT]; /* terms along lines whose gradients are computed */
     atomic_ptrdiff_t *semaphores; /* of each key head: the task that may add to the results now */
 } am_line_gradients;
 am_status am_line_gradients_make(am_line_gradients *gradients, const am_attn_base *base);

@@ -153,7 +153,7 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
 }
 
-/* The same of a row whose sequence has only some of a tile's keys; the others are dead. */
+/* Reads a row of the bias whose sequence has only some of a tile's keys; the others are dead. */
 static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r,
                                   am_range keys, char *scratch, char *to)
 {

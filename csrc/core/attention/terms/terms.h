@@ -83,14 +83,13 @@ static inline ptrdiff_t am_bias_index(const am_by_axis *shape, ptrdiff_t b, ptrd
            (shape->channel == 1 ? 0 : k);
 }
 
-/* The gradient of a term's numbers of one head, as a task adds it up: those in a range, the others are not
- * set. */
+/* The gradient of a term's numbers of one head, as a task adds it up: only numbers in a range are set. */
 typedef struct {
     am_range filled;
     double *sums; /* [length of the last axis] */
 } am_line_sums;
 
-/* Sets those in a range that are not set to zero; returns the sums. */
+/* Sets to zero what is not set in a wanted range, and returns the sums. */
 double *am_line_sums_in(am_line_sums *sums, am_range wanted);
 
 typedef struct {

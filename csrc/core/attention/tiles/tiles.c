@@ -72,7 +72,7 @@ am_kv am_kv_of(const am_attn_base *base, const am_sections *sections, const am_s
     const ptrdiff_t size = (ptrdiff_t)am_size_of(base->widens ? base->arithmetic->factors : f->k.type);
     for (am_kv_side *s = kv.sides; s < kv.sides + 2; s++) {
         const ptrdiff_t group = s->scales->group;
-        /* Rows that are widened are multiplied by those of groups. */
+        /* Rows that are widened are multiplied by the scales of groups. */
         s->scale_columns = group == 0 ? 1 : base->widens_rows ? 0 : 2 * s->count / group;
         am_take(NULL, &s->copy_bytes, TILE * (s->count + s->count % 2) * size);
     }
@@ -361,7 +361,7 @@ static ptrdiff_t local_place(const am_kv *kv, const am_scheduled *g, ptrdiff_t i
     return g->shape.strategy >= AM_LOCAL_PACKING ? index % kv->schedule->local_tiles : 0;
 }
 
-/* The index of a tile among those of all heads. */
+/* The index of a tile among the tiles of all heads. */
 static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdiff_t index)
 {
     return at->kv_head * kv->sections->tiles.count + index;
@@ -458,7 +458,7 @@ static void find_tokens(const am_attn *f, const am_array *t, const am_attn_place
     }
 }
 
-/* Scales of the groups of some tokens. Those that lie side by side become one row. */
+/* Scales of the groups of some tokens. Scales that lie side by side become one row. */
 static void find_groups(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t heads, am_range keys,
                         side which, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {

@@ -53,7 +53,7 @@ typedef struct {
     ptrdiff_t run;                     /* the rows of each page, 0 if they are not read there */
     const void *(*runs)[AM_MOST_RUNS]; /* where keys and values begin in each page for that head, and the keys
                                         * of the tile after it */
-    float *scales[2];                  /* of keys and of values, for that head and those after it */
+    float *scales[2];                  /* of keys and of values, for that head and the heads after it */
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;
