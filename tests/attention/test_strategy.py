@@ -45,11 +45,11 @@ def choose(tmp_path_factory):
         shape = core.am_choose_shape(work)
         most = numbers["tiles"] if most is None else most
         all_tiles = most * numbers["q_blocks"] if all_tiles is None else all_tiles
-        if not core.am_counts_tiles(work, ctypes.byref(shape)):
+        if not (counts := core.am_counts_tiles(work, ctypes.byref(shape))):
             all_tiles = most = numbers["tiles"]
         core.am_choose_splits(work, ctypes.byref(shape), all_tiles, most)
         found = {name: getattr(shape, name) for name, _ in shape._fields_}
-        return found | {"strategy": core.am_strategy_name(shape.strategy).decode()}
+        return found | {"strategy": core.am_strategy_name(shape.strategy).decode(), "counts_tiles": counts}
 
     return choose
 
@@ -63,11 +63,14 @@ STRATEGIES = [
     ({"queries": 25, **SUMS, **LONG}, "private"),
     ({"queries": 17, **SUMS, **LONG, **AVX2}, "private"),
     ({"queries": 17, **SUMS, "head_dim": 129, "value_dim": 129}, "private"),
+    ({"queries": 17, **SUMS, "head_dim": 96, "value_dim": 96}, "private"),
     # Keys that are widened: fewer rows if they are short, or no whole vectors, or vectors have four numbers.
     ({"queries": 16, "k_type": "float16", **SUMS}, "unpacked"),
     ({"queries": 12, "k_type": "float16", "head_dim": 32, **SUMS}, "unpacked"),
     ({"queries": 13, "k_type": "float16", "head_dim": 32, **SUMS}, "private"),
     ({"queries": 13, "k_type": "float16", "head_dim": 65, **SUMS}, "private"),
+    ({"queries": 16, "k_type": "float16", "head_dim": 96, "value_dim": 96, **SUMS}, "unpacked"),
+    ({"queries": 16, "k_type": "float16", **AVX2, **SUMS}, "unpacked"),
     ({"queries": 13, "k_type": "float16", **SSE, **SUMS}, "private"),
     # Integers are multiplied for any number of rows, but not by bf16x2.
     ({"queries": 64, "k_type": "int8", "packs_rounded": True}, "unpacked"),
@@ -83,6 +86,7 @@ STRATEGIES = [
     # float8: short rows are widened at once; as bf16x2 they take longer.
     ({"k_type": "float8_e4m3fn", "head_dim": 1024}, "unpacked"),
     ({"k_type": "float8_e4m3fn", "head_dim": 1025}, "private"),
+    ({"queries": 16, "k_type": "float8_e4m3fn"}, "unpacked"),
     ({"queries": 8, "k_type": "float8_e4m3fn", "width": 2}, "unpacked"),
     ({"queries": 9, "k_type": "float8_e4m3fn", "width": 2}, "private"),
     # Tiles of the processor pack sooner.
@@ -95,6 +99,7 @@ STRATEGIES = [
     ({"queries": 16}, "transposed"),
     ({"queries": 17}, "private"),
     ({"queries": 28}, "transposed"),
+    ({"queries": 48}, "private"),
     ({"queries": 60}, "transposed"),
     ({"queries": 55}, "private"),
     ({"queries": 16, "tiles": 2}, "unpacked"),
@@ -102,10 +107,12 @@ STRATEGIES = [
     ({"queries": 32, "tiles": 2}, "private"),
     ({"queries": 32, **AVX2}, "private"),
     ({"queries": 32, **SUMS}, "private"),
+    ({"queries": 16, "k_type": "float16"}, "unpacked"),
     ({"queries": 32, "k_type": "int8"}, "private"),
     ({"queries": 32, "head_dim": 0}, "private"),
     ({"queries": 32, "width": 2, "k_type": "bfloat16"}, "transposed"),
-    ({"queries": 32, "width": 2, "k_type": "bfloat16", "factor": -1.0}, "private"),
+    ({"queries": 32, "factor": -1.0}, "transposed"),
+    ({"queries": 32, "width": 2, "k_type": "bfloat16", "factor": 0.0}, "private"),
     ({"queries": 32, "width": 2, "k_type": "bfloat16", "packed_alone": True}, "private"),
     # The only tile of a section is transposed whatever its logits are: from a quarter of a panel on, up to 56 rows
     # where vectors are short; keys that are converted from more rows on, up to 32, and for one block.
@@ -163,6 +170,9 @@ SPLITS = [
     ({"queries": 64, "kv_heads": 64}, (1, 16)),
     ({"queries": 64, "q_blocks": 8}, (2, 8)),
     ({"queries": 64, "q_blocks": 128}, (1, 16)),
+    ({"queries": 64, "tiles": 17}, (3, 6)),
+    ({"queries": 64, "tiles": 17, "kv_heads": 15}, (3, 6)),
+    ({"queries": 64, "heads_per_kv": 4}, (4, 4)),
 ]
 
 
@@ -177,6 +187,13 @@ def test_splits_follow_from_what_blocks_see(choose):
     shape = {"queries": 64, "q_blocks": 8, "tiles": 64, "kv_heads": 1}
     full, causal, window = choose(shape), choose(shape, 260, 64), choose(shape, 16, 2)
     assert [x["split_tiles"] for x in (full, causal, window)] == [8, 5, 2]
+
+
+@pytest.mark.parametrize(("blocks", "splits"), [(511, 32), (512, 1)])
+def test_items_may_differ_if_there_are_many(choose, blocks, splits):
+    """One block sees 512 tiles, and each of the others one."""
+    shape = {"queries": 64, "q_blocks": blocks, "tiles": 512, "kv_heads": 1}
+    assert choose(shape, 1024, 512)["splits"] == splits
 
 
 BLOCKS = [
@@ -206,6 +223,12 @@ FLAGS = [
     (FEW | BF16, "queries_direct", True),
     (FEW | {"queries_readable": False}, "queries_direct", False),
     (FEW | {"queries": 20, "heads_per_kv": 2}, "queries_direct", False),
+    (FEW | {"factor": 1.0}, "scales_keys", True),
+    # Tiles that blocks see are counted, unless there are many items, or all see the same.
+    ({"queries": 64}, "counts_tiles", False),
+    ({"queries": 64, "q_blocks": 2}, "counts_tiles", True),
+    ({"queries": 64, "q_blocks": 511, "kv_heads": 1}, "counts_tiles", True),
+    ({"queries": 64, "q_blocks": 512, "kv_heads": 1}, "counts_tiles", False),
     # Values of one block stay where they are: always with long vectors, else for up to three strips.
     ({"queries": 64, **SUMS}, "values_unpacked", True),
     ({"queries": 64, **SUMS, "values_readable": False}, "values_unpacked", False),
@@ -229,6 +252,8 @@ FLAGS = [
     ({"queries": 12, **BF16, "k_type": "uint8"}, "float_weights", False),
     ({"queries": 4, **BF16, "k_type": "float8_e4m3fn"}, "float_weights", False),
     ({"queries": 4}, "float_weights", False),
+    ({"queries": 4, "k_type": "int8"}, "float_weights", False),
+    ({"queries": 40, **BF16, "k_type": "int8"}, "float_weights", False),
 ]
 
 

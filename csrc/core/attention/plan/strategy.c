@@ -8,11 +8,9 @@
 #include "kernels/table.h"
 
 enum {
-    SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
     ENOUGH_ITEMS = 64,   /* of a section; with fewer its keys are split */
     MANY_ITEMS = 512,    /* of a section; with as many they may differ in length */
-    SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
-    SHORT_SPLIT = 4,     /* tiles of a split of a section that is worth many threads */
+    SPLIT_TILES = 8,     /* the fewest tiles that are worth a split; fewer are if there is much work: */
     MUCH_WORK = 256,     /* tiles of all items of a section that is worth many threads */
     UNPACKED_TILES = 4,  /* of a split of unpacked keys for few rows: many heads read them in lockstep */
     FEW_SPLIT_ROWS = 12, /* of a block whose unpacked keys are split so: more have more sums to merge */
@@ -118,9 +116,8 @@ static bool has_float_weights(const am_work *w, const am_shape *h)
 
 am_shape am_choose_shape(const am_work *w)
 {
-    am_shape h = {.block_heads = 1, .splits = 1, .split_tiles = w->tiles, .q_blocks = w->q_blocks};
-    if (w->heads_per_kv > 1 && w->queries <= SHARED_QUERIES)
-        h.block_heads = am_min(w->heads_per_kv, AM_FLASH_ROWS / w->queries);
+    am_shape h = {.splits = 1, .split_tiles = w->tiles, .q_blocks = w->q_blocks};
+    h.block_heads = am_max(1, am_min(w->heads_per_kv, AM_FLASH_ROWS / w->queries));
     h.head_blocks = am_ceil_div(w->heads_per_kv, h.block_heads);
     h.rows = w->queries * h.block_heads;
     h.strategy = choose_strategy(w, &h);
@@ -154,10 +151,8 @@ void am_choose_splits(const am_work *w, am_shape *h, ptrdiff_t all, ptrdiff_t mo
     if (h->strategy == AM_UNPACKED) {
         const ptrdiff_t fewest = h->rows <= FEW_SPLIT_ROWS ? UNPACKED_TILES : SPLIT_TILES;
         h->splits = am_min(am_ceil_div(most, fewest), am_max(1, ENOUGH_ITEMS / items));
-    } else if (items < MANY_ITEMS) {
-        const ptrdiff_t fewest = work < MUCH_WORK ? SPLIT_TILES : SHORT_SPLIT;
-        h->splits = am_ceil_div(most, am_max(fewest, am_ceil_div(work, ENOUGH_ITEMS)));
-    }
+    } else if (items < MANY_ITEMS)
+        h->splits = am_ceil_div(most, work < MUCH_WORK ? SPLIT_TILES : am_ceil_div(work, ENOUGH_ITEMS));
     h->split_tiles = am_ceil_div(most, h->splits);
     h->splits = am_ceil_div(most, h->split_tiles);
 }
