@@ -121,6 +121,8 @@ STRATEGIES = [
     ({"tiles": 1, "queries": 8, **SUMS}, "transposed"),
     ({"tiles": 1, "queries": 17, **SUMS}, "transposed"),
     ({"tiles": 1, "queries": 64}, "transposed"),
+    ({"tiles": 1, "queries": 56, **SUMS}, "transposed"),
+    ({"tiles": 1, "queries": 57, **SUMS}, "private"),
     ({"tiles": 2, "queries": 8}, "unpacked"),
     ({"tiles": 1, "queries": 3, **AVX2}, "unpacked"),
     ({"tiles": 1, "queries": 4, **AVX2}, "transposed"),

@@ -149,15 +149,85 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
+/* The i-th key head that is begun. Threads in the same batch row take heads far from each other, as rows of
+ * neighbouring heads share cache lines, for which writers would contend. Heads that share a bias are begun in
+ * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
+static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
+{
+    const bool in_order = p->bias.sums && p->bias.shape.head == 1;
+    if (in_order || p->base.attn->batch >= p->threads) return i;
+    const ptrdiff_t heads = p->base.attn->kv_heads, thread = i % p->threads;
+    return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
+}
+
+/* The block and head of a visit. */
+static am_attn_place place_of_visit(const am_backward_plan *p, const am_section *section, ptrdiff_t kv_head,
+                                    ptrdiff_t visit)
+{
+    const ptrdiff_t shared = p->base.heads_per_kv;
+    return am_place_of(&p->base, &p->sections, section, section->blocks.begin + visit / shared,
+                       (kv_head + 1) * shared - 1 - visit % shared, 1);
+}
+
+/* The visits of a task to the blocks of a section. */
+static am_range visits_of(const am_backward_plan *p, const am_key_task *task, const am_section *section)
+{
+    return task->splits > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
+}
+
+/* What a thread takes after a section of a task: another section of it, or another task; none if the task is
+ * NULL. */
+typedef struct {
+    const am_key_task *task;
+    const am_section *section;
+    ptrdiff_t kv_head;
+} follower;
+
+static follower follower_of(const am_backward_plan *p, ptrdiff_t index, ptrdiff_t section)
+{
+    const ptrdiff_t heads = p->base.attn->kv_heads;
+    if (section + 1 < p->tasks[index / heads].sections.end)
+        section++;
+    else if (++index < p->base.attn->batch * p->row_tasks * heads)
+        section = p->tasks[index / heads].sections.begin;
+    else
+        return (follower){NULL};
+    const am_key_task *task = &p->tasks[index / heads];
+    if (am_length(task->sections) <= 0) return (follower){NULL};
+    return (follower){task, &p->sections.list[section], ordered_head(p, index % heads)};
+}
+
 /* A block on its way over the tiles of a task. */
 typedef struct {
     const am_key_task *task;
     const am_attn_place *at, *next; /* next: the block after it, or NULL */
+    const follower *then;
     ptrdiff_t visit;
     char *d_q; /* the result, if a step adds to it; NULL: a sum of tiles does */
     am_backward_rows rows;
     bool loaded;
 } block_walk;
+
+/* Plans to prefetch what follows the last block of a section: the gradients of a tile, which are written
+ * then, and what is read after it, keys and values of a tile and the rows of a block. Short sequences have no
+ * other block during which that could be. */
+static void plan_end(const am_backward_plan *p, const block_walk *walk, am_range keys, am_prefetch_plan *plan)
+{
+    const am_attn *f = p->base.attn;
+    const follower *then = walk->then;
+    const ptrdiff_t b = walk->at->b, kv_head = walk->at->kv_head;
+    am_plan_rows(plan, am_prefetch_tokens(&p->problem->d_k, b, kv_head, 1, keys.begin, am_length(keys)));
+    am_plan_rows(plan, am_prefetch_tokens(&p->problem->d_v, b, kv_head, 1, keys.begin, am_length(keys)));
+    if (!then->task) return;
+    const am_range visits = visits_of(p, then->task, then->section),
+                   tiles = tiles_of(then->task, then->section);
+    if (am_length(visits) <= 0 || am_length(tiles) <= 0) return;
+    const am_attn_place at = place_of_visit(p, then->section, then->kv_head, visits.end - 1);
+    keys = am_range_at(&p->sections.tiles, tiles.begin);
+    am_plan_rows(plan, am_prefetch_tokens(&f->k, at.b, at.kv_head, 1, keys.begin, am_length(keys)));
+    am_plan_rows(plan, am_prefetch_tokens(&f->v, at.b, at.kv_head, 1, keys.begin, am_length(keys)));
+    plan_prefetch(p, &at, then->task, plan);
+}
 
 /* Takes a block over some tiles, which make one sum of d_q; returns whether any has live pairs. */
 static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tiles,
@@ -183,7 +253,11 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         tile.k_finite = s->tiles[i].finite;
         open_sums(p, walk->task, i, am_ends_split(p, at->section, walk->visit), s, &tile);
         if (!walk->loaded) {
-            if (walk->next) plan_prefetch(p, walk->next, walk->task, &prefetch), tile.prefetch = &prefetch;
+            if (walk->next)
+                plan_prefetch(p, walk->next, walk->task, &prefetch);
+            else
+                plan_end(p, walk, keys, &prefetch);
+            tile.prefetch = &prefetch;
             walk->rows = am_begin_backward_rows(p, at, s);
             walk->loaded = true;
         }
@@ -245,17 +319,6 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
     return status == AM_OK ? am_bias_end_block(&p->bias, walk->at, task, team) : status;
 }
 
-/* The i-th key head that is begun. Threads in the same batch row take heads far from each other, as rows of
- * neighbouring heads share cache lines, for which writers would contend. Heads that share a bias are begun in
- * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
-static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
-{
-    const bool in_order = p->bias.sums && p->bias.shape.head == 1;
-    if (in_order || p->base.attn->batch >= p->threads) return i;
-    const ptrdiff_t heads = p->base.attn->kv_heads, thread = i % p->threads;
-    return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
-}
-
 /* Writes zeros as the gradients of keys that no query sees. */
 static am_status write_zeros(const am_backward_plan *p, const am_attn_place *at, am_range keys, am_team *team)
 {
@@ -307,28 +370,19 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
 }
 
-/* The block and head of a visit. */
-static am_attn_place place_of_visit(const am_backward_plan *p, const am_section *section, ptrdiff_t kv_head,
-                                    ptrdiff_t visit)
-{
-    const ptrdiff_t shared = p->base.heads_per_kv;
-    return am_place_of(&p->base, &p->sections, section, section->blocks.begin + visit / shared,
-                       (kv_head + 1) * shared - 1 - visit % shared, 1);
-}
-
 /* Takes a task over some visits of a section, each to a block of one head. */
 static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task, const am_section *section,
-                              ptrdiff_t kv_head, am_range visits, const am_backward_workspace *s,
+                              ptrdiff_t kv_head, const follower *then, const am_backward_workspace *s,
                               am_team *team)
 {
     /* The last block first: of tasks that begin together, each then waits one step for the one before it,
      * under causal masks and windows, too. The first blocks see no keys of later tasks. */
+    const am_range visits = visits_of(p, task, section);
     am_status status = AM_OK;
     for (ptrdiff_t i = visits.end; status == AM_OK && i-- > visits.begin;) {
-        const ptrdiff_t then = am_max(i - 1, 0);
         const am_attn_place rows = place_of_visit(p, section, kv_head, i),
-                            next = place_of_visit(p, section, kv_head, then);
-        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL, .visit = i};
+                            next = place_of_visit(p, section, kv_head, am_max(i - 1, 0));
+        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL, .then = then, .visit = i};
         status = block_step(p, &walk, s, team);
         if (task->splits == 0) end_splits(p, task, section, i, s);
     }
@@ -348,8 +402,8 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     if (task->splits > 0) s.total = s.split = sums_of_split(p, at.kv_head, task->slot);
     for (ptrdiff_t g = task->sections.begin; status == AM_OK && g < task->sections.end; g++) {
         const am_section *section = &p->sections.list[g];
-        const am_range visits = task->splits > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
-        status = visit_blocks(p, task, section, at.kv_head, visits, &s, team);
+        const follower then = follower_of(p, index, g);
+        status = visit_blocks(p, task, section, at.kv_head, &then, &s, team);
     }
     if (status != AM_OK) return status;
     if (task->splits > 0) { /* am_add_splits writes the gradients */

@@ -150,6 +150,21 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
     }
 }
 
+/* Prefetches the rows of results and of their gradients that the task after this one reads: for short
+ * sequences, whose rows of one head are few and lie far apart. */
+static void prefetch_results(const am_backward_plan *p, ptrdiff_t index)
+{
+    if (index >= p->sections.blocks.count * p->base.attn->heads) return;
+    const am_attn_place at = am_backward_block(p, index);
+    const am_array *const arrays[] = {&p->base.attn->out, &p->problem->d_out};
+    for (int i = 0; i < 2; i++) {
+        const am_prefetch_rows rows = am_prefetch_block(arrays[i], &at, 1);
+        for (ptrdiff_t r = 0; r < rows.rows; r++)
+            for (ptrdiff_t byte = 0; byte < rows.length; byte += AM_LINE)
+                __builtin_prefetch(rows.at + r * rows.stride + byte);
+    }
+}
+
 am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
@@ -166,6 +181,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
     am_status status = uses_any_row_max ? find_row_maxima(p, at, s, tiles, team) : AM_OK;
     if (status == AM_OK) {
+        prefetch_results(p, index + 1);
         find_row_stats(p, at, s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
         for (ptrdiff_t r = 0; r < unseen; r++)

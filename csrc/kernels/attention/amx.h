@@ -481,7 +481,9 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, const 
 }
 
 /* The number of chunks in all its products. */
-static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
+static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips,
+                                             ptrdiff_t columns)
 {
+    (void)columns;
     return strips * ((3 * block->q.dim + 2 * block->d_out.dim) / AMX_TILE_LANES + 1);
 }

@@ -149,10 +149,11 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, cons
 }
 
 /* How many products prefetch. */
-static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdiff_t strips)
+static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdiff_t strips,
+                                            ptrdiff_t columns)
 {
     (void)block;
-    return 2 * strips * AM_FLASH_TILE / FN(PANEL);
+    return 2 * strips * ((columns + FN(PANEL) - 1) / FN(PANEL));
 }
 
 /* sum += a b, as `add_transposed`. */
@@ -192,7 +193,7 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     ptrdiff_t count = FN(cut_strips)(strips, rows, HEIGHT, tile->terms.live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue;
-    prefetch_begin(&queue, tile->prefetch, STEP(prefetching_products)(block, count));
+    prefetch_begin(&queue, tile->prefetch, STEP(prefetching_products)(block, count, tile->columns));
     const FN(backward_product) logits[] = {
         {.a = q->lanes, .b = tile->k_columns, .c = p, OF(q)},
         {.a = d_out->lanes, .b = tile->v_columns, .c = ds, OF(d_out)},

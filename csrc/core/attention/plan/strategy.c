@@ -58,15 +58,16 @@ static bool can_transpose(const am_work *w, const am_shape *h)
 }
 
 /* Whether a section of one block and one tile is transposed: if its rows fill a quarter of a panel. With as
- * many rows and keys as there can be it gains nothing, unless vectors are long, and with few if keys are
- * converted. These are not converted for several blocks. */
+ * many rows and keys as there can be it gains nothing, unless vectors are long and logits are products, and
+ * with few if keys are converted. These are not converted for several blocks. */
 static bool can_transpose_one(const am_work *w, const am_shape *h)
 {
     if (w->tiles != 1 || h->q_blocks > 1 || w->head_dim == 0 || w->packed_alone) return false;
     if (!am_is_floating(w->k_type) || w->panel * w->size < LONG_PANEL / 2) return false;
+    const bool long_plain = w->products_alone && w->panel * w->size >= LONG_PANEL;
     if (w->k_type != w->type && w->width == 1)
         return 4 * h->rows > w->panel && h->rows <= MOST_CONVERTED && h->head_blocks == 1;
-    return 4 * h->rows >= w->panel && (w->panel * w->size >= LONG_PANEL || h->rows <= MOST_TRANSPOSED);
+    return 4 * h->rows >= w->panel && (long_plain || h->rows <= MOST_TRANSPOSED);
 }
 
 /* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
