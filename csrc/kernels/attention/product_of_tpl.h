@@ -67,8 +67,11 @@ typedef struct {
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
  * more: their addresses are that of row 0 plus the bytes to an odd row, times 1, 2, 4 or 8, which one
- * instruction adds. */
-#ifndef ROWS_WITH_ADDRESSES
+ * instruction adds. Clang for Arm would step one address through six rows, each of which waits for the one
+ * before, and spill sums. */
+#if defined __clang__ && defined __aarch64__
+#    define ROWS_WITH_ADDRESSES 4
+#else
 #    define ROWS_WITH_ADDRESSES 6
 #endif
 typedef struct {
