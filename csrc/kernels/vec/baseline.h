@@ -11,6 +11,7 @@
 #    include <arm_neon.h>
 #endif
 
+#include "kernels/unroll.h"
 #include "kernels/vec/half.h"
 
 #define VF_LANES 4
@@ -24,6 +25,14 @@
 #endif
 typedef float vf __attribute__((vector_size(16)));
 typedef double vd __attribute__((vector_size(16)));
+typedef uint32_t vf_mask __attribute__((vector_size(16)));
+typedef uint64_t vd_mask __attribute__((vector_size(16)));
+/* Picks elements of two vectors; `places` is a vector of integers of their size. */
+#ifdef __clang__
+#    define SHUFFLE(places, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#    define SHUFFLE(places, a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
 
 static inline vf vf_load(const float *p)
 {
@@ -138,20 +147,79 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
 
+/* Interleaves the bytes, or the words of sixteen bits, of one half of two vectors. */
+typedef uint8_t v_bytes __attribute__((vector_size(16)));
+static inline v_bytes v_zip_8(v_bytes a, v_bytes b, const bool high)
+{
+    return high ? SHUFFLE(v_bytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+                : SHUFFLE(v_bytes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+static inline v_bytes v_zip_16(v_bytes a, v_bytes b, const bool high)
+{
+    return high ? SHUFFLE(v_bytes, a, b, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31)
+                : SHUFFLE(v_bytes, a, b, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+}
+/* Four bytes as the highest of words, for shifts that keep their sign. */
+typedef int32_t v_words __attribute__((vector_size(16)));
+static inline v_words v_load_four_8(const void *p)
+{
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+#ifdef __aarch64__
+    const uint8x16_t to = {255, 255, 255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3};
+    const uint32x2_t none = vdup_n_u32(0); /* one load, which GCC makes of no other words */
+    const uint8x16_t bytes = vreinterpretq_u8_u32(vcombine_u32(vset_lane_u32(four, none, 0), none));
+    return (v_words)vqtbl1q_u8(bytes, to);
+#else
+    const v_bytes bytes = (v_bytes)(vf_mask){four}, zero = {0};
+    return (v_words)v_zip_16(zero, v_zip_8(zero, bytes, false), false);
+#endif
+}
 static inline vf vf_load_i8(const int8_t *p)
 {
-    typedef int32_t words __attribute__((vector_size(4 * VF_LANES)));
-    return __builtin_convertvector(((words){p[0], p[1], p[2], p[3]}), vf);
+#ifdef __aarch64__
+    return vcvtq_n_f32_s32((int32x4_t)v_load_four_8(p), 24);
+#else
+    return __builtin_convertvector(v_load_four_8(p) >> 24, vf);
+#endif
 }
+/* As am_widen_one_f8. */
 static inline vf vf_load_f8(const uint8_t *p)
 {
-    return (vf){am_widen_one_f8(p[0]), am_widen_one_f8(p[1]), am_widen_one_f8(p[2]), am_widen_one_f8(p[3])};
+    const v_words bytes = v_load_four_8(p), magnitude = bytes >> 24 & 0x7f;
+    const vf tiny = __builtin_convertvector(magnitude, vf) * vf_set1(0x1p-9f);
+    const v_words usual = (magnitude << 20) + (120 << 23), is_tiny = magnitude < 8,
+                  is_nan = magnitude == 0x7f, known = (usual & ~is_nan) | (0x7fc00000 & is_nan);
+    return (vf)((known & ~is_tiny) | ((v_words)tiny & is_tiny) | (bytes & INT32_MIN));
+}
+#ifdef __aarch64__
+/* For which conversions of float16 take one instruction. */
+#    define V_F8 16
+static inline void v_f8_to_f16(uint16_t *to, const uint8_t *from, v_bytes *most)
+{
+    const int8x16_t bytes = vld1q_s8((const int8_t *)from);
+    const uint16x8_t places = vdupq_n_u16(0xbf80);
+    *most = (v_bytes)vmaxq_u8((uint8x16_t)*most, vorrq_u8(vreinterpretq_u8_s8(bytes), vdupq_n_u8(0x80)));
+    vst1q_u16(to, vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(vget_low_s8(bytes), 7)), places));
+    vst1q_u16(to + 8, vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(vget_high_s8(bytes), 7)), places));
+}
+static inline bool v_any_255(v_bytes most) { return vmaxvq_u8((uint8x16_t)most) == 255; }
+#endif
+/* Sixteen numbers of four bits. */
+#define V_I4
+static inline void vf_load_i4(const uint8_t *p, vf numbers[4])
+{
+    uint64_t eight;
+    memcpy(&eight, p, sizeof eight);
+    const v_bytes twice = (v_bytes)(vd_mask){eight}, zero = {0},
+                  each = v_zip_8(twice & 15, twice >> 4, false);
+    UNROLL(4)
+    for (int i = 0; i < 4; i++)
+        numbers[i] = __builtin_convertvector((v_words)v_zip_16(v_zip_8(each, zero, i / 2), zero, i % 2), vf);
 }
 
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */
-typedef uint32_t vf_mask __attribute__((vector_size(16)));
-typedef uint64_t vd_mask __attribute__((vector_size(16)));
 static inline vf vf_sub(vf a, vf b) { return a - b; }
 static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
@@ -187,19 +255,15 @@ static inline bool vf_exceeds(vf v, vf limit)
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
-#ifdef __clang__
-#    define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#    define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vf_mask){__VA_ARGS__})
-#endif
 static inline void vf_transpose(vf v[VF_LANES])
 {
-    const vf low = SHUFFLE(v[0], v[1], 0, 4, 1, 5), high = SHUFFLE(v[0], v[1], 2, 6, 3, 7),
-             next_low = SHUFFLE(v[2], v[3], 0, 4, 1, 5), next_high = SHUFFLE(v[2], v[3], 2, 6, 3, 7);
-    v[0] = SHUFFLE(low, next_low, 0, 1, 4, 5);
-    v[1] = SHUFFLE(low, next_low, 2, 3, 6, 7);
-    v[2] = SHUFFLE(high, next_high, 0, 1, 4, 5);
-    v[3] = SHUFFLE(high, next_high, 2, 3, 6, 7);
+    const vf low = SHUFFLE(vf_mask, v[0], v[1], 0, 4, 1, 5), high = SHUFFLE(vf_mask, v[0], v[1], 2, 6, 3, 7),
+             next_low = SHUFFLE(vf_mask, v[2], v[3], 0, 4, 1, 5),
+             next_high = SHUFFLE(vf_mask, v[2], v[3], 2, 6, 3, 7);
+    v[0] = SHUFFLE(vf_mask, low, next_low, 0, 1, 4, 5);
+    v[1] = SHUFFLE(vf_mask, low, next_low, 2, 3, 6, 7);
+    v[2] = SHUFFLE(vf_mask, high, next_high, 0, 1, 4, 5);
+    v[3] = SHUFFLE(vf_mask, high, next_high, 2, 3, 6, 7);
 }
 /* Lane i of the result is the sum of the lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])

@@ -54,6 +54,15 @@ static void widen_i4_f32(void *restrict to, const void *restrict from, const flo
                           both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
             _mm512_storeu_ps(dst, _mm512_permutexvar_ps(both, table));
         }
+#    elif defined V_I4
+        const vf scale = vf_set1(groups[0]), offset = vf_set1(groups[1]);
+        for (ptrdiff_t i = 0; i < group; i += 4 * VF_LANES, src += 2 * VF_LANES) {
+            vf numbers[4];
+            vf_load_i4(src, numbers);
+            UNROLL(4)
+            for (int j = 0; j < 4; j++, dst += VF_LANES)
+                vf_store(dst, vf_add(vf_mul(scale, numbers[j]), offset));
+        }
 #    else
         const float scale = groups[0], offset = groups[1];
         for (ptrdiff_t i = 0; i < group / 2; i++) {
