@@ -52,6 +52,7 @@ X86_LEVELS = {
     "avx512bf16": AVX512BF16,
     "amx": AMX,
 }
+ARM_LEVELS = {"neonbf16": ["-march=armv8.2-a+bf16"]}
 # What a level has of its own, a file among kernels each; core/runtime/isa.c takes the rest from the level below.
 ALL = [
     "arrays",
@@ -67,8 +68,8 @@ ALL = [
     "linear",
 ]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
-TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2", "linear_bf16x2"], "amx": ["flash_amx"]}
-EMULATED = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # at the baseline, in builds for tests
+BF16X2 = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # also emulated at the baseline, in builds for tests
+TOPICS |= {"avx512bf16": [*BF16X2, "kv_f8x2"], "amx": ["flash_amx"], "neonbf16": BF16X2}
 # GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
 ARM_BASELINE = ["-fno-schedule-insns"]
 # Else code elsewhere decides where in a line of the cache a kernel's loops begin, and how fast they are: positions of
@@ -86,12 +87,13 @@ LOOPS_IN_LOOPS = {
 NO_PRE = ["-fno-tree-pre"]
 # What assemblers may not know that are older than their compiler.
 INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
+INSTRUCTIONS["neonbf16"] = "bfdot v0.4s, v0.8h, v0.8h"
 # About how long a file takes to compile: the longest begin first, and a person is told how long all may take.
 SECONDS = {
     **{f"baseline/{topic}": 1.8 for topic in ALL},
     **{f"avx2/{topic}": 1.8 for topic in ALL},
     **{f"avx512/{topic}": 2.3 for topic in ALL},
-    **{f"avx512bf16/{topic}": 2.5 for topic in TOPICS["avx512bf16"]},
+    **{f"{level}/{topic}": 2.5 for level in ("avx512bf16", "neonbf16") for topic in TOPICS[level]},
     "avx512vnni/kv_i16x2": 2.3,
     "amx/flash_amx": 0.5,
 }
@@ -259,7 +261,7 @@ class BuildExt(build_ext):
 
         # Where speed matters least, or is the same, as loops are written out.
         less = [] if switch("ATTNMASK_DEBUG") or sanitizers else ["-O2"]
-        topics = TOPICS | ({"baseline": [*ALL, *EMULATED]} if "-DAM_EMULATE" in macros else {})
+        topics = TOPICS | ({"baseline": [*ALL, *BF16X2]} if "-DAM_EMULATE" in macros else {})
 
         no_pre = NO_PRE if self.understands(NO_PRE) else []
         files_of_topics = {
@@ -267,7 +269,7 @@ class BuildExt(build_ext):
         }
 
         def kernel(topic: str, level: str) -> Unit:
-            written_out = level == "baseline" and topic != "arrays"
+            written_out = level in ("baseline", "neonbf16") and topic != "arrays"
             its_flags = [*of_kernels, *(less if written_out else []), *(no_pre if topic != "arrays" else [])]
             its_flags += [*levels[level], f"-DLEVEL={level}"]
             if ALIGNED[1] in its_flags and no_pre:
@@ -281,20 +283,21 @@ class BuildExt(build_ext):
         """The levels of instruction sets that the compiler knows, and their flags."""
         levels: dict[str, list[str]] = {"baseline": []}
         machine = platform.machine().lower()
-        if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE):
-            levels["baseline"] = ARM_BASELINE
-        if machine in ("x86_64", "amd64"):
-            known = {
-                level: flags
-                for level, flags in X86_LEVELS.items()
-                if self.understands(flags, INSTRUCTIONS.get(level, ""))
-            }
-            levels |= known
-            if missing := [level for level in X86_LEVELS if level not in known]:
-                say(
-                    f"the compiler does not know {', '.join(missing)}, so it builds no kernels for that: "
-                    "use GCC 11 or newer"
-                )
+        above: dict[str, list[str]] = X86_LEVELS if machine in ("x86_64", "amd64") else {}
+        if machine in ("aarch64", "arm64"):
+            levels["baseline"] = ARM_BASELINE if self.understands(ARM_BASELINE) else []
+            above = {level: [*levels["baseline"], *flags] for level, flags in ARM_LEVELS.items()}
+        known = {
+            level: flags
+            for level, flags in above.items()
+            if self.understands(flags, INSTRUCTIONS.get(level, ""))
+        }
+        levels |= known
+        if missing := [level for level in above if level not in known]:
+            say(
+                f"the compiler does not know {', '.join(missing)}, so it builds no kernels for that: "
+                "use GCC 11 or newer"
+            )
         if sanitizers == "thread":  # kernels know nothing of threads
             levels = {level: levels[level] for level in ("baseline", "avx2") if level in levels}
         aligned = ALIGNED if self.understands(ALIGNED) else []

@@ -80,14 +80,14 @@ def levels(item) -> tuple[str, ...]:
 
 
 def may_differ_from_lower_level(item) -> bool:
-    """Whether the level of a test may differ from the one below it: avx512vnni only alters int8 and int4, avx512bf16
-    and amx only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level but amx
-    and avx512vnni, whose kernels are those of avx512bf16.
+    """Whether the level of a test may differ from the one below it: avx512vnni only alters int8 and int4, avx512bf16,
+    neonbf16 and amx only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level
+    but amx and avx512vnni, whose kernels are those of avx512bf16.
     """
     params = parameters(item)
     level, slot = params.get("isa"), params.get("slot")
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
-    if level == "avx512bf16":
+    if level in ("avx512bf16", "neonbf16"):
         return dtype in ("None", "bfloat16") or slot is not None
     if level == "amx" and ("flash" in slot if slot else level in levels(item)):
         return dtype in ("None", "bfloat16")

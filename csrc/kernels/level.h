@@ -33,7 +33,15 @@
 #    define SHARED(name) AM_TOPIC(name, avx2)
 #else
 #    define SHARED(name) AM_TOPIC(name, baseline)
-#    define SHARED_BF16X2(name) AM_TOPIC(name, baseline)
+#    ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#        define SHARED_BF16X2(name) AM_TOPIC(name, neonbf16)
+#    else
+#        define SHARED_BF16X2(name) AM_TOPIC(name, baseline)
+#    endif
+#endif
+
+#ifndef V_FMA_ONE /* vf_fma_bf16x2 where all lanes of the first vector are one number */
+#    define vf_fma_one_bf16x2 vf_fma_bf16x2
 #endif
 
 /* Sums in float64, to which vectors are added: in registers, as many as a vector takes; and in memory. */

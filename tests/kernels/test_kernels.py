@@ -3,7 +3,7 @@
 import kernel_checks_i4
 import numpy as np
 import pytest
-from environment import ISA_LEVELS, with_doors
+from environment import X86_LEVELS, with_doors
 from kernel_checks import CHECKS as PLAIN_CHECKS
 from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
@@ -36,7 +36,7 @@ CHECKS = {
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
 }
-LEVELS_WITH_I16X2 = ISA_LEVELS[ISA_LEVELS.index("avx512vnni") :]
+LEVELS_WITH_I16X2 = X86_LEVELS[X86_LEVELS.index("avx512vnni") :]
 FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_I16X2, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
@@ -51,7 +51,7 @@ CHECKS_OF_FOUR_BITS = {
 }
 EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
 # Where bfloat16 is multiplied; builds for tests emulate bf16x2 at other levels.
-LEVELS_BY_BF16 = {"flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
+LEVELS_BY_BF16 = {"flash_bf16x2": ("avx512bf16", "neonbf16"), "flash_amx": ("amx",)}
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
@@ -91,8 +91,8 @@ def lacks(kernel: Kernel, isa: str) -> str | None:
         return "queries are read as they are"
     if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
         return f"{isa} has no quick products of bfloat16, or none at all"
-    if slot.startswith("flash_bf16x2.widen") and isa not in levels:
-        return f"{isa} only emulates products of bfloat16"
+    if slot.startswith("flash_bf16x2.widen") and isa != "avx512bf16":
+        return f"{isa} reads four bits in float32"
     if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
         return f"{isa} has no tiles, or this arithmetic does not use them"
     return None

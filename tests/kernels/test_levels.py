@@ -1,7 +1,7 @@
 """Which kernels a level, type and use get, and which level a processor: all that are known, here or not."""
 
 import pytest
-from environment import ISA_LEVELS, multiplies_bf16, with_doors
+from environment import ISA_LEVELS, X86_LEVELS, multiplies_bf16, with_doors
 from kernel_table import type_of
 
 from attnmask import _core
@@ -10,19 +10,22 @@ pytestmark = with_doors
 F32, F64, BF16, I8, F8 = "float32", "float64", "bfloat16", "int8", "float8_e4m3fn"
 GRADIENTS, PACKED, ROWS = "attention, gradients", "attention, packed keys", "attention, rows of keys"
 LINEAR = ("linear attention", "linear attention, gradients", "linear attention, a token")
-TO_AVX512 = ("baseline", "avx2", "avx512", "avx512", "avx512", "avx512")  # the kernels of each level
+COMPILED = dict(zip(X86_LEVELS, ("baseline", "avx2", "avx512", "avx512", "avx512", "avx512"), strict=True))
+COMPILED["neonbf16"] = "baseline"
 
 
-def by(topic: str, **others: str) -> list[str]:
+def by(topic: str, neonbf16: str | None = None, **others: str) -> dict[str, str]:
     """A topic that is compiled up to avx512, and other kernels from some levels on."""
-    kernels = [f"{topic} {level}" for level in TO_AVX512]
+    kernels = {level: f"{topic} {compiled}" for level, compiled in COMPILED.items()}
     for level, other in others.items():
-        place = ISA_LEVELS.index(level)
-        kernels[place:] = [other] * (len(kernels) - place)
-    return kernels
+        kernels |= dict.fromkeys(X86_LEVELS[X86_LEVELS.index(level) :], other)
+    return kernels | ({"neonbf16": neonbf16} if neonbf16 else {})
 
 
-BF16X2 = "flash_bf16x2 avx512bf16"
+BF16X2, NEON = "flash_bf16x2 avx512bf16", "flash_bf16x2 neonbf16"
+LINEAR_BF16X2 = by(
+    "linear", "linear_bf16x2 neonbf16", avx512bf16="linear_bf16x2 avx512bf16", amx="linear avx512"
+)
 TABLE = {  # of queries, keys, and use: the kernels at each level
     **{
         (query, key, use): by(topic)
@@ -54,10 +57,10 @@ TABLE = {  # of queries, keys, and use: the kernels at each level
     (F32, "uint8", ROWS): by("kv_f32"),
     ("float16", "uint8", ROWS): by("kv_f32", avx512vnni="kv_i16x2 avx512vnni"),
     (F32, "float8_e5m2", ROWS): by("kv_f32"),
-    (BF16, BF16, "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_amx amx"),
-    (BF16, BF16, GRADIENTS): by("flash_f32", avx512bf16=BF16X2, amx="flash_amx amx"),
-    (BF16, BF16, PACKED): by("kv_bf16", avx512bf16="kv_f32 avx512"),
-    (BF16, BF16, ROWS): by("kv_bf16", avx512bf16="kv_bf16x2 avx512bf16"),
+    (BF16, BF16, "attention"): by("flash_f32", NEON, avx512bf16=BF16X2, amx="flash_amx amx"),
+    (BF16, BF16, GRADIENTS): by("flash_f32", NEON, avx512bf16=BF16X2, amx="flash_amx amx"),
+    (BF16, BF16, PACKED): by("kv_bf16", "kv_f32 baseline", avx512bf16="kv_f32 avx512"),
+    (BF16, BF16, ROWS): by("kv_bf16", "kv_bf16x2 neonbf16", avx512bf16="kv_bf16x2 avx512bf16"),
     (BF16, I8, "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_f32 avx512"),
     (BF16, I8, PACKED): by("kv_i8", avx512bf16="kv_f8x2 avx512bf16", amx="kv_i8 avx512"),
     (BF16, I8, ROWS): by("kv_i8", avx512vnni="kv_i16x2 avx512vnni"),
@@ -66,8 +69,8 @@ TABLE = {  # of queries, keys, and use: the kernels at each level
     (BF16, "uint8", "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_amx amx"),
     (BF16, "uint8", ROWS): by("kv_f32", avx512vnni="kv_i16x2 avx512vnni"),
     # vdpbf16ps is slow where there are tiles, which linear attention does not use.
-    (BF16, BF16, LINEAR[0]): by("linear", avx512bf16="linear_bf16x2 avx512bf16", amx="linear avx512"),
-    (BF16, BF16, LINEAR[1]): by("linear", avx512bf16="linear_bf16x2 avx512bf16", amx="linear avx512"),
+    (BF16, BF16, LINEAR[0]): LINEAR_BF16X2,
+    (BF16, BF16, LINEAR[1]): LINEAR_BF16X2,
     (BF16, BF16, LINEAR[2]): by("linear"),
     (BF16, BF16, "short convolution"): by("conv_f32"),
 }
@@ -83,12 +86,12 @@ def test_kernels_of_a_level(level):
     for (query, key, use), kernels in TABLE.items():
         chosen = _core.chosen_kernels(level, type_of(query), type_of(key))
         if not (emulates and query == BF16):
-            assert chosen[use] == kernels[ISA_LEVELS.index(level)], (query, key, use)
+            assert chosen[use] == kernels[level], (query, key, use)
         assert chosen.keys() == {use for _, _, use in TABLE}, "a use has no row here"
 
 
 def test_all_levels_are_in_the_table():
-    assert all(len(kernels) == len(ISA_LEVELS) == len(TO_AVX512) for kernels in TABLE.values())
+    assert all(kernels.keys() == COMPILED.keys() >= set(ISA_LEVELS) for kernels in TABLE.values())
 
 
 @pytest.mark.parametrize("intel", [False, True])

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from calls import some_calls
 from environment import (
+    ARM_LEVELS,
     CONFIG,
     ISA_LEVELS,
     ROOT,
     SANITIZED,
+    X86_LEVELS,
     Alarm,
     alarm,
     python,
@@ -173,9 +175,10 @@ def test_show_config_has_two_modes():
 
 def test_use_isa(isa):
     assert attnmask.show_config(mode="dict")["isa"] == isa
-    missing = set(ISA_LEVELS) - set(CONFIG["isa_available"])
+    missing = {*X86_LEVELS, *ARM_LEVELS} - set(CONFIG["isa_available"])
     for name in ("nonsense", "", *missing):
-        with pytest.raises(ValueError, match="baseline"):
+        available = re.escape(f"one of {CONFIG['isa_available']} on this machine, got '{name}'")
+        with pytest.raises(ValueError, match=available):
             _core.use_isa(name)
     assert attnmask.show_config(mode="dict")["isa"] == isa
 
@@ -183,7 +186,7 @@ def test_use_isa(isa):
 ISA_IN_USE = "import attnmask; print(attnmask.show_config(mode='dict')['isa'])"
 
 
-@pytest.mark.parametrize("name", [*ISA_LEVELS, "plain", "nonsense"])
+@pytest.mark.parametrize("name", [*X86_LEVELS, *ARM_LEVELS[1:], "plain", "nonsense"])
 def test_isa_from_the_environment(name):
     available = CONFIG["isa_available"]
     result = python(ISA_IN_USE, ATTNMASK_ISA=name)

@@ -5,7 +5,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#if defined(__aarch64__)
+enum { BASELINE, NEONBF16, LEVELS, TOP = LEVELS - 1 };
+#else
 enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS, TOP = LEVELS - 1 };
+#endif
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
@@ -64,7 +68,24 @@ static am_vendor vendor(void)
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx ? AM_INTEL : AM_ANY_VENDOR;
 }
 #else
+#    if defined __aarch64__ && defined __linux__
+#        include <sys/auxv.h>
+static int highest_level(void)
+{
+    enum { HWCAP2_HAS_BF16 = 1 << 14 }; /* HWCAP2_BF16, which older headers lack */
+    return getauxval(AT_HWCAP2) & HWCAP2_HAS_BF16 ? NEONBF16 : BASELINE;
+}
+#    elif defined __aarch64__ && defined __APPLE__
+#        include <sys/sysctl.h>
+static int highest_level(void)
+{
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has ? NEONBF16 : BASELINE;
+}
+#    else
 static int highest_level(void) { return BASELINE; }
+#    endif
 static am_vendor vendor(void) { return AM_ANY_VENDOR; }
 #endif
 
@@ -78,8 +99,13 @@ static const struct {
     const char *name;
     am_vendor unless; /* AM_ANY_VENDOR: nobody */
 } levels[LEVELS] = {
-    {"baseline", AM_ANY_VENDOR},   {"avx2", AM_ANY_VENDOR},  {"avx512", AM_ANY_VENDOR},
-    {"avx512vnni", AM_ANY_VENDOR}, {"avx512bf16", AM_INTEL}, {"amx", AM_ANY_VENDOR},
+    {"baseline", AM_ANY_VENDOR},
+#ifdef __aarch64__
+    {"neonbf16", AM_ANY_VENDOR},
+#else
+    {"avx2", AM_ANY_VENDOR},     {"avx512", AM_ANY_VENDOR}, {"avx512vnni", AM_ANY_VENDOR},
+    {"avx512bf16", AM_INTEL},    {"amx", AM_ANY_VENDOR},
+#endif
 };
 
 /* The highest that this build has: a compiler that cannot build one level cannot build those above it. */
@@ -93,6 +119,8 @@ enum { BUILT = AVX512VNNI };
 enum { BUILT = AVX512 };
 #elif defined AM_HAVE_AVX2
 enum { BUILT = AVX2 };
+#elif defined AM_HAVE_NEONBF16
+enum { BUILT = NEONBF16 };
 #else
 enum { BUILT = BASELINE };
 #endif
@@ -134,6 +162,10 @@ static const row rows[] = {
 #ifdef AM_EMULATE
     BY_BF16X2(flash_bf16x2, baseline, BASELINE),
     WHOLE(linear_bf16x2, baseline, BASELINE, BASELINE),
+#endif
+#ifdef AM_HAVE_NEONBF16
+    BY_BF16X2(flash_bf16x2, neonbf16, NEONBF16),
+    WHOLE(linear_bf16x2, neonbf16, NEONBF16, NEONBF16),
 #endif
 #ifdef AM_HAVE_AVX2
     AM_EACH_TOPIC(FROM_AVX2, avx2)

@@ -11,8 +11,8 @@
 #define S float
 #define LOAD vf_load
 #define SUM_A_COLUMN (2 * AM_FLASH_TILE)
-#define FMA vf_fma_bf16x2
-#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FMA vf_fma_one_bf16x2
+#define TIMES(one, y) vf_fma_one_bf16x2(one, y, vf_set1(0))
 #define FROM(name) name##_bf16x2
 #include "kernels/attention/product_of_tpl.h"
 
@@ -26,8 +26,8 @@
                              (to)[0], (to)[1]);                                                              \
     else                                                                                                     \
         *(to)[0] = vf_load_interleaved_bf16x2(b, (b) + (b_row) / 2)
-#define FMA vf_fma_bf16x2
-#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FMA vf_fma_one_bf16x2
+#define TIMES(one, y) vf_fma_one_bf16x2(one, y, vf_set1(0))
 #define FROM(name) name##_interleaved
 #include "kernels/attention/product_of_tpl.h"
 

@@ -12,8 +12,8 @@
 
 #define S float
 #define LOAD vf_load
-#define FMA vf_fma_bf16x2
-#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FMA vf_fma_one_bf16x2
+#define TIMES(one, y) vf_fma_one_bf16x2(one, y, vf_set1(0))
 #define FROM(name) name##_bf16x2
 #include "kernels/attention/product_of_tpl.h"
 #define FROM(name) name##_bf16x2

@@ -315,41 +315,60 @@ static inline void vd_transpose(vd v[VD_LANES])
 }
 static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
 
-#ifdef AM_EMULATE
-/* Two bfloat16 in a lane. Builds for tests emulate what processors with AVX-512 BF16 do, so that those
- * kernels run on any processor. */
+#if defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC || defined AM_EMULATE
+/* Two bfloat16 in a lane. Builds for tests emulate what other processors do, so that those kernels run on any
+ * processor. */
 #    define V_BF16X2
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
     return (vf)((vf_mask)v & (vf_mask){bits, bits, bits, bits});
 }
-static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
-{
-    c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
-    return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
-}
+/* Loads `count` numbers; the others are zero. */
 static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
 {
-    uint16_t numbers[2 * VF_LANES] = {0};
-    memcpy(numbers, p, (size_t)count * sizeof *p);
-    vf v;
-    memcpy(&v, numbers, sizeof v);
+    vf v = {0};
+    if (count == 2 * VF_LANES)
+        memcpy(&v, p, sizeof v);
+    else
+        memcpy(&v, p, (size_t)count * sizeof *p);
     return v;
 }
+/* Interleaves the numbers of `low` and `high`: `first` gets the first halves of both. */
 static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 {
-    uint16_t from[2][2 * VF_LANES], to[2][2 * VF_LANES];
-    memcpy(from[0], &low, sizeof low);
-    memcpy(from[1], &high, sizeof high);
-    for (int i = 0; i < 4 * VF_LANES; i++) to[i / (2 * VF_LANES)][i % (2 * VF_LANES)] = from[i % 2][i / 2];
-    memcpy(first, to[0], sizeof *first);
-    memcpy(second, to[1], sizeof *second);
+    *first = (vf)v_zip_16((v_bytes)low, (v_bytes)high, false);
+    *second = (vf)v_zip_16((v_bytes)low, (v_bytes)high, true);
 }
 static inline vf vf_load_interleaved_bf16x2(const uint16_t *a, const uint16_t *b)
 {
     vf first, second;
     vf_interleave_bf16x2(vf_load_some_bf16x2(a, VF_LANES), vf_load_some_bf16x2(b, VF_LANES), &first, &second);
     return first;
+}
+#    ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+/* No intrinsic functions: GCC 12 makes a constant of float16 of one of bfloat16, and Clang 19 two
+ * instructions of the second. */
+static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
+{
+    __asm__("bfdot\t%0.4s, %1.8h, %2.8h" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+}
+/* The same if all lanes of the first vector are one number, which then takes no instruction of its own. */
+#        define V_FMA_ONE
+static inline vf vf_fma_one_bf16x2(vf one, vf b, vf c)
+{
+    __asm__("bfdot\t%0.4s, %1.8h, %2.2h[0]" : "+w"(c) : "w"(b), "w"(one[0]));
+    return c;
+}
+static inline vf vf_narrow_bf16x2(vf first, vf second)
+{
+    return vreinterpretq_f32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(first), second));
+}
+#    else
+static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
+{
+    c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
+    return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
 }
 static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
@@ -360,6 +379,7 @@ static inline vf vf_narrow_bf16x2(vf first, vf second)
     memcpy(&bf16x2, halves, sizeof bf16x2);
     return bf16x2;
 }
+#    endif
 static inline vf vf_join_bf16x2(vf low, vf high)
 {
     vf joined, unused;
