@@ -52,10 +52,11 @@ class Loop(NamedTuple):
     level: str = "baseline"
 
 
-def packed(suffix: str) -> tuple[str, str]:
-    """A strip of twelve rows times a panel that is packed."""
-    how = f"(reading_{suffix}){{.lines = 0}}"
-    return f"operands_{suffix} x", f"x.a_column = 1, product_of_{suffix}(12, 2, x, {how}, true)"
+def packed(suffix: str, lines: int = 0) -> tuple[str, str]:
+    """A strip of twelve rows times a panel that is packed, each row of which prefetches so many lines."""
+    how = f"(reading_{suffix}){{.lines = {lines}, .prefetch = lines}}"
+    call = f"x.a_column = 1, product_of_{suffix}(12, 2, x, {how}, true)"
+    return f"operands_{suffix} x, prefetch_lines *lines", call
 
 
 def keys(suffix: str, rows: int, number: int) -> tuple[str, str]:
@@ -76,6 +77,7 @@ def values(suffix: str) -> tuple[str, str]:
 
 LOOPS = [
     Loop("float32, packed", F32, *packed("f32")),
+    Loop("float32, prefetching", F32, *packed("f32", 1)),
     Loop(
         "linear attention", LINEAR, "const product_f32 *p, ptrdiff_t end", "tile_f32(p, 0, 0, 0, end, 6, 4)"
     ),
@@ -178,21 +180,23 @@ def blocks_of(function: list[str]) -> list[Block]:
     return blocks
 
 
-def dominators_of(blocks: list[Block]) -> list[set[int]]:
-    """The blocks through which every way to a block leads."""
-    every = set(range(len(blocks)))
-    before = [{j for j in every if i in blocks[j].next} for i in every]
-    known = [{0}, *(every for _ in blocks[1:])]
-    while True:
-        new = [{0}, *({i} | every.intersection(*(known[j] for j in before[i])) for i in sorted(every)[1:])]
-        if new == known:
-            return known
-        known = new
+def order_of(blocks: list[Block]) -> dict[int, int]:
+    """Numbers such that only ways back lead to a lower one."""
+    order: dict[int, int] = {}
+    left, seen = [(0, False)], set()
+    while left:
+        at, is_done = left.pop()
+        if is_done:
+            order[at] = -len(order)
+        elif at not in seen:
+            seen.add(at)
+            left += [(at, True), *((i, False) for i in blocks[at].next)]
+    return order
 
 
 def loops_of(blocks: list[Block]) -> Iterator[list[str]]:
     """Of the ways once through each loop the instructions of the one that multiplies most, and then the shortest."""
-    dominators = dominators_of(blocks)
+    order = order_of(blocks)
 
     def cost(code: list[str]) -> tuple[int, int]:
         return -sum(map(products_of, code)), len(code)
@@ -201,13 +205,11 @@ def loops_of(blocks: list[Block]) -> Iterator[list[str]]:
     def best(at: int, first: int) -> list[str] | None:
         """From a block back to the first one of its loop."""
         ways = [[]] if first in blocks[at].next else []
-        further = [
-            best(i, first) for i in blocks[at].next if i not in dominators[at] and first in dominators[i]
-        ]
+        further = [best(i, first) for i in blocks[at].next if order[i] > order[at]]
         ways += [code for code in further if code is not None]
         return blocks[at].code + min(ways, key=cost) if ways else None
 
-    for first in range(len(blocks)):
+    for first in order:
         if code := best(first, first):
             yield code
 
