@@ -88,7 +88,7 @@ lint: $(VENV)/lint.txt ## check style and format, and the files that other servi
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
-	$(BIN)/shellcheck .ci/run
+	$(BIN)/shellcheck .ci/run .ci/run_arm
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.readthedocs .readthedocs.yaml
