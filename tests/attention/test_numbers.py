@@ -1,5 +1,7 @@
 """The limits that docs/numbers.rst states hold up to exactly where it states them."""
 
+import platform
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -133,7 +135,7 @@ def test_gradients_add_up_normal_numbers(isa, dtype):
     query, value = np.zeros((1, 70, 1, 16), dtype), np.ones((1, 200, 1, 16), dtype)
     normal = np.finfo(dtype).smallest_normal
     _, vjp = attnmask.flash_attention_vjp(query, np.zeros_like(value), value)
-    on_x86 = attnmask.show_config(mode="dict")["isa_available"][1:] != []
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
     for size in (1, 100, 300):
         got, right = vjp(np.full_like(query, size * normal)).value, size * normal * (70 / 200)
         flushed = on_x86 and size < 200  # what is added up for each query is below the smallest normal number
