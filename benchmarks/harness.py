@@ -81,6 +81,8 @@ def arguments(description: str) -> argparse.Namespace:
 # Peers
 
 torch = optional("torch")
+if torch:
+    optional("torch._dynamo")  # looks for triton: before ejKernel has an empty module in its place
 jax = optional("jax")
 ejkernel = load_ejkernel() if jax else None
 ml_dtypes = optional("ml_dtypes")
