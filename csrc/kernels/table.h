@@ -221,7 +221,7 @@ typedef enum {
     /* Keys are rows on multiples of a lane, in runs of at least AM_TRANSPOSED_KEYS, and queries are packed
      * instead. */
     AM_TRANSPOSED_PACKED_VALUES,
-    AM_TRANSPOSED_ROWS, /* the same, and values are rows: as many as keys, which fill lanes of P */
+    AM_TRANSPOSED_ROWS, /* transposed, and values are rows: as many as keys, which fill lanes of P */
 } am_tile_layout;
 static inline bool am_is_transposed(am_tile_layout layout) { return layout >= AM_TRANSPOSED_PACKED_VALUES; }
 static inline bool am_has_value_rows(am_tile_layout layout)
@@ -233,7 +233,7 @@ static inline bool am_has_value_rows(am_tile_layout layout)
 typedef struct {
     const uint64_t *live; /* a word a row, not all 0 */
     ptrdiff_t all_keys;   /* if each row sees the first so many keys and no other; else 0 */
-    const uint64_t *kept; /* the same for dropout */
+    const uint64_t *kept; /* a word a row: what dropout keeps */
     const void *bias;     /* rows of AM_FLASH_TILE numbers of the arithmetic type, bias_stride apart */
     ptrdiff_t bias_stride;
 } am_logit_terms;
@@ -300,7 +300,7 @@ static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t head_dim) { return (head
 typedef enum {
     AM_KV_OTHER,   /* it does not take them; the last arithmetic does, widened by their format */
     AM_KV_WIDENED, /* rows become numbers that it multiplies (`widen`), which its kernels read */
-    AM_KV_ROWS,    /* the same, but step_unpacked reads rows as they are if it takes the queries packed */
+    AM_KV_ROWS,    /* as AM_KV_WIDENED, but step_unpacked reads rows as they are if it takes packed queries */
     AM_KV_READ,    /* its kernels read them */
 } am_kv_reading;
 
@@ -308,7 +308,7 @@ typedef enum {
 typedef enum {
     AM_QUERY_ROWS,    /* as they are */
     AM_QUERY_PACKED,  /* by pack_queries */
-    AM_QUERY_ROUNDED, /* the same, to less than the precision of float32; as they are where that is too
+    AM_QUERY_ROUNDED, /* packed, to less than the precision of float32; as they are where that is too
                        * little */
 } am_query_reading;
 
@@ -343,7 +343,7 @@ typedef struct {
 typedef struct {
     ptrdiff_t dim, stride; /* stride: of rows, in whole panels, which are zero beyond dim */
     const void *lanes;     /* [rows][stride]; or where a lane holds two, [rows][lanes] */
-    const void *packed; /* the same; or where a lane holds two, packed like values, or by channel: panels of
+    const void *packed; /* as `lanes`; or where a lane holds two, packed like values, or by channel: panels of
                          * these that are transposed, of two rows a lane */
     bool finite;
 } am_backward_operand;

@@ -28,7 +28,7 @@ typedef struct {
                                * chunk's end: [token_stride / 2][key_stride] */
     float *p;                 /* [tokens][token_stride / 2], or by channel float32 [tokens][token_stride] */
     float *products;          /* [tokens][token_stride] */
-    float *coupled;           /* -M times beta, likewise */
+    float *coupled;           /* -M times beta: [tokens][token_stride] */
     float *q_since, *k_since; /* of a row: its scale, and the factors since the chunk's start */
     float *tail;              /* of a key: its scale, and the factors that follow up to the chunk's end */
     float *whole;             /* the product of all factors, [key_dim] */

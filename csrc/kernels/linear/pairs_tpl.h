@@ -25,8 +25,8 @@ typedef struct {
                  * channel only backwards, as results take these factors */
     T *since;   /* these factors, by channel [tokens][key_stride]; else [2][token_stride], for queries and for
                  * keys, times what is left of their scale and norms */
-    T *tail;    /* keys times the factors that follow up to the chunk's end; likewise */
-    T *behind;  /* not by channel: these factors, likewise, [tokens] */
+    T *tail;    /* keys times the factors that follow up to the chunk's end; not by channel only backwards */
+    T *behind;  /* not by channel: those factors, times what is left of keys' scale and norms, [tokens] */
     T *whole;   /* the product of all factors, [key_stride] */
     T *p, *m;   /* [tokens][token_stride] */
     T *turned;  /* a transposed matrix */

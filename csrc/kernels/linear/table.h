@@ -21,7 +21,7 @@ typedef enum {
 
 typedef struct {
     ptrdiff_t tokens, key_dim, value_dim;             /* of a chunk, at most; K; V */
-    ptrdiff_t token_stride, key_stride, value_stride; /* the same, padded */
+    ptrdiff_t token_stride, key_stride, value_stride; /* these sizes, padded */
     am_linear_decay decay;
     bool delta;     /* with beta */
     bool normalize; /* what is left to do to the queries and keys of a chunk, also the scale */
@@ -75,7 +75,7 @@ typedef void am_linear_pairs(const am_linear_chunk *chunk, void *pairs, void *sc
  * then NaN or Inf may have reached what it should not, and the second, which is slower, does better. */
 typedef bool am_linear_forward(const am_linear_chunk *chunk, void *pairs, void *scratch);
 typedef void am_linear_forward_tokens(const am_linear_chunk *chunk, void *scratch);
-/* The same for gradients. */
+/* Gradients of a chunk, by products of matrices or token by token, as forward. */
 typedef bool am_linear_backward(const am_linear_chunk *chunk, const am_linear_gradients *gradients,
                                 void *pairs, void *scratch);
 typedef void am_linear_backward_tokens(const am_linear_chunk *chunk, const am_linear_gradients *gradients,
@@ -93,7 +93,8 @@ struct am_linear_kernels {
     am_linear_forward *forward;
     am_linear_forward_tokens *forward_tokens;
     am_linear_backward *backward;
-    am_linear_backward *backward_state; /* only of the state, the same bits; pairs are left as they are */
+    am_linear_backward
+        *backward_state; /* only of the state, to the bits of `backward`; pairs are left as they are */
     am_linear_backward_tokens *backward_tokens;
     /* Copies those blocks of AM_LINEAR_PAD channels of results, and of a state, that are finite in both.
      * Channels do not meet, so what becomes of one does not depend on which others a thread takes. */

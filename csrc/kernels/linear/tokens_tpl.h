@@ -182,7 +182,7 @@ static void FN(add_outer)(T *a, T factor, const T *x, const T *y, ptrdiff_t rows
 typedef struct {
     T *states;  /* before each token, and after the last one */
     T *rows;    /* of a token, two */
-    T *u, *w;   /* of a token: what is added for its key, and the same without beta */
+    T *u, *w;   /* of a token: what is added for its key, with and without beta */
     T *decayed; /* the state that a token finds */
 } FN(token_work);
 

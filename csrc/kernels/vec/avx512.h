@@ -334,7 +334,7 @@ static inline vf vf_totals(const vf v[VF_LANES])
     for (int i = 0; i < VF_LANES / 2; i++) pairs[i] = vf_add_pair(v + 2 * i);
     return vf_totals_of_pairs(pairs);
 }
-/* The same of V_FEW vectors: the same bits, in fewer steps. */
+/* The totals of V_FEW vectors: the bits of `totals`, in fewer steps. */
 #define V_FEW 4
 static inline vf vf_totals_of_few(const vf v[V_FEW])
 {
@@ -470,7 +470,7 @@ static inline void vf_straighten(vf sums[2])
     sums[0] = _mm512_permutex2var_ps(x, low, y);
     sums[1] = _mm512_permutex2var_ps(x, high, y);
 }
-/* The same of whole vectors of bytes, in fewer steps. Of sixteen neighbours the first eight go to `first` and
+/* Joins whole vectors of bytes, in fewer steps. Of sixteen neighbours the first eight go to `first` and
  * `second`, the others to `third` and `fourth`, those at even places before those at odd ones;
  * vf_straighten_wide puts sums of these in order. Each word of `words` has a number as its high byte. */
 static inline void v_join_bytes(const void *a, const void *b, __m512i words[4])

@@ -353,7 +353,7 @@ static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
     __asm__("bfdot\t%0.4s, %1.8h, %2.8h" : "+w"(c) : "w"(a), "w"(b));
     return c;
 }
-/* The same if all lanes of the first vector are one number, which then takes no instruction of its own. */
+/* vf_fma_bf16x2 where all lanes of the first vector are one number, which takes no instruction of its own. */
 #        define V_FMA_ONE
 static inline vf vf_fma_one_bf16x2(vf one, vf b, vf c)
 {
