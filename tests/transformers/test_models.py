@@ -71,6 +71,11 @@ def test_logits_and_gradients(name, side):
     if name in BOTH_SIDES:
         inputs |= {"decoder_input_ids": random_ids(2, TOKENS), "decoder_attention_mask": rows}
     expected, actual = by_both(model, lambda: logits_and_gradients(model, rows, **inputs))
+    # Eager attention in float32 has gradients of these models 1.4e-5 off; in float64 other models have NaN.
+    if name in BOTH_SIDES:
+        inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        model.set_attn_implementation("eager")
+        expected = logits_and_gradients(model.double(), rows, **inputs)
     assert_close(actual, expected)
 
 
