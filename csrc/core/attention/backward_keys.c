@@ -191,9 +191,9 @@ static follower follower_of(const am_backward_plan *p, ptrdiff_t index, ptrdiff_
     else if (++index < p->base.attn->batch * p->row_tasks * heads)
         section = p->tasks[index / heads].sections.begin;
     else
-        return (follower){NULL};
+        return (follower){.task = NULL};
     const am_key_task *task = &p->tasks[index / heads];
-    if (am_length(task->sections) <= 0) return (follower){NULL};
+    if (am_length(task->sections) <= 0) return (follower){.task = NULL};
     return (follower){task, &p->sections.list[section], ordered_head(p, index % heads)};
 }
 
