@@ -43,7 +43,7 @@ class Machine(NamedTuple):
 # Registers of AVX and AVX-512; mnemonics of AVX, which all begin with v as only verr and verw did before, and of BMI.
 AVX = r"(?:v(?!er[rw])\w+|andn|bextr|bls(?:i|msk|r)|bzhi|mulx|pdep|pext|rorx|s(?:ar|hl|hr)x)\b"
 AVX += r"|.*(?:%[yz]mm\d|%k[0-7]\b|%xmm(?:1[6-9]|2\d|3[01])\b)"
-# What came after Armv8.0: dot products, bfloat16, float16, atomics, SVE.
+# Instructions newer than Armv8.0: dot products, bfloat16, float16, atomics, SVE.
 NEWER_THAN_V8 = (
     r"(?:bf\w*(?:dot|mlal|mmla|cvt)\w*|[us]{1,2}(?:dot|mmla)|fcadd|fcmla|fmlal2?|cas|ldadd|swp|ptrue)\b"
 )

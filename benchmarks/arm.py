@@ -53,7 +53,7 @@ class Loop(NamedTuple):
 
 
 def packed(suffix: str, lines: int = 0) -> tuple[str, str]:
-    """A strip of twelve rows times a panel that is packed, each row of which prefetches so many lines."""
+    """The product of twelve rows and a packed panel, which prefetches `lines` with each row of the panel."""
     how = f"(reading_{suffix}){{.lines = {lines}, .prefetch = lines}}"
     call = f"x.a_column = 1, product_of_{suffix}(12, 2, x, {how}, true)"
     return f"operands_{suffix} x, prefetch_lines *lines", call
@@ -123,7 +123,7 @@ def succeeds(*command: str) -> bool:
 
 
 def understands(compiler: list[str], *flags: str) -> bool:
-    """Whether it makes objects for Arm with these flags, and finds the C library's headers."""
+    """Return True if the compiler supports these flags, and finds the C library's headers for Arm."""
     return succeeds(*compiler, *flags, "-Werror", "-x", "c", "-S", "-o", "/dev/null", "-")
 
 
@@ -195,7 +195,7 @@ def order_of(blocks: list[Block]) -> dict[int, int]:
 
 
 def loops_of(blocks: list[Block]) -> Iterator[list[str]]:
-    """Of the ways once through each loop the instructions of the one that multiplies most, and then the shortest."""
+    """Return the instructions of one iteration: of the loop that multiplies most, or of two such the shorter one."""
     order = order_of(blocks)
 
     def cost(code: list[str]) -> tuple[int, int]:

@@ -237,6 +237,12 @@ FLAGS = [
     ({"queries": 25, **SUMS, **AVX2}, "values_unpacked", False),
     ({"queries": 24, **SUMS, **AVX2}, "values_unpacked", True),
     ({"queries": 56, "tiles": 1, **AVX2}, "values_unpacked", True),
+    # Rows of the only tile that see different keys are transposed if they are few.
+    ({"queries": 17, "tiles": 1}, "one_tile", True),
+    ({"queries": 16, "tiles": 1}, "one_mixed_tile", True),
+    ({"queries": 17, "tiles": 1}, "one_mixed_tile", False),
+    ({"queries": 16, "tiles": 3}, "one_tile", False),
+    ({"queries": 16, "tiles": 3}, "one_mixed_tile", False),
     ({"queries": 64, "q_blocks": 2}, "values_unpacked", False),
     ({"queries": 40, **BF16, "packed_alone": True}, "values_unpacked", False),
     # Weights beside bfloat16 stay float32 where memory is what a block waits for.

@@ -112,7 +112,7 @@ PyArrayObject *am_of_memory(PyObject *array);
         return function(module, args, nargs, __VA_ARGS__);                                                   \
     }
 
-/* What tests ask beside what the package calls: not in a release (setup.py). */
+/* Functions that only tests call. Releases lack them (setup.py). */
 #ifdef AM_FOR_TESTS
 #    define AM_TOPICS_FOR_TESTS(DO) DO(kernel) DO(schedule)
 #else

@@ -41,8 +41,8 @@ static inline am_array am_one_row(const void *data, am_dtype type, ptrdiff_t str
                       .stride = {.channel = stride}};
 }
 
-/* Whether kernels can read rows in place, as lanes of `width` numbers. Plain rows load as whole vectors;
- * aligned ones also lane by lane. */
+/* True if kernels can read rows in place, in lanes of `width` numbers: whole vectors of plain rows, and
+ * single lanes of aligned ones. */
 static inline bool am_is_plain(const am_array *a, ptrdiff_t width)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(a->type);

@@ -175,8 +175,8 @@ static am_range visits_of(const am_backward_plan *p, const am_key_task *task, co
     return task->splits > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
 }
 
-/* What a thread takes after a section of a task: another section of it, or another task; none if the task is
- * NULL. */
+/* What a thread does after a section of a task: the next section of that task, or the first one of the next
+ * task. Without a task there is nothing left. */
 typedef struct {
     const am_key_task *task;
     const am_section *section;

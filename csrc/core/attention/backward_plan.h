@@ -27,7 +27,7 @@ typedef struct {
     ptrdiff_t slot; /* of its split among the splits of all tiles; splits of one tile are neighbours */
 } am_key_task;
 
-/* What a block or a tile takes in a workspace, of the channels of keys or of values. */
+/* The memory of a block or a tile in a workspace: one for what has the channels of keys, one for values. */
 typedef struct {
     ptrdiff_t stride;          /* of rows, in elements; all else in bytes */
     ptrdiff_t rows;            /* of queries and d_q, or of d_out */

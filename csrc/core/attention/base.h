@@ -26,7 +26,7 @@ typedef struct {
     const am_kernels *all_kernels;
     const am_arithmetic *arithmetic;
     const am_kv_kernels *kv;      /* of keys and values as they lie in memory, or as they are widened */
-    const am_kv_kernels *kv_rows; /* of unpacked rows, as they lie in memory or widened */
+    const am_kv_kernels *kv_rows; /* of rows that are not packed: as in memory, or widened */
     bool widens;                  /* keys and values are widened before kernels pack them */
     bool widens_rows;             /* unpacked rows are widened before kernels read them */
     am_widen_row *widen;          /* to the type that the arithmetic multiplies */

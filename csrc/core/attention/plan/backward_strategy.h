@@ -9,7 +9,7 @@
 
 enum { AM_SUM_TILES = 4 }; /* the most tiles whose d_q is summed up before it is added */
 
-/* What the division of a section is chosen by. */
+/* The numbers that decide how a section is divided. */
 typedef struct {
     ptrdiff_t heads, kv_heads;
     ptrdiff_t tiles, tile_bytes;        /* of keys, and what a task keeps of each */
@@ -22,7 +22,7 @@ typedef struct {
 /* How a section is summed up. */
 typedef struct {
     ptrdiff_t tiles;        /* of a sum of d_q */
-    ptrdiff_t split_visits; /* visits of a sum to a block of one head, of which d_k and d_v are one split */
+    ptrdiff_t split_visits; /* consecutive visits whose d_k and d_v are added up as one split */
 } am_backward_sums;
 am_backward_sums am_choose_sums(const am_backward_work *work);
 
@@ -30,7 +30,7 @@ am_backward_sums am_choose_sums(const am_backward_work *work);
  * tasks add to the gradient of a term, too. */
 ptrdiff_t am_choose_task_tiles(const am_backward_work *all, ptrdiff_t threads, bool in_order);
 
-/* Whether each split is a task: there would be `tasks` of whole sums. */
+/* True if each split is a task of its own. `tasks`: how many there are otherwise. */
 bool am_splits_as_tasks(ptrdiff_t tasks, ptrdiff_t threads, bool in_order);
 
 #endif

@@ -18,8 +18,9 @@ enum {
      * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
     LONG_PANEL = 128,
     FEWEST_TRANSPOSED = 13, /* rows of a block whose tiles are transposed */
-    MOST_TRANSPOSED = 56,   /* the same of the only tile, where vectors are short */
-    MOST_CONVERTED = 32,    /* and where keys are converted */
+    MOST_TRANSPOSED = 56,   /* rows of a block whose only tile is transposed; any where vectors are long */
+    MOST_CONVERTED = 32,    /* the most if the keys of this tile are converted */
+    MOST_MIXED = 16,        /* the most if its rows see different keys: with more it would take 0.9 to 1.1 */
     FEW_ROWS = 16,          /* of a block that reads keys unpacked */
     MORE_ROWS = 24,         /* of a block that reads keys unpacked, where vectors and keys are long */
     FEW_WIDENED = 12,       /* of a block that reads short keys unpacked, widened for every few rows */
@@ -57,9 +58,9 @@ static bool can_transpose(const am_work *w, const am_shape *h)
     return w->panel * w->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
 }
 
-/* Whether a section of one block and one tile is transposed: if its rows fill a quarter of a panel. With as
- * many rows and keys as there can be it gains nothing, unless vectors are long and logits are products, and
- * with few if keys are converted. These are not converted for several blocks. */
+/* True if a section of one block and one tile is transposed: its rows fill a quarter of a panel. Near 64 rows
+ * that gains nothing, unless vectors are long and logits are mere products. Converting keys costs part of the
+ * gain, and would be done again for each block of heads. */
 static bool can_transpose_one(const am_work *w, const am_shape *h)
 {
     if (w->tiles != 1 || h->q_blocks > 1 || w->head_dim == 0 || w->packed_alone) return false;
@@ -123,6 +124,7 @@ am_shape am_choose_shape(const am_work *w)
     h.rows = w->queries * h.block_heads;
     h.strategy = choose_strategy(w, &h);
     h.one_tile = h.strategy == AM_TRANSPOSED && w->tiles == 1;
+    h.one_mixed_tile = h.one_tile && h.rows <= MOST_MIXED;
     /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
      * make one infinite. */
     const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;

@@ -47,7 +47,8 @@ typedef struct {
     ptrdiff_t block_heads;           /* the most query heads of a block */
     ptrdiff_t head_blocks, q_blocks; /* blocks along the heads that share keys, and along the queries */
     ptrdiff_t splits, split_tiles;   /* parts of the keys, and the tiles of each */
-    bool one_tile;                   /* transposed, and the only tile, though not full, too */
+    bool one_tile;                   /* transposed, and so is the only tile though it is not full */
+    bool one_mixed_tile;             /* and even if its rows see different keys */
     bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */

@@ -10,9 +10,6 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    /* Rows of a block that is transposed even if not all pairs are live: dead ones can be left out by the
-     * vector alone. */
-    FEW_MASKED = 16,
     AHEAD = 16, /* rows in pages of one token that are prefetched before they are copied */
 };
 
@@ -427,7 +424,7 @@ void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t all_keys,
         return;
     }
     const bool full = all_keys == TILE,
-               in_one_tile = shape->one_tile && (all_keys > 0 || at->rows <= FEW_MASKED),
+               in_one_tile = shape->one_tile && (all_keys > 0 || shape->one_mixed_tile),
                transposed = shape->strategy == AM_TRANSPOSED && (full || in_one_tile),
                fills_lanes = all_keys > 0 && all_keys % am_width(w->kv->base) == 0,
                value_rows = shape->values_unpacked && (transposed ? fills_lanes : full);
