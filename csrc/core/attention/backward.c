@@ -26,15 +26,15 @@ static am_status compute(const am_context *context, am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
     const ptrdiff_t blocks = p->sections.blocks.count * f->heads;
-    am_status status = am_parallel(context, blocks, 1, am_row_stats_task, p);
+    am_status status = p->alone ? AM_OK : am_parallel(context, blocks, 1, am_row_stats_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
-    if (status == AM_OK && am_is_learned(p->base.terms.sinks)) status = am_sum_sink_gradients(context, p);
     /* Batch rows that share the numbers of a term add to its gradient in order, too. */
     const bool in_order = (p->bias.sums && p->bias.shape.batch == 1) || p->lines.count > 0;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
     if (status == AM_OK)
         status = am_parallel_rows(context, in_order ? 1 : f->batch,
                                   in_order ? f->batch * row_tasks : row_tasks, am_key_task_run, p);
+    if (status == AM_OK && am_is_learned(p->base.terms.sinks)) status = am_sum_sink_gradients(context, p);
     if (status == AM_OK && p->splits.are_tasks)
         status = am_parallel(context, f->batch * row_tasks, 1, am_add_splits, p);
     if (status == AM_OK && p->d_q.data != p->problem->d_q.data)

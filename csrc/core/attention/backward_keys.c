@@ -137,14 +137,16 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     const am_attn *f = p->base.attn;
     const am_array *d_out = &p->problem->d_out;
     const am_range tiles = tiles_of(task, at->section);
-    const am_rows_state *state = am_rows_state_of(p, at);
-    if (am_length(tiles) <= 0 || am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
-        am_sum_of_tile(p, at->section, tiles.end - 1) < state->first)
+    const am_rows_state *state = p->alone ? NULL : am_rows_state_of(p, at); /* else not begun yet */
+    if (am_length(tiles) <= 0) return;
+    if (state && (am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
+                  am_sum_of_tile(p, at->section, tiles.end - 1) < state->first))
         return;
     const am_range keys = {am_range_at(&p->sections.tiles, tiles.begin).begin,
                            am_range_at(&p->sections.tiles, tiles.end - 1).end};
     am_plan_rows(plan, am_prefetch_block(&f->q, at, 1));
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
+    if (p->alone) am_plan_rows(plan, am_prefetch_block(&f->out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
     am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
@@ -300,6 +302,7 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
     am_rows_state *state = am_rows_state_of(p, walk->at);
     const am_range tiles = tiles_of(walk->task, section);
     am_status status = AM_OK;
+    if (p->alone && tiles.begin < tiles.end) status = am_begin_rows(p, walk->at, s, team);
     if (tiles.begin < tiles.end) am_begin_logits(&p->base, walk->at, &s->terms);
     for (ptrdiff_t begin = tiles.begin, end; status == AM_OK && begin < tiles.end; begin = end) {
         const ptrdiff_t sum = am_sum_of_tile(p, section, begin),

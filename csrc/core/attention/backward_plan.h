@@ -50,6 +50,8 @@ typedef struct {
         uint32_t *summed;        /* a bit for each tile of a split that has a sum: [kv_heads][slots] */
         char *sums;              /* their d_k and d_v */
     } splits;
+    bool alone;            /* each section is one block and one tile: the task of the tile begins its rows,
+                            * else a pass of their own does */
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,
                             * and the same for any number of threads */
@@ -147,6 +149,10 @@ void am_backward_plan_free(am_backward_plan *p);
 
 /* Lays out an am_backward_workspace of a plan. */
 ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts);
+
+/* Begins the rows of a block: their statistics, and which sums of d_q they have. */
+am_status am_begin_rows(const am_backward_plan *p, const am_attn_place *at, const am_backward_workspace *s,
+                        am_team *team);
 
 /* Loads the queries and d_out of a block. */
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,

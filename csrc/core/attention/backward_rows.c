@@ -97,6 +97,7 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         const am_array rows = am_rows_of_keys(&f->k, at, keys);
         const am_rows k = am_read_lanes(&p->base, &rows, s->row);
         p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
+        s->tiles[0].packed = false; /* if a task had packed it there */
         p->base.arithmetic->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -150,6 +151,29 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
     }
 }
 
+am_status am_begin_rows(const am_backward_plan *p, const am_attn_place *at, const am_backward_workspace *s,
+                        am_team *team)
+{
+    const am_attn *f = p->base.attn;
+    const am_range tiles = am_block_tiles(&p->base, &p->sections, at);
+    am_rows_state *state = am_rows_state_of(p, at);
+    state->first = am_sum_of_tile(p, at->section, tiles.begin);
+    state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
+    atomic_init(&state->semaphore, state->first);
+
+    bool uses_any_row_max = false;
+    for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
+    if (uses_any_row_max) {
+        const am_status status = find_row_maxima(p, at, s, tiles, team);
+        if (status != AM_OK) return status;
+    }
+    find_row_stats(p, at, s);
+    const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
+    for (ptrdiff_t r = 0; r < unseen; r++)
+        memset(am_token(&p->d_q, at->b, at->head, at->q + r), 0, (size_t)(f->head_dim * p->base.size));
+    return AM_OK;
+}
+
 /* Prefetches the rows of results and of their gradients that the task after this one reads: for short
  * sequences, whose rows of one head are few and lie far apart. */
 static void prefetch_results(const am_backward_plan *p, ptrdiff_t index)
@@ -168,25 +192,9 @@ static void prefetch_results(const am_backward_plan *p, ptrdiff_t index)
 am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
-    const am_attn *f = p->base.attn;
-    const am_attn_place place = am_backward_block(p, index), *at = &place;
-    const am_range tiles = am_block_tiles(&p->base, &p->sections, at);
-    am_rows_state *state = am_rows_state_of(p, at);
-    state->first = am_sum_of_tile(p, at->section, tiles.begin);
-    state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
-    atomic_init(&state->semaphore, state->first);
-
-    const am_backward_workspace *s = am_workspace(&p->workspaces);
-    bool uses_any_row_max = false;
-    for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
-    am_status status = uses_any_row_max ? find_row_maxima(p, at, s, tiles, team) : AM_OK;
-    if (status == AM_OK) {
-        prefetch_results(p, index + 1);
-        find_row_stats(p, at, s);
-        const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
-        for (ptrdiff_t r = 0; r < unseen; r++)
-            memset(am_token(&p->d_q, at->b, at->head, at->q + r), 0, (size_t)(f->head_dim * p->base.size));
-    }
+    const am_attn_place at = am_backward_block(p, index);
+    prefetch_results(p, index + 1);
+    const am_status status = am_begin_rows(p, &at, am_workspace(&p->workspaces), team);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 

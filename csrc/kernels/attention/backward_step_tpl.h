@@ -20,13 +20,14 @@
 #define OF(operand) .rows = rows, .stride = (operand)->stride, .columns = (operand)->dim
 
 #if WIDTH == 1
-/* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
+/* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others up to `columns`
+ * are dead: 0. */
 INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
-                              ptrdiff_t begin, ptrdiff_t end)
+                              ptrdiff_t begin, ptrdiff_t end, ptrdiff_t columns)
 {
     T *p_row = (T *)block->p + row * AM_FLASH_TILE, *ds_row = (T *)block->ds + row * AM_FLASH_TILE;
     const FN(gradient_terms) of = FN(gradient_terms_of)(block, tile, row);
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+    for (ptrdiff_t i = 0; i < columns; i += LANES) {
         V p = VOP(load)(p_row + i), ds = VOP(load)(ds_row + i);
         FN(p_and_ds_at)(&of, i, i >= begin && i < end, &p, &ds);
         VOP(store)(p_row + i, p);
@@ -38,13 +39,13 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
  * joined, to the second both of dS; and to `ds` the rows of dS, narrowed. Each number is written as it is
  * made, so that none is loaded again to be rounded. */
 INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
-                              ptrdiff_t begin, ptrdiff_t end)
+                              ptrdiff_t begin, ptrdiff_t end, ptrdiff_t columns)
 {
     T *p_rows = (T *)block->p + row * AM_FLASH_TILE, *ds_rows = (T *)block->ds + row * AM_FLASH_TILE;
     const bool both = row + 1 < block->rows;
     const FN(gradient_terms) of = FN(gradient_terms_of)(block, tile, row),
                              below = FN(gradient_terms_of)(block, tile, row + both);
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += 2 * LANES) {
+    for (ptrdiff_t i = 0; i < columns; i += 2 * LANES) {
         const bool live = i >= begin && i < end;
         V ds[2][2];
         UNROLL(2)
@@ -69,7 +70,8 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
 
 /* Turns products into P and dS from the first live column to the last; compiled once more for tiles whose
  * logits are products: with fewer branches, more vectors are in flight. */
-static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
+static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
+                           ptrdiff_t columns)
 {
     if (tile->terms.live || tile->terms.kept || tile->terms.bias || tile->d_bias || block->share ||
         block->cap > 0) {
@@ -78,13 +80,17 @@ static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile
             any |= tile->terms.live[r];
         const ptrdiff_t begin = any ? __builtin_ctzll(any) : 0, end = any ? 64 - __builtin_clzll(any) : 0,
                         each = WIDTH * LANES;
-        STEP(p_and_ds_of)(block, tile, row, begin / each * each, (end + each - 1) / each * each);
+        const ptrdiff_t from = begin / each * each, to = (end + each - 1) / each * each;
+        if (columns == AM_FLASH_TILE) /* a constant, so that the compiler unrolls the loop */
+            STEP(p_and_ds_of)(block, tile, row, from, to, AM_FLASH_TILE);
+        else
+            STEP(p_and_ds_of)(block, tile, row, from, to, columns);
         return;
     }
     const am_backward_tile nothing = {0};
     am_backward_rows plain = *block;
     plain.share = NULL, plain.cap = 0;
-    STEP(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
+    STEP(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE, AM_FLASH_TILE);
 }
 
 #ifndef AMX_PRODUCTS
@@ -199,7 +205,13 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
         {.a = d_out->lanes, .b = tile->v_columns, .c = ds, OF(d_out)},
     };
     STEP(logits_of)(strips, count, logits, 2, &queue);
-    for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r);
+#ifdef AMX_PRODUCTS
+    const ptrdiff_t made = AM_FLASH_TILE; /* columns of P and dS: products read whole tiles */
+#else
+    const ptrdiff_t each = WIDTH * LANES, some = (tile->columns + each - 1) / each * each,
+                    made = tile->d_bias ? AM_FLASH_TILE : some;
+#endif
+    for (ptrdiff_t r = 0; r < rows; r += WIDTH) STEP(p_and_ds)(block, tile, r, made);
 
     uint64_t of_keys[64];
     const uint64_t *live = words_of_keys(of_keys, tile->terms.live, rows);
