@@ -42,7 +42,7 @@ static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const 
     const double factor = f->normalize  ? am_power(AM_LOG2_E, running_max, highest) / sum
                           : isnan(live) ? live
                                         : am_power(AM_LOG2_E, running_max, row_max);
-    return factor / (1 - am_dropout_of(&base->terms));
+    return base->terms.dropout ? factor / (1 - am_dropout_of(&base->terms)) : factor;
 }
 
 void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_attn_place *at,

@@ -39,7 +39,7 @@ typedef struct {
     char *q, *q_packed;
     bool is_packed; /* queries are, for transposed tiles */
     am_logit_scratch terms;
-    am_flash_rows rows, split; /* split: with accumulators for later splits of the item */
+    am_flash_rows rows, split; /* split: with accumulators for later splits of the item, if it has any */
 } item;
 
 /* Where a task is: at one split of the blocks from `at` on, which see some tiles. */
@@ -124,33 +124,33 @@ static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index
 
 /* Makes the i-th item in lockstep. If unpacked, all items take one step, and have at most as many rows as one
  * full block; else they step one after the other, each with the whole memory for a tile. */
-static item item_of(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
-                    ptrdiff_t i)
+static void make_item(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+                      ptrdiff_t i, item *it)
 {
     const ptrdiff_t size = f->base.size, row = i * g->shape.rows, index = task.first + i,
                     bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows),
                     tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
-    item it = {.at = am_item_place(&f->base, &f->sections, g, index),
-               .q = w->q + row * query_lanes(f, g) * size,
-               .terms = w->terms};
-    if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
-    if (g->shape.packs_queries) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
-    if (am_adds_to_products(&f->base.terms)) it.terms.bias += tile_row * TILE * size;
-    it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
+    it->at = am_item_place(&f->base, &f->sections, g, index);
+    it->q = w->q + row * query_lanes(f, g) * size, it->q_packed = NULL, it->is_packed = false;
+    it->terms = w->terms;
+    if (g->shape.strategy == AM_TRANSPOSED) it->q_packed = w->q_packed + i * f->schedule.k_bytes;
+    if (g->shape.packs_queries) it->q_packed = w->q_packed + row * packed_query_bytes(&f->base);
+    if (am_adds_to_products(&f->base.terms)) it->terms.bias += tile_row * TILE * size;
+    it->terms.live += tile_row, it->terms.kept += tile_row, it->terms.row_keys += row;
     char *own = am_splits_are_tasks(&f->schedule, g) ? partial_of(f, g, index, task.split)
                                                      : w->accumulators + i * bytes;
-    it.rows = rows_of(f, g, own, it.at.rows);
-    it.rows.q = it.q, it.rows.q_stride = query_lanes(f, g);
+    it->rows = rows_of(f, g, own, it->at.rows);
+    it->rows.q = it->q, it->rows.q_stride = query_lanes(f, g);
     if (g->shape.queries_direct) {
-        it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
-        it.rows.q_stride = f->base.attn->q.stride.token / size;
+        it->rows.q = am_token(&f->base.attn->q, it->at.b, it->at.head, it->at.q);
+        it->rows.q_stride = f->base.attn->q.stride.token / size;
     }
-    it.rows.q_packed = it.q_packed;
-    it.rows.logits = w->logits + tile_row * TILE * size;
-    it.split = it.rows;
-    if (g->shape.splits > 1 && !am_splits_are_tasks(&f->schedule, g))
-        set_accumulators(f, g, &it.split, own + am_lockstep(g) * bytes);
-    return it;
+    it->rows.q_packed = it->q_packed;
+    it->rows.logits = w->logits + tile_row * TILE * size;
+    if (g->shape.splits == 1) return;
+    it->split = it->rows;
+    if (!am_splits_are_tasks(&f->schedule, g))
+        set_accumulators(f, g, &it->split, own + am_lockstep(g) * bytes);
 }
 
 /* Copies the queries of one head in whole lanes; scaled channels are rounded again. */
@@ -388,7 +388,7 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
     const bool are_tasks = am_splits_are_tasks(&f->schedule, g);
     item items[AM_MOST_ITEMS];
     for (ptrdiff_t i = 0; i < task.count; i++) {
-        items[i] = item_of(f, g, w, task, i);
+        make_item(f, g, w, task, i, &items[i]);
         load_queries(f, g, &items[i], kv->row);
         am_begin_logits(&f->base, &items[i].at, &items[i].terms);
     }
