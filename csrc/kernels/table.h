@@ -381,7 +381,8 @@ typedef struct {
                                * [channel][AM_CHANNEL_STRIDE], where columns from `columns` on may hold
                                * anything */
     am_logit_terms terms;
-    void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
+    void *d_bias; /* dS: rows of AM_FLASH_TILE numbers, or NULL */
+    ptrdiff_t d_bias_stride;
     ptrdiff_t columns;
     am_prefetch_plan *prefetch; /* as above */
 } am_backward_tile;

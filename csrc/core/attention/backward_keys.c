@@ -148,6 +148,13 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
     if (p->alone) am_plan_rows(plan, am_prefetch_block(&f->out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
+    const am_range first = am_range_at(&p->sections.tiles, tiles.begin);
+    const char *d_bias = am_bias_place(&p->bias, at, first);
+    if (d_bias)
+        am_plan_rows(plan, (am_prefetch_rows){.at = d_bias,
+                                              .stride = p->bias.shape.channel * p->base.size,
+                                              .length = am_length(first) * p->base.size,
+                                              .rows = at->rows});
     am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
@@ -243,11 +250,15 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
     for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
         const am_range keys = am_range_at(&p->sections.tiles, index);
         const ptrdiff_t i = index - walk->task->tiles.begin;
+        char *d_bias = p->lines.count > 0 ? NULL : am_bias_place(&p->bias, at, keys);
         am_backward_tile tile = {
             .k_columns = s->k_columns + i * p->k.columns,
             .v_columns = s->v_columns + i * p->v.columns,
             .k = s->k + i * p->k.panels,
-            .d_bias = p->bias.result || p->lines.count > 0 ? s->d_bias : NULL,
+            .d_bias = d_bias                                 ? d_bias
+                      : p->bias.result || p->lines.count > 0 ? s->d_bias
+                                                             : NULL,
+            .d_bias_stride = d_bias ? p->bias.shape.channel : TILE,
             .columns = am_length(keys),
         };
         if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
@@ -272,7 +283,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         any = true;
         p->base.arithmetic->backward(&walk->rows, &tile);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
-        if (p->bias.result)
+        if (p->bias.result && !d_bias)
             *status = am_bias_add(&p->bias, at, task % p->row_tasks,
                                   &(am_bias_tile){.keys = keys, .index = i, .d_s = s->d_bias},
                                   s->d_bias_scratch, team);

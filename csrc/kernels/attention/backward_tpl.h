@@ -105,7 +105,7 @@ INLINE void FN(p_and_ds_at)(const FN(gradient_terms) * of, ptrdiff_t i, bool liv
     const am_backward_rows *block = of->block;
     const ptrdiff_t row = of->row;
     const V zero = VOP(set1)(0);
-    T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE + i : NULL;
+    T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * tile->d_bias_stride + i : NULL;
     if (!live) {
         *p = *ds = zero;
         if (d_bias) VOP(store)(d_bias, zero);

@@ -96,6 +96,14 @@ static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at,
     return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
+char *am_bias_place(const bias_gradient *g, const am_attn_place *at, am_range keys)
+{
+    const am_attn_base *base = g->base;
+    if (!g->result || g->sums || base->terms.bias->array.type != base->type || am_length(keys) < TILE)
+        return NULL;
+    return g->result + index_of(g, at, keys.begin) * base->size;
+}
+
 am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task,
                       const am_bias_tile *tile, char *scratch, am_team *team)
 {

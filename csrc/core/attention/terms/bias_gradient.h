@@ -33,6 +33,10 @@ am_status am_bias_gradient_end(const am_context *context, am_bias_gradient *bias
 /* The scratch of a task, which is to be zero at first. */
 ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *bias);
 
+/* Where a step may write the tile of a block and some keys as it is, in rows of the shape's channels; or
+ * NULL. */
+char *am_bias_place(const am_bias_gradient *bias, const am_attn_place *at, am_range keys);
+
 /* A tile of dS of some keys, the `index`-th of the task. */
 typedef struct {
     am_range keys;
