@@ -46,6 +46,15 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike, /) -> Array: ...
 def dropout_keep_mask(
     seed: int, prob: float, shape: tuple[int, int, int, int], out: NDArray[np.bool_] | None, /
 ) -> NDArray[np.bool_]: ...
+def flash_jvp(
+    problem: Problem,
+    query_tangent: ArrayLike | None,
+    key_tangent: ArrayLike | None,
+    value_tangent: ArrayLike | None,
+    bias_tangent: ArrayLike | None,
+    softmax_aux_tangent: ArrayLike | None,
+    /,
+) -> tuple[Array, Array, Array, Array]: ...
 def flash_backward(
     problem: Problem,
     dout: ArrayLike,

@@ -388,6 +388,21 @@ typedef struct {
 } am_backward_tile;
 typedef void am_flash_backward_step(const am_backward_rows *block, const am_backward_tile *tile);
 
+/* Attention with the tangent of its result: beside what the forward step takes, where keys and values are
+ * packed, the tangents of these. A row of `out` has `columns` sums of values, as many of their tangents, and
+ * half a panel whose numbers together are the sum of the weights times the tangents of their logits. */
+typedef struct {
+    const void *q; /* rows [q̇ q], or one of these alone; they lie as far apart as those of q */
+    ptrdiff_t first, length, key_dim; /* they meet channels `first` on of packed keys, [k k̇] or [k] */
+    const void *v;                    /* v̇, packed like values; NULL: 0 */
+    bool v_finite;
+    const void *bias; /* the tangent of the bias: [rows][AM_FLASH_TILE]; NULL: 0 */
+    void *logits;     /* scratch: [rows][AM_FLASH_TILE] */
+    ptrdiff_t columns;
+} am_flash_tangents;
+typedef void am_flash_tangent_step(const am_flash_rows *block, const am_flash_tile *tile,
+                                   const am_flash_tangents *tangents);
+
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */
 typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backward_tile *tile);
@@ -430,6 +445,7 @@ typedef struct {
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
+    am_flash_tangent_step *tangent_step;
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;

@@ -13,8 +13,9 @@
 typedef struct {
     PyArrayObject *query, *key, *value;
     PyArrayObject *dout, *result, *lse, *dlse; /* what gradients take */
-    PyObject *wanted;                          /* the terms whose gradients are returned; borrowed */
-    PyArray_Descr *dtype;                      /* of the query; owned */
+    PyArrayObject *query_tangent, *key_tangent, *value_tangent, *bias_tangent, *sinks_tangent;
+    PyObject *wanted;     /* the terms whose gradients are returned; borrowed */
+    PyArray_Descr *dtype; /* of the query; owned */
     am_out out;
     PyObject *nodes, *terms, *places, *part; /* borrowed */
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
@@ -376,6 +377,77 @@ AM_FUNCTION(flash_backward, backward(module, a), PROBLEM, AM_ARG(dout, am_to_arr
             AM_PARAM("out", am_to_array, result), AM_ARG(lse, am_to_array), AM_ARG(dlse, am_to_array_or_none),
             AM_ARG(wanted, am_to_object))
 
+/* --- Tangents --- */
+
+/* Reads the tangent of an input: an array of its type and shape, or None. */
+static int to_tangent(am_request *r, PyArrayObject *array, const char *name, PyArrayObject *of, am_array *to)
+{
+    if (!array) return 0;
+    const am_view v = am_view_of(array), own = am_view_of(of);
+    if (v.type != own.type || v.axes != own.axes ||
+        memcmp(PyArray_DIMS(array), PyArray_DIMS(of), sizeof(npy_intp) * (size_t)own.axes) != 0)
+        return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &v, "%s must be like what it is of", name));
+    *to = am_tokens_of(&v);
+    return 0;
+}
+
+/* Reads the tangents of a bias, whose axes are those of the bias, and of sinks: [heads][sinks]. */
+static int to_term_tangents(arguments *a, am_attn_tangents *problem)
+{
+    am_request *r = &a->mask.request;
+    const am_terms_found terms = am_find_terms(&r->attn);
+    if (a->bias_tangent) {
+        const am_view v = am_view_of(a->bias_tangent);
+        const am_by_axis *own = terms.bias ? &terms.bias->array.shape : NULL;
+        const bool fits = own && v.axes == 4 && v.type == terms.bias->array.type &&
+                          v.shape[0] == own->batch && v.shape[1] == own->head && v.shape[2] == own->token &&
+                          v.shape[3] == own->channel;
+        if (!fits)
+            return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &v, "bias_tangent must be like bias"));
+        const am_view shared = am_shared(v);
+        problem->d_bias = am_array_of(&shared, AM_HEADS_FIRST);
+    }
+    if (a->sinks_tangent) {
+        const am_view v = am_view_of(a->sinks_tangent);
+        const bool fits = v.axes == 2 && v.type == AM_FLOAT64 && v.shape[0] == r->attn.heads &&
+                          v.shape[1] == am_sink_count(&terms) && PyArray_IS_C_CONTIGUOUS(a->sinks_tangent);
+        if (!fits)
+            return am_raise_refused(r,
+                                    am_refuse(r, AM_WRONG_VALUE, &v, "softmax_aux_tangent must be [H, S]"));
+        problem->d_sinks = PyArray_DATA(a->sinks_tangent);
+    }
+    return 0;
+}
+
+static PyObject *jvp(PyObject *module, arguments *a)
+{
+    am_request *r = &a->mask.request;
+    am_attn *attn = &r->attn;
+    am_attn_tangents problem = {0};
+    if (to_tangent(r, a->query_tangent, "query_tangent", a->query, &problem.d_q) < 0 ||
+        to_tangent(r, a->key_tangent, "key_tangent", a->key, &problem.d_k) < 0 ||
+        to_tangent(r, a->value_tangent, "value_tangent", a->value, &problem.d_v) < 0 ||
+        to_term_tangents(a, &problem) < 0)
+        return NULL;
+    npy_intp const dims[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},
+                   rows[3] = {attn->batch, attn->heads, attn->queries};
+    const int wide = attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32;
+    am_owned PyArrayObject *out = am_new_array(4, dims, a->dtype), *d_out = am_new_array(4, dims, a->dtype),
+                           *lse = am_new_array_of(3, rows, wide), *d_lse = am_new_array_of(3, rows, wide);
+    if (!out || !d_out || !lse || !d_lse) return NULL;
+    const am_view stats = am_view_of(lse), d_stats = am_view_of(d_lse);
+    attn->out = am_tokens_of_array(out), attn->lse = am_stats_of(&stats);
+    problem.d_out = am_tokens_of_array(d_out), problem.d_lse = am_stats_of(&d_stats);
+    problem.forward = *attn;
+    return am_computed(module, 3 * am_attn_work(attn), am_attn_jvp, &problem)
+               ? PyTuple_Pack(4, out, lse, d_out, d_lse)
+               : NULL;
+}
+AM_FUNCTION(flash_jvp, jvp(module, a), PROBLEM, AM_ARG(query_tangent, am_to_array_or_none),
+            AM_ARG(key_tangent, am_to_array_or_none), AM_ARG(value_tangent, am_to_array_or_none),
+            AM_ARG(bias_tangent, am_to_array_or_none),
+            AM_PARAM("softmax_aux_tangent", am_to_array_or_none, sinks_tangent))
+
 static PyObject *keep_mask(PyObject *module, const arguments *a)
 {
     npy_intp dims[4];
@@ -408,6 +480,9 @@ PyMethodDef am_flash_methods[] = {
     AM_METHOD(flash_usual_fwd, "names, args, given"),
     AM_METHOD(flash_usual_vjp, "names, args, given"),
     AM_METHOD(flash_backward, "problem, dout, out, lse, dlse, wanted"),
+    AM_METHOD(flash_jvp,
+              "problem, query_tangent, key_tangent, value_tangent, bias_tangent, softmax_aux_tangent",
+              "Returns the result, its logsumexp, and the tangents of both."),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),

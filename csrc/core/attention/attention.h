@@ -72,9 +72,21 @@ typedef struct {
 
 am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);
 
+/* A call, and the tangents of what it takes and returns. */
+typedef struct {
+    am_attn forward;
+    am_array d_q, d_k, d_v; /* as q, k and v; data NULL: 0 */
+    am_array d_bias;        /* as the array of the bias */
+    const double *d_sinks;  /* [heads][sinks]; NULL: 0 */
+    am_array d_out, d_lse;  /* results; d_lse.data NULL: not wanted */
+} am_attn_tangents;
+
+am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem);
+
 /* Attention and its gradients at the level `plain`, one query after the other. */
 am_status am_plain_forward(const am_context *context, const am_attn *attn);
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
+am_status am_plain_jvp(const am_context *context, const am_attn_tangents *problem);
 
 /* Writes which weights dropout keeps, as bytes of 0 or 1: queries are tokens, and keys channels. */
 am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,

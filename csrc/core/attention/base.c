@@ -34,8 +34,12 @@ static bool packs_queries(const am_kv_kernels *kv, const am_attn *f)
 
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 {
+    return am_attn_base_in(context, attn, choose_arithmetic(context->kernels, attn));
+}
+
+am_attn_base am_attn_base_in(const am_context *context, const am_attn *attn, const am_arithmetic *arithmetic)
+{
     const am_kernels *k = context->kernels;
-    const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
     const am_dtype type = attn->k.type;
     const am_kv_kernels *own = &arithmetic->kv[type], *widened = &arithmetic->kv[arithmetic->factors];
     const am_kv_reading reading = own->reading;

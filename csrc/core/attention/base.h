@@ -42,7 +42,9 @@ typedef struct {
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */
 uint32_t am_threshold_of(double probability);
 
+/* In the arithmetic that takes the types of the call, or in a given one. */
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn);
+am_attn_base am_attn_base_in(const am_context *context, const am_attn *attn, const am_arithmetic *arithmetic);
 
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {

@@ -11,4 +11,8 @@ void am_clear_rows(const am_attn_base *base, const am_flash_rows *block);
 void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_attn_place *at,
                    const am_flash_rows *block, char *scratch);
 
+/* Writes the tangents of out and lse of a block whose rows are those of am_flash_tangents. */
+void am_write_tangents(const am_attn_base *base, const am_attn_tangents *problem, const am_sink_sum *sinks,
+                       const am_attn_place *at, const am_flash_rows *block, ptrdiff_t columns, char *scratch);
+
 #endif

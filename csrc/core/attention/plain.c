@@ -12,6 +12,10 @@
  *     ds = p (d_out·v - d_out·out + d_lse),  times the slope of the cap
  *     d_v += p d_out,   d_term += ds,   d_q += ds scale k,   d_k += ds scale q
  *
+ * The tangent of a result, with that of each logit, dl = (dq·k + q·dk) scale + dbias, times the same slope:
+ *
+ *     d_lse = Σ p dl,   d_out = Σ p ((dl - d_lse) v + dv)
+ *
  * Dropout makes p 0 where it multiplies v or d_out, and d_out·v, or else divides them by 1 - dropout. */
 #include <float.h>
 #include <math.h>
@@ -27,7 +31,8 @@
 
 typedef struct {
     const am_attn *f;
-    const am_attn_gradients *g; /* NULL: forward */
+    const am_attn_gradients *g; /* backward; NULL: not that */
+    const am_attn_tangents *t;  /* forward with tangents; NULL: not that */
     const am_kernels *kernels;
     am_terms_found terms;
     double *d_bias; /* sums of the gradient of the bias */
@@ -42,7 +47,8 @@ typedef struct {
     uint64_t *live, *kept;        /* a bit for each key */
     double highest, sum, own;     /* own: the part of the sum that is of keys */
     double equal;                 /* how many logits and sinks are as great as the highest */
-    double *d_out, *d_q;
+    double *d_out, *d_q;          /* their gradients; or their tangents, and that of a key or value: */
+    double *d_number;
     double *d_k, *d_v; /* of all rows of the key head: [keys][head_dim], [keys][value_dim] */
 } row;
 
@@ -232,6 +238,53 @@ static void forward_row(const plain *p, row *r)
     if (f->lse.data) write_number(p, f->lse.type, am_token(&f->lse, r->b, r->head, r->q), lse_of(r));
 }
 
+/* --- Tangents --- */
+
+static const double *read_tangent(const am_array *t, const row *r, ptrdiff_t k)
+{
+    read_row(t, am_token(t, r->b, r->kv_head, k), t->shape.channel, r->d_number);
+    return r->d_number;
+}
+
+/* The tangent of the logit of a pair. */
+static double tangent_of(const plain *p, const row *r, ptrdiff_t k)
+{
+    const am_attn *f = p->f;
+    const am_attn_tangents *t = p->t;
+    double sum = 0;
+    if (t->d_q.data) sum += dot(r->d_q, read_key(f, r, false, k), f->head_dim);
+    if (t->d_k.data) sum += dot(r->query, read_tangent(&t->d_k, r, k), f->head_dim);
+    sum *= f->scale;
+    if (t->d_bias.data) /* its axes are those of the bias */
+        sum += read_number(t->d_bias.type,
+                           am_token(&t->d_bias, r->b, r->head, r->q) + k * t->d_bias.stride.channel);
+    return sum * r->slopes[k];
+}
+
+/* Writes the tangents of a row's results, which forward_row has written. */
+static void tangent_row(const plain *p, row *r)
+{
+    const am_attn *f = p->f;
+    const am_attn_tangents *t = p->t;
+    const double lse = lse_of(r), scale = 1 / (1 - am_dropout_of(&p->terms));
+    const ptrdiff_t sinks = t->d_sinks ? am_sink_count(&p->terms) : 0;
+    double d_lse = 0;
+    if (t->d_q.data) read_row(&t->d_q, am_token(&t->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
+    memset(r->d_out, 0, (size_t)f->value_dim * sizeof *r->d_out);
+    for (ptrdiff_t k = 0; k < f->keys; k++)
+        if (has(r->live, k)) d_lse += power_of(r->logits[k], lse) * tangent_of(p, r, k);
+    for (ptrdiff_t i = 0; i < sinks; i++)
+        d_lse += power_of(sink_of(p, r, i), lse) * t->d_sinks[r->head * sinks + i];
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k) || !has(r->kept, k)) continue;
+        const double power = power_of(r->logits[k], lse) * scale, more = tangent_of(p, r, k) - d_lse;
+        add(r->d_out, power * more, read_key(f, r, true, k), f->value_dim);
+        if (t->d_v.data) add(r->d_out, power, read_tangent(&t->d_v, r, k), f->value_dim);
+    }
+    write_row(p, &t->d_out, am_token(&t->d_out, r->b, r->head, r->q), f->value_dim, r->d_out);
+    if (t->d_lse.data) write_number(p, t->d_lse.type, am_token(&t->d_lse, r->b, r->head, r->q), d_lse);
+}
+
 /* --- Backward --- */
 
 static double given(const am_array *stats, const row *r)
@@ -326,9 +379,11 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     r->slopes = (double *)am_take(memory, &used, f->keys * size);
     r->live = (uint64_t *)am_take(memory, &used, words);
     r->kept = (uint64_t *)am_take(memory, &used, words);
-    if (!p->g) return used;
+    if (!p->g && !p->t) return used;
     r->d_out = (double *)am_take(memory, &used, value);
     r->d_q = (double *)am_take(memory, &used, key);
+    r->d_number = (double *)am_take(memory, &used, am_max(key, value));
+    if (!p->g) return used;
     r->d_k = (double *)am_take(memory, &used, f->keys * key);
     r->d_v = (double *)am_take(memory, &used, f->keys * value);
     return used;
@@ -352,6 +407,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
             backward_row(p, &r);
         else
             forward_row(p, &r);
+        if (p->t) tangent_row(p, &r);
         status = am_checkpoint(team);
     }
     for (ptrdiff_t k = 0; p->g && status == AM_OK && k < f->keys; k++) {
@@ -374,6 +430,13 @@ am_status am_plain_forward(const am_context *context, const am_attn *attn)
 {
     return take_heads(context,
                       &(plain){.f = attn, .kernels = context->kernels, .terms = am_find_terms(attn)});
+}
+
+am_status am_plain_jvp(const am_context *context, const am_attn_tangents *t)
+{
+    const am_attn *f = &t->forward;
+    return take_heads(context,
+                      &(plain){.f = f, .t = t, .kernels = context->kernels, .terms = am_find_terms(f)});
 }
 
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *g)
