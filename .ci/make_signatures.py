@@ -159,6 +159,7 @@ STUBS = {  # path: imports, functions
                 table.FLASH_ATTENTION_FWD,
                 table.FLASH_ATTENTION_VJP,
                 table.FLASH_ATTENTION_BWD,
+                table.FLASH_ATTENTION_JVP,
             ),
         ),
     ),

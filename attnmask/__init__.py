@@ -9,6 +9,7 @@ from attnmask._attention.flash_attention import (
     flash_attention,
     flash_attention_bwd,
     flash_attention_fwd,
+    flash_attention_jvp,
     flash_attention_vjp,
 )
 from attnmask._attention.forward import dropout_keep_mask, merge_attention_states, merge_attention_states_vjp
@@ -119,6 +120,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_bwd",
     "flash_attention_fwd",
+    "flash_attention_jvp",
     "flash_attention_vjp",
     "flash_attention_with_kvcache",
     "get_debug_mode",

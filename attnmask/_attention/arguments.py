@@ -301,6 +301,13 @@ FLASH_ATTENTION_BWD = Function(
     {"dout": _ARRAY} | _INPUTS | {"out": _ARRAY, "lse": _ARRAY} | _ATTENTION | _GRADS | {"dlse": _OPTIONAL},
     "logits_dtype",
 )
+_TANGENTS = [(f"{name}_tangent", _OPTIONAL) for name in LEARNED[:5]]
+FLASH_ATTENTION_JVP = Function(
+    "flash_attention_jvp",
+    f"tuple[{_EITHER}, {_EITHER}]",
+    _INPUTS | dict(_TANGENTS[:3]) | _ATTENTION | {"return_lse": _FLAG} | dict(_TANGENTS[3:]),
+    "logits_dtype",
+)
 FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     "flash_attention_with_kvcache",
     _EITHER,

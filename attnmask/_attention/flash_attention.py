@@ -10,12 +10,14 @@ from attnmask._attention.arguments import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_BWD,
     FLASH_ATTENTION_FWD,
+    FLASH_ATTENTION_JVP,
     FLASH_ATTENTION_VJP,
     Diagonal,  # noqa: F401
 )
 from attnmask._attention.backward import Vjp, attend_backward, attend_with_vjp  # noqa: F401
 from attnmask._attention.forward import attend
 from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
+from attnmask._attention.jvp import attend_with_tangents
 from attnmask._attention.problem import FlashAttentionGrads  # noqa: F401
 from attnmask._common.loading import _core
 from attnmask._common.types import Array  # noqa: F401
@@ -283,3 +285,46 @@ def flash_attention_vjp(*args, **given):
     array([0.6, 0.6, 0.6, 0.6, 0.6])
     """
     return attend_with_vjp(args, given)
+
+
+@FLASH_ATTENTION_JVP
+def flash_attention_jvp(*args, **given):
+    """Compute attention, and its tangent: how much the result changes along a direction of its inputs.
+
+    It is the product of the Jacobian with that direction, in forward mode: one pass, and no memory for pairs. With the
+    tangents of logits, ``dlogit = slope of the soft cap · ((dquery · key + query · dkey) · softmax_scale + dbias)``::
+
+        dlse[q] = Σ_k softmax_k(logit[q, k]) · dlogit[q, k]
+        dout[q] = Σ_k softmax_k(logit[q, k]) · ((dlogit[q, k] - dlse[q]) · value[k] + dvalue[k])
+
+    Masked pairs have no influence here either, and a fully masked query has a tangent of zeros.
+
+    Parameters
+    ----------
+    query, key, value, attention_mask, ..., return_lse
+        As in `flash_attention`; `normalize_output` must be True. Dropout drops the same weights.
+    query_tangent, key_tangent, value_tangent : array_like, optional
+        The direction: arrays like `query`, `key` and `value`. One that is not given is zero, and costs no time.
+    bias_tangent, softmax_aux_tangent : array_like, optional
+        Those of `bias` and of `softmax_aux`, of the same shape. Other terms are held fixed.
+
+    Returns
+    -------
+    out, out_tangent : ndarray
+        Both as `flash_attention` returns `out`. float16 and bfloat16 are computed in float32.
+    (out, lse), (out_tangent, lse_tangent) : tuples of ndarray
+        With `return_lse`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.ones((1, 1, 1, 4)), np.zeros((1, 3, 1, 4))  # all keys weigh the same
+    >>> value, direction = np.arange(3.0).reshape(1, 3, 1, 1), np.zeros((1, 3, 1, 4))
+    >>> direction[0, 2] = 1  # the last key becomes more like the query
+    >>> out, tangent = attnmask.flash_attention_jvp(query, key, value, key_tangent=direction)
+    >>> step = 1e-6
+    >>> moved = attnmask.flash_attention(query, key + step * direction, value)
+    >>> tangent.round(4).item(), ((moved - out) / step).round(4).item()
+    (0.6667, 0.6667)
+    """
+    return attend_with_tangents(args, given)

@@ -122,3 +122,51 @@ def flash_attention_bwd(
     relative_bias: ArrayLike | None = None, relative_low: int = 0, grad_bias: bool = False,
     grad_softmax_aux: bool = False, grad_relative_bias: bool = False, dlse: ArrayLike | None = None,
 ) -> FlashAttentionGrads: ...
+@overload
+def flash_attention_jvp(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, query_tangent: ArrayLike | None = None,
+    key_tangent: ArrayLike | None = None, value_tangent: ArrayLike | None = None,
+    attention_mask: ArrayLike | MaskInfo | None = None, bias: ArrayLike | None = None,
+    softmax_scale: float | None = None, dropout_prob: float = 0.0, causal: bool = False,
+    dropout_seed: SupportsIndex | None = None, cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None, sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None, bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None, normalize_output: bool = True,
+    precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
+    q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
+    causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[False] = False,
+    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attention_jvp(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, query_tangent: ArrayLike | None = None,
+    key_tangent: ArrayLike | None = None, value_tangent: ArrayLike | None = None,
+    attention_mask: ArrayLike | MaskInfo | None = None, bias: ArrayLike | None = None,
+    softmax_scale: float | None = None, dropout_prob: float = 0.0, causal: bool = False,
+    dropout_seed: SupportsIndex | None = None, cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None, sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None, bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None, normalize_output: bool = True,
+    precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
+    q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
+    causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[True],
+    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]: ...
+@overload
+def flash_attention_jvp(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, query_tangent: ArrayLike | None = None,
+    key_tangent: ArrayLike | None = None, value_tangent: ArrayLike | None = None,
+    attention_mask: ArrayLike | MaskInfo | None = None, bias: ArrayLike | None = None,
+    softmax_scale: float | None = None, dropout_prob: float = 0.0, causal: bool = False,
+    dropout_seed: SupportsIndex | None = None, cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None, sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None, bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None, normalize_output: bool = True,
+    precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
+    q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
+    causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: bool = False,
+    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array]]: ...

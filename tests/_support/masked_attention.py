@@ -172,6 +172,25 @@ def check_gradients(case: Case, differentiate: Callable | None = None) -> None:
     )
 
 
+def check_tangents(case: Case) -> None:
+    """With tangents of some inputs."""
+    arrays, limits = case.drawn_arrays(), case.drawn_limits()
+    live = ref.live_pairs(case.shape, case.array, **limits)
+    drawn = case.drawn_arrays()
+    tangents = {name: drawn[name] for name in drawn if case.rng.random() < 0.7}
+    right = ref.flash_attention(attention_mask=live, **arrays)
+    d_out, d_lse = ref.flash_attention_jvp(tangents, attention_mask=live, **arrays)
+    exact = {"out": right.out, "lse": right.lse, "dout": d_out, "dlse": d_lse}
+    given = poisoned(arrays, live) | {"attention_mask": case.mask, **limits}
+    given |= {f"{name}_tangent": x for name, x in poisoned(tangents, live).items()}
+
+    def compute() -> Arrays:
+        (out, lse), (d_out, d_lse) = attnmask.flash_attention_jvp(**given, return_lse=True)
+        return {"out": out, "lse": lse, "dout": d_out, "dlse": d_lse}
+
+    case.at_each_level(compute, exact, f"tangents of {[*tangents]}, {limits}")
+
+
 def check_cache(case: Case) -> None:
     """Over a cache of any format, contiguous or in pages, of which a sequence may have fewer tokens than the mask."""
     kind = random_masks.any_of(case.rng, FORMATS)
@@ -238,7 +257,7 @@ def in_pages(x: np.ndarray, size: int, pages: np.ndarray) -> np.ndarray:
     return cache
 
 
-CHECKS = (check_forward, check_gradients, check_cache)
+CHECKS = (check_forward, check_gradients, check_cache, check_tangents)
 
 
 def check(seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:

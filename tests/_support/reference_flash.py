@@ -241,6 +241,33 @@ def flash_attention_vjp(
     return in_shape(dq, dk, dv, dbias, dsinks), in_shape(*sizes, sinks_size)
 
 
+def flash_attention_jvp(tangents, **arguments) -> tuple[np.ndarray, np.ndarray]:
+    """The tangents of out and lse. `tangents` are those of arguments of `problem_of`, by their names; others are 0."""
+    problem = problem_of(**arguments)
+    dtype = problem.query.dtype.type
+    batch, queries, heads, _ = problem.query.shape
+    moved = problem_of(**arguments | tangents)
+    zeros = problem._replace(
+        **{x: np.zeros_like(getattr(problem, x)) for x in ("query", "key", "value", "bias", "sinks")}
+    )
+    given = {{"softmax_aux": "sinks"}.get(name, name) for name in tangents}
+    d = zeros._replace(**{name: getattr(moved, name) for name in given})
+    d_out = np.zeros((batch, queries, heads, problem.value.shape[3]), dtype)
+    d_lse = np.zeros((batch, heads, queries), dtype)
+    for b, h, kv in problem.heads:
+        v, live = problem.value[b, :, kv], problem.live[b, h]
+        with np.errstate(all="ignore"):
+            softmax = Softmax.of(problem, b, h, kv)
+            products = d.query[b, :, h] @ problem.key[b, :, kv].T + problem.query[b, :, h] @ d.key[b, :, kv].T
+            logits = np.where(live, softmax.slope * (products * problem.scale + d.bias[b, h]), dtype(0))
+            of_row = (softmax.shares * logits).sum(axis=1) + softmax.sink_shares @ d.sinks[h]
+            kept = np.where(problem.keep[b, h], softmax.shares * problem.gain, dtype(0))
+            weights = np.where(live, kept * (logits - of_row[:, None]), dtype(0))
+            d_out[b, :, h] = weighted_sums(weights, v, live) + weighted_sums(kept, d.value[b, :, kv], live)
+        d_lse[b, h] = of_row
+    return (d_out[0], d_lse[0]) if problem.flat else (d_out, d_lse)
+
+
 def summed_to(array, shape) -> np.ndarray:
     """The gradient of an array that was broadcast, from the gradient of the broadcast array."""
     axes = tuple(axis for axis, length in enumerate(shape) if length == 1)

@@ -347,9 +347,19 @@ def vjp_arguments(rng: Rng) -> Arguments:
     return arguments | wanted(rng, arguments) | result_of(rng, arguments, "dout")
 
 
+def tangent_arguments(rng: Rng) -> Arguments:
+    arguments = attention_arguments(rng)
+    if "normalize_output" in arguments:
+        arguments["normalize_output"] = True
+    names = [name for name in ("query", "key", "value", "bias", "softmax_aux") if name in arguments]
+    tangents = {f"{name}_tangent": arguments[name].copy() for name in names if coin(rng, 0.7)}
+    return arguments | tangents | {"return_lse": coin(rng)}
+
+
 function("flash_attention", lambda rng: forward_arguments(rng) | {"return_lse": coin(rng)})
 function("flash_attention_fwd", forward_arguments)
 function("flash_attention_bwd", backward_arguments, written=frozenset())
+function("flash_attention_jvp", tangent_arguments, written=frozenset())
 target("flash_attention_vjp", vjp_arguments, pulled_back(attnmask.flash_attention_vjp))
 row(
     "dropout_keep_mask",

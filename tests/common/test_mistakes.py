@@ -12,7 +12,9 @@ import attnmask
 from attnmask import MaskInfo, flash_attention
 from attnmask._common import keywords as _keywords
 
-FUNCTIONS = ("flash_attention", "flash_attention_fwd", "flash_attention_bwd", "flash_attention_vjp")
+FUNCTIONS = (
+    "flash_attention", "flash_attention_fwd", "flash_attention_bwd", "flash_attention_vjp", "flash_attention_jvp"
+)  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("error")
 

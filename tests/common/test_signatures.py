@@ -30,6 +30,14 @@ OWN = {  # arguments of a function that are not those of attention
         "grad_relative_bias",
     },
     "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
+    "flash_attention_jvp": {
+        "query_tangent",
+        "key_tangent",
+        "value_tangent",
+        "return_lse",
+        "bias_tangent",
+        "softmax_aux_tangent",
+    },
 }
 DETAILS = (
     "q_positions", "kv_positions", "batch_axis_name", "qheads_axis_name", "kvheads_axis_name",

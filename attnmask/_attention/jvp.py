@@ -1,0 +1,60 @@
+"""Tangents of attention: how its result moves when its inputs do."""
+
+from typing import TypeAlias
+
+import numpy as np
+
+from attnmask._attention.arguments import FLASH_ATTENTION_JVP, LEARNED
+from attnmask._attention.problem import read_problem
+from attnmask._attention.terms import four_axes
+from attnmask._common.arguments import as_array, describe, flag, is_number
+from attnmask._common.loading import _core
+from attnmask._common.types import Arguments, Array, Given
+
+_INPUTS, _TERMS = LEARNED[:3], ("bias", "softmax_aux")
+
+
+def _tangent(given: Given, of: str) -> Array | None:
+    """Return the tangent of an argument, which is like it."""
+    name = f"{of}_tangent"
+    if given[name] is None:
+        return None
+    if given[of] is None:
+        raise ValueError(f"{name} must be None without {of}, got {describe(given[name])}")
+    array, primal = as_array(given[name], name), as_array(given[of], of)
+    if array.dtype != primal.dtype if of != "softmax_aux" else not is_number(array.dtype):
+        expected = f"{primal.dtype} as {of}" if of != "softmax_aux" else "real numbers"
+        hint = f"; write {name}.astype({of}.dtype)" if is_number(array.dtype) else ""
+        raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
+    if array.shape != primal.shape:
+        raise ValueError(f"{name} must be of shape {primal.shape} as {of}, got {describe(array)}")
+    return array
+
+
+_Results: TypeAlias = Array | tuple[Array, Array]
+
+
+def attend_with_tangents(args: tuple[object, ...], given: Arguments) -> tuple[_Results, _Results]:
+    """Return what `flash_attention_jvp` returns."""
+    given = FLASH_ATTENTION_JVP.bind(args, given)
+    with_lse = flag(given["return_lse"], "return_lse")
+    if not flag(given["normalize_output"], "normalize_output"):
+        raise ValueError(
+            "normalize_output must be True, got False; flash_attention_jvp has no other tangents"
+        )
+    problem, batched = read_problem(given)
+    query, key, value = (_tangent(given, name) for name in _INPUTS)
+    bias, sinks = (_tangent(given, name) for name in _TERMS)
+    batch, queries, heads, _ = problem.query.shape
+    if bias is not None:
+        bias = four_axes(bias, "bias_tangent", (batch, heads, queries, problem.key.shape[1]))
+    if sinks is not None:
+        term = problem.term("softmax_aux")
+        shape = (heads, sinks.shape[-1])
+        sinks = None if term is None else np.array(np.broadcast_to(sinks, shape), np.float64, order="C")
+    if not batched:
+        query, key, value = (None if array is None else array[None] for array in (query, key, value))
+    bias = bias if problem.term("bias") else None
+    results = _core.flash_jvp(problem, query, key, value, bias, sinks)
+    out, lse, out_tangent, lse_tangent = results if batched else [array[0] for array in results]
+    return ((out, lse), (out_tangent, lse_tangent)) if with_lse else (out, out_tangent)
