@@ -10,7 +10,7 @@ from attnmask._attention.arguments import (
     LEARNED,
     OF_CACHES,
 )
-from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd
+from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
@@ -61,6 +61,8 @@ ATTENTION = Row(
     keep=_keep,
     backward=flash_attention_bwd,
     grads=FlashAttentionGrads,
+    jvp=flash_attention_jvp,
+    moved=LEARNED[:5],
     cast=LEARNED[:3],
     by_name=True,
     saved=("out", "lse"),

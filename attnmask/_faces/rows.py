@@ -208,6 +208,8 @@ class Row:
         what `entry` returns, and what gradients need; None if they need nothing
     ``backward(*problem, *kept, dout, dstate)``
         the gradients, which are `grads`
+    ``jvp(*problem, all results, tangents)``
+        all results and their tangents, from those of the arguments that `moved` names; None if there is no forward mode
 
     `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
     position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one
@@ -229,6 +231,8 @@ class Row:
         keep: Any = None,
         backward: Any = None,
         grads: AnyFunction = tuple,
+        jvp: Any = None,
+        moved: Sequence[str] = (),
         cast: Sequence[str] = (),
         handler: str = "",
         examples: Given | None = None,
@@ -240,6 +244,7 @@ class Row:
         self.name, self.results, self.places = name, tuple(results), places
         self.arguments = arguments(of_arguments) if isinstance(of_arguments, str) else tuple(of_arguments)
         self.entry, self.check, self.keep, self.backward, self.grads = entry, check, keep, backward, grads
+        self.jvp, self.moved = jvp, tuple(moved)
         self.cast, self.handler, self.examples = cast, handler, examples or {}
         self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
         self.returns_vjp = False

@@ -16,7 +16,7 @@ from attnmask.torch import _operators as operators
 from attnmask.torch._faces import torch_function
 from attnmask.torch._import import torch
 from attnmask.torch._masks import mask_tensors, restored
-from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator
+from attnmask.torch._operators import check_tensor, needs_operator, with_tangents
 from attnmask.torch._states import MaskTensors
 
 _attend, _attend_to_cache, _write = map(torch_function, (ATTENTION, CACHE, WRITE))
@@ -161,7 +161,8 @@ def flash_attention(
     """Apply `attnmask.flash_attention` to CPU tensors, without copying them.
 
     `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
-    `return_lse`. Higher-order gradients and forward mode are not supported. ``torch.autocast`` casts `query`, `key` and
+    `return_lse`. In forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``) all of these but
+    `relative_bias` may have tangents. Second derivatives are not supported. ``torch.autocast`` casts `query`, `key` and
     `value` as for ``scaled_dot_product_attention``, and nothing else. ``torch.compile``, ``torch.export`` and other
     tracers see one operator; ``torch.func`` can transform it. With dropout and no `dropout_seed`, PyTorch's generator
     draws the seed, which ``torch.manual_seed`` decides.
@@ -206,8 +207,8 @@ def flash_attention(
                 return _plain_operator(*tensors, *options)
             described = mask_tensors(mask)
             return _masked_operator(*tensors, list(described.tensors), described.specification, *options)
-        check_no_tangents(LEARNED, tensors, "flash_attention")
-        if more.keys() <= _PLAIN_OPTIONS and not needs_operator(tensors):
+        moved = with_tangents(LEARNED, tensors)
+        if more.keys() <= _PLAIN_OPTIONS and not moved and not needs_operator(tensors):
             if mask is None:
                 return _plain(*tensors, *options)
             causal, offset, scale = options

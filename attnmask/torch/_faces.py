@@ -225,6 +225,8 @@ class _Differentiable(_Function):
         operators.register(
             f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
         )
+        if row.jvp:
+            self.register_jvp(row)
         backward = f"{row.name}_backward"
         self.backward = operators.register(
             backward,
@@ -253,6 +255,22 @@ class _Differentiable(_Function):
         returns = f"({', '.join(results)})" if len(results) > 1 else results[0]
         operator = operators.register(name, schema, returns, on_cpu, fake, vmap=vmap, **rules)
         return operator
+
+    def register_jvp(self, row: Row) -> None:
+        """Register the operator of tangents; PyTorch asks for it in forward mode."""
+        tangents = tuple(f"{x}_tangent" for x in row.moved)
+        self.jvp_names = (*self.names, *tangents)
+        self.layouts |= {f"{x}_tangent": self.layouts[x] for x in row.moved}
+        schema = ", ".join((self.operands.schema, *(f"Tensor? {x}" for x in tangents)))
+        results = ", ".join(f"Tensor d{x.name}" for x in row.results)
+        self.jvp = operators.register(
+            f"{row.name}_jvp",
+            schema,
+            f"({results})",
+            self.jvp_on_cpu,
+            self.jvp_fake,
+            vmap=operators.mapped(self.call_jvp, self.jvp_names, tuple, self.folded),
+        )
 
     # On the CPU
 
@@ -346,6 +364,20 @@ class _Differentiable(_Function):
         *arguments, wanted = operands[self.grads + len(self.row.saved) :]
         return [x.new_empty(x.shape) for x in itertools.compress(arguments, wanted)]
 
+    def jvp_on_cpu(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        check_no_tangents(self.jvp_names, operands, self.name)
+        count = len(self.names)
+        given = self.operands.arguments(*operands[:count])
+        more = dict(zip(self.jvp_names[count:], operands[count:], strict=True)) | {self.row.all: True}
+        _, tangents = self.call(self.row.jvp, given, more, tensors_among(given | more))
+        return tuple(map(to_tensor, tangents))
+
+    def jvp_fake(self, *operands: Any) -> Any:
+        return self.fake(*operands[: len(self.names)])
+
+    def call_jvp(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(self.jvp(*operands))
+
     # Gradients
 
     def learn(self, *operands: Any) -> Any:
@@ -373,12 +405,14 @@ class _Differentiable(_Function):
             return torch.compiler.disable(self.__call__)(given, with_all)
         given = self.prepared(given)
         tensors = tensors_among(given)
-        if not compiling:
-            check_no_tangents(tensors, tensors.values(), self.name)
-        in_graph = compiling or needs_operator(tensors.values())
+        moved = [] if compiling else operators.with_tangents(tensors, tensors.values())
+        for name in moved:
+            if name not in self.row.moved:
+                raise RuntimeError(operators.NO_FORWARD.format(self.name, name))
+        in_graph = compiling or bool(moved) or needs_operator(tensors.values())
         given = self.drawn(given, in_graph)
         if in_graph:
-            operator = self.learn if operators.is_differentiated() else self.operator
+            operator = self.learn if moved or operators.is_differentiated() else self.operator
             results = operators.several(self.applied(operator, given))
             return results if with_all else results[0]
         wanting = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []

@@ -30,8 +30,14 @@ def spread(grads: Iterable[torch.Tensor], wanted: Sequence[bool]) -> list[MaybeT
 def transforms(function: Any) -> tuple[Any, Any]:
     """Return the operators of a function for autograd and `torch.func`, which ignores the gradients of operators."""
 
-    def no_tangents(ctx: object, *tangents: object) -> NoReturn:
-        raise RuntimeError(NO_FORWARD.format(function.name, "an argument"))
+    def tangents(ctx: Context, *of_operands: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        moved = {name: x for name, x in zip(function.names, of_operands, strict=True) if x is not None}
+        for name in moved.keys() - set(row.moved):
+            raise RuntimeError(NO_FORWARD.format(function.name, name))
+        saved = [operators.primal(x) for x in ctx.saved_tensors]
+        lists = [saved[first_list:]] if operands.lists else []
+        given = (*saved[:first_list], *lists, *ctx.more, *map(moved.get, row.moved))
+        return *Tangents.apply(*given), *[None] * ctx.wide
 
     def no_second(ctx: object, *_: object) -> NoReturn:
         raise RuntimeError(NO_SECOND.format(function.name))
@@ -45,6 +51,9 @@ def transforms(function: Any) -> tuple[Any, Any]:
     def keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         results, wide = output[:count], output[count:]
         ctx.mark_non_differentiable(*wide)
+        ctx.wide = len(wide)
+        if row.jvp and operators.in_forward_mode():
+            ctx.save_for_forward(*inputs[:first_list], *itertools.chain(*inputs[first_list:end]))
         saved = (*(wide or results[:1]), *results[1:]) if row.saved else ()
         ctx.more = inputs[end:]
         ctx.save_for_backward(*saved, *inputs[:first_list], *itertools.chain(*inputs[first_list:end]))
@@ -58,11 +67,14 @@ def transforms(function: Any) -> tuple[Any, Any]:
         grads = operator(*of_results[:count], *saved[:begin], *lists, *ctx.more, wanted)
         return *spread(grads, wanted), *[None] * (len(function.names) - len(wanted))
 
-    class Backward(torch.autograd.Function):
+    class Derivative(torch.autograd.Function):
+        """The base of what has no derivative itself."""
+
         setup_context = staticmethod(keep_none)
         backward = staticmethod(no_second)
-        jvp = staticmethod(no_tangents)
+        jvp = staticmethod(no_second)
 
+    class Backward(Derivative):
         @staticmethod
         def forward(*operands: object) -> tuple[torch.Tensor, ...]:
             with operators.below_autograd():
@@ -73,10 +85,21 @@ def transforms(function: Any) -> tuple[Any, Any]:
             rule = operators.mapped(Backward.apply, function.backward_names, tuple, function.folded)
             return rule(info, in_dims, *operands)
 
+    class Tangents(Derivative):
+        @staticmethod
+        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
+            with operators.below_autograd():
+                return function.call_jvp(*operands)
+
+        @staticmethod
+        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
+            rule = operators.mapped(Tangents.apply, function.jvp_names, tuple, function.folded)
+            return rule(info, in_dims, *operands)
+
     class Forward(torch.autograd.Function):
         setup_context = staticmethod(keep)
         backward = staticmethod(gradients)
-        jvp = staticmethod(no_tangents)
+        jvp = staticmethod(tangents)
 
         @staticmethod
         def forward(*operands: object) -> tuple[torch.Tensor, ...]:

@@ -79,14 +79,31 @@ def in_place(x: torch.Tensor, name: str) -> Array:
 # Checks
 
 
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents."""
+    return bool(_forward_ad._current_level >= 0)
+
+
+def with_tangents(names: Iterable[str], tensors: Iterable[object]) -> list[str]:
+    """Return the names of those that have a tangent."""
+    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
+    if not in_forward_mode() or not torch._C._is_fwd_grad_enabled():
+        return []
+    return [
+        name
+        for name, x in zip(names, tensors, strict=False)
+        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None
+    ]
+
+
 def check_no_tangents(names: Iterable[str], tensors: Iterable[object], function: str) -> None:
     """Refuse tangents, which the core ignores: results would silently have none."""
-    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
-    if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
-        return
-    for name, x in zip(names, tensors, strict=False):
-        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:
-            raise RuntimeError(NO_FORWARD.format(function, name))
+    for name in with_tangents(names, tensors):
+        raise RuntimeError(NO_FORWARD.format(function, name))
+
+
+def primal(x: Any) -> Any:
+    return _forward_ad.unpack_dual(x).primal if isinstance(x, torch.Tensor) else x
 
 
 def tensors_among(given: Given) -> dict[str, torch.Tensor]:

@@ -316,10 +316,15 @@ TANGENTS = {
 }
 
 
+MAY_HAVE_TANGENTS = {"flash_attention": ("query", "key", "value", "bias", "softmax_aux")}  # test_tangents.py
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tangents(torch, name):
     function, given = made(torch, name)
     for key in floats(torch, given):
+        if key in MAY_HAVE_TANGENTS.get(name, ()):
+            continue
 
         def call(x, key=key):
             return function(**given | {key: x})
