@@ -15,7 +15,7 @@ typedef struct {
     am_logit_kind kind;
     am_array array;  /* its numbers by batch row or sequence, head, query and key: strides are 0 along
                       * axes that are shared. double, and side by side along the last axis; a bias is of any
-                      * type and has any strides */
+                      * type and has any strides, and neighbouring batch rows may share one of its rows */
     double number;   /* of a soft cap, the cap; of dropout, the probability, below 1 */
     int64_t integer; /* of a relative bias, the distance that it begins with; of dropout, the seed */
     void *gradient;  /* of a bias, C-contiguous as its array and of its type; else double [heads][length]

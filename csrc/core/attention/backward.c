@@ -29,11 +29,10 @@ static am_status compute(const am_context *context, am_backward_plan *p)
     am_status status = p->alone ? AM_OK : am_parallel(context, blocks, 1, am_row_stats_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
     /* Batch rows that share the numbers of a term add to its gradient in order, too. */
-    const bool in_order = (p->bias.sums && p->bias.shape.batch == 1) || p->lines.count > 0;
-    const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
-    if (status == AM_OK)
-        status = am_parallel_rows(context, in_order ? 1 : f->batch,
-                                  in_order ? f->batch * row_tasks : row_tasks, am_key_task_run, p);
+    const ptrdiff_t of_bias = p->bias.sums ? p->bias.shape.batch : f->batch,
+                    groups = p->lines.count > 0 ? 1 : of_bias, row_tasks = p->row_tasks * f->kv_heads;
+    if (status == AM_OK && f->batch > 0)
+        status = am_parallel_rows(context, groups, f->batch / groups * row_tasks, am_key_task_run, p);
     if (status == AM_OK && am_is_learned(p->base.terms.sinks)) status = am_sum_sink_gradients(context, p);
     if (status == AM_OK && p->splits.are_tasks)
         status = am_parallel(context, f->batch * row_tasks, 1, am_add_splits, p);
@@ -134,7 +133,7 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
     for (int i = 0; i < f->terms.count; i++) learned |= am_is_learned(&f->terms.list[i]);
     if (f->head_dim == 0 && f->value_dim == 0 && !learned) return AM_OK;
     const am_logit_term *bias = am_find_terms(f).bias;
-    if (!am_is_learned(bias) || bias->array.shape.batch > 1 || f->batch == 1)
+    if (!am_is_learned(bias) || bias->array.shape.batch == f->batch)
         return compute_gradients(context, problem, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
      * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that

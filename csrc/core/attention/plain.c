@@ -153,8 +153,8 @@ static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
         const am_array *array = &term->array;
         if (am_row_of_term(term)->acts == AM_ADDS_PAIRS) {
             const ptrdiff_t key = k - am_keys_of_query(f, r->b, r->q).begin;
-            sum +=
-                read_number(array->type, am_token(array, r->b, r->head, r->q) + key * array->stride.channel);
+            const ptrdiff_t b = r->b / am_bias_sharers(f, term);
+            sum += read_number(array->type, am_token(array, b, r->head, r->q) + key * array->stride.channel);
         } else if (am_row_of_term(term)->add) {
             const am_line line = line_of(f, term, r, k);
             am_row_of_term(term)->add(&line, &sum);
@@ -320,7 +320,7 @@ static void learn(const plain *p, const row *r, ptrdiff_t k, double ds)
         const ptrdiff_t length = term->array.shape.channel;
         if (!term->gradient) continue;
         if (term == p->terms.bias) {
-            p->d_bias[am_bias_index(&term->array.shape, r->b, r->head, r->q, k)] += ds;
+            p->d_bias[am_bias_index(p->f, term, r->b, r->head, r->q, k)] += ds;
         } else if (am_row_of_term(term)->learn) {
             const am_line line = line_of(p->f, term, r, k);
             am_line_sums sums = {{0, length}, (double *)term->gradient + r->head * length};

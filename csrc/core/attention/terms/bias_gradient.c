@@ -14,7 +14,7 @@ typedef am_bias_gradient bias_gradient;
 /* The index of the first number of a block in the result, or in its sums. */
 static ptrdiff_t index_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t k)
 {
-    return am_bias_index(&g->shape, at->b, at->head, at->q, k);
+    return am_bias_index(g->base->attn, g->base->terms.bias, at->b, at->head, at->q, k);
 }
 
 static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
@@ -35,16 +35,16 @@ typedef struct {
 
 static place_in_order order_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task)
 {
-    const ptrdiff_t counts[] = {g->base->attn->batch, g->tasks, g->base->attn->heads},
-                    here[] = {at->b, task, at->head};
-    const bool shared[] = {g->shape.batch == 1, g->shape.channel == 1, g->shape.head == 1};
-    ptrdiff_t turn = 0, cell = 0;
-    for (int i = 0; i < 3; i++) {
+    const ptrdiff_t counts[] = {g->tasks, g->base->attn->heads}, here[] = {task, at->head},
+                    sharers = am_bias_sharers(g->base->attn, g->base->terms.bias);
+    const bool shared[] = {g->shape.channel == 1, g->shape.head == 1};
+    ptrdiff_t turn = at->b % sharers, cell = at->b / sharers;
+    for (int i = 0; i < 2; i++) {
         ptrdiff_t *which = shared[i] ? &turn : &cell;
         *which = *which * counts[i] + here[i];
     }
     if (g->shape.token != 1) { /* batch rows that share a bias have the same blocks */
-        const bool same = shared[0] && !g->blocks->list;
+        const bool same = sharers > 1 && !g->blocks->list;
         cell = cell * g->blocks->count + (same ? at->block % g->blocks->row : at->block);
     }
     return (place_in_order){&g->semaphores[cell], turn};
@@ -109,9 +109,9 @@ am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t
 {
     const ptrdiff_t row = TILE * g->base->size;
     if (!g->sums) {
+        const ptrdiff_t first = index_of(g, at, tile->keys.begin);
         for (ptrdiff_t r = 0; r < at->rows; r++)
-            convert(g, index_of(g, at, tile->keys.begin) + r * g->shape.channel, tile->d_s + r * row,
-                    am_length(tile->keys));
+            convert(g, first + r * g->shape.channel, tile->d_s + r * row, am_length(tile->keys));
         return AM_OK;
     }
     fold(g, tile->d_s, at->rows);

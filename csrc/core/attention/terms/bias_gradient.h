@@ -21,7 +21,7 @@ typedef struct {
     atomic_ptrdiff_t *semaphores; /* each: the turn that may add now */
 } am_bias_gradient;
 
-/* Sections are batch rows where these share the bias. */
+/* Sections are batch rows where these share a row of the bias. */
 am_status am_bias_gradient_make(am_bias_gradient *bias, const am_attn_base *base, const am_sections *sections,
                                 ptrdiff_t tasks, ptrdiff_t task_tiles);
 void am_bias_gradient_free(const am_bias_gradient *bias);

@@ -14,11 +14,13 @@ enum {
     SINKS_PIECE = 1 << 14, /* sinks between two checkpoints */
 };
 
-/* The bias of a row of a block from the `i`-th key on that it has numbers for. */
-static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t row, ptrdiff_t i)
+/* The bias of a row of a block, in the `b`-th of its own batch rows, from the `i`-th key on that it has
+ * numbers for. */
+static const char *bias_at(const am_attn_base *base, const am_attn_place *at, ptrdiff_t b, ptrdiff_t row,
+                           ptrdiff_t i)
 {
     const am_array *bias = &base->terms.bias->array;
-    return am_token(bias, at->b, am_head_of(at, row), am_query_of(at, row)) + i * bias->stride.channel;
+    return am_token(bias, b, am_head_of(at, row), am_query_of(at, row)) + i * bias->stride.channel;
 }
 
 am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys)
@@ -27,8 +29,9 @@ am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place 
     const am_array *bias = &base->terms.bias->array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
     if (bias->stride.channel != size) return (am_prefetch_rows){0};
-    const ptrdiff_t first = am_keys_of_query(base->attn, at->b, at->q).begin;
-    return (am_prefetch_rows){.at = bias_at(base, at, 0, keys.begin - first),
+    const ptrdiff_t b = at->b / am_bias_sharers(base->attn, base->terms.bias),
+                    first = am_keys_of_query(base->attn, at->b, at->q).begin;
+    return (am_prefetch_rows){.at = bias_at(base, at, b, 0, keys.begin - first),
                               .stride = bias->stride.token,
                               .length = (keys.end - keys.begin) * size,
                               .rows = bias->stride.token ? at->queries : 1};
@@ -154,7 +157,7 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
 }
 
 /* Reads a row of the bias whose sequence has only some of a tile's keys; the others are dead. */
-static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r,
+static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t b, ptrdiff_t r,
                                   am_range keys, char *scratch, char *to)
 {
     const am_range own = am_keys_of_query(base->attn, at->b, am_query_of(at, r));
@@ -165,7 +168,7 @@ static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place 
         return 0;
     }
     const uint64_t infinite =
-        read_bias_row(base, bias_at(base, at, r, begin - own.begin), count, scratch, to);
+        read_bias_row(base, bias_at(base, at, b, r, begin - own.begin), count, scratch, to);
     memmove(to + before * base->size, to, (size_t)(count * base->size));
     memset(to, 0, (size_t)(before * base->size));
     memset(to + end * base->size, 0, (size_t)((AM_FLASH_TILE - end) * base->size));
@@ -177,13 +180,14 @@ static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place 
 static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_range keys,
                       const am_logit_scratch *scratch)
 {
+    const ptrdiff_t b = at->b / am_bias_sharers(base->attn, base->terms.bias);
     bool any = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         char *to = scratch->bias + r * AM_FLASH_TILE * base->size;
         const uint64_t infinite =
             base->attn->pages.starts
-                ? read_own_bias_row(base, at, r, keys, scratch->row, to)
-                : read_bias_row(base, bias_at(base, at, r, keys.begin), am_length(keys), scratch->row, to);
+                ? read_own_bias_row(base, at, b, r, keys, scratch->row, to)
+                : read_bias_row(base, bias_at(base, at, b, r, keys.begin), am_length(keys), scratch->row, to);
         any |= (scratch->live[r] & infinite) != 0;
         scratch->live[r] &= ~infinite;
     }

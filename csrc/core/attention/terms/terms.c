@@ -79,13 +79,13 @@ static bool is_key_count(const am_attn *attn, ptrdiff_t length)
     return length >= longest;
 }
 
-/* Whether an axis is 1, or as long as its letter says. */
+/* Whether an axis is 1, or as long as its letter says; batch rows may share it with their neighbours. */
 static bool is_length(const am_attn *attn, am_axis axis, ptrdiff_t length)
 {
     const am_places *places = &attn->terms.places;
     if (length == 1) return true;
     switch (axis) {
-    case AM_AXIS_B: return length == attn->batch;
+    case AM_AXIS_B: return length == attn->batch || (length > 0 && attn->batch % length == 0);
     case AM_AXIS_R: return length == (places->starts ? places->sequences : attn->batch);
     case AM_AXIS_H: return length == attn->heads;
     case AM_AXIS_KV: return length == attn->kv_heads;

@@ -74,11 +74,18 @@ static inline ptrdiff_t am_offset_of_row(const am_places *places, ptrdiff_t row)
     return places->offsets ? places->offsets[row * places->offset_stride] : 0;
 }
 
-/* Where the number of a pair is in the gradient of a bias, which is C-contiguous. */
-static inline ptrdiff_t am_bias_index(const am_by_axis *shape, ptrdiff_t b, ptrdiff_t head, ptrdiff_t q,
-                                      ptrdiff_t k)
+/* The batch rows that share a row of a bias, which are neighbours; there are rows. */
+static inline ptrdiff_t am_bias_sharers(const am_attn *attn, const am_logit_term *bias)
 {
-    const ptrdiff_t row = (shape->batch == 1 ? 0 : b) * shape->head + (shape->head == 1 ? 0 : head);
+    return attn->batch / bias->array.shape.batch;
+}
+
+/* Where the number of a pair is in the gradient of a bias, which is C-contiguous. */
+static inline ptrdiff_t am_bias_index(const am_attn *attn, const am_logit_term *bias, ptrdiff_t b,
+                                      ptrdiff_t head, ptrdiff_t q, ptrdiff_t k)
+{
+    const am_by_axis *shape = &bias->array.shape;
+    const ptrdiff_t row = b / am_bias_sharers(attn, bias) * shape->head + (shape->head == 1 ? 0 : head);
     return (row * shape->token + (shape->token == 1 ? 0 : q)) * shape->channel +
            (shape->channel == 1 ? 0 : k);
 }
