@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmask._attention.arguments import FLASH_ATTENTION_BWD, FLASH_ATTENTION_VJP, LEARNED
+from attnmask._attention.batch import Batch, folded, summed, unfolded
 from attnmask._attention.problem import FlashAttentionGrads, Problem, read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_floating, wide_dtype
 from attnmask._common.loading import _core
@@ -34,54 +35,54 @@ def _wanted(given: Given, name: str, key: str) -> Array | None:
 
 
 def _of_result(
-    array: ArrayLike, name: str, problem: Problem, batched: bool, may_be_wide: bool = False
+    array: ArrayLike, name: str, problem: Problem, batch: Batch, may_be_wide: bool = False
 ) -> Array:
-    """Return an array like the result, with a batch axis."""
-    shape, dtype = (*problem.query.shape[:3], problem.value.shape[3]), problem.query.dtype
+    """Return an array like the result, with one batch axis."""
+    shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     array = as_array(array, name)
     if may_be_wide and dtype.itemsize == 2 and array.dtype == np.float32:
         dtype = array.dtype
-    return _of_rows(array, name, shape, dtype, batched)
+    return _of_rows(array, name, shape, dtype, batch)
 
 
-def _of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batched: bool) -> Array:
-    """Return an array that goes with the result, with a batch axis."""
+def _of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batch: Batch) -> Array:
+    """Return an array that goes with the result, of this `shape` behind its batch axes, with one batch axis."""
     given = as_array(array, name)
     if given.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {describe(given)}")
-    expected = shape if batched else shape[1:]
+    expected = (*batch, *shape)
     if given.shape != expected:
         raise ValueError(f"{name} must be of shape {expected}, got {describe(given)}")
-    return given if batched else given[None]
+    one: Array = folded(given, batch)
+    return one
 
 
 def _backward(
     problem: Problem,
-    batched: bool,
+    batch: Batch,
     dout: ArrayLike,
     out: Array,
     lse: ArrayLike,
     dlse: ArrayLike | None,
     extras: Extras,
 ) -> FlashAttentionGrads:
-    """Return all gradients; `out` has a batch axis."""
-    batch, queries, heads, _ = problem.query.shape
-    wide = wide_dtype(problem.query.dtype)
-    rows = (batch, heads, queries)
+    """Return all gradients; `out` has one batch axis."""
+    rows, wide = problem.query.shape[2:0:-1], wide_dtype(problem.query.dtype)
     dquery, dkey, dvalue, of_terms = _core.flash_backward(
         problem,
-        _of_result(dout, "dout", problem, batched),
+        _of_result(dout, "dout", problem, batch),
         out,
-        _of_rows(lse, "lse", rows, wide, batched),
-        None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
+        _of_rows(lse, "lse", rows, wide, batch),
+        None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batch),
         tuple(name for name, array in extras.items() if array is not None),
     )
-    if not batched:
-        dquery, dkey, dvalue = dquery[0], dkey[0], dvalue[0]
+    bias = extras["bias"]
+    if bias is not None and "bias" in of_terms:
+        of_terms["bias"] = summed(of_terms["bias"], bias, batch)
     return FlashAttentionGrads(
-        dquery,
-        dkey,
-        dvalue,
+        unfolded(dquery, batch),
+        unfolded(dkey, batch),
+        unfolded(dvalue, batch),
         **{
             name: None if array is None else like_argument(of_terms.get(name), array)
             for name, array in extras.items()
@@ -108,9 +109,9 @@ def attend_backward(args: tuple[object, ...], given: Arguments) -> FlashAttentio
     """Return what `flash_attention_bwd` returns."""
     given = FLASH_ATTENTION_BWD.bind(args, given)
     extras = _extras(given)
-    problem, batched = read_problem(given)
-    out = _of_result(given["out"], "out", problem, batched, may_be_wide=True)
-    return _backward(problem, batched, given["dout"], out, given["lse"], given["dlse"], extras)
+    problem, batch = read_problem(given)
+    out = _of_result(given["out"], "out", problem, batch, may_be_wide=True)
+    return _backward(problem, batch, given["dout"], out, given["lse"], given["dlse"], extras)
 
 
 def attend_with_vjp(args: tuple[object, ...], given: Arguments) -> tuple[Array | tuple[Array, Array], Vjp]:
@@ -118,12 +119,11 @@ def attend_with_vjp(args: tuple[object, ...], given: Arguments) -> tuple[Array |
     given = FLASH_ATTENTION_VJP.bind(args, given)
     extras = _extras(given)
     with_lse = flag(given["return_lse"], "return_lse")
-    problem, batched = read_problem(given)
+    problem, batch = read_problem(given)
     out, lse, wide_out = _core.flash_forward_vjp(problem)
-    if not batched:
-        out, lse = out[0], lse[0]
+    out, lse = unfolded(out, batch), unfolded(lse, batch)
 
     def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads:
-        return _backward(problem, batched, dout, wide_out, lse, dlse, extras)
+        return _backward(problem, batch, dout, wide_out, lse, dlse, extras)
 
     return (out, lse) if with_lse else out, vjp

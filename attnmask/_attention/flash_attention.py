@@ -70,6 +70,12 @@ def flash_attention(*args, **given):
     A masked pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future spreads
     nowhere. A logit of -inf masks its pair too. A fully masked query gets zeros.
 
+    In place of B, `query`, `key` and `value` may have several batch axes, which results then have, too. Triangle
+    attention is ``[B, N, T, H, D]`` with a bias ``[B, 1, H, T, T]``. Arrays with one entry per batch row have the same
+    axes; a `MaskInfo` has one axis of all rows. These are copied: `query`, `key` or `value` if no single stride steps
+    through their batch axes, for example after ``swapaxes``; a bias that broadcasts along a batch axis, but not along
+    the last one; a mask array that broadcasts along some batch axes, but not all.
+
     Parameters
     ----------
     query : array_like, shape [B, Tq, H, D], or [Tq, H, D] with `cum_seqlens_q` or `cum_seqlens_k`
@@ -129,7 +135,8 @@ def flash_attention(*args, **given):
     return_lse : bool
         Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
-        Takes the result, and is returned. Same dtype as `query`; it must share no memory with the inputs.
+        Takes the result, and is returned. Same dtype as `query`; it must share no memory with the inputs. One stride
+        must step through its batch axes.
 
     Returns
     -------
@@ -150,6 +157,12 @@ def flash_attention(*args, **given):
     array([1. , 1.5, 2. ])
     >>> attnmask.flash_attention(query, key, value, sliding_window=(1, 0)).ravel()
     array([0. , 0.5, 1.5])
+
+    Two batch axes, and a bias that the second one shares:
+
+    >>> rows, bias = np.zeros((2, 4, 3, 1, 8)), np.zeros((2, 1, 1, 3, 3))
+    >>> attnmask.flash_attention(rows, rows, rows, bias=bias).shape
+    (2, 4, 3, 1, 8)
 
     Packed sequences have no batch axis:
 

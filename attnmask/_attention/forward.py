@@ -1,7 +1,8 @@
 """Flash attention: memory is O(tokens), and fully masked tiles are skipped.
 
-Arrays are ``[B, T, H, D]``: batch, tokens, heads, head_dim; or ``[T, H, D]`` for packed sequences. Keys and values may
-have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
+Arrays are ``[B, T, H, D]``: batch, tokens, heads, head_dim; or ``[T, H, D]`` for packed sequences; or they have more
+batch axes. Keys and values may have fewer heads than queries, which then share them: query head ``h`` reads head
+``h // (H // Hkv)``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import FOR_GRADIENTS
+from attnmask._attention.batch import Batch, folded, unfolded
 from attnmask._attention.problem import Problem, check_out, read_problem
 from attnmask._attention.terms import dropout_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer
@@ -20,28 +22,34 @@ from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array
 
 
-def _without_batch(out: ArrayLike, problem: Problem) -> Array:
-    """Return the `out` of packed sequences with the batch axis it lacks."""
-    shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
+def _one_batch(out: ArrayLike, problem: Problem, batch: Batch) -> Array:
+    """Return a view of `out` with one batch axis."""
+    shape, dtype = (*batch, *problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     target: Array = np.asarray(out)
     if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
         raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(target)}")
-    return target[None]
+    view: Array = folded(target, batch)
+    if target.size and not np.may_share_memory(view, target):
+        expected = f"batch axes {batch} that one stride can step through"
+        raise ValueError(
+            f"out must have {expected}, got strides {target.strides}; leave it out for a new array"
+        )
+    return view
 
 
 def attend(given: Arguments, return_lse: bool) -> tuple[Array, Array | None]:
     """Return attention and, if `return_lse`, the logsumexp. ``given["out"]`` takes the result unless it is None."""
-    problem, batched = read_problem(given)
+    problem, batch = read_problem(given)
     return_lse = flag(return_lse, "return_lse")
     out = given["out"]
     if out is not None:
         check_out(out, given)
-    if batched:
+    if len(batch) == 1:
         return _core.flash_forward(problem, return_lse, out)
     result, lse = _core.flash_forward(
-        problem, return_lse, None if out is None else _without_batch(out, problem)
+        problem, return_lse, None if out is None else _one_batch(out, problem, batch)
     )
-    return result[0] if out is None else out, None if lse is None else lse[0]
+    return unfolded(result, batch) if out is None else out, None if lse is None else unfolded(lse, batch)
 
 
 Results: TypeAlias = tuple[Array, Array, Array]
@@ -54,9 +62,10 @@ def attend_for_gradients(given: Arguments) -> Results:
     usual: Results = _core.flash_usual_vjp(FOR_GRADIENTS.names, (), given)
     if usual is not NotImplemented:
         return usual
-    problem, batched = read_problem(FOR_GRADIENTS.bind((), given))
-    results = _core.flash_forward_vjp(problem)
-    return results if batched else (results[0][0], results[1][0], results[2][0])
+    problem, batch = read_problem(FOR_GRADIENTS.bind((), given))
+    out, lse, wide_out = _core.flash_forward_vjp(problem)
+    result = unfolded(out, batch)
+    return result, unfolded(lse, batch), result if wide_out is out else unfolded(wide_out, batch)
 
 
 def dropout_keep_mask(

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import ARRAYS
+from attnmask._attention.batch import Batch, Pairs, folded, four_axes, one_shape
 from attnmask._attention.hints import check_hints
-from attnmask._attention.terms import Places, Range, Sizes, Term, four_axes, numbers_of, terms_of
+from attnmask._attention.terms import Places, Range, Sizes, Term, numbers_of, terms_of
 from attnmask._common.arguments import (
     TOP_LEFT,
     as_array,
@@ -135,13 +136,14 @@ def _shape_hint(given: Shape, shape: Shape) -> str:
     return f"; its {AXES[axis]} must be {expected}, got {given[axis]}"
 
 
-def mask_nodes(attention_mask: object, shape: Shape) -> Program:
+def mask_nodes(attention_mask: object, pairs: Pairs) -> Program:
+    shape = one_shape(pairs)
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
         if array.ndim == 0:
             ask("axes", 0, "attention_mask", describe(attention_mask))
-        mask = four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
+        mask = four_axes(array, "attention_mask", pairs)  # comes first: to read the numbers may take long
         mask = mask_array(mask, "attention_mask")
         ask("mask", array, shape[0])
         return (dense(mask),)
@@ -154,28 +156,28 @@ def mask_nodes(attention_mask: object, shape: Shape) -> Program:
     return (attention_mask._state.prepared(shape, program),)
 
 
-def _ids_of(value: object, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
+def _ids_of(value: object, name: str, shape: tuple[int, ...], packed: bool) -> NDArray[np.int32]:
     """Return segment ids as int32, in place if they are."""
     array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
-    expected = shape[1:] if packed and array.ndim == 1 else shape
+    expected = shape[-1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
         raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
-    return _core.segment_ids(array.reshape(shape), name, None)
+    return _core.segment_ids(folded(array.reshape(shape), shape[:-1]), name, None)
 
 
-def _segments(q_segment_ids: object, kv_segment_ids: object, shape: Shape, packed: bool) -> Node:
-    batch, _, queries, keys = shape
+def _segments(q_segment_ids: object, kv_segment_ids: object, pairs: Pairs, packed: bool) -> Node:
+    *batch, _, queries, keys = pairs
     if (q_segment_ids is None or kv_segment_ids is None) and queries != keys:
         missing = "kv_segment_ids" if kv_segment_ids is None else "q_segment_ids"
         raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
     if q_segment_ids is None:
-        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed)
     else:
-        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (batch, queries), packed)
+        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (*batch, queries), packed)
         kv_ids = (
             q_ids
             if kv_segment_ids is None
-            else _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+            else _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed)
         )
     return equal(q_ids, kv_ids)
 
@@ -230,25 +232,25 @@ def distances(given: Given) -> tuple[int | None, int | None]:
     return None if left is None else -left, 0 if causal else right
 
 
-def _offset(given: Given, starts: Starts | None, shape: Shape) -> PerRow:
+def _offset(given: Given, starts: Starts | None, pairs: Pairs) -> PerRow:
     """Return `causal_offset`, one for all batch rows or sequences, or one for each."""
     causal_offset = given["causal_offset"]
     if causal_offset is TOP_LEFT:
         return 0
     if is_bottom_right(causal_offset, "causal_offset"):
-        return shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
+        return pairs[-1] - pairs[-2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
     if starts is None:
-        return per_row(causal_offset, "causal_offset", shape[0])
+        return per_row(causal_offset, "causal_offset", pairs[:-3])
     return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
 
 
-def _allowed(given: Given, starts: Starts | None, offset: PerRow, shape: Shape) -> Node | None:
+def _allowed(given: Given, starts: Starts | None, offset: PerRow, pairs: Pairs) -> Node | None:
     """Return what sequences, the diagonal and the window allow; None for everything."""
     low, high = distances(given)
     if low is not None or high is not None:
         mask = given["attention_mask"]
         differ = starts is None and isinstance(mask, MaskInfo) and have_other_starts(mask._state)
-        lengths = shape[2:] if starts is None else map(np.diff, starts)
+        lengths = pairs[-2:] if starts is None else map(np.diff, starts)
         by_default = given["causal"] and given["causal_offset"] is TOP_LEFT
         ask("diagonal", differ, by_default, *lengths, offset="causal_offset")
     elif starts is None:
@@ -259,15 +261,15 @@ def _allowed(given: Given, starts: Starts | None, offset: PerRow, shape: Shape) 
     return sequences(*starts, *limits)
 
 
-def _program(given: Given, shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
+def _program(given: Given, pairs: Pairs, starts: Starts | None, offset: PerRow) -> Program:
     """Return all conditions as one program. Only the first, which may be a MaskInfo, may need many waiting operands."""
     nodes: list[Node] = (
-        [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], shape)]
+        [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], pairs)]
     )
     q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
     terms = (
-        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
-        _allowed(given, starts, offset, shape),
+        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, pairs, starts is not None),
+        _allowed(given, starts, offset, pairs),
     )
     for term in terms:
         if term is not None:
@@ -276,19 +278,36 @@ def _program(given: Given, shape: Shape, starts: Starts | None, offset: PerRow) 
 
 
 def _layout_hint(array: Array) -> str:
-    axes, swap = (
-        ("tokens, heads, head_dim", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, head_dim", (1, 2))
-    )
+    batch = {3: "", 4: "batch, "}.get(array.ndim, "*batch, ")
+    swap = (array.ndim - 3, array.ndim - 2) if array.ndim <= 4 else (-3, -2)
+    axes = f"{batch}tokens, heads, head_dim"
     return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
 
 
+def _batch_hint(array: Array, name: str, batch: Batch) -> str:
+    """Return how to repeat a key or value along the batch axes that it lacks, or shares with others."""
+    own = array.shape[:-3]
+    missing = len(batch) - len(own)
+    if (
+        missing < 0
+        or len(batch) == 1
+        or any(size not in (1, wanted) for size, wanted in zip(own, batch, strict=False))
+    ):
+        return ""
+    index = f"[{', '.join([':'] * len(own) + ['None'] * missing)}]" if missing else ""
+    return f"; write np.broadcast_to({name}{index}, {(*batch, *array.shape[-3:])})"
+
+
 def _check_fit(query: Array, key: Array, value: Array) -> None:
+    batch = tuple(query.shape[:-3])
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             hint = f"; write {name}.astype(query.dtype)"
             raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}{hint}")
-        if array.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} must have batch size {query.shape[0]} as query, got {describe(array)}")
+        if tuple(array.shape[:-3]) != batch:
+            expected = f"batch size {batch[0]}" if len(batch) == 1 else f"batch axes {batch}"
+            hint = _batch_hint(array, name, batch)
+            raise ValueError(f"{name} must have {expected} as query, got {describe(array)}{hint}")
     (heads, channels), (tokens, kv_heads) = query.shape[-2:], key.shape[-3:-1]
     if key.shape[-1] != channels:
         raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
@@ -311,9 +330,12 @@ def _rank_hint(array: Array, name: str) -> str:
     }.get(array.ndim, "")
 
 
-def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[..., bool]) -> int:
-    """Check the number of axes of query, key and value, as NumPy arrays or others, which have their own types."""
-    rank = 3 if packed and arrays[0].ndim == 3 else 4
+def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[..., bool]) -> Batch:
+    """Check the axes of query, key and value, as NumPy arrays or others, which have their own types, and return those
+    of the batch.
+    """
+    rank = 3 if packed and arrays[0].ndim == 3 else max(arrays[0].ndim, 4)
+    batch = tuple(arrays[0].shape[:-3])
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
@@ -321,24 +343,26 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[...,
             hint = f"; write {name}.astype(np.float32)" if numeric else ""
             raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
-            layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
-            raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
+            several = f"[*batch, {axes}] with the batch axes {batch} of query"
+            layout = {3: f"[{axes}] as query", 4: f"[B, {axes}]"}.get(rank, several)
+            hint = _rank_hint(array, name) if rank <= 4 else _batch_hint(array, name, batch)
+            raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
     _check_fit(*arrays)
-    return rank
+    return batch
 
 
-def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -> tuple[list[Array], bool]:
-    """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
+def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -> tuple[list[Array], Batch]:
+    """Return the three with one batch axis, and the batch axes that they had. Packed ones may have none."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
-    rank = check_layout(arrays, packed, is_floating)
+    batch = check_layout(arrays, packed, is_floating)
     if arrays[0].shape[-2] > MANY_HEADS:
         ask("tokens", arrays[0].shape[-3:-1], arrays[1].shape[-3:-1], packed)
-    return [array if rank == 4 else array[None] for array in arrays], rank == 4
+    return [folded(array, batch) for array in arrays], batch
 
 
-def read_problem(given: Given) -> tuple[Problem, bool]:
-    """Return the problem of a call, given the arguments of `attnmask.flash_attention` by name, and whether its arrays
-    have a batch axis.
+def read_problem(given: Given) -> tuple[Problem, Batch]:
+    """Return the problem of a call, given the arguments of `attnmask.flash_attention` by name, and the batch axes that
+    its arrays have.
     """
     try:
         return _read_problem(given)
@@ -353,18 +377,20 @@ def _places(starts: Starts | None, offset: PerRow) -> Places:
     return Places(starts[1][:-1] - starts[0][:-1] + offset, starts[0])
 
 
-def _read_problem(given: Given) -> tuple[Problem, bool]:
+def _read_problem(given: Given) -> tuple[Problem, Batch]:
     check_hints(given)
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
-    (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
-    (batch, queries, heads, channels), keys = q.shape, k.shape[1]
-    shape = (batch, heads, queries, keys)
-    starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
-    offset = _offset(given, starts, shape)
-    nodes = _program(given, shape, starts, offset)
-    rows, row = (batch, "B") if starts is None else (len(starts[0]) - 1, "sequences")
-    terms = terms_of(given, Sizes(shape, rows, row, numbers_of(q.dtype)))
-    if starts is not None and not rows:
+    (q, k, v), batch = _batched(given["query"], given["key"], given["value"], packed)
+    (_, queries, heads, channels), keys = q.shape, k.shape[1]
+    pairs = (*(batch or (1,)), heads, queries, keys)
+    starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], one_shape(pairs)) if packed else None
+    offset = _offset(given, starts, pairs)
+    nodes = _program(given, pairs, starts, offset)
+    rows, row = pairs[:-3], "B" if len(pairs) == 4 else "*batch"
+    if starts is not None:
+        rows, row = (len(starts[0]) - 1,), "sequences"
+    terms = terms_of(given, Sizes(pairs, rows, row, numbers_of(q.dtype)))
+    if starts is not None and rows == (0,):
         terms = ()  # of no queries
     problem = Problem(
         q,
@@ -376,7 +402,7 @@ def _read_problem(given: Given) -> tuple[Problem, bool]:
         flag(given["normalize_output"], "normalize_output"),
         _places(starts, offset) if terms else None,
     )
-    return problem, batched
+    return problem, batch
 
 
 def _named_arrays(given: Given) -> Iterator[tuple[str, object]]:

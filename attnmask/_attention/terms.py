@@ -3,14 +3,15 @@
 Each has a row in `TERMS`; what the core does with a term is in its row of ``csrc/core/attention/terms/kinds.h``.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import permutations
+from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import DEFAULTS
+from attnmask._attention.batch import Batch, Pairs, four_axes
 from attnmask._common.arguments import (
     FARTHEST,
     allocate,
@@ -24,7 +25,6 @@ from attnmask._common.arguments import (
 from attnmask._common.types import Array, DType, Given
 from attnmask._faces.habits import ask
 from attnmask._masks.info import MaskInfo
-from attnmask._masks.program import Shape
 
 __all__ = [
     "BY_DISTANCE",
@@ -35,7 +35,6 @@ __all__ = [
     "Term",
     "by_head",
     "dropout_of",
-    "four_axes",
     "numbers_of",
     "terms_of",
 ]
@@ -62,7 +61,9 @@ class Term(NamedTuple):
     """One term, as the core takes it."""
 
     name: str  # of its argument
-    array: Array | None = None  # [B or sequences, H, Tq, Tk]; 1 along axes that are shared
+    array: Array | None = (
+        None  # [B or sequences, H, Tq, Tk]; 1 along axes that are shared; of a bias, B may be less
+    )
     number: float = 0.0
     integer: int = 0
 
@@ -77,35 +78,10 @@ class Places(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes that terms are checked against."""
 
-    shape: Shape  # [B, H, Tq, Tk]
-    rows: int  # batch rows or sequences
-    row: str  # what messages call that axis
+    shape: Pairs
+    rows: Batch  # batch rows or sequences
+    row: str  # what messages call these axes
     numbers: Range
-
-
-def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
-    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
-
-
-def _axes_hint(array: Array, name: str, shape: Shape) -> str:
-    """Return how to arrange the axes of a mask or bias that does not broadcast."""
-    batch, _, queries, keys = shape
-    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
-    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
-    if index:
-        return f"; write {name}{index}"
-    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
-        if _broadcasts([array.shape[axis] for axis in order], shape):
-            return f"; write np.transpose({name}, {order})"
-    return ""
-
-
-def four_axes(array: Array, name: str, shape: Shape) -> Array:
-    """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
-    if array.ndim > 4 or not _broadcasts(array.shape, shape):
-        hint = _axes_hint(array, name, shape)
-        raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
-    return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
 
 def _bias(bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
@@ -117,7 +93,7 @@ def _bias(bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
         if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
             hint = "; write attention_mask= for a mask of allowed pairs, or bias.astype(np.float32)"
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
-    return Term("bias", four_axes(given, "bias", sizes.shape))
+    return Term("bias", four_axes(given, "bias", sizes.shape, divides=True))
 
 
 def dropout_of(prob: object, seed: object, names: tuple[str, str]) -> tuple[float, int]:
@@ -148,7 +124,7 @@ def _soft_cap(logits_soft_cap: object, sizes: Sizes, _: Given) -> Term | None:
 
 
 def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Given) -> Term | None:
-    heads = sizes.shape[1]
+    heads = sizes.shape[-3]
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
@@ -172,17 +148,18 @@ def _sinks(softmax_aux: ArrayLike, sizes: Sizes, _: Given) -> Term | None:
 
 def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
     """Return a term of numbers, one per head, or per batch row or sequence and head."""
-    heads, rows, row = sizes.shape[1], sizes.rows, sizes.row
+    heads, row = sizes.shape[-3], sizes.row
     array = as_array(value, name)
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"{name} must be real numbers, got {describe(array)}")
-    if array.shape not in ((heads,), (1, heads), (rows, heads)):
+    if array.shape not in ((heads,), (1, heads), (*sizes.rows, heads)):
         raise ValueError(f"{name} must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
-    return Term(name, np.array(array, np.float64, ndmin=2, order="C")[:, :, None, None])
+    numbers = np.array(array, np.float64, ndmin=2, order="C")
+    return Term(name, numbers.reshape(prod(numbers.shape[:-1]), heads, 1, 1))
 
 
 def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Given) -> Term:
-    heads = sizes.shape[1]
+    heads = sizes.shape[-3]
     low = integer(given["relative_low"], "relative_low")
     if abs(low) > FARTHEST:
         raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")

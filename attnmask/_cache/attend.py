@@ -41,7 +41,7 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
     """
     numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
     short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
-    terms = terms_of(short, Sizes(shape, sequences, "B", numbers))
+    terms = terms_of(short, Sizes(shape, (sequences,), "B", numbers))
     return (
         scale_of(given["softmax_scale"], channels, numbers),
         terms if sequences else (),

@@ -89,7 +89,7 @@ def is_tensor(value: object) -> bool:
 _IN_TORCH = {  # NumPy code in hints, and the same in PyTorch
     r"\.astype\(np\.": ".to(torch.",
     r"\.astype\(": ".to(",
-    r"np\.(where|reshape)\(": r"torch.\1(",
+    r"np\.(where|reshape|broadcast_to)\(": r"torch.\1(",
     r"np\.transpose\((\w+)\)": r"\1.T",
     r"np\.transpose\(": "torch.permute(",
     r"np\.cumsum\(\[0, \*lengths\]\)": "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
@@ -298,13 +298,15 @@ def shared_integers(value: object, name: str, layouts: Sequence[str]) -> NDArray
 def per_row(
     value: object,
     name: str,
-    rows: int,
+    rows: int | tuple[int, ...],
     minimum: int = -FARTHEST,
     row: str = "batch row",
     broadcast: bool = True,
     maximum: int = FARTHEST,
 ) -> int | NDArray[np.int64]:
-    """Return one integer for all rows, or an array of one per row; one entry serves all rows if it may `broadcast`."""
+    """Return one integer for all rows, or an array of one per row, which may have several axes; one entry serves all
+    rows if it may `broadcast`.
+    """
     if type(value) is int and minimum <= value <= maximum:
         return value  # the usual case, where making an array would take a microsecond
     array = as_array(value, name)
@@ -317,9 +319,11 @@ def per_row(
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         came = describe(array if array.ndim else value)
         raise TypeError(f"{name} must be an integer or one per {row}, got {came}")
-    if array.shape != (rows,) and (array.shape != (1,) or not broadcast):
+    shape = rows if isinstance(rows, tuple) else (rows,)
+    if array.shape != shape and (array.shape != (1,) or not broadcast):
         hint = f"; write {name}[0] for one number for all" if array.shape == (1,) else ""
-        raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}{hint}")
+        raise ValueError(f"{name} must be an integer or of shape {shape}, got {describe(array)}{hint}")
+    array = array.reshape(-1)
     outside = (array < minimum) | (array > maximum)
     if outside.any():
         index = int(outside.argmax())

@@ -10,6 +10,7 @@ from attnmask._attention.arguments import (
     LEARNED,
     OF_CACHES,
 )
+from attnmask._attention.batch import Batch
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
@@ -44,9 +45,9 @@ def _check_write(*, rotate: bool, slot_mapping: Any, **given: Any) -> None:
     _core.check_write_kvcache(*given.values(), integer_array(slot_mapping, "slot_mapping"))
 
 
-def _fits(given: Arguments, is_floating: AnyFunction) -> None:
+def _fits(given: Arguments, is_floating: AnyFunction) -> Batch:
     packed = given.get("cum_seqlens_q") is not None or given.get("cum_seqlens_k") is not None
-    check_layout([given[name] for name in LEARNED[:3]], packed, is_floating)
+    return check_layout([given[name] for name in LEARNED[:3]], packed, is_floating)
 
 
 ATTENTION = Row(

@@ -216,7 +216,8 @@ class Row:
     has none, and `examples` are those of other libraries. If `by_name`, the core's functions above take arguments by
     name, and `backward` also whether the gradient of each term is wanted. If `saved`, what gradients need are the
     results, which `keep` returns as they are before they are rounded. ``fits(arguments, is_floating)`` refuses shapes
-    and types that do not fit each other, where there is more to say than that layouts do not.
+    and types that do not fit each other, where there is more to say than that layouts do not, and returns the batch
+    axes where there may be several.
     """
 
     def __init__(

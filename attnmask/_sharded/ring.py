@@ -498,7 +498,7 @@ def described(given: Given, shape: tuple[int, int, int], world: int, by_distance
     options = {name: given[name] for name in OPTIONS}
     by_row: dict[str, NDArray[np.float64]] = {}
     arrays = {name: given[name] for name in BY_HEAD if given[name] is not None}
-    rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
+    rows, row = ((batch,), "B") if starts is None else ((len(starts) - 1,), "sequences")
     for term in terms_of(
         arrays, Sizes((batch, heads, length, length), rows, row, numbers_of(np.dtype(float)))
     ):

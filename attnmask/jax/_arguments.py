@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from attnmask._attention.arguments import LEARNED
+from attnmask._attention.batch import Batch, one_batch
 from attnmask._attention.problem import Problem, distances, read_problem
 from attnmask._attention.terms import Term
 from attnmask._common.arguments import TOP_LEFT, as_array, flag, is_floating, is_number
@@ -80,7 +81,7 @@ def _tree(info: MaskInfo) -> Tree:
 # Checks
 
 
-def check(given: Given) -> tuple[Problem, bool]:
+def check(given: Given) -> tuple[Problem, Batch]:
     """Return what `read_problem` returns, for traced arguments by type and shape. The core checks their values when the
     compiled function runs.
     """
@@ -101,7 +102,7 @@ def stand_ins(row: Row, given: Given) -> Arguments:
 
     def tokens_of(name: str) -> int:
         first = "key" if "_k" in name else row.arguments[0].name
-        argument, shape = row.argument(first), getattr(given[first], "shape", ())
+        argument, shape = row.argument(first), getattr(given[first], "shape", ())[-4:]
         axes = argument.axes(len(shape)) or []
         if given.get("head_first"):
             axes = axes[:1] + axes[1:3][::-1]
@@ -188,10 +189,10 @@ def _pairs(value: AnyArray) -> AnyArray:
     return np.ascontiguousarray(value).view(np.int32).reshape(*value.shape, 2)
 
 
-def specify(given: Given, problem: Problem) -> tuple[Spec, list[AnyArray]]:
-    """Return the spec of the arguments `given`, which `check` turned into `problem`."""
+def specify(given: Given, problem: Problem, batch: Batch = (1,)) -> tuple[Spec, list[AnyArray]]:
+    """Return the spec of the arguments `given`, which `check` turned into `problem` and batch axes."""
     arrays = Arrays()
-    program = tuple(_nodes(given, problem))
+    program = tuple(_nodes(given, problem, batch))
     nodes = mapped(program, arrays.place)
     places = _places(given, problem, program)
     spec = Spec(
@@ -250,14 +251,14 @@ def _places(given: Given, problem: Problem, program: Program) -> tuple[AnyArray,
     return offsets, q_starts
 
 
-def _nodes(given: Given, problem: Problem) -> Iterator[Node]:
+def _nodes(given: Given, problem: Problem, batch: Batch) -> Iterator[Node]:
     """Return the program of `problem` with traced arrays in place of their stand-ins."""
     mask = given["attention_mask"]
     for node in problem.nodes:
         if isinstance(node, str):
             yield node
         elif not isinstance(node, tuple) or node[0] == "dense":
-            yield from mask_terms(mask, node)
+            yield from mask_terms(mask, node, batch or (1,))
         elif node[0] == "equal":
             yield _equal(given, node)
         elif node[0] == "band":
@@ -269,12 +270,15 @@ def _nodes(given: Given, problem: Problem) -> Iterator[Node]:
             yield node
 
 
-def mask_terms(mask: object, node: Node) -> Iterator[Node]:
+def mask_terms(mask: object, node: Node, batch: Batch = (1,)) -> Iterator[Node]:
     """Return the terms of `attention_mask`, which became `node` in a program."""
     if isinstance(mask, MaskInfo):
         yield from _terms_of(mask)
     else:
-        yield ("dense", _dense(mask if isinstance(mask, jax.Array) else node[1]), 0, 0)
+        found: Any = node[1]
+        if isinstance(mask, jax.Array):
+            found = one_batch(mask, batch, divides=False, broadcast_to=jax.numpy.broadcast_to)
+        yield ("dense", _dense(found), 0, 0)
 
 
 def _terms_of(info: MaskInfo) -> Iterator[Node]:

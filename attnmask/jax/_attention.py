@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from attnmask._attention.arguments import LEARNED
+from attnmask._attention.batch import Batch, folded, one_batch, unfolded
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
 from attnmask.jax import _call as call
@@ -21,12 +22,12 @@ callback : flag = False
 """)
 
 
-def _four_axes(learned: ByName) -> ByName:
+def _four_axes(learned: ByName, batch: Batch) -> ByName:
     """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
-    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
+    arranged = {name: folded(x, batch) for name, x in learned.items() if name in LEARNED[:3]}
     if "bias" in learned:
         bias = learned["bias"]
-        arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+        arranged["bias"] = one_batch(bias, batch or (1,), divides=True, broadcast_to=jax.numpy.broadcast_to)
     if "softmax_aux" in learned:
         arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
     tables = {name: x for name, x in learned.items() if name not in arranged}
@@ -41,15 +42,15 @@ class Attention(Function):
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
         arrays, static = super().divided(given)
         for name in LEARNED[:3]:
-            if arrays[name].ndim not in (3, 4):
-                raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
+            if arrays[name].ndim < 3:
+                raise ValueError(f"{name} must have at least three axes, got shape {arrays[name].shape}")
         return arrays, static
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         learned = {name: arrays[name] for name in LEARNED if name in arrays}
         known = static | arrays
-        problem, batched = check(known)
-        spec, others = specify(known, problem)
+        problem, batch = check(known)
+        spec, others = specify(known, problem, batch)
         spec = spec._replace(callback=known_flag(static["callback"], "callback"))
         count, dtype = 1 + with_all, learned["query"].dtype
 
@@ -68,6 +69,6 @@ class Attention(Function):
             found: tuple[jax.Array, ...] = call.backward(spec, learned, others, wanted, given)
             return found
 
-        results = differentiable(forward, backward, count)(_four_axes(learned), others)
-        results = results if batched else tuple(x[0] for x in results)
+        results = differentiable(forward, backward, count)(_four_axes(learned, batch), others)
+        results = tuple(unfolded(x, batch) for x in results)
         return results if with_all else results[0]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import DEFAULTS
+from attnmask._attention.batch import unfolded
 from attnmask._attention.flash_attention import flash_attention_fwd
 from attnmask._attention.forward import dropout_keep_mask
 from attnmask._attention.problem import Problem, read_problem
@@ -175,7 +176,7 @@ class VanillaAttention(_Attention):
         return "vanilla"
 
     def _result(self, given: Arguments) -> OperationOutput:
-        problem, batched = read_problem(given)
+        problem, axes = read_problem(given)
         batch, queries, heads, _ = problem.query.shape
         keys, kv_heads = problem.key.shape[1:3]
         shape = (batch, heads, queries, keys)
@@ -193,7 +194,12 @@ class VanillaAttention(_Attention):
         with np.errstate(all="ignore"):
             shared = self.repeat_kv_heads(problem.key, problem.value, heads // max(kv_heads, 1))
             q, k, v = (array.swapaxes(1, 2) for array in (problem.query, *shared))
-            bias = None if added is None or added.array is None else np.broadcast_to(added.array, shape)
+            bias = None
+            if added is not None and added.array is not None:
+                biases, each = len(added.array), added.array
+                if biases not in (1, batch):  # neighbours share them
+                    each = np.repeat(each, batch // biases, axis=0)
+                bias = np.broadcast_to(each, shape)
             for row in range(batch):
                 row_k, row_v = k[row].astype(wide), v[row].astype(wide)
                 for begin in range(0, queries, rows):
@@ -208,4 +214,4 @@ class VanillaAttention(_Attention):
                         problem,
                     )
         results = np.ascontiguousarray(out.swapaxes(1, 2)), weights, lse
-        return OperationOutput(*(result if batched else result[0] for result in results))
+        return OperationOutput(*(unfolded(result, axes) for result in results))

@@ -583,7 +583,7 @@ class _RingAttention(torch.autograd.Function):
 def _sinks(softmax_aux: ArrayLike | torch.Tensor | None, query: torch.Tensor) -> "torch.Tensor | None":
     wide = torch.empty(0, dtype=operators.wide_dtype(query.dtype))
     heads, numbers = query.shape[2], numbers_of(wide.numpy().dtype)
-    for term in terms_of({"softmax_aux": softmax_aux}, Sizes((1, heads, 1, 1), 1, "B", numbers)):
+    for term in terms_of({"softmax_aux": softmax_aux}, Sizes((1, heads, 1, 1), (1,), "B", numbers)):
         assert term.array is not None
         return torch.from_numpy(term.array[0, :, 0]).to(wide.dtype).expand(heads, -1)
     return None
