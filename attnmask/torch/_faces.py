@@ -102,26 +102,30 @@ class _Function:
 
     def likes(self, given: Arguments) -> list[Shaped]:
         """Return the shapes and types of the results."""
-        if self.row.fits:
-            self.fits(given)
+        batch: Any = self.fits(given) if self.row.fits else None
         shapes = {
             name: (*x.shape[:-1], 2 * x.shape[-1])
             if name in self.writes and x.dtype == torch.uint8
             else x.shape
             for name, x in tensors_among(given).items()  # a byte of a four-bit cache holds two channels
         }
+        several = batch is not None and len(batch) > 1
+        if several:
+            shapes = {name: (batch[0], *shapes[name][-3:]) for name in self.row.of(Kind.LEARNED)}
         try:
             found = self.row.shapes(shapes)
         except LayoutError as error:
             name, layout = error.argument.name, error.argument.layout
             raise ValueError(f"{name} must be {layout}, got {describe(given[name])}") from None
+        found = [(*batch, *shape[1:]) for shape in found] if several else found
         dtype = next((given[x] for x in self.dtypes if given.get(x)), given[self.names[0]].dtype)
         wide = operators.wide_dtype(dtype)
         return [(shape, wide if x.wide else dtype) for shape, x in zip(found, self.row.results, strict=True)]
 
-    def fits(self, given: Arguments) -> None:
+    def fits(self, given: Arguments) -> Any:
+        """Check that shapes and types fit each other, and return the batch axes if there may be several."""
         try:
-            self.row.fits(given, operators.TYPES.__contains__)
+            return self.row.fits(given, operators.TYPES.__contains__)
         except (TypeError, ValueError) as error:
             suit_hint(error, given)
             raise
@@ -160,6 +164,8 @@ class _Function:
         if batch_rows(given.get("mask_specification", "")) > 1:
             return None
         first = self.names[0]
+        if not self.layouts[first].axes(given[first].ndim - (dims[first] is not None)):
+            return None  # several batch axes
         rows = (
             given[first].movedim(dims[first], 0).shape[1]
             if dims[first] is not None

@@ -2,9 +2,9 @@
 
 ``torch.nn.attention.varlen`` uses ``aten::_flash_attention_forward`` and related operators, which PyTorch implements
 only for other devices. ``scaled_dot_product_attention`` on the CPU uses
-``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies. `install` registers kernels for both, in
-PyTorch's slot for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then
-returns ``"attnmask"``.
+``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies, and with more than four axes
+``aten::_scaled_dot_product_attention_math``. `install` registers kernels for all of them, in PyTorch's slot for
+implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then returns ``"attnmask"``.
 """
 
 import threading
@@ -18,16 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn import attention
 
+from attnmask._attention.batch import broadcasts
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.problem import both_starts
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
 from attnmask._common.types import AnyFunction, Arguments
+from attnmask.torch._attention import flash_attention
 from attnmask.torch._import import torch
+from attnmask.torch._operators import needs_operator
 from attnmask.torch._states import to_tensor
 from attnmask.torch._types import MaybeTensor
 
 _NAME = "attnmask"
+_MATH = "_scaled_dot_product_attention_math"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -91,6 +95,62 @@ def _sdpa_backward(
     query, key, value, out = map(_swapped, (query, key, value, out))
     grads = flash_attention_bwd(_swapped(dout), query, key, value, out, lse, **more)
     return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
+
+
+# With more than four axes it asks for `_scaled_dot_product_attention_math`, and takes the first result alone.
+
+
+def _applies_to_more_axes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, gqa: bool
+) -> bool:
+    """Return whether `flash_attention` computes the same, and PyTorch may use its own flash attention otherwise."""
+    tensors = (query, key, value, bias)
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    pairs = (*query.shape[:-1], key.shape[-2])
+    return (
+        _applies(tensors, 0)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[:-3] == key.shape[:-3]
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[-1] == key.shape[-1]
+        and (heads == kv_heads or (gqa and kv_heads > 0 and heads % kv_heads == 0))
+        and (bias is None or (bias.ndim > 0 and broadcasts(bias.shape, pairs)))
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.autograd.forward_ad._current_level < 0
+        and not needs_operator(tensors)
+    )
+
+
+def _more_axes() -> AnyFunction:
+    own = torch.library.get_kernel(f"aten::{_MATH}", "CPU")
+
+    def attend(
+        keyset: torch._C.DispatchKeySet,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: MaybeTensor = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        dropout_mask: MaybeTensor = None,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        usual = (
+            query.ndim > 4 and query.ndim == key.ndim == value.ndim and not dropout_p and dropout_mask is None
+        )
+        if not (_active and usual and _applies_to_more_axes(query, key, value, attn_mask, enable_gqa)):
+            more = {"scale": scale, "enable_gqa": enable_gqa}
+            given = (query, key, value, attn_mask, dropout_p, is_causal, dropout_mask)
+            return own.call_boxed(keyset, *given, **more)
+        query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
+        out = flash_attention(
+            query, key, value, bias=attn_mask, causal=is_causal, causal_offset=0, softmax_scale=scale
+        )
+        return out.transpose(-3, -2), query.new_empty(0)
+
+    return attend
 
 
 # torch.nn.attention.varlen. Its operators get their arguments by name, with the defaults of their schemas.
@@ -192,7 +252,7 @@ def _varlen_backward(given: Arguments) -> tuple[torch.Tensor, ...]:
 # Registration
 
 _lock = threading.RLock()
-_registered: torch.library.Library | None = None  # the library of kernels, once it has been needed
+_registered: tuple[torch.library.Library, ...] = ()  # the libraries of kernels, once they have been needed
 _active = False
 _contexts: set[object] = set()  # those of `installed` that are open, if the first of them has installed
 
@@ -227,8 +287,10 @@ class _Handle:
 
 def _register() -> _Handle:
     global _registered, _active
-    if _registered is None:
-        library = torch.library.Library("aten", "IMPL", "CPU")
+    if not _registered:
+        library, differentiated = (
+            torch.library.Library("aten", "IMPL", key) for key in ("CPU", "AutogradCPU")
+        )
         sdpa = "_scaled_dot_product_flash_attention_for_cpu"
         own = (
             (sdpa, _or_own(sdpa, _sdpa, 3)),
@@ -238,13 +300,16 @@ def _register() -> _Handle:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for name, kernel in own:
                 library.impl(name, kernel, with_keyset=True)
+            more_axes = _more_axes()
+            for each in (library, differentiated):
+                each.impl(_MATH, more_axes, with_keyset=True)
         for name, kernel in (
             ("_flash_attention_forward", _varlen),
             ("_flash_attention_forward_no_dropout_inplace", _varlen_into),
             ("_flash_attention_backward", _varlen_backward),
         ):
             library.impl(name, _or_none(name, kernel))
-        _registered = library
+        _registered = (library, differentiated)
     _active = True
     return _Handle()
 
@@ -266,8 +331,9 @@ def install() -> None:
 
     ``torch.nn.attention.varlen.varlen_attn``, which PyTorch supports only on GPUs, then runs on the CPU. For CPU
     tensors, ``torch.nn.functional.scaled_dot_product_attention`` runs on attnmask wherever PyTorch would use its own
-    flash attention; with dropout, or a mask that needs a gradient, PyTorch still computes it. Both keep PyTorch's
-    semantics. Other devices are not affected.
+    flash attention, and outside of graphs with more than four axes, such as queries ``[B, N, H, T, D]`` and a mask
+    ``[B, 1, H, T, T]``. With dropout, or a mask of a call with four axes that needs a gradient, PyTorch still computes
+    it. Both keep PyTorch's semantics. Other devices are not affected.
 
     See Also
     --------

@@ -65,7 +65,7 @@ def _of_diagonal(given: Arguments, name: str) -> tuple[object, object]:
     if is_bottom_right(offset, name):
         starts = [given.get("cum_seqlens_q"), given.get("cum_seqlens_k")]
         if starts == [None, None]:
-            return None, given["key"].shape[1] - given["query"].shape[1]
+            return None, given["key"].shape[-3] - given["query"].shape[-3]
         queries, keys = (torch.diff(operand(x if x is not None else y)) for x, y in (starts, starts[::-1]))
         offset = keys - queries
     return _or_number(offset, name, None)

@@ -220,6 +220,74 @@ def test_sdpa(torch, calls, kind, transposed):
             torch.testing.assert_close(one, other)
 
 
+MASKS = {  # of queries [2, 3, 4, 7, 8]
+    "none": lambda torch: None,
+    "causal": lambda torch: None,
+    "triangle": lambda torch: torch.randn(2, 1, 4, 7, 9, dtype=torch.float64, requires_grad=True),
+    "first axis shared": lambda torch: torch.randn(1, 3, 1, 7, 9, dtype=torch.float64, requires_grad=True),
+    "pairs": lambda torch: torch.randn(7, 9, dtype=torch.float64),
+    "number": lambda torch: torch.tensor(0.5, dtype=torch.float64),
+    "bool": lambda torch: (torch.rand(2, 1, 1, 7, 9) < 0.7) & (torch.arange(7) != 2)[:, None],
+}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind", MASKS)
+def test_sdpa_of_more_axes(torch, monkeypatch, kind, kv_heads):
+    """As PyTorch's own, with a gradient of the mask, too."""
+    from attnmask.torch import _install as _torch_install
+
+    counted = []
+    attend = _torch_install.flash_attention
+    monkeypatch.setattr(
+        _torch_install, "flash_attention", lambda *x, **more: counted.append(more) or attend(*x, **more)
+    )
+    tensors = [
+        torch.randn(2, 3, heads, tokens, 8, dtype=torch.float64, requires_grad=True)
+        for heads, tokens in ((4, 7), (kv_heads, 9), (kv_heads, 9))
+    ]
+    mask = MASKS[kind](torch)
+    more = {"attn_mask": mask, "is_causal": kind == "causal", "enable_gqa": kv_heads < 4, "scale": 0.4}
+    learned = tensors + ([mask] if mask is not None and mask.requires_grad else [])
+
+    def results():
+        out = torch.nn.functional.scaled_dot_product_attention(*tensors, **more)
+        return out, *torch.autograd.grad(out.sin().sum(), learned)
+
+    right = results()
+    assert not counted
+    with attnmask.torch.installed():
+        got = results()
+        assert len(counted) == (kind != "number")
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            results()
+        assert len(counted) == (kind != "number"), "PyTorch may not use its own flash attention there"
+        with torch.inference_mode():
+            got_without = torch.nn.functional.scaled_dot_product_attention(*tensors, **more)
+    for one, other in zip((*got, got_without), (*right, right[0]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_sdpa_of_more_axes_where_attnmask_does_not_apply(torch):
+    """PyTorch computes what it did, and refuses what it did."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    query, key = torch.randn(2, 3, 4, 7, 8), torch.randn(1, 3, 1, 9, 8)
+    right = attend(query, key.expand(2, 3, 4, 9, 8), key.expand(2, 3, 4, 9, 8))
+    torch.testing.assert_close(attend(query, key, key), right)
+    assert (attend(query, query, torch.ones_like(query), dropout_p=0.9) != 1).any()
+    with pytest.raises(RuntimeError):
+        attend(query, query, query, attn_mask=torch.zeros(2, 4, 7, 7))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, query, query), attend(query, query, query))
+    mapped = torch.func.vmap(attend)(query[None], query[None], query[None])
+    torch.testing.assert_close(mapped[0], attend(query, query, query))
+    twice = query.double().requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(twice, torch.ones_like(twice))
+        assert torch.autograd.forward_ad.unpack_dual(attend(dual, dual, dual)).tangent is not None
+
+
 @pytest.mark.usefixtures("installed")
 def test_sdpa_of_many_heads_and_few_tokens(torch):
     """They are not mistaken for tokens and heads, which are read in another order elsewhere."""
