@@ -38,7 +38,7 @@ def _of_result(
     array: ArrayLike, name: str, problem: Problem, batch: Batch, may_be_wide: bool = False
 ) -> Array:
     """Return an array like the result, with one batch axis."""
-    shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
+    shape, dtype = (*batch, *problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     array = as_array(array, name)
     if may_be_wide and dtype.itemsize == 2 and array.dtype == np.float32:
         dtype = array.dtype
@@ -46,13 +46,14 @@ def _of_result(
 
 
 def _of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batch: Batch) -> Array:
-    """Return an array that goes with the result, of this `shape` behind its batch axes, with one batch axis."""
+    """Return an array that goes with the result, with one batch axis."""
     given = as_array(array, name)
     if given.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {describe(given)}")
-    expected = (*batch, *shape)
-    if given.shape != expected:
-        raise ValueError(f"{name} must be of shape {expected}, got {describe(given)}")
+    if given.shape != shape:
+        raise ValueError(f"{name} must be of shape {shape}, got {describe(given)}")
+    if len(batch) == 1:
+        return given
     one: Array = folded(given, batch)
     return one
 
@@ -67,7 +68,8 @@ def _backward(
     extras: Extras,
 ) -> FlashAttentionGrads:
     """Return all gradients; `out` has one batch axis."""
-    rows, wide = problem.query.shape[2:0:-1], wide_dtype(problem.query.dtype)
+    _, queries, heads, _ = problem.query.shape
+    rows, wide = (*batch, heads, queries), wide_dtype(problem.query.dtype)
     dquery, dkey, dvalue, of_terms = _core.flash_backward(
         problem,
         _of_result(dout, "dout", problem, batch),
@@ -76,13 +78,15 @@ def _backward(
         None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batch),
         tuple(name for name, array in extras.items() if array is not None),
     )
-    bias = extras["bias"]
-    if bias is not None and "bias" in of_terms:
-        of_terms["bias"] = summed(of_terms["bias"], bias, batch)
+    if len(batch) != 1:
+        dquery, dkey, dvalue = (unfolded(gradient, batch) for gradient in (dquery, dkey, dvalue))
+        bias = extras["bias"]
+        if bias is not None and "bias" in of_terms:
+            of_terms["bias"] = summed(of_terms["bias"], bias, batch)
     return FlashAttentionGrads(
-        unfolded(dquery, batch),
-        unfolded(dkey, batch),
-        unfolded(dvalue, batch),
+        dquery,
+        dkey,
+        dvalue,
         **{
             name: None if array is None else like_argument(of_terms.get(name), array)
             for name, array in extras.items()
@@ -121,7 +125,8 @@ def attend_with_vjp(args: tuple[object, ...], given: Arguments) -> tuple[Array |
     with_lse = flag(given["return_lse"], "return_lse")
     problem, batch = read_problem(given)
     out, lse, wide_out = _core.flash_forward_vjp(problem)
-    out, lse = unfolded(out, batch), unfolded(lse, batch)
+    if len(batch) != 1:
+        out, lse = unfolded(out, batch), unfolded(lse, batch)
 
     def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads:
         return _backward(problem, batch, dout, wide_out, lse, dlse, extras)

@@ -31,7 +31,7 @@ def unfolded(array: Any, batch: Batch) -> Any:
 
 def one_shape(shape: Pairs) -> tuple[int, int, int, int]:
     """Return [*batch, H, Tq, Tk] with one batch axis."""
-    return prod(shape[:-3]), *shape[-3:]  # type: ignore[return-value]
+    return shape if len(shape) == 4 else (prod(shape[:-3]), *shape[-3:])  # type: ignore[return-value]
 
 
 def _divided(sizes: Batch, batch: Batch) -> int:
@@ -114,5 +114,7 @@ def four_axes(array: Array, name: str, shape: Pairs, divides: bool = False) -> A
         axes = "B" if len(shape) == 4 else "*batch"
         expected = f"broadcast to [{axes}, H, Tq, Tk] = {shape}"
         raise ValueError(f"{name} must {expected}, got {describe(array)}{_axes_hint(array, name, shape)}")
+    if len(shape) == 4:  # the usual case, in less time
+        return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
     four: Array = one_batch(array, shape[:-3], divides)
     return four

@@ -299,13 +299,13 @@ def _batch_hint(array: Array, name: str, batch: Batch) -> str:
 
 
 def _check_fit(query: Array, key: Array, value: Array) -> None:
-    batch = tuple(query.shape[:-3])
+    batch = query.shape[:-3]
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             hint = f"; write {name}.astype(query.dtype)"
             raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}{hint}")
-        if tuple(array.shape[:-3]) != batch:
-            expected = f"batch size {batch[0]}" if len(batch) == 1 else f"batch axes {batch}"
+        if array.shape[:-3] != batch:
+            expected = f"batch size {batch[0]}" if len(batch) == 1 else f"batch axes {tuple(batch)}"
             hint = _batch_hint(array, name, batch)
             raise ValueError(f"{name} must have {expected} as query, got {describe(array)}{hint}")
     (heads, channels), (tokens, kv_heads) = query.shape[-2:], key.shape[-3:-1]
@@ -335,7 +335,7 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[...,
     of the batch.
     """
     rank = 3 if packed and arrays[0].ndim == 3 else max(arrays[0].ndim, 4)
-    batch = tuple(arrays[0].shape[:-3])
+    batch: Batch = arrays[0].shape[:-3]
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
@@ -343,7 +343,7 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[...,
             hint = f"; write {name}.astype(np.float32)" if numeric else ""
             raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
-            several = f"[*batch, {axes}] with the batch axes {batch} of query"
+            several = f"[*batch, {axes}] with the batch axes {tuple(batch)} of query"
             layout = {3: f"[{axes}] as query", 4: f"[B, {axes}]"}.get(rank, several)
             hint = _rank_hint(array, name) if rank <= 4 else _batch_hint(array, name, batch)
             raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
@@ -357,7 +357,7 @@ def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -
     batch = check_layout(arrays, packed, is_floating)
     if arrays[0].shape[-2] > MANY_HEADS:
         ask("tokens", arrays[0].shape[-3:-1], arrays[1].shape[-3:-1], packed)
-    return [folded(array, batch) for array in arrays], batch
+    return arrays if len(batch) == 1 else [folded(array, batch) for array in arrays], batch
 
 
 def read_problem(given: Given) -> tuple[Problem, Batch]:
@@ -382,11 +382,12 @@ def _read_problem(given: Given) -> tuple[Problem, Batch]:
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     (q, k, v), batch = _batched(given["query"], given["key"], given["value"], packed)
     (_, queries, heads, channels), keys = q.shape, k.shape[1]
-    pairs = (*(batch or (1,)), heads, queries, keys)
+    axes = batch or (1,)
+    pairs = (*axes, heads, queries, keys)
     starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], one_shape(pairs)) if packed else None
     offset = _offset(given, starts, pairs)
     nodes = _program(given, pairs, starts, offset)
-    rows, row = pairs[:-3], "B" if len(pairs) == 4 else "*batch"
+    rows, row = axes, "B" if len(axes) == 1 else "*batch"
     if starts is not None:
         rows, row = (len(starts[0]) - 1,), "sequences"
     terms = terms_of(given, Sizes(pairs, rows, row, numbers_of(q.dtype)))

@@ -155,7 +155,8 @@ def by_head(value: ArrayLike, name: str, sizes: Sizes) -> Term:
     if array.shape not in ((heads,), (1, heads), (*sizes.rows, heads)):
         raise ValueError(f"{name} must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
     numbers = np.array(array, np.float64, ndmin=2, order="C")
-    return Term(name, numbers.reshape(prod(numbers.shape[:-1]), heads, 1, 1))
+    numbers = numbers if numbers.ndim == 2 else numbers.reshape(prod(sizes.rows), heads)
+    return Term(name, numbers[:, :, None, None])
 
 
 def _relative_bias(relative_bias: ArrayLike, sizes: Sizes, given: Given) -> Term:

@@ -170,7 +170,7 @@ def flash_attention(
     Parameters
     ----------
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
-        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
+        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given; or with several batch axes in place of B.
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
         As in `attnmask.flash_attention`; `mask_tensors` makes MaskTensors.
     bias : Tensor or array_like, optional
