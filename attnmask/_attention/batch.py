@@ -81,7 +81,7 @@ def _index_of(sizes: Sequence[int], shape: Pairs) -> str | None:
     if broadcasts(sizes, shape):
         return ""
     missing = len(shape) - len(sizes)
-    for first in range(1, len(shape) - 3 - missing + 1) if missing > 0 else ():
+    for first in range(1, len(sizes) - 2):
         if broadcasts([*sizes[:first], *[1] * missing, *sizes[first:]], shape):
             return f"[{', '.join([':'] * first + ['None'] * missing)}]"
     return None
