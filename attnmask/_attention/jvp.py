@@ -5,8 +5,8 @@ from typing import TypeAlias
 import numpy as np
 
 from attnmask._attention.arguments import FLASH_ATTENTION_JVP, LEARNED
+from attnmask._attention.batch import folded, four_axes, unfolded
 from attnmask._attention.problem import read_problem
-from attnmask._attention.terms import four_axes
 from attnmask._common.arguments import as_array, describe, flag, is_number
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array, Given
@@ -42,19 +42,20 @@ def attend_with_tangents(args: tuple[object, ...], given: Arguments) -> tuple[_R
         raise ValueError(
             "normalize_output must be True, got False; flash_attention_jvp has no other tangents"
         )
-    problem, batched = read_problem(given)
+    problem, batch = read_problem(given)
     query, key, value = (_tangent(given, name) for name in _INPUTS)
     bias, sinks = (_tangent(given, name) for name in _TERMS)
-    batch, queries, heads, _ = problem.query.shape
+    _, queries, heads, _ = problem.query.shape
     if bias is not None:
-        bias = four_axes(bias, "bias_tangent", (batch, heads, queries, problem.key.shape[1]))
+        pairs = (*(batch or (1,)), heads, queries, problem.key.shape[1])
+        bias = four_axes(bias, "bias_tangent", pairs, divides=True)
     if sinks is not None:
         term = problem.term("softmax_aux")
         shape = (heads, sinks.shape[-1])
         sinks = None if term is None else np.array(np.broadcast_to(sinks, shape), np.float64, order="C")
-    if not batched:
-        query, key, value = (None if array is None else array[None] for array in (query, key, value))
+    if len(batch) != 1:
+        query, key, value = (None if x is None else folded(x, batch) for x in (query, key, value))
     bias = bias if problem.term("bias") else None
     results = _core.flash_jvp(problem, query, key, value, bias, sinks)
-    out, lse, out_tangent, lse_tangent = results if batched else [array[0] for array in results]
+    out, lse, out_tangent, lse_tangent = (unfolded(array, batch) for array in results)
     return ((out, lse), (out_tangent, lse_tangent)) if with_lse else (out, out_tangent)

@@ -161,6 +161,23 @@ def test_packed_sequences_and_strides(isa, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 4, 9, 9), (1, 3, 1, 9, 9), (2, 3, 4, 9, 9), (9, 9)])
+def test_several_batch_axes(isa, rng, shape):
+    arrays, moved = (drawn(rng, F64, 9, 9, batch=6) for _ in range(2))
+    bias, d_bias = rng.standard_normal((2, *shape))
+    whole = {"bias": np.broadcast_to(bias, (2, 3, 4, 9, 9)).reshape(6, 4, 9, 9)}
+    moved["bias"] = np.broadcast_to(d_bias, (2, 3, 4, 9, 9)).reshape(6, 4, 9, 9)
+    _, right = attnmask.flash_attention_jvp(**arrays, **whole, **tangents_of(moved), return_lse=True)
+    folded = [
+        {name: part[name].reshape(2, 3, *part[name].shape[1:]) for name in INPUTS} for part in (arrays, moved)
+    ]
+    got = attnmask.flash_attention_jvp(
+        **folded[0], bias=bias, **tangents_of(folded[1] | {"bias": d_bias}), return_lse=True
+    )[1]
+    for a, b in zip(got, right, strict=True):
+        np.testing.assert_array_equal(a, b.reshape(2, 3, *b.shape[1:]))
+
+
 def test_neither_threads_nor_the_rest_of_the_batch_change_a_bit(isa, rng, set_threads):
     arrays, moved = (drawn(rng, F32, 700, 500, batch=3) for _ in range(2))
     right = attnmask.flash_attention_jvp(**arrays, **tangents_of(moved))

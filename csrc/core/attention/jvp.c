@@ -186,9 +186,10 @@ static void begin_block(const jvp *j, const group *g, ptrdiff_t head, ptrdiff_t 
 static void read_d_bias(const jvp *j, const am_attn_place *at, am_range keys, char *to)
 {
     const am_array *bias = &j->problem->d_bias;
-    const ptrdiff_t stride = bias->stride.channel;
+    const ptrdiff_t stride = bias->stride.channel,
+                    b = at->b / am_bias_sharers(j->base.attn, j->base.terms.bias);
     for (ptrdiff_t r = 0; r < at->rows; r++, to += TILE * j->base.size) {
-        const char *row = am_token(bias, at->b, at->head, at->q + r) + keys.begin * stride;
+        const char *row = am_token(bias, b, at->head, at->q + r) + keys.begin * stride;
         const am_array numbers = am_one_row(row, bias->type, stride, am_length(keys));
         am_copy_rows(j->base.all_kernels, AM_GATHER, &numbers, j->base.type, to, TILE);
     }

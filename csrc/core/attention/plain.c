@@ -255,9 +255,11 @@ static double tangent_of(const plain *p, const row *r, ptrdiff_t k)
     if (t->d_q.data) sum += dot(r->d_q, read_key(f, r, false, k), f->head_dim);
     if (t->d_k.data) sum += dot(r->query, read_tangent(&t->d_k, r, k), f->head_dim);
     sum *= f->scale;
-    if (t->d_bias.data) /* its axes are those of the bias */
+    if (t->d_bias.data) { /* its axes are those of the bias */
+        const ptrdiff_t b = r->b / am_bias_sharers(f, p->terms.bias);
         sum += read_number(t->d_bias.type,
-                           am_token(&t->d_bias, r->b, r->head, r->q) + k * t->d_bias.stride.channel);
+                           am_token(&t->d_bias, b, r->head, r->q) + k * t->d_bias.stride.channel);
+    }
     return sum * r->slopes[k];
 }
 
