@@ -588,6 +588,8 @@ AM_EACH_TOPIC(AM_DECLARE, baseline)
 AM_EACH_TOPIC(AM_DECLARE, avx2)
 AM_EACH_TOPIC(AM_DECLARE, avx512)
 /* What other levels have of their own; the baseline emulates bf16x2 in builds for tests. */
+AM_DECLARE(kv_i16x2, avx2)
+AM_DECLARE(kv_i16x2, avx512)
 AM_DECLARE(kv_i16x2, avx512vnni)
 AM_DECLARE(flash_bf16x2, baseline)
 AM_DECLARE(kv_bf16x2, baseline)

@@ -36,11 +36,12 @@ CHECKS = {
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
 }
-LEVELS_WITH_I16X2 = X86_LEVELS[X86_LEVELS.index("avx512vnni") :]
-FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_I16X2, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
+LEVELS_WITH_I16X2 = X86_LEVELS[X86_LEVELS.index("avx2") :]
+LEVELS_WITH_VNNI = X86_LEVELS[X86_LEVELS.index("avx512vnni") :]
+FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_VNNI, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
-    f"flash_f32.kv[{CONSTANTS['AM_BFLOAT16']}].pack_queries": ("avx512", *LEVELS_WITH_I16X2),
+    f"flash_f32.kv[{CONSTANTS['AM_BFLOAT16']}].pack_queries": ("avx512", *LEVELS_WITH_VNNI),
     f"flash_bf16x2.kv[{CONSTANTS['AM_INT8']}].pack_queries": ("avx512bf16",),
     f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8_E4M3']}].pack_queries": ("avx512bf16",),
 }

@@ -26,6 +26,9 @@ BF16X2, NEON = "flash_bf16x2 avx512bf16", "flash_bf16x2 neonbf16"
 LINEAR_BF16X2 = by(
     "linear", "linear_bf16x2 neonbf16", avx512bf16="linear_bf16x2 avx512bf16", amx="linear avx512"
 )
+BY_I16X2 = by(
+    "kv_i8", avx2="kv_i16x2 avx2", avx512="kv_i16x2 avx512", avx512vnni="kv_i16x2 avx512vnni"
+)
 TABLE = {  # of queries, keys, and use: the kernels at each level
     **{
         (query, key, use): by(topic)
@@ -53,7 +56,7 @@ TABLE = {  # of queries, keys, and use: the kernels at each level
             *((use, "linear") for use in LINEAR),
         )
     },
-    (F32, I8, ROWS): by("kv_i8", avx512vnni="kv_i16x2 avx512vnni"),
+    (F32, I8, ROWS): BY_I16X2,
     (F32, "uint8", ROWS): by("kv_f32"),
     ("float16", "uint8", ROWS): by("kv_f32", avx512vnni="kv_i16x2 avx512vnni"),
     (F32, "float8_e5m2", ROWS): by("kv_f32"),
@@ -63,7 +66,7 @@ TABLE = {  # of queries, keys, and use: the kernels at each level
     (BF16, BF16, ROWS): by("kv_bf16", "kv_bf16x2 neonbf16", avx512bf16="kv_bf16x2 avx512bf16"),
     (BF16, I8, "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_f32 avx512"),
     (BF16, I8, PACKED): by("kv_i8", avx512bf16="kv_f8x2 avx512bf16", amx="kv_i8 avx512"),
-    (BF16, I8, ROWS): by("kv_i8", avx512vnni="kv_i16x2 avx512vnni"),
+    (BF16, I8, ROWS): BY_I16X2,
     (BF16, F8, "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_f32 avx512"),
     (BF16, F8, ROWS): by("kv_f8", avx512bf16="kv_f8x2 avx512bf16", amx="kv_f8 avx512"),
     (BF16, "uint8", "attention"): by("flash_f32", avx512bf16=BF16X2, amx="flash_amx amx"),

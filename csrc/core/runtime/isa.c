@@ -169,9 +169,11 @@ static const row rows[] = {
 #endif
 #ifdef AM_HAVE_AVX2
     AM_EACH_TOPIC(FROM_AVX2, avx2)
+    WHOLE(kv_i16x2, avx2, AVX2, AVX2),
 #endif
 #ifdef AM_HAVE_AVX512
     AM_EACH_TOPIC(FROM_AVX512, avx512)
+    WHOLE(kv_i16x2, avx512, AVX512, AVX512),
 #endif
 #ifdef AM_HAVE_AVX512VNNI
     WHOLE(kv_i16x2, avx512vnni, AVX512VNNI, TOP),

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "kernels/unroll.h"
 
@@ -240,21 +241,116 @@ static inline void vf_transpose(vf v[VF_LANES])
         v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
     }
 }
-/* Lane i of the result is the sum of the lanes of vector i. */
-static inline vf vf_totals(const vf v[VF_LANES])
+/* Lanes are numbers, or integers of 32 bits if `integers`. */
+static inline vf v_add_lanes(vf a, vf b, const bool integers)
+{
+    return integers ? _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)))
+                    : vf_add(a, b);
+}
+INLINE vf v_totals(const vf v[VF_LANES], const bool integers)
 {
     vf fours[4], twos[2];
     UNROLL(16)
     for (int i = 0; i < 4; i++)
-        fours[i] =
-            vf_add(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+        fours[i] = v_add_lanes(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                               _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]), integers);
     UNROLL(16)
     for (int i = 0; i < 2; i++) {
-        twos[i] = vf_add(_mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
-                         _mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
+        twos[i] = v_add_lanes(_mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
+                              _mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee), integers);
     }
-    return vf_add(_mm256_permute2f128_ps(twos[0], twos[1], 0x20),
-                  _mm256_permute2f128_ps(twos[0], twos[1], 0x31));
+    return v_add_lanes(_mm256_permute2f128_ps(twos[0], twos[1], 0x20),
+                       _mm256_permute2f128_ps(twos[0], twos[1], 0x31), integers);
+}
+/* Lane i of the result is the sum of the lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES]) { return v_totals(v, false); }
+
+/* Two sixteen-bit integers in a lane, with sums of 32 bits. vf_fma_i16x2 adds both products of a lane to c.
+ */
+static inline vf vf_fma_i16x2(vf a, vf b, vf c)
+{
+    return v_add_lanes(_mm256_castsi256_ps(_mm256_madd_epi16(_mm256_castps_si256(a), _mm256_castps_si256(b))),
+                       c, true);
+}
+static inline vf vf_load_i16x2(const int8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)));
+}
+/* Copies up to 16 bytes, and makes the others up to there `rest`. */
+static inline void v_copy_some_8(void *to, const void *from, ptrdiff_t count, int rest)
+{
+    _mm_storeu_si128(to, _mm_set1_epi8((char)rest));
+    memcpy(to, from, (size_t)count);
+}
+static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
+{
+    int8_t all[2 * VF_LANES];
+    v_copy_some_8(all, p, count, 0);
+    return vf_load_i16x2(all);
+}
+/* Joins each number of the row at a with that of the row at b. Of eight neighbours the first four go to
+ * `first`, the others to `second`; vf_straighten puts sums of these in order. */
+static inline void vf_join_i16x2(const int8_t *a, const int8_t *b, vf *first, vf *second)
+{
+    const __m256i x = _mm256_castps_si256(vf_load_i16x2(a)), y = _mm256_castps_si256(vf_load_i16x2(b));
+    *first = _mm256_castsi256_ps(_mm256_unpacklo_epi16(x, y));
+    *second = _mm256_castsi256_ps(_mm256_unpackhi_epi16(x, y));
+}
+static inline void vf_straighten(vf sums[2])
+{
+    const vf x = sums[0], y = sums[1];
+    sums[0] = _mm256_permute2f128_ps(x, y, 0x20);
+    sums[1] = _mm256_permute2f128_ps(x, y, 0x31);
+}
+/* Joins whole vectors of bytes, in steps that more units of processors take. Of sixteen neighbours the first
+ * eight go to `first` and `second`, the others to `third` and `fourth`, those at even places before those at
+ * odd ones; vf_straighten_wide puts sums of these in order. */
+static inline void vf_join_wide_i16x2(const int8_t *a, const int8_t *b, vf *first, vf *second, vf *third,
+                                      vf *fourth)
+{
+    const __m256i x = _mm256_loadu_si256((const __m256i *)a), y = _mm256_loadu_si256((const __m256i *)b),
+                  low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
+    *first = _mm256_castsi256_ps(_mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8));
+    *second = _mm256_castsi256_ps(_mm256_srai_epi16(low, 8));
+    *third = _mm256_castsi256_ps(_mm256_srai_epi16(_mm256_slli_epi16(high, 8), 8));
+    *fourth = _mm256_castsi256_ps(_mm256_srai_epi16(high, 8));
+}
+static inline void vf_straighten_wide(vf sums[4])
+{
+    vf ordered[4];
+    UNROLL(4)
+    for (int i = 0; i < 4; i += 2) {
+        ordered[i] = _mm256_unpacklo_ps(sums[i], sums[i + 1]);
+        ordered[i + 1] = _mm256_unpackhi_ps(sums[i], sums[i + 1]);
+    }
+    UNROLL(4)
+    for (int i = 0; i < 2; i++) {
+        sums[i] = _mm256_permute2f128_ps(ordered[2 * i], ordered[2 * i + 1], 0x20);
+        sums[2 + i] = _mm256_permute2f128_ps(ordered[2 * i], ordered[2 * i + 1], 0x31);
+    }
+}
+static inline vf vf_of_i32(vf sums) { return _mm256_cvtepi32_ps(_mm256_castps_si256(sums)); }
+static inline vf vf_totals_i32(const vf v[VF_LANES]) { return vf_of_i32(v_totals(v, true)); }
+/* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers, at most the greatest one. */
+static inline vf vf_narrow_i16x2(vf first, vf second)
+{
+    const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(first), _mm256_cvtps_epi32(second));
+    return _mm256_castsi256_ps(_mm256_permute4x64_epi64(both, 0xd8));
+}
+/* The greater of the magnitude of x and a number that is not negative; and the greatest lane of such numbers.
+ * NaN is greater than all numbers. */
+static inline vf vf_greater(vf x, vf most)
+{
+    const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+    return _mm256_castsi256_ps(_mm256_max_epi32(magnitude, _mm256_castps_si256(most)));
+}
+static inline float vf_greatest(vf v)
+{
+    const __m256i all = _mm256_castps_si256(v);
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    x = _mm_max_epi32(x, _mm_unpackhi_epi64(x, x));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(x));
 }
 
 static inline vd vd_sub(vd a, vd b) { return _mm256_sub_pd(a, b); }

@@ -433,15 +433,22 @@ static inline vd vd_totals_of_few(const vd v[V_FEW])
     return vd_add(_mm512_shuffle_f64x2(sum, sum, 0x88), _mm512_shuffle_f64x2(sum, sum, 0xdd));
 }
 
-#ifdef __AVX512VNNI__
 /* Two sixteen-bit integers in a lane, with sums of 32 bits. vf_fma_i16x2 adds both products of a lane to c.
- */
-#    define V_I16X2
+ * V_I8X4: there are dot products of bytes, too. */
+#ifdef __AVX512VNNI__
+#    define V_I8X4
 static inline vf vf_fma_i16x2(vf a, vf b, vf c)
 {
     return _mm512_castsi512_ps(
         _mm512_dpwssd_epi32(_mm512_castps_si512(c), _mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
+#else
+static inline vf vf_fma_i16x2(vf a, vf b, vf c)
+{
+    return v_add_lanes(_mm512_castsi512_ps(_mm512_madd_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b))),
+                       c, true);
+}
+#endif
 static inline __m512i v_load_i16(const int8_t *p)
 {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
@@ -526,7 +533,6 @@ static inline float vf_greatest(vf x)
     memcpy(&greatest, &bits, sizeof greatest);
     return greatest;
 }
-#endif
 
 #ifdef __AVX512BF16__
 /* Two bfloat16 in a lane. vf_fma_bf16x2 adds both products of a lane to c; subnormal numbers count as 0. */

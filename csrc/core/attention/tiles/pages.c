@@ -46,7 +46,7 @@ bool am_find_runs(const am_attn *f, const am_array *t, const am_attn_place *at, 
     const page_place begin = page_place_of(p, at, keys.begin);
     const ptrdiff_t s = begin.sequence, end = am_min(p->lengths[s], begin.token + am_length(keys));
     *rows = am_min(p->size, AM_FLASH_TILE);
-    if (begin.token >= end || AM_FLASH_TILE % *rows != 0 || *rows % 2 != 0) return false;
+    if (begin.token >= end || AM_FLASH_TILE % *rows != 0 || *rows % 4 != 0) return false;
     if (p->size > AM_FLASH_TILE ? begin.inside + AM_FLASH_TILE > p->size : begin.inside != 0) return false;
     if (p->starts && keys.end > p->starts[s + 1]) return false;
     const ptrdiff_t first = am_max(0, p->used[s] - begin.token) / *rows;

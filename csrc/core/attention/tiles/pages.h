@@ -4,8 +4,8 @@
 
 #include "core/attention/base.h"
 
-/* The runs of an unpacked tile, whose length is even, and the first of the next tile. */
-enum { AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1 };
+/* The runs of an unpacked tile, whose length is a multiple of four, and the first of the next tile. */
+enum { AM_MOST_RUNS = AM_FLASH_TILE / 4 + 1 };
 
 /* Tokens of one sequence that lie one after the other, from some key on: all, if they lie in no pages. */
 typedef struct {

@@ -168,7 +168,7 @@ static inline __attribute__((always_inline)) void scale_dots_i4(const int rows, 
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
             float *to = logits + r * AM_FLASH_TILE + j;
-            const vf unit = vf_set1(q[(r + 1) * q_stride - VF_LANES]);
+            const vf unit = vf_set1(q[(r + 1) * q_stride - UNIT_LANES]);
             vf_store(to, at->channel > 0 ? vf_fma(sums[r], unit, vf_load(to)) : vf_mul(sums[r], unit));
         }
     }

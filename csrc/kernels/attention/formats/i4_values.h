@@ -57,8 +57,8 @@ static inline __attribute__((always_inline)) void weigh_groups_i4(const part_i4 
         const __mmask16 some = _mm512_cmp_ps_mask(greatest, vf_set1(0), _CMP_NEQ_UQ),
                         in_range = _mm512_cmp_ps_mask(greatest, vf_set1(0x1p-100f), _CMP_GT_OQ) &
                                    _mm512_cmp_ps_mask(greatest, vf_set1(INFINITY), _CMP_LT_OQ);
-        const vf factors = _mm512_maskz_div_ps(some & in_range, vf_set1(MOST_I16), greatest),
-                 units = _mm512_maskz_div_ps(in_range, greatest, vf_set1(MOST_I16));
+        const vf factors = _mm512_maskz_div_ps(some & in_range, vf_set1(HIGHEST), greatest),
+                 units = _mm512_maskz_div_ps(in_range, greatest, vf_set1(HIGHEST));
         UNROLL(4)
         for (int r = 0; r < rows; r++) {
             const vf factor = r == 0   ? _mm512_shuffle_ps(factors, factors, 0x00)

@@ -21,6 +21,9 @@
 #    define SUMS VOP
 #    define ROW_UNIT(block, r) UNIT
 #endif
+#ifndef MOST_SUMS /* where products take registers as well: fewer than DOT_SUMS */
+#    define MOST_SUMS DOT_SUMS
+#endif
 #ifndef PARTS
 #    define PARTS 1
 #    define PART_OF(x, part) (x)
@@ -239,9 +242,9 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, const FROM(dot_o
 #define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
     switch (rows) {
         DOTS(1, 8)
-        DOTS(2, DIVISOR(DOT_SUMS / 2))
-        DOTS(3, DIVISOR(DOT_SUMS / 3))
-        DOTS(4, DOT_SUMS / 4)
+        DOTS(2, DIVISOR(MOST_SUMS / 2))
+        DOTS(3, DIVISOR(MOST_SUMS / 3))
+        DOTS(4, MOST_SUMS / 4)
     }
 #undef DIVISOR
 #undef DOTS
@@ -252,7 +255,7 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, const FROM(dot_o
 static __attribute__((nonnull)) void
 FROM(dots_of_four)(const FROM(dot_operands) * x, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
 {
-    FROM(dots_of_rows)(4, DOT_SUMS / 4, *x, prefetch, wait, turns);
+    FROM(dots_of_rows)(4, MOST_SUMS / 4, *x, prefetch, wait, turns);
 }
 
 /* Where value 0 of a tile would be if all were in the run of value i. */
@@ -268,6 +271,14 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     find_live(block, tile, &begin, &end);
     prefetch_lines none = prefetch_nothing(tile->k.data);
     const T *q = QUERIES(block);
+#ifdef HALVES /* sums of each row of halves, before they are joined */
+    T sums[HALVES > 1 ? HALVES * AM_FLASH_ROWS * AM_FLASH_TILE : 1];
+    am_flash_rows halves = *block;
+    const am_flash_rows *of_rows = block;
+    halves.rows *= HALVES;
+    if (HALVES > 1) halves.logits = sums;
+    block = &halves;
+#endif
     const row_runs runs = runs_behind(&tile->k, begin, 1, 0);
     /* Turns would take 1.02 of the time for keys of one byte, of which memory delivers enough. */
     const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
@@ -309,6 +320,14 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
                 FROM(dots)(rows < 4 ? rows : 4, &x, r == 0 ? prefetch : &none);
         }
     }
+#ifdef HALVES
+    for (ptrdiff_t r = 0; HALVES > 1 && r < of_rows->rows; r++) {
+        const T *high = sums + HALVES * r * AM_FLASH_TILE, *low = high + AM_FLASH_TILE;
+        T *to = (T *)of_rows->logits + r * AM_FLASH_TILE;
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES)
+            VOP(store)(to + i, VOP(fma)(VOP(set1)(256), VOP(load)(high + i), VOP(load)(low + i)));
+    }
+#endif
 }
 
 /* Multiplies products by the units of their rows, or P by UNIT, and both by the scales of keys or values. P
@@ -364,6 +383,8 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
 }
 
 #undef AT_ONCE
+#undef HALVES
+#undef MOST_SUMS
 #undef FIND_P
 #undef PARTS
 #undef PART_OF
