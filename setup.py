@@ -52,7 +52,7 @@ X86_LEVELS = {
     "avx512bf16": AVX512BF16,
     "amx": AMX,
 }
-ARM_LEVELS = {"neonbf16": ["-march=armv8.2-a+bf16"]}
+ARM_LEVELS = {"neondot": ["-march=armv8.2-a+dotprod"], "neonbf16": ["-march=armv8.2-a+bf16"]}
 # What a level has of its own, a file among kernels each; core/runtime/isa.c takes the rest from the level below.
 ALL = [
     "arrays",
@@ -72,6 +72,7 @@ TOPICS = {
     "avx2": [*ALL, "kv_i16x2"],
     "avx512": [*ALL, "kv_i16x2"],
     "avx512vnni": ["kv_i16x2"],
+    "neondot": ["kv_i16x2"],
 }
 BF16X2 = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # also emulated at the baseline, in builds for tests
 TOPICS |= {"avx512bf16": [*BF16X2, "kv_f8x2"], "amx": ["flash_amx"], "neonbf16": BF16X2}
@@ -92,14 +93,14 @@ LOOPS_IN_LOOPS = {
 NO_PRE = ["-fno-tree-pre"]
 # What assemblers may not know that are older than their compiler.
 INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
-INSTRUCTIONS["neonbf16"] = "bfdot v0.4s, v0.8h, v0.8h"
+INSTRUCTIONS |= {"neondot": "sdot v0.4s, v0.16b, v0.16b", "neonbf16": "bfdot v0.4s, v0.8h, v0.8h"}
 # About how long a file takes to compile: the longest begin first, and a person is told how long all may take.
 SECONDS = {
     **{f"baseline/{topic}": 1.8 for topic in ALL},
     **{f"avx2/{topic}": 1.8 for topic in TOPICS["avx2"]},
     **{f"avx512/{topic}": 2.3 for topic in TOPICS["avx512"]},
     **{f"{level}/{topic}": 2.5 for level in ("avx512bf16", "neonbf16") for topic in TOPICS[level]},
-    "avx512vnni/kv_i16x2": 2.3,
+    **{f"{level}/kv_i16x2": 2.3 for level in ("avx512vnni", "neondot")},
     "amx/flash_amx": 0.5,
 }
 
@@ -274,7 +275,7 @@ class BuildExt(build_ext):
         }
 
         def kernel(topic: str, level: str) -> Unit:
-            written_out = level in ("baseline", "neonbf16") and topic != "arrays"
+            written_out = level in ("baseline", *ARM_LEVELS) and topic != "arrays"
             its_flags = [*of_kernels, *(less if written_out else []), *(no_pre if topic != "arrays" else [])]
             its_flags += [*levels[level], f"-DLEVEL={level}"]
             if ALIGNED[1] in its_flags and no_pre:

@@ -32,12 +32,14 @@ CORES = {  # how many vectors it multiplies and adds in a cycle
     "neoverse-v2": 4,
     "apple-m1": 4,
 }
-# Instruction -> numbers that it multiplies and adds to others, by the type of its lanes.
-PRODUCTS = {"fmla": {"4s": 4, "2d": 2}, "bfdot": {"4s": 8}, "bfmmla": {"4s": 16}, "sdot": {"4s": 16}}
+# Instruction -> numbers that it multiplies and adds to others, by the type of its lanes. Two sdot multiply sixteen
+# numbers, one by their high bytes and one by the low ones.
+PRODUCTS = {"fmla": {"4s": 4, "2d": 2}, "bfdot": {"4s": 8}, "bfmmla": {"4s": 16}, "sdot": {"4s": 8}}
 ITERATIONS = 100
 
 F32, I8, F8 = (f"kernels/attention/{name}.h" for name in ("flash_f32", "formats/kv_i8", "formats/kv_f8"))
 BF16, BF16X2 = (f"kernels/attention/{name}.h" for name in ("formats/kv_bf16", "flash_bf16x2"))
+I16X2 = "kernels/attention/formats/kv_i16x2.c"
 BF16X2_KEYS = "kernels/attention/formats/kv_bf16x2.c"
 LINEAR = "kernels/linear/linear_f32.h"
 
@@ -66,12 +68,12 @@ def keys(suffix: str, rows: int, number: int) -> tuple[str, str]:
     return f"factors_{suffix} x, vf *sums, prefetch_lines *lines", call
 
 
-def values(suffix: str) -> tuple[str, str]:
-    """A row of weights times unpacked values."""
+def values(suffix: str, rows: int = 1) -> tuple[str, str]:
+    """Rows of weights times unpacked values."""
     how = f"(reading_{suffix}){{.lines = 2, .prefetch = lines, .runs = true}}"
     return (
         f"operands_{suffix} x, prefetch_lines *lines",
-        f"x.a_column = 1, product_of_{suffix}(1, 4, x, {how}, true)",
+        f"x.a_column = 1, product_of_{suffix}({rows}, 4, x, {how}, true)",
     )
 
 
@@ -88,6 +90,9 @@ LOOPS = [
     Loop("bfloat16, keys of four", BF16, *keys("bf16", 4, 4)),
     Loop("bfloat16, values", BF16, *values("bf16")),
     Loop("float8, keys of a query", F8, *keys("f8", 1, 8)),
+    Loop("neondot, int8, keys of a query", I16X2, *keys("i16x2", 2, 8), "neondot"),
+    Loop("neondot, int8, keys of two", I16X2, *keys("i16x2", 4, 4), "neondot"),
+    Loop("neondot, int8, values", I16X2, *values("i16x2", 2), "neondot"),
     Loop("neonbf16, packed", BF16X2, *packed("bf16x2"), "neonbf16"),
     Loop("neonbf16, keys of a query", BF16X2_KEYS, *keys("bf16x2", 1, 8), "neonbf16"),
 ]
@@ -248,9 +253,9 @@ def main() -> None:
         print(f"arm: skipped, as there is no {'compiler for aarch64' if mca else 'llvm-mca'}: {NEEDS}")
         return
     print(f"Modelled by {Path(mca).name} for {core}, not timed; per 1,000 products that are added up.\n")
-    print(" " * 26 + "".join(f"{name:>8}: instr.   cycles  of peak" for name in found))
+    print(" " * 30 + "".join(f"{name:>8}: instr.   cycles  of peak" for name in found))
     for loop in LOOPS:
-        row = f"{loop.name:26}"
+        row = f"{loop.name:30}"
         for compiler in found.values():
             at = model(mca, core, compiler, loop)
             row += f"{at.instructions * 1000:16.0f}{at.cycles * 1000:9.0f}{at.share:9.0%}"

@@ -203,8 +203,8 @@ static inline void am_plan_rows(am_prefetch_plan *plan, am_prefetch_rows rows)
 }
 
 /* Rows of keys or values in memory, `stride` bytes apart: one behind the other, or in runs of `run` rows
- * each, a power of two. Runs begin at these addresses, which all heads share: they are as far from each other
- * as those of the rows, of which the first is at `data`. */
+ * each, a power of two from 4 on. Runs begin at these addresses, which all heads share: they are as far from
+ * each other as those of the rows, of which the first is at `data`. */
 typedef struct {
     const void *data;
     ptrdiff_t stride, run; /* run: 0 if not in runs */
@@ -588,6 +588,7 @@ AM_EACH_TOPIC(AM_DECLARE, baseline)
 AM_EACH_TOPIC(AM_DECLARE, avx2)
 AM_EACH_TOPIC(AM_DECLARE, avx512)
 /* What other levels have of their own; the baseline emulates bf16x2 in builds for tests. */
+AM_DECLARE(kv_i16x2, neondot)
 AM_DECLARE(kv_i16x2, avx2)
 AM_DECLARE(kv_i16x2, avx512)
 AM_DECLARE(kv_i16x2, avx512vnni)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 X86_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
-ARM_LEVELS = ("baseline", "neonbf16")
+ARM_LEVELS = ("baseline", "neondot", "neonbf16")
 ISA_LEVELS = ARM_LEVELS if platform.machine().lower() in ("aarch64", "arm64") else X86_LEVELS
 # Sanitizers change times and the use of memory, so neither is tested under them.
 ASAN, TSAN = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))

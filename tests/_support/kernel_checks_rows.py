@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from environment import ARM_LEVELS, ISA_LEVELS
 from kernel_checks import BF16, compare, numbers, pick, same
 from kernel_table import CONSTANTS, Kernel, Memory, structure
 from reference_kernels import MOST_I16, Bounded, packed_keys, packed_values, unwritten
@@ -321,9 +322,14 @@ def check_units(dst: np.ndarray, values: np.ndarray, most: float) -> tuple[np.nd
 
 
 def check_pack_i16x2(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
-    lanes = -(-depth // 32) * 16
-    usual, units = check_units(dst, values, most_in_i16(depth))
-    packed = dst[usual].view(np.int16)[:, : 2 * lanes].astype(np.float64)
+    """Two integers a lane; on Arm their high bytes, and half a row behind their low ones, four a lane."""
+    whole, halves = -(-depth // 32) * 32, ISA_LEVELS is ARM_LEVELS
+    usual, units = check_units(dst, values, min(most_in_i16(depth), MOST_I4 if halves else MOST_I16))
+    if halves:
+        high, low = dst[usual].view(np.int8).reshape(-1, 2, 2 * dst.shape[1])[..., :whole].swapaxes(0, 1)
+        packed = 256.0 * high + low
+    else:
+        packed = dst[usual].view(np.int16)[:, :whole].astype(np.float64)
     assert not packed[:, depth:].any(), depth
     assert (abs(packed[:, :depth] * units - values[usual]) <= 0.51 * units).all(), depth
 

@@ -497,7 +497,7 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         old = [draw_state(rng, arithmetic, rows, out_depth, rounds) for _ in range(heads)]
         for p in problems:
             p.v[:, :1] = pick(rng, [1, p.v[:, :1]])
-        run = pick(rng, [0, 0, 2, 4, 16, 64])
+        run = pick(rng, [0, 0, 4, 8, 16, 64])
         scales = draw_scales(rng, arithmetic) if width == 1 else (None, None)
         options = run, [scales] * heads, float_weights
         new = run_unpacked(kernel, rng, arithmetic, problems, old, *options)

@@ -3,7 +3,7 @@
 import kernel_checks_i4
 import numpy as np
 import pytest
-from environment import X86_LEVELS, with_doors
+from environment import ARM_LEVELS, X86_LEVELS, with_doors
 from kernel_checks import CHECKS as PLAIN_CHECKS
 from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
@@ -36,7 +36,7 @@ CHECKS = {
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
 }
-LEVELS_WITH_I16X2 = X86_LEVELS[X86_LEVELS.index("avx2") :]
+LEVELS_WITH_I16X2 = (*X86_LEVELS[X86_LEVELS.index("avx2") :], *ARM_LEVELS[1:])
 LEVELS_WITH_VNNI = X86_LEVELS[X86_LEVELS.index("avx512vnni") :]
 FOUR_BITS_AT = {"flash_f32": LEVELS_WITH_VNNI, "flash_bf16x2": ("avx512bf16",), "flash_amx": ("amx",)}
 QUERY_PACKERS = {

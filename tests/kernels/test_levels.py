@@ -1,7 +1,7 @@
 """Which kernels a level, type and use get, and which level a processor: all that are known, here or not."""
 
 import pytest
-from environment import ISA_LEVELS, X86_LEVELS, multiplies_bf16, with_doors
+from environment import ARM_LEVELS, ISA_LEVELS, X86_LEVELS, multiplies_bf16, with_doors
 from kernel_table import type_of
 
 from attnmask import _core
@@ -11,7 +11,7 @@ F32, F64, BF16, I8, F8 = "float32", "float64", "bfloat16", "int8", "float8_e4m3f
 GRADIENTS, PACKED, ROWS = "attention, gradients", "attention, packed keys", "attention, rows of keys"
 LINEAR = ("linear attention", "linear attention, gradients", "linear attention, a token")
 COMPILED = dict(zip(X86_LEVELS, ("baseline", "avx2", "avx512", "avx512", "avx512", "avx512"), strict=True))
-COMPILED["neonbf16"] = "baseline"
+COMPILED |= dict.fromkeys(ARM_LEVELS, "baseline")
 
 
 def by(topic: str, neonbf16: str | None = None, **others: str) -> dict[str, str]:
@@ -28,7 +28,7 @@ LINEAR_BF16X2 = by(
 )
 BY_I16X2 = by(
     "kv_i8", avx2="kv_i16x2 avx2", avx512="kv_i16x2 avx512", avx512vnni="kv_i16x2 avx512vnni"
-)
+) | dict.fromkeys(ARM_LEVELS[1:], "kv_i16x2 neondot")
 TABLE = {  # of queries, keys, and use: the kernels at each level
     **{
         (query, key, use): by(topic)

@@ -23,17 +23,28 @@ def test_without_the_packages():
     assert re.fullmatch(r"arm: skipped, as there is no llvm-mca: apt install .*\n", result.stdout)
 
 
-@pytest.mark.parametrize("name", ["GCC", "Clang"])
-def test_products_fill_the_pipelines(name):
-    """None is spilled, and bfloat16 takes half of the cycles."""
+def models_of(name: str, *loops: str) -> list:
+    """The models of some loops by a compiler."""
     arm = runpy.run_path(str(SCRIPT))
     mca, compiler = arm["newest"]("llvm-mca"), arm["compilers"]().get(name)
     if not mca or not compiler or not arm["understands"](compiler):
         pytest.skip(f"needs {name} for aarch64 and llvm-mca")
     if int(re.search(r"version (\d+)", arm["run"]([mca, "--version"], ""))[1]) < 17:
         pytest.skip("llvm-mca before version 17 knows no pipelines of Neoverse V1")
-    loops = {loop.name: loop for loop in arm["LOOPS"]}
-    names = "float32, packed", "linear attention", "neonbf16, packed"
-    models = [arm["model"](mca, "neoverse-v1", compiler, loops[name]) for name in names]
+    known = {loop.name: loop for loop in arm["LOOPS"]}
+    return [arm["model"](mca, "neoverse-v1", compiler, known[loop]) for loop in loops]
+
+
+@pytest.mark.parametrize("name", ["GCC", "Clang"])
+def test_products_fill_the_pipelines(name):
+    """None is spilled, and bfloat16 takes half of the cycles."""
+    models = models_of(name, "float32, packed", "linear attention", "neonbf16, packed")
     assert all(at.share > 0.9 for at in models), models
     assert models[0].cycles > 1.9 * models[2].cycles, models
+
+
+@pytest.mark.parametrize("name", ["GCC", "Clang"])
+@pytest.mark.parametrize("loop", ["int8, keys of a query", "int8, values"])
+def test_dot_products_of_bytes_take_a_fraction(name, loop):
+    floats, integers = models_of(name, loop, f"neondot, {loop}")
+    assert floats.cycles > 4 * integers.cycles, (floats, integers)

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #if defined(__aarch64__)
-enum { BASELINE, NEONBF16, LEVELS, TOP = LEVELS - 1 };
+enum { BASELINE, NEONDOT, NEONBF16, LEVELS, TOP = LEVELS - 1 };
 #else
 enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS, TOP = LEVELS - 1 };
 #endif
@@ -72,16 +72,23 @@ static am_vendor vendor(void)
 #        include <sys/auxv.h>
 static int highest_level(void)
 {
-    enum { HWCAP2_HAS_BF16 = 1 << 14 }; /* HWCAP2_BF16, which older headers lack */
-    return getauxval(AT_HWCAP2) & HWCAP2_HAS_BF16 ? NEONBF16 : BASELINE;
+    /* HWCAP_ASIMDDP and HWCAP2_BF16, which older headers lack. */
+    enum { HWCAP_HAS_DOT = 1 << 20, HWCAP2_HAS_BF16 = 1 << 14 };
+    if (!(getauxval(AT_HWCAP) & HWCAP_HAS_DOT)) return BASELINE;
+    return getauxval(AT_HWCAP2) & HWCAP2_HAS_BF16 ? NEONBF16 : NEONDOT;
 }
 #    elif defined __aarch64__ && defined __APPLE__
 #        include <sys/sysctl.h>
-static int highest_level(void)
+static bool has_feature(const char *name)
 {
     int has = 0;
     size_t size = sizeof has;
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, NULL, 0) == 0 && has ? NEONBF16 : BASELINE;
+    return sysctlbyname(name, &has, &size, NULL, 0) == 0 && has;
+}
+static int highest_level(void)
+{
+    if (!has_feature("hw.optional.arm.FEAT_DotProd")) return BASELINE;
+    return has_feature("hw.optional.arm.FEAT_BF16") ? NEONBF16 : NEONDOT;
 }
 #    else
 static int highest_level(void) { return BASELINE; }
@@ -101,6 +108,7 @@ static const struct {
 } levels[LEVELS] = {
     {"baseline", AM_ANY_VENDOR},
 #ifdef __aarch64__
+    {"neondot", AM_ANY_VENDOR},
     {"neonbf16", AM_ANY_VENDOR},
 #else
     {"avx2", AM_ANY_VENDOR},     {"avx512", AM_ANY_VENDOR}, {"avx512vnni", AM_ANY_VENDOR},
@@ -121,6 +129,8 @@ enum { BUILT = AVX512 };
 enum { BUILT = AVX2 };
 #elif defined AM_HAVE_NEONBF16
 enum { BUILT = NEONBF16 };
+#elif defined AM_HAVE_NEONDOT
+enum { BUILT = NEONDOT };
 #else
 enum { BUILT = BASELINE };
 #endif
@@ -162,6 +172,9 @@ static const row rows[] = {
 #ifdef AM_EMULATE
     BY_BF16X2(flash_bf16x2, baseline, BASELINE),
     WHOLE(linear_bf16x2, baseline, BASELINE, BASELINE),
+#endif
+#ifdef AM_HAVE_NEONDOT
+    WHOLE(kv_i16x2, neondot, NEONDOT, TOP),
 #endif
 #ifdef AM_HAVE_NEONBF16
     BY_BF16X2(flash_bf16x2, neonbf16, NEONBF16),

@@ -388,6 +388,83 @@ static inline vf vf_join_bf16x2(vf low, vf high)
 }
 #endif
 
+#ifdef __ARM_FEATURE_DOTPROD
+/* Four bytes in a lane, with sums of 32 bits. vf_fma_i8x4 adds the four products of a lane to c. */
+#    define V_HALVES
+static inline vf vf_fma_i8x4(vf a, vf b, vf c)
+{
+    return (vf)vdotq_s32((int32x4_t)c, (int8x16_t)a, (int8x16_t)b);
+}
+/* vf_fma_i8x4 where all lanes of the first vector are one number. */
+static inline vf vf_fma_one_i8x4(vf one, vf b, vf c)
+{
+    __asm__("sdot\t%0.4s, %1.16b, %2.4b[0]" : "+w"(c) : "w"(b), "w"(one[0]));
+    return c;
+}
+static inline vf vf_load_i8x4(const int8_t *p) { return (vf)vld1q_s8(p); }
+static inline vf vf_load_part_i8x4(const int8_t *p, ptrdiff_t count)
+{
+    int8_t all[4 * VF_LANES] = {0};
+    memcpy(all, p, (size_t)count);
+    return vf_load_i8x4(all);
+}
+/* Copies up to eight bytes, and makes the others up to there `rest`. */
+static inline void v_copy_some_8(void *to, const void *from, ptrdiff_t count, int rest)
+{
+    memset(to, rest, 2 * VF_LANES);
+    memcpy(to, from, (size_t)count);
+}
+/* Joins the numbers of four rows: eight of each row to two vectors, or sixteen to four, in order. */
+static inline void vf_join_i8x4(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d, vf *first,
+                                vf *second)
+{
+    const int8x8x2_t ab = vzip_s8(vld1_s8(a), vld1_s8(b)), cd = vzip_s8(vld1_s8(c), vld1_s8(d));
+    const v_bytes low = (v_bytes)vcombine_s8(ab.val[0], ab.val[1]),
+                  high = (v_bytes)vcombine_s8(cd.val[0], cd.val[1]);
+    *first = (vf)v_zip_16(low, high, false), *second = (vf)v_zip_16(low, high, true);
+}
+static inline void vf_join_wide_i8x4(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d,
+                                     vf *first, vf *second, vf *third, vf *fourth)
+{
+    const v_bytes row[] = {(v_bytes)vld1q_s8(a), (v_bytes)vld1q_s8(b), (v_bytes)vld1q_s8(c),
+                           (v_bytes)vld1q_s8(d)};
+    vf *const to[] = {first, second, third, fourth};
+    UNROLL(4)
+    for (int i = 0; i < 4; i++)
+        *to[i] = (vf)v_zip_16(v_zip_8(row[0], row[1], i / 2), v_zip_8(row[2], row[3], i / 2), i % 2);
+}
+static inline void vf_straighten(vf sums[2]) { (void)sums; }
+static inline void vf_straighten_wide(vf sums[4]) { (void)sums; }
+static inline vf vf_join_halves_i32(vf high, vf low) { return (vf)(((v_words)high << 8) + (v_words)low); }
+static inline vf vf_of_i32(vf sums) { return __builtin_convertvector((v_words)sums, vf); }
+static inline vf vf_totals_i32(const vf v[VF_LANES])
+{
+    vf transposed[VF_LANES] = {v[0], v[1], v[2], v[3]};
+    vf_transpose(transposed);
+    const v_words left = (v_words)transposed[0] + (v_words)transposed[2],
+                  right = (v_words)transposed[1] + (v_words)transposed[3];
+    return vf_of_i32((vf)(left + right));
+}
+/* Rounds numbers of up to 127 * 257 to integers 256 high + low: vectors of high bytes and of low ones. */
+static inline void vf_narrow_i8x4(const vf x[4], vf halves[2])
+{
+    int16x8_t y[2];
+    UNROLL(2)
+    for (int i = 0; i < 2; i++)
+        y[i] = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(x[2 * i])), vcvtnq_s32_f32(x[2 * i + 1]));
+    const int16x8_t half = vdupq_n_s16(128); /* so that high bytes are rounded */
+    halves[0] = (vf)vuzp2q_s8((int8x16_t)vaddq_s16(y[0], half), (int8x16_t)vaddq_s16(y[1], half));
+    halves[1] = (vf)vuzp1q_s8((int8x16_t)y[0], (int8x16_t)y[1]);
+}
+/* The greater of the magnitude of x and a number that is not negative; and the greatest lane of such numbers.
+ * NaN is greater than all numbers. */
+static inline vf vf_greater(vf x, vf most)
+{
+    return (vf)vmaxq_u32(vreinterpretq_u32_f32(vabsq_f32(x)), vreinterpretq_u32_f32(most));
+}
+static inline float vf_greatest(vf x) { return am_float_of_bits(vmaxvq_u32(vreinterpretq_u32_f32(x))); }
+#endif
+
 typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
 static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }

@@ -85,8 +85,10 @@ static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_stride, ptr
         for (ptrdiff_t i = 0; i < whole; i += CHUNK) {
             vf x[INTEGERS];
             UNROLL(2)
-            for (int j = 0; j < INTEGERS; j += 2)
-                load_two(from + i + j * VF_LANES, head_dim - i - j * VF_LANES, &x[j], &x[j + 1]);
+            for (int j = 0; j < INTEGERS; j += 2) {
+                const ptrdiff_t begin = i + j * VF_LANES, left = head_dim > begin ? head_dim - begin : 0;
+                load_two(from + begin, left, &x[j], &x[j + 1]);
+            }
             store_rounded(to + i / INTEGERS, x, INTEGERS, factor, stride / 2);
         }
     }
