@@ -378,6 +378,7 @@ def long_calls() -> dict:
         "gradients of peaks": lambda out: attnmask.flash_attention_bwd(**gradient, normalize_output=False),
         "gradients of keys that no query sees": lambda out: attnmask.flash_attention_bwd(**unseen),
         "gradients of sinks": lambda out: attnmask.flash_attention_bwd(**few, **sinks),
+        "tangents": lambda out: attnmask.flash_attention_jvp(**attention, query_tangent=tokens),
         "linear attention": lambda out: attnmask.linear_attention(**linear, decay=-ones.reshape(1)),
         "gradients of linear attention": lambda out: attnmask.linear_attention_vjp(**linear)[1](
             keys[..., :1]
