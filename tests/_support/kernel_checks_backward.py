@@ -116,7 +116,9 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
             b.old, (columns, columns, value_columns), (stride, stride, value_stride), by_channel, strict=True
         )
     ]
-    d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
+    d_bias, d_bias_stride = None, pick(rng, [TILE, 3 * TILE])
+    if b.wants_bias:
+        d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype), d_bias_stride)
     to = [
         sum_in(rng, memory, own, old, count)
         for own, old, count in zip(sums, b.old, (rows, p.columns, p.columns), strict=True)
@@ -145,6 +147,7 @@ def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem,
         d_v=to[2][0],
         terms=terms_in(memory, rng, p.terms),
         d_bias=d_bias,
+        d_bias_stride=d_bias_stride,
         columns=p.columns,
         prefetch=prefetch_of(rng, memory),
     )
