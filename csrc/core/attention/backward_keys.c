@@ -137,7 +137,8 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     const am_attn *f = p->base.attn;
     const am_array *d_out = &p->problem->d_out;
     const am_range tiles = tiles_of(task, at->section);
-    const am_rows_state *state = p->alone ? NULL : am_rows_state_of(p, at); /* else not begun yet */
+    /* Lone blocks are begun by the task itself, which has not come to this one. */
+    const am_rows_state *state = p->alone ? NULL : am_rows_state_of(p, at);
     if (am_length(tiles) <= 0) return;
     if (state && (am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
                   am_sum_of_tile(p, at->section, tiles.end - 1) < state->first))
