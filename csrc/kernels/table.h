@@ -203,8 +203,8 @@ static inline void am_plan_rows(am_prefetch_plan *plan, am_prefetch_rows rows)
 }
 
 /* Rows of keys or values in memory, `stride` bytes apart: one behind the other, or in runs of `run` rows
- * each, a power of two from 4 on. Runs begin at these addresses, which all heads share: they are as far from
- * each other as those of the rows, of which the first is at `data`. */
+ * each, a power of two from 4 on. The first row is at `data`. `runs` has the addresses where runs begin,
+ * which all heads share: only their distances count. */
 typedef struct {
     const void *data;
     ptrdiff_t stride, run; /* run: 0 if not in runs */

@@ -379,14 +379,15 @@ AM_FUNCTION(flash_backward, backward(module, a), PROBLEM, AM_ARG(dout, am_to_arr
 
 /* --- Tangents --- */
 
-/* Reads the tangent of an input: an array of its type and shape, or None. */
-static int to_tangent(am_request *r, PyArrayObject *array, const char *name, PyArrayObject *of, am_array *to)
+/* Reads the tangent of the input `of`, whose name is given: an array of its type and shape, or None. */
+static int to_tangent(am_request *r, PyArrayObject *array, PyArrayObject *of, const char *name, am_array *to)
 {
     if (!array) return 0;
     const am_view v = am_view_of(array), own = am_view_of(of);
     if (v.type != own.type || v.axes != own.axes ||
         memcmp(PyArray_DIMS(array), PyArray_DIMS(of), sizeof(npy_intp) * (size_t)own.axes) != 0)
-        return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &v, "%s must be like what it is of", name));
+        return am_raise_refused(
+            r, am_refuse(r, AM_WRONG_VALUE, &v, "%s_tangent must have the type and shape of %s", name, name));
     *to = am_tokens_of(&v);
     return 0;
 }
@@ -403,7 +404,8 @@ static int to_term_tangents(arguments *a, am_attn_tangents *problem)
                           v.shape[0] == own->batch && v.shape[1] == own->head && v.shape[2] == own->token &&
                           v.shape[3] == own->channel;
         if (!fits)
-            return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &v, "bias_tangent must be like bias"));
+            return am_raise_refused(
+                r, am_refuse(r, AM_WRONG_VALUE, &v, "bias_tangent must have the type and axes of bias"));
         const am_view shared = am_shared(v);
         problem->d_bias = am_array_of(&shared, AM_HEADS_FIRST);
     }
@@ -424,9 +426,9 @@ static PyObject *jvp(PyObject *module, arguments *a)
     am_request *r = &a->mask.request;
     am_attn *attn = &r->attn;
     am_attn_tangents problem = {0};
-    if (to_tangent(r, a->query_tangent, "query_tangent", a->query, &problem.d_q) < 0 ||
-        to_tangent(r, a->key_tangent, "key_tangent", a->key, &problem.d_k) < 0 ||
-        to_tangent(r, a->value_tangent, "value_tangent", a->value, &problem.d_v) < 0 ||
+    if (to_tangent(r, a->query_tangent, a->query, "query", &problem.d_q) < 0 ||
+        to_tangent(r, a->key_tangent, a->key, "key", &problem.d_k) < 0 ||
+        to_tangent(r, a->value_tangent, a->value, "value", &problem.d_v) < 0 ||
         to_term_tangents(a, &problem) < 0)
         return NULL;
     npy_intp const dims[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},

@@ -26,7 +26,7 @@ static am_status compute(const am_context *context, am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
     const ptrdiff_t blocks = p->sections.blocks.count * f->heads;
-    am_status status = p->alone ? AM_OK : am_parallel(context, blocks, 1, am_row_stats_task, p);
+    am_status status = p->lone_blocks ? AM_OK : am_parallel(context, blocks, 1, am_row_stats_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
     /* Batch rows that share the numbers of a term add to its gradient in order, too. */
     const ptrdiff_t of_bias = p->bias.sums ? p->bias.shape.batch : f->batch,

@@ -138,7 +138,7 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     const am_array *d_out = &p->problem->d_out;
     const am_range tiles = tiles_of(task, at->section);
     /* Lone blocks are begun by the task itself, which has not come to this one. */
-    const am_rows_state *state = p->alone ? NULL : am_rows_state_of(p, at);
+    const am_rows_state *state = p->lone_blocks ? NULL : am_rows_state_of(p, at);
     if (am_length(tiles) <= 0) return;
     if (state && (am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
                   am_sum_of_tile(p, at->section, tiles.end - 1) < state->first))
@@ -147,7 +147,7 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
                            am_range_at(&p->sections.tiles, tiles.end - 1).end};
     am_plan_rows(plan, am_prefetch_block(&f->q, at, 1));
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
-    if (p->alone) am_plan_rows(plan, am_prefetch_block(&f->out, at, 1));
+    if (p->lone_blocks) am_plan_rows(plan, am_prefetch_block(&f->out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
     const am_range first = am_range_at(&p->sections.tiles, tiles.begin);
     const char *d_bias = am_bias_place(&p->bias, at, first);
@@ -185,8 +185,8 @@ static am_range visits_of(const am_backward_plan *p, const am_key_task *task, co
     return task->splits > 0 ? task->visits : (am_range){0, am_visits_of(p, section)};
 }
 
-/* What a thread does after a section of a task: the next section of that task, or the first one of the next
- * task. Without a task there is nothing left. */
+/* The section that a thread takes next: another one of its task, or the first of the task after it. `task` is
+ * NULL at the end. */
 typedef struct {
     const am_key_task *task;
     const am_section *section;
@@ -314,7 +314,7 @@ static am_status block_step(const am_backward_plan *p, block_walk *walk, const a
     am_rows_state *state = am_rows_state_of(p, walk->at);
     const am_range tiles = tiles_of(walk->task, section);
     am_status status = AM_OK;
-    if (p->alone && tiles.begin < tiles.end) status = am_begin_rows(p, walk->at, s, team);
+    if (p->lone_blocks && tiles.begin < tiles.end) status = am_begin_rows(p, walk->at, s, team);
     if (tiles.begin < tiles.end) am_begin_logits(&p->base, walk->at, &s->terms);
     for (ptrdiff_t begin = tiles.begin, end; status == AM_OK && begin < tiles.end; begin = end) {
         const ptrdiff_t sum = am_sum_of_tile(p, section, begin),

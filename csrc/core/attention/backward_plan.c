@@ -101,13 +101,13 @@ static ptrdiff_t choose(am_backward_plan *p)
     p->k = lengths_of(p, p->base.attn->head_dim), p->v = lengths_of(p, p->base.attn->value_dim);
     am_backward_work all = {.kv_heads = p->base.attn->kv_heads,
                             .tile_bytes = p->k.sums + p->v.sums + p->k.columns + p->v.columns + p->k.panels};
-    p->alone = true;
+    p->lone_blocks = true;
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {
         const am_section *section = &p->sections.list[i];
         const am_backward_work own = count_work(p, section, all.tile_bytes);
         p->sums[i] = am_choose_sums(&own);
         p->splits.divided |= am_visits_of(p, section) > p->sums[i].split_visits;
-        p->alone &= am_length(section->blocks) == 1 && am_length(section->tiles) == 1;
+        p->lone_blocks &= am_length(section->blocks) == 1 && am_length(section->tiles) == 1;
         all.tiles += own.tiles;
         if (own.tiles > all.most) all.most = am_max(all.most, am_most_tiles(&p->base, &p->sections, section));
     }

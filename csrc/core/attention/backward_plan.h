@@ -50,7 +50,7 @@ typedef struct {
         uint32_t *summed;        /* a bit for each tile of a split that has a sum: [kv_heads][slots] */
         char *sums;              /* their d_k and d_v */
     } splits;
-    bool alone;            /* each section is one block and one tile: the task of the tile begins its rows,
+    bool lone_blocks;      /* each section is one block and one tile: the task of the tile begins its rows,
                             * else a pass of their own does */
     int threads;           /* the threads of the call */
     bool in_order;         /* tasks add to the gradient of a term, too: they are in the order of their keys,

@@ -98,7 +98,11 @@ void am_write_tangents(const am_attn_base *base, const am_attn_tangents *problem
     const ptrdiff_t half_panel = base->arithmetic->panel / 2, dim = base->attn->value_dim;
     char *row = block->out;
     for (ptrdiff_t r = 0; r < block->rows; r++, row += block->out_dim * base->size) {
-        double number = 0, of_keys = 0; /* number: of either type */
+        union {
+            float narrow;
+            double wide;
+        } number = {.wide = 0};
+        double of_keys = 0;
         const double factor = end_row(base, sinks ? &sinks[at->head] : NULL, block, r, (char *)&number),
                      lse = am_number(base, &number, 0);
         for (ptrdiff_t i = 0; i < half_panel; i++) of_keys += am_number(base, row, 2 * columns + i);

@@ -79,7 +79,8 @@ static bool is_key_count(const am_attn *attn, ptrdiff_t length)
     return length >= longest;
 }
 
-/* Whether an axis is 1, or as long as its letter says; batch rows may share it with their neighbours. */
+/* Whether an axis has the length that its letter stands for, or 1. Along the batch it may also divide that:
+ * then neighbouring batch rows share a row of the array. */
 static bool is_length(const am_attn *attn, am_axis axis, ptrdiff_t length)
 {
     const am_places *places = &attn->terms.places;

@@ -6,8 +6,8 @@
  * queries or P is 256 high + low, both with signs, which are multiplied as if they were two rows.
  *
  * Keys and values become such integers as they are. Each row of queries, and each row of P of a tile, is
- * rounded to multiples of a unit, of which its greatest number has HIGHEST, or in long rows of queries as
- * many as sums have room for; that is finer than bfloat16.
+ * divided by a unit of its own and rounded. Its greatest number then becomes HIGHEST; in long rows of queries
+ * a smaller integer, so that sums of int32 do not overflow. That is finer than bfloat16.
  * Rows whose greatest number is NaN or Inf, or about the least there is, are multiplied in float32.
  */
 #include "kernels/attention/flash_f32.h"
