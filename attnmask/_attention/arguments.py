@@ -198,6 +198,7 @@ def type_of(row: Argument) -> str:
 
 
 LEARNED = of_kinds(Kind.LEARNED, Kind.TERM)
+MOVED = LEARNED[:5]  # what may have a tangent: inputs, the bias and sinks
 ARRAYS = (*LEARNED, *of_kinds(Kind.MASK, Kind.DATA, Kind.STARTS, Kind.DIAGONAL))
 TRACED = (*ARRAYS, *of_kinds(Kind.SEED))
 NUMBERS = of_kinds(Kind.SCALE, Kind.NUMBER, Kind.CHANCE, Kind.SEED, Kind.SIZE, Kind.FLAG)
@@ -301,7 +302,7 @@ FLASH_ATTENTION_BWD = Function(
     {"dout": _ARRAY} | _INPUTS | {"out": _ARRAY, "lse": _ARRAY} | _ATTENTION | _GRADS | {"dlse": _OPTIONAL},
     "logits_dtype",
 )
-_TANGENTS = [(f"{name}_tangent", _OPTIONAL) for name in LEARNED[:5]]
+_TANGENTS = [(f"{name}_tangent", _OPTIONAL) for name in MOVED]
 FLASH_ATTENTION_JVP = Function(
     "flash_attention_jvp",
     f"tuple[{_EITHER}, {_EITHER}]",

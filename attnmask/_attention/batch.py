@@ -16,7 +16,7 @@ from attnmask._common.types import AnyFunction, Array
 Batch: TypeAlias = tuple[int, ...]  # the lengths of the batch axes; packed sequences may have none
 Pairs: TypeAlias = tuple[int, ...]  # [*batch, H, Tq, Tk]
 
-# Of arrays of any library
+# For arrays of NumPy, PyTorch and JAX alike
 
 
 def folded(array: Any, batch: Batch) -> Any:

@@ -4,14 +4,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from attnmask._attention.arguments import FLASH_ATTENTION_JVP, LEARNED
+from attnmask._attention.arguments import FLASH_ATTENTION_JVP, MOVED
 from attnmask._attention.batch import folded, four_axes, unfolded
 from attnmask._attention.problem import read_problem
 from attnmask._common.arguments import as_array, describe, flag, is_number
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments, Array, Given
-
-_INPUTS, _TERMS = LEARNED[:3], ("bias", "softmax_aux")
 
 
 def _tangent(given: Given, of: str) -> Array | None:
@@ -22,10 +20,12 @@ def _tangent(given: Given, of: str) -> Array | None:
     if given[of] is None:
         raise ValueError(f"{name} must be None without {of}, got {describe(given[name])}")
     array, primal = as_array(given[name], name), as_array(given[of], of)
-    if array.dtype != primal.dtype if of != "softmax_aux" else not is_number(array.dtype):
-        expected = f"{primal.dtype} as {of}" if of != "softmax_aux" else "real numbers"
+    if of == "softmax_aux":  # which may be of any type
+        if not is_number(array.dtype):
+            raise TypeError(f"{name} must be real numbers, got {describe(array)}")
+    elif array.dtype != primal.dtype:
         hint = f"; write {name}.astype({of}.dtype)" if is_number(array.dtype) else ""
-        raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
+        raise TypeError(f"{name} must be {primal.dtype} as {of}, got {describe(array)}{hint}")
     if array.shape != primal.shape:
         raise ValueError(f"{name} must be of shape {primal.shape} as {of}, got {describe(array)}")
     return array
@@ -43,8 +43,7 @@ def attend_with_tangents(args: tuple[object, ...], given: Arguments) -> tuple[_R
             "normalize_output must be True, got False; flash_attention_jvp has no other tangents"
         )
     problem, batch = read_problem(given)
-    query, key, value = (_tangent(given, name) for name in _INPUTS)
-    bias, sinks = (_tangent(given, name) for name in _TERMS)
+    query, key, value, bias, sinks = (_tangent(given, name) for name in MOVED)
     _, queries, heads, _ = problem.query.shape
     if bias is not None:
         pairs = (*(batch or (1,)), heads, queries, problem.key.shape[1])

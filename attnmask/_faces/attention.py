@@ -8,6 +8,7 @@ from attnmask._attention.arguments import (
     KVCACHE_DEFAULTS,
     KVCACHE_NAMES,
     LEARNED,
+    MOVED,
     OF_CACHES,
 )
 from attnmask._attention.batch import Batch
@@ -63,7 +64,7 @@ ATTENTION = Row(
     backward=flash_attention_bwd,
     grads=FlashAttentionGrads,
     jvp=flash_attention_jvp,
-    moved=LEARNED[:5],
+    moved=MOVED,
     cast=LEARNED[:3],
     by_name=True,
     saved=("out", "lse"),

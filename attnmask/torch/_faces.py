@@ -203,6 +203,7 @@ class _Differentiable(_Function):
         super().__init__(row)
         of_results = [f"d{x.name}" for x in row.results]
         self.grads = len(of_results)
+        self.jvp_names = (*self.names, *(f"{x}_tangent" for x in row.moved))
         self.backward_names = (*of_results, *row.saved, *self.names, "wanted")
         made = (
             Argument(f"{d}{x.name}", Kind.DATA, x.layout, None, "") for x in row.results for d in ("d", "")
@@ -264,8 +265,7 @@ class _Differentiable(_Function):
 
     def register_jvp(self, row: Row) -> None:
         """Register the operator of tangents; PyTorch asks for it in forward mode."""
-        tangents = tuple(f"{x}_tangent" for x in row.moved)
-        self.jvp_names = (*self.names, *tangents)
+        tangents = self.jvp_names[len(self.names) :]
         self.layouts |= {f"{x}_tangent": self.layouts[x] for x in row.moved}
         schema = ", ".join((self.operands.schema, *(f"Tensor? {x}" for x in tangents)))
         results = ", ".join(f"Tensor d{x.name}" for x in row.results)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from attnmask._common.arguments import as_array
-from attnmask._common.types import Arguments
+from attnmask._common.types import AnyFunction, Arguments
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
@@ -67,34 +67,28 @@ def transforms(function: Any) -> tuple[Any, Any]:
         grads = operator(*of_results[:count], *saved[:begin], *lists, *ctx.more, wanted)
         return *spread(grads, wanted), *[None] * (len(function.names) - len(wanted))
 
-    class Derivative(torch.autograd.Function):
-        """The base of what has no derivative itself."""
+    def derivative(call: AnyFunction, names: Sequence[str]) -> Any:
+        """Return what calls an operator that has no derivative itself."""
 
-        setup_context = staticmethod(keep_none)
-        backward = staticmethod(no_second)
-        jvp = staticmethod(no_second)
+        class Derivative(torch.autograd.Function):
+            setup_context = staticmethod(keep_none)
+            backward = staticmethod(no_second)
+            jvp = staticmethod(no_second)
 
-    class Backward(Derivative):
-        @staticmethod
-        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
-            with operators.below_autograd():
-                return function.call_backward(*operands)
+            @staticmethod
+            def forward(*operands: object) -> tuple[torch.Tensor, ...]:
+                with operators.below_autograd():
+                    return tuple(call(*operands))
 
-        @staticmethod
-        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
-            rule = operators.mapped(Backward.apply, function.backward_names, tuple, function.folded)
-            return rule(info, in_dims, *operands)
+            @staticmethod
+            def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
+                rule = operators.mapped(Derivative.apply, names, tuple, function.folded)
+                return rule(info, in_dims, *operands)
 
-    class Tangents(Derivative):
-        @staticmethod
-        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
-            with operators.below_autograd():
-                return function.call_jvp(*operands)
+        return Derivative
 
-        @staticmethod
-        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
-            rule = operators.mapped(Tangents.apply, function.jvp_names, tuple, function.folded)
-            return rule(info, in_dims, *operands)
+    Backward = derivative(function.call_backward, function.backward_names)
+    Tangents = derivative(function.call_jvp, function.jvp_names)
 
     class Forward(torch.autograd.Function):
         setup_context = staticmethod(keep)

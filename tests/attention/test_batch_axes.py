@@ -107,7 +107,7 @@ def test_threads(isa, set_threads, axes):
             np.testing.assert_array_equal(got[i], right)
 
 
-# What goes with the rows
+# Masks, segment ids and other arguments by batch row
 
 
 def good(seed=0, dtype=F32, batch=BATCH) -> tuple[dict, np.ndarray]:
@@ -324,7 +324,7 @@ def zeros(*shape) -> np.ndarray:
 
 
 ONE_AXIS = rows_of(good()[0])
-BAD = [  # arguments, of which one is wrong, and what the error says
+BAD = [  # wrong arguments, and what the error says
     ("bias", zeros(2, H, TQ, TK), r"bias must broadcast to \[\*batch, H, Tq, Tk\] = \(2, 3, 4, 20, 30\), got float32 "
      r"array of shape \(2, 4, 20, 30\); write bias\[:, None\]$"),
     ("bias", zeros(2, TQ, TK, H), r"; write np.transpose\(bias, \(0, 3, 1, 2\)\)\[:, None\]$"),

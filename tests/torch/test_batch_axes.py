@@ -3,17 +3,9 @@
 from functools import partial
 
 import pytest
+from batch_axes import BATCH, BIASES, TK, TQ, H
 
 import attnmask
-
-BATCH, TQ, TK, H = (2, 3), 9, 11, 4
-BIASES = {
-    "triangle": (2, 1, H, TQ, TK),
-    "one for all": (1, 1, H, TQ, TK),
-    "each its own": (2, 3, H, TQ, TK),
-    "first axis shared": (1, 3, 1, TQ, TK),
-    "heads": (H, TQ, TK),
-}
 
 
 @pytest.fixture
@@ -114,7 +106,7 @@ def test_narrow(torch, tensors):
 
 
 def test_bad_input(torch, tensors):
-    """What to write is PyTorch's."""
+    """Hints call functions of PyTorch."""
     query, key, value = tensors
     for given, message in (
         ((query, key[:, :1], value), r"key must have batch axes \(2, 3\) .*; write torch.broadcast_to\(key, \(2, 3,"),
