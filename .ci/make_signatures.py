@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
-from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
@@ -160,6 +160,7 @@ STUBS = {  # path: imports, functions
                 table.FLASH_ATTENTION_VJP,
                 table.FLASH_ATTENTION_BWD,
                 table.FLASH_ATTENTION_JVP,
+                table.FLASH_ATTENTION_BWD_VJP,
             ),
         ),
     ),

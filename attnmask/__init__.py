@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from attnmask._attention.flash_attention import (
     flash_attention,
     flash_attention_bwd,
+    flash_attention_bwd_vjp,
     flash_attention_fwd,
     flash_attention_jvp,
     flash_attention_vjp,
 )
 from attnmask._attention.forward import dropout_keep_mask, merge_attention_states, merge_attention_states_vjp
 from attnmask._attention.hints import BwdParams, FwdParams
-from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._cache import attend
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
@@ -95,6 +96,7 @@ __all__ = [
     "AttnmaskWarning",
     "BwdParams",
     "FlashAttentionGrads",
+    "FlashAttentionSecondGrads",
     "FwdParams",
     "KVCache",
     "LinearAttentionGrads",
@@ -119,6 +121,7 @@ __all__ = [
     "dropout_keep_mask",
     "flash_attention",
     "flash_attention_bwd",
+    "flash_attention_bwd_vjp",
     "flash_attention_fwd",
     "flash_attention_jvp",
     "flash_attention_vjp",

@@ -55,6 +55,16 @@ def flash_jvp(
     softmax_aux_tangent: ArrayLike | None,
     /,
 ) -> tuple[Array, Array, Array, Array]: ...
+def flash_backward_vjp(
+    problem: Problem,
+    dout: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    dlse: ArrayLike | None,
+    query_cotangent: ArrayLike | None,
+    key_cotangent: ArrayLike | None,
+    value_cotangent: ArrayLike | None,
+) -> tuple[Array, Array, Array, Array, Array]: ...
 def flash_backward(
     problem: Problem,
     dout: ArrayLike,

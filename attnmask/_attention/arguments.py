@@ -309,6 +309,18 @@ FLASH_ATTENTION_JVP = Function(
     _INPUTS | dict(_TANGENTS[:3]) | _ATTENTION | {"return_lse": _FLAG} | dict(_TANGENTS[3:]),
     "logits_dtype",
 )
+COTANGENTS = {f"{name}_cotangent": _OPTIONAL for name in LEARNED[:3]}
+FLASH_ATTENTION_BWD_VJP = Function(
+    "flash_attention_bwd_vjp",
+    "FlashAttentionSecondGrads",
+    {"dout": _ARRAY}
+    | _INPUTS
+    | {"out": _ARRAY, "lse": _ARRAY}
+    | COTANGENTS
+    | _ATTENTION
+    | {"dlse": _OPTIONAL},
+    "logits_dtype",
+)
 FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     "flash_attention_with_kvcache",
     _EITHER,

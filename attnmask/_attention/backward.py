@@ -34,7 +34,7 @@ def _wanted(given: Given, name: str, key: str) -> Array | None:
     return as_array(given[name], name)
 
 
-def _of_result(
+def of_result(
     array: ArrayLike, name: str, problem: Problem, batch: Batch, may_be_wide: bool = False
 ) -> Array:
     """Return an array like the result, with one batch axis."""
@@ -42,10 +42,10 @@ def _of_result(
     array = as_array(array, name)
     if may_be_wide and dtype.itemsize == 2 and array.dtype == np.float32:
         dtype = array.dtype
-    return _of_rows(array, name, shape, dtype, batch)
+    return of_rows(array, name, shape, dtype, batch)
 
 
-def _of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batch: Batch) -> Array:
+def of_rows(array: ArrayLike, name: str, shape: tuple[int, ...], dtype: DType, batch: Batch) -> Array:
     """Return an array that goes with the result, with one batch axis."""
     given = as_array(array, name)
     if given.dtype != dtype:
@@ -72,10 +72,10 @@ def _backward(
     rows, wide = (*batch, heads, queries), wide_dtype(problem.query.dtype)
     dquery, dkey, dvalue, of_terms = _core.flash_backward(
         problem,
-        _of_result(dout, "dout", problem, batch),
+        of_result(dout, "dout", problem, batch),
         out,
-        _of_rows(lse, "lse", rows, wide, batch),
-        None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batch),
+        of_rows(lse, "lse", rows, wide, batch),
+        None if dlse is None else of_rows(dlse, "dlse", rows, wide, batch),
         tuple(name for name, array in extras.items() if array is not None),
     )
     if len(batch) != 1:
@@ -114,7 +114,7 @@ def attend_backward(args: tuple[object, ...], given: Arguments) -> FlashAttentio
     given = FLASH_ATTENTION_BWD.bind(args, given)
     extras = _extras(given)
     problem, batch = read_problem(given)
-    out = _of_result(given["out"], "out", problem, batch, may_be_wide=True)
+    out = of_result(given["out"], "out", problem, batch, may_be_wide=True)
     return _backward(problem, batch, given["dout"], out, given["lse"], given["dlse"], extras)
 
 

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike  # noqa: F401
 from attnmask._attention.arguments import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_BWD,
+    FLASH_ATTENTION_BWD_VJP,
     FLASH_ATTENTION_FWD,
     FLASH_ATTENTION_JVP,
     FLASH_ATTENTION_VJP,
@@ -17,8 +18,8 @@ from attnmask._attention.arguments import (
 from attnmask._attention.backward import Vjp, attend_backward, attend_with_vjp  # noqa: F401
 from attnmask._attention.forward import attend
 from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
-from attnmask._attention.jvp import attend_with_tangents
-from attnmask._attention.problem import FlashAttentionGrads  # noqa: F401
+from attnmask._attention.jvp import attend_backward_vjp, attend_with_tangents
+from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads  # noqa: F401
 from attnmask._common.loading import _core
 from attnmask._common.types import Array  # noqa: F401
 from attnmask._masks.info import MaskInfo  # noqa: F401
@@ -341,3 +342,44 @@ def flash_attention_jvp(*args, **given):
     (0.6667, 0.6667)
     """
     return attend_with_tangents(args, given)
+
+
+@FLASH_ATTENTION_BWD_VJP
+def flash_attention_bwd_vjp(*args, **given):
+    """Compute second derivatives of attention: the gradients of what `flash_attention_bwd` returns.
+
+    With ``dq, dk, dv = flash_attention_bwd(dout, query, key, value, ...)``, these are the gradients of the number
+    ``Σ dq · query_cotangent + Σ dk · key_cotangent + Σ dv · value_cotangent`` for `dout`, `query`, `key` and `value`
+    ("double backward"), without memory for pairs. As second derivatives are symmetric, those for query, key and value
+    are also how dq, dk and dv change as inputs move along the cotangents: a product with the Hessian of
+    ``Σ dout · out``. The one for `dout` is the tangent of `flash_attention_jvp` along them.
+
+    Parameters
+    ----------
+    dout, query, key, value, out, lse, attention_mask, ..., dlse
+        As in `flash_attention_bwd`; `out` and `lse` are those of the same keys. `normalize_output` must be True.
+    query_cotangent, key_cotangent, value_cotangent : array_like, optional
+        Arrays like `query`, `key` and `value`. One that is not given is zero, and costs no time.
+
+    Returns
+    -------
+    FlashAttentionSecondGrads
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value, dout, direction = rng.standard_normal((5, 1, 3, 2, 8))
+    >>> def gradients(query):
+    ...     out, lse = attnmask.flash_attention_fwd(query, key, value)
+    ...     return out, lse, attnmask.flash_attention_bwd(dout, query, key, value, out, lse)
+    >>> out, lse, grads = gradients(query)
+    >>> second = attnmask.flash_attention_bwd_vjp(
+    ...     dout, query, key, value, out, lse, query_cotangent=direction
+    ... )
+    >>> step = 1e-6
+    >>> moved = (gradients(query + step * direction)[2].key - grads.key) / step
+    >>> bool(abs(moved - second.key).max() < 1e-5)
+    True
+    """
+    return attend_backward_vjp(args, given)

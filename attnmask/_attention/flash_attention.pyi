@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
-from attnmask._attention.problem import FlashAttentionGrads
+from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 
@@ -170,3 +170,17 @@ def flash_attention_jvp(
     relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: bool = False,
     bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
 ) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array]]: ...
+def flash_attention_bwd_vjp(
+    dout: ArrayLike, query: ArrayLike, key: ArrayLike, value: ArrayLike, out: ArrayLike, lse: ArrayLike,
+    query_cotangent: ArrayLike | None = None, key_cotangent: ArrayLike | None = None,
+    value_cotangent: ArrayLike | None = None, attention_mask: ArrayLike | MaskInfo | None = None,
+    bias: ArrayLike | None = None, softmax_scale: float | None = None, dropout_prob: float = 0.0,
+    causal: bool = False, dropout_seed: SupportsIndex | None = None, cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None, sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None, bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None, normalize_output: bool = True,
+    precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
+    q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
+    causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, dlse: ArrayLike | None = None,
+) -> FlashAttentionSecondGrads: ...

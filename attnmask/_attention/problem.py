@@ -103,6 +103,32 @@ class FlashAttentionGrads(NamedTuple):
         return fields_in_a_line(self)
 
 
+class FlashAttentionSecondGrads(NamedTuple):
+    """The gradients of `flash_attention_bwd`, each in the shape and type of its argument.
+
+    Parameters
+    ----------
+    dout, query, key, value : ndarray
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.ones((1, 2, 1, 8), np.float32)
+    >>> out, lse = attnmask.flash_attention_fwd(x, x, x)
+    >>> second = attnmask.flash_attention_bwd_vjp(out, x, x, x, out, lse, query_cotangent=x)
+    >>> second.dout.shape
+    (1, 2, 1, 8)
+    """
+
+    dout: Array
+    query: Array
+    key: Array
+    value: Array
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
+
+
 def scale_of(softmax_scale: object, channels: int, numbers: Range) -> float:
     if softmax_scale is None:
         return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels

@@ -403,6 +403,23 @@ typedef struct {
 typedef void am_flash_tangent_step(const am_flash_rows *block, const am_flash_tile *tile,
                                    const am_flash_tangents *tangents);
 
+/* Attention backward with the tangents of its gradients, as inputs move by q̇, k̇ and v̇, but d_out and d_lse do
+ * not: beside what the backward step takes, in float32 or float64, these and what follows from them. With L̇ =
+ * scale (q̇ kᵀ + q k̇ᵀ), times the slope of a cap,
+ *
+ *     Ṗ = P (L̇ - lsė),   dṠ = Ṗ (dP + add) + P (d_out v̇ᵀ - d_out·ouṫ)
+ *     d_v += Ṗᵀ d_out,   d_k += scale (dṠᵀ q + dSᵀ q̇),   d_q += scale (dṠ k + dS k̇) */
+typedef struct {
+    am_backward_operand q;             /* q̇, as q; lanes NULL: 0 */
+    const void *k_columns, *v_columns; /* k̇ and v̇, packed like keys; NULL: 0 */
+    const void *k;                     /* k̇, packed like values */
+    bool k_finite;
+    const void *lse, *moved;  /* [rows]: lsė and d_out·ouṫ */
+    void *by_q, *by_k, *by_v; /* scratch: [rows][AM_FLASH_TILE] */
+} am_backward_tangents;
+typedef void am_flash_backward_tangents(const am_backward_rows *block, const am_backward_tile *tile,
+                                        const am_backward_tangents *tangents);
+
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */
 typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backward_tile *tile);
@@ -446,6 +463,7 @@ typedef struct {
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
     am_flash_tangent_step *tangent_step;
+    am_flash_backward_tangents *backward_tangents;
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;

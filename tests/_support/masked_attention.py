@@ -191,6 +191,28 @@ def check_tangents(case: Case) -> None:
     case.at_each_level(compute, exact, f"tangents of {[*tangents]}, {limits}")
 
 
+def check_second_derivatives(case: Case) -> None:
+    """With cotangents of some gradients."""
+    arrays, limits = case.drawn_arrays(), case.drawn_limits()
+    live = ref.live_pairs(case.shape, case.array, **limits)
+    drawn = case.drawn_arrays()
+    cotangents = {name: drawn[name] for name in drawn if case.rng.random() < 0.7}
+    names = ("dout", "query", "key", "value")
+    exact = ref.flash_attention_bwd_vjp(case.dout, cotangents, attention_mask=live, **arrays)
+    given = poisoned(arrays | {"dout": case.dout}, live)
+    dout = given.pop("dout")
+    given |= {"attention_mask": case.mask, **limits}
+    more = {f"{name}_cotangent": x for name, x in poisoned(cotangents, live).items()}
+
+    def compute() -> Arrays:
+        out, lse = attnmask.flash_attention_fwd(**given)
+        return attnmask.flash_attention_bwd_vjp(dout, out=out, lse=lse, **given, **more)._asdict()
+
+    case.at_each_level(
+        compute, dict(zip(names, exact, strict=True)), f"second derivatives of {[*cotangents]}, {limits}"
+    )
+
+
 def check_cache(case: Case) -> None:
     """Over a cache of any format, contiguous or in pages, of which a sequence may have fewer tokens than the mask."""
     kind = random_masks.any_of(case.rng, FORMATS)
@@ -257,7 +279,7 @@ def in_pages(x: np.ndarray, size: int, pages: np.ndarray) -> np.ndarray:
     return cache
 
 
-CHECKS = (check_forward, check_gradients, check_cache, check_tangents)
+CHECKS = (check_forward, check_gradients, check_cache, check_tangents, check_second_derivatives)
 
 
 def check(seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:

@@ -268,6 +268,59 @@ def flash_attention_jvp(tangents, **arguments) -> tuple[np.ndarray, np.ndarray]:
     return (d_out[0], d_lse[0]) if problem.flat else (d_out, d_lse)
 
 
+def flash_attention_bwd_vjp(dout, cotangents, dlse=None, **arguments) -> list[np.ndarray]:
+    """The gradients of dout, query, key and value from cotangents of the gradients of the last three, by their names.
+
+    Second derivatives are symmetric, so that these are derivatives of gradients along the cotangents.
+    """
+    problem = problem_of(**arguments)
+    dtype = problem.query.dtype.type
+    batch, queries, heads, _ = problem.query.shape
+    dout = np.asarray(dout).astype(dtype).reshape(batch, queries, heads, problem.value.shape[3])
+    dlse = np.zeros((batch, heads, queries), dtype) if dlse is None else np.asarray(dlse).astype(dtype)
+    dlse = dlse.reshape(batch, heads, queries)
+    zeros = {name: np.zeros_like(arguments[name]) for name in ("query", "key", "value")}
+    along = problem_of(**arguments | zeros | cotangents)
+    results = [np.zeros_like(x) for x in (dout, problem.query, problem.key, problem.value)]
+    for b, h, kv in problem.heads:
+        rows, keys = (b, slice(None), h), (b, slice(None), kv)
+        q, k, v, live, g = (
+            problem.query[rows],
+            problem.key[keys],
+            problem.value[keys],
+            problem.live[b, h],
+            dout[rows],
+        )
+        dq, dk, dv = along.query[rows], along.key[keys], along.value[keys]
+
+        def of_live(x, live=live):
+            return np.where(live, x, dtype(0))
+
+        with np.errstate(all="ignore"):
+            softmax = Softmax.of(problem, b, h, kv)
+            shares, gain = softmax.shares, np.where(problem.keep[b, h], problem.gain, dtype(0))
+            logits = of_live(softmax.slope * problem.scale * (dq @ k.T + q @ dk.T))
+            of_shares = shares * (logits - (shares * logits).sum(axis=1, keepdims=True))
+            products, of_products = of_live(gain * (g @ v.T)), of_live(gain * (g @ dv.T))
+            less = (shares * products).sum(axis=1) - dlse[b, h]
+            of_less = (of_shares * products + shares * of_products).sum(axis=1)
+            shifted = of_live(products - less[:, None])
+            dlogits, of_dlogits = (
+                shares * shifted,
+                of_shares * shifted + shares * (of_products - of_less[:, None]),
+            )
+            bend = 0 if problem.cap is None else of_live(-2 * softmax.logits / problem.cap**2 * logits)
+            of_dlogits = of_live(of_dlogits * softmax.slope + dlogits * bend) * problem.scale
+            dlogits = of_live(dlogits * softmax.slope) * problem.scale
+            results[0][rows] = weighted_sums(of_shares * gain, v, live) + weighted_sums(
+                shares * gain, dv, live
+            )
+            results[1][rows] = weighted_sums(of_dlogits, k, live) + weighted_sums(dlogits, dk, live)
+            results[2][keys] += weighted_sums(of_dlogits.T, q, live.T) + weighted_sums(dlogits.T, dq, live.T)
+            results[3][keys] += weighted_sums((of_shares * gain).T, g, live.T)
+    return [x[0] for x in results] if problem.flat else results
+
+
 def summed_to(array, shape) -> np.ndarray:
     """The gradient of an array that was broadcast, from the gradient of the broadcast array."""
     axes = tuple(axis for axis, length in enumerate(shape) if length == 1)

@@ -356,10 +356,19 @@ def tangent_arguments(rng: Rng) -> Arguments:
     return arguments | tangents | {"return_lse": coin(rng)}
 
 
+def second_arguments(rng: Rng) -> Arguments:
+    arguments = {name: x for name, x in backward_arguments(rng).items() if not name.startswith("grad_")}
+    if "normalize_output" in arguments:
+        arguments["normalize_output"] = True
+    names = [name for name in ("query", "key", "value") if coin(rng, 0.7)]
+    return arguments | {f"{name}_cotangent": arguments[name].copy() for name in names}
+
+
 function("flash_attention", lambda rng: forward_arguments(rng) | {"return_lse": coin(rng)})
 function("flash_attention_fwd", forward_arguments)
 function("flash_attention_bwd", backward_arguments, written=frozenset())
 function("flash_attention_jvp", tangent_arguments, written=frozenset())
+function("flash_attention_bwd_vjp", second_arguments, written=frozenset())
 target("flash_attention_vjp", vjp_arguments, pulled_back(attnmask.flash_attention_vjp))
 row(
     "dropout_keep_mask",

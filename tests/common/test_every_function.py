@@ -394,6 +394,7 @@ def test_missing_unknown_and_surplus_arguments(name):
 
 NOT_DRAWN = {f"{name}_vjp": {"return_state"} for name in ("linear_attention", "short_convolution")} | {
     "flash_attention_vjp": {"return_lse"}, "flash_attention_bwd": {"softmax_aux", "grad_softmax_aux"},
+    "flash_attention_bwd_vjp": {"softmax_aux"},
 }  # fmt: skip
 OF_PULLBACKS = {"dout", "dlse", "d_relative_bias", "x", "g"}
 ENTRIES = [([3, 5], 0, 3), ([-7, 5], 0, -7), ([0, 4, 2, 5], 2, 2), ([0, 4, 2, 1], 2, 2), ([0, -3, -4], 1, -3)]

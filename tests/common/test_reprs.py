@@ -18,6 +18,11 @@ REPRS = {
         "FlashAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
         "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None)",
     ),
+    "second gradients": (
+        attnmask.FlashAttentionSecondGrads(X, X, X, X),
+        "FlashAttentionSecondGrads(dout=float32[1, 3, 2, 8], query=float32[1, 3, 2, 8], "
+        "key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8])",
+    ),
     "gradients of linear attention": (
         attnmask.linear_attention_vjp(X, X, X)[1](X),
         "LinearAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "

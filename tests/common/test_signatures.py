@@ -30,6 +30,15 @@ OWN = {  # arguments of a function that are not those of attention
         "grad_relative_bias",
     },
     "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
+    "flash_attention_bwd_vjp": {
+        "dout",
+        "out",
+        "lse",
+        "dlse",
+        "query_cotangent",
+        "key_cotangent",
+        "value_cotangent",
+    },
     "flash_attention_jvp": {
         "query_tangent",
         "key_tangent",

@@ -9,6 +9,7 @@ from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
 from kernel_checks_conv import CHECKS as CONV_CHECKS
 from kernel_checks_rows import CHECKS as ROW_CHECKS
+from kernel_checks_second import check_backward_tangents
 from kernel_checks_step import check_step, check_step_unpacked, check_steps
 from kernel_checks_tangents import check_tangent_step
 from kernel_table import CONSTANTS, SLOTS, TYPES, Kernel, table_of
@@ -36,6 +37,7 @@ CHECKS = {
     "am_flash_step": check_step,
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
+    "am_flash_backward_tangents": check_backward_tangents,
     "am_flash_tangent_step": check_tangent_step,
 }
 LEVELS_WITH_I16X2 = (*X86_LEVELS[X86_LEVELS.index("avx2") :], *ARM_LEVELS[1:])
@@ -96,7 +98,7 @@ def lacks(kernel: Kernel, isa: str) -> str | None:
         return f"{isa} has no quick products of bfloat16, or none at all"
     if slot.startswith("flash_bf16x2.widen") and isa != "avx512bf16":
         return f"{isa} reads four bits in float32"
-    if slot.endswith(".tangent_step") and not slot.startswith("flash_f"):
+    if slot.endswith((".tangent_step", ".backward_tangents")) and not slot.startswith("flash_f"):
         return "tangents of bfloat16 are computed in float32"
     if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
         return f"{isa} has no tiles, or this arithmetic does not use them"

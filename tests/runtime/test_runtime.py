@@ -379,6 +379,9 @@ def long_calls() -> dict:
         "gradients of keys that no query sees": lambda out: attnmask.flash_attention_bwd(**unseen),
         "gradients of sinks": lambda out: attnmask.flash_attention_bwd(**few, **sinks),
         "tangents": lambda out: attnmask.flash_attention_jvp(**attention, query_tangent=tokens),
+        "second derivatives": lambda out: attnmask.flash_attention_bwd_vjp(
+            **gradient, query_cotangent=tokens
+        ),
         "linear attention": lambda out: attnmask.linear_attention(**linear, decay=-ones.reshape(1)),
         "gradients of linear attention": lambda out: attnmask.linear_attention_vjp(**linear)[1](
             keys[..., :1]

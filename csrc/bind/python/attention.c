@@ -312,14 +312,13 @@ AM_VARIANT(flash_usual_vjp, attend_usual, true, true)
 
 /* --- Backward --- */
 
-static int check_backward(arguments *a, am_attn_gradients *problem)
+static int read_gradients(arguments *a, am_attn_gradients *problem)
 {
     am_request *r = &a->mask.request;
     const am_gradients_given given = {.d_out = am_view_of(a->dout),
                                       .out = am_view_of(a->result),
                                       .lse = am_view_of(a->lse),
                                       .d_lse = am_view_of(a->dlse)};
-    if (!PyTuple_Check(a->wanted)) return am_reject(PyExc_TypeError, "wanted", "a tuple of names", a->wanted);
     return am_raise_refused(r, am_read_gradients(r, &given, problem));
 }
 
@@ -360,7 +359,11 @@ static PyObject *new_term_gradients(const arguments *a, am_terms *terms)
 static PyObject *backward(PyObject *module, arguments *a)
 {
     am_attn_gradients problem;
-    if (check_backward(a, &problem) < 0) return NULL;
+    if (!PyTuple_Check(a->wanted)) {
+        am_reject(PyExc_TypeError, "wanted", "a tuple of names", a->wanted);
+        return NULL;
+    }
+    if (read_gradients(a, &problem) < 0) return NULL;
     am_array *const places[] = {&problem.d_q, &problem.d_k, &problem.d_v};
     am_owned PyObject *of_terms = new_term_gradients(a, &problem.forward.terms);
     if (!of_terms) return NULL;
@@ -380,14 +383,15 @@ AM_FUNCTION(flash_backward, backward(module, a), PROBLEM, AM_ARG(dout, am_to_arr
 /* --- Tangents --- */
 
 /* Reads the tangent of the input `of`, whose name is given: an array of its type and shape, or None. */
-static int to_tangent(am_request *r, PyArrayObject *array, PyArrayObject *of, const char *name, am_array *to)
+static int to_tangent(am_request *r, PyArrayObject *array, PyArrayObject *of, const char *name,
+                      const char *kind, am_array *to)
 {
     if (!array) return 0;
     const am_view v = am_view_of(array), own = am_view_of(of);
     if (v.type != own.type || v.axes != own.axes ||
         memcmp(PyArray_DIMS(array), PyArray_DIMS(of), sizeof(npy_intp) * (size_t)own.axes) != 0)
-        return am_raise_refused(
-            r, am_refuse(r, AM_WRONG_VALUE, &v, "%s_tangent must have the type and shape of %s", name, name));
+        return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &v,
+                                             "%s_%s must have the type and shape of %s", name, kind, name));
     *to = am_tokens_of(&v);
     return 0;
 }
@@ -426,9 +430,9 @@ static PyObject *jvp(PyObject *module, arguments *a)
     am_request *r = &a->mask.request;
     am_attn *attn = &r->attn;
     am_attn_tangents problem = {0};
-    if (to_tangent(r, a->query_tangent, a->query, "query", &problem.d_q) < 0 ||
-        to_tangent(r, a->key_tangent, a->key, "key", &problem.d_k) < 0 ||
-        to_tangent(r, a->value_tangent, a->value, "value", &problem.d_v) < 0 ||
+    if (to_tangent(r, a->query_tangent, a->query, "query", "tangent", &problem.d_q) < 0 ||
+        to_tangent(r, a->key_tangent, a->key, "key", "tangent", &problem.d_k) < 0 ||
+        to_tangent(r, a->value_tangent, a->value, "value", "tangent", &problem.d_v) < 0 ||
         to_term_tangents(a, &problem) < 0)
         return NULL;
     npy_intp const dims[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},
@@ -449,6 +453,48 @@ AM_FUNCTION(flash_jvp, jvp(module, a), PROBLEM, AM_ARG(query_tangent, am_to_arra
             AM_ARG(key_tangent, am_to_array_or_none), AM_ARG(value_tangent, am_to_array_or_none),
             AM_ARG(bias_tangent, am_to_array_or_none),
             AM_PARAM("softmax_aux_tangent", am_to_array_or_none, sinks_tangent))
+
+/* Reads the cotangents of gradients, which are the tangents along which gradients are differentiated. */
+static int to_along(arguments *a, am_attn_tangents *to)
+{
+    am_request *r = &a->mask.request;
+    PyArrayObject *const given[] = {a->query_tangent, a->key_tangent, a->value_tangent}, *const of[] = {
+                                                                                             a->query, a->key,
+                                                                                             a->value};
+    static const char *const names[] = {"query", "key", "value"};
+    am_array *const tangents[] = {&to->d_q, &to->d_k, &to->d_v};
+    for (int i = 0; i < 3; i++) {
+        if (to_tangent(r, given[i], of[i], names[i], "cotangent", tangents[i]) < 0) return -1;
+    }
+    to->forward = r->attn;
+    return 0;
+}
+
+static PyObject *backward_vjp(PyObject *module, arguments *a)
+{
+    const am_attn *attn = &a->mask.request.attn;
+    am_attn_gradients problem;
+    am_attn_tangents along = {0};
+    if (read_gradients(a, &problem) < 0 || to_along(a, &along) < 0) return NULL;
+    npy_intp const dims[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},
+                   rows[3] = {attn->batch, attn->heads, attn->queries};
+    const int wide = attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32;
+    am_owned PyArrayObject *d_q = like(a, a->query), *d_k = like(a, a->key), *d_v = like(a, a->value),
+                           *d_out = am_new_array_of(4, dims, wide), *d_lse = am_new_array_of(3, rows, wide);
+    if (!d_q || !d_k || !d_v || !d_out || !d_lse) return NULL;
+    const am_view stats = am_view_of(d_lse);
+    problem.d_q = am_tokens_of_array(d_q), problem.d_k = am_tokens_of_array(d_k);
+    problem.d_v = am_tokens_of_array(d_v);
+    along.d_out = am_tokens_of_array(d_out), along.d_lse = am_stats_of(&stats);
+    return am_computed(module, 8 * am_attn_work(attn), am_attn_backward_tangents, &problem, &along)
+               ? PyTuple_Pack(5, d_out, d_q, d_k, d_v, d_lse)
+               : NULL;
+}
+AM_FUNCTION(flash_backward_vjp, backward_vjp(module, a), PROBLEM, AM_ARG(dout, am_to_array),
+            AM_PARAM("out", am_to_array, result), AM_ARG(lse, am_to_array), AM_ARG(dlse, am_to_array_or_none),
+            AM_PARAM("query_cotangent", am_to_array_or_none, query_tangent),
+            AM_PARAM("key_cotangent", am_to_array_or_none, key_tangent),
+            AM_PARAM("value_cotangent", am_to_array_or_none, value_tangent))
 
 static PyObject *keep_mask(PyObject *module, const arguments *a)
 {
@@ -485,6 +531,9 @@ PyMethodDef am_flash_methods[] = {
     AM_METHOD(flash_jvp,
               "problem, query_tangent, key_tangent, value_tangent, bias_tangent, softmax_aux_tangent",
               "Returns the result, its logsumexp, and the tangents of both."),
+    AM_METHOD(flash_backward_vjp,
+              "problem, dout, out, lse, dlse, query_cotangent, key_cotangent, value_cotangent",
+              "Returns the gradients of dout, query, key, value and dlse; that of dout is wide."),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),

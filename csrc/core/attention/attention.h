@@ -83,10 +83,19 @@ typedef struct {
 
 am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem);
 
+/* The gradients as inputs move by tangents: d_q, d_k and d_v take the tangents of these gradients, and d_out
+ * and d_lse of `along`, both wanted, those of the results. As second derivatives are symmetric, that is the
+ * gradient of the sum of d_q, d_k and d_v, each times the tangent given with it. Of tangents only q, k and v
+ * have some, of terms none has a gradient, and results are normalized. */
+am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
+                                    const am_attn_tangents *along);
+
 /* Attention and its gradients at the level `plain`, one query after the other. */
 am_status am_plain_forward(const am_context *context, const am_attn *attn);
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
 am_status am_plain_jvp(const am_context *context, const am_attn_tangents *problem);
+am_status am_plain_backward_tangents(const am_context *context, const am_attn_gradients *problem,
+                                     const am_attn_tangents *along);
 
 /* Writes which weights dropout keeps, as bytes of 0 or 1: queries are tokens, and keys channels. */
 am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,

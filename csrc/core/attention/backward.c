@@ -41,17 +41,22 @@ static am_status compute(const am_context *context, am_backward_plan *p)
     return status == AM_OK ? am_bias_gradient_end(context, &p->bias) : status;
 }
 
-static am_status compute_gradients(const am_context *context, const am_attn_gradients *problem, bool by_mask)
+/* `along`: NULL, or what the tangents of gradients are computed along. */
+static am_status compute_gradients(const am_context *context, const am_attn_gradients *problem,
+                                   const am_attn_tangents *along, bool by_mask)
 {
     const am_attn *f = &problem->forward;
-    am_backward_plan p = {.base = am_attn_base_of(context, f),
+    am_backward_plan p = {.base = along ? am_attn_base_wide(context, f) : am_attn_base_of(context, f),
                           .problem = problem,
+                          .along = along,
                           .threads = context->threads,
                           .d_q = problem->d_q};
     if (p.base.terms.sinks) p.base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
     am_status status = am_backward_plan_make(&p, by_mask);
-    am_context own = *context; /* backward takes 2.5 times as long as forward */
-    if (status == AM_OK) own.threads = am_threads_for(context, 2.5 * am_time_alone(f, &p.sections));
+    am_context own =
+        *context; /* backward takes 2.5 times as long as forward, and as long again for tangents */
+    const double times = along ? 5 : 2.5;
+    if (status == AM_OK) own.threads = am_threads_for(context, times * am_time_alone(f, &p.sections));
     context = &own;
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->head_dim, size),
@@ -118,7 +123,8 @@ static am_status find_whole_rows(const am_mask *mask, bool *whole)
     return status;
 }
 
-static am_status backward(const am_context *context, const am_attn_gradients *problem)
+static am_status backward(const am_context *context, const am_attn_gradients *problem,
+                          const am_attn_tangents *along)
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
@@ -126,35 +132,50 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
         am_mask mask = *f->mask;
         am_attn_gradients none = *problem;
         none.forward.queries = mask.queries = 0, none.forward.mask = &mask;
-        return backward(context, &none);
+        return backward(context, &none, along);
     }
-    if (context->kernels->plain) return am_plain_backward(context, problem);
+    if (context->kernels->plain)
+        return along ? am_plain_backward_tangents(context, problem, along)
+                     : am_plain_backward(context, problem);
     bool learned = false;
     for (int i = 0; i < f->terms.count; i++) learned |= am_is_learned(&f->terms.list[i]);
     if (f->head_dim == 0 && f->value_dim == 0 && !learned) return AM_OK;
     const am_logit_term *bias = am_find_terms(f).bias;
     if (!am_is_learned(bias) || bias->array.shape.batch == f->batch)
-        return compute_gradients(context, problem, true);
+        return compute_gradients(context, problem, along, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
      * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that
      * they have without that of the bias. */
     bool whole;
     am_status status = find_whole_rows(f->mask, &whole);
-    if (status == AM_OK) status = compute_gradients(context, problem, false);
+    if (status == AM_OK) status = compute_gradients(context, problem, along, false);
     if (status != AM_OK || whole) return status;
     am_attn_gradients others = *problem;
     for (int i = 0; i < f->terms.count; i++) others.forward.terms.list[i].gradient = NULL;
-    return compute_gradients(context, &others, true);
+    return compute_gradients(context, &others, along, true);
 }
 
 /* Gradients of pairs that ALiBi makes unlikely are often denormal, and with such numbers processors of Intel
  * take 1.6 times as long in all. */
-am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem)
+static am_status flushing(const am_context *context, const am_attn_gradients *problem,
+                          const am_attn_tangents *along)
 {
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     am_status status = am_mask_prepare(context, problem->forward.mask);
-    if (status == AM_OK) status = backward(context, problem);
+    if (status == AM_OK) status = backward(context, problem, along);
     am_float_mode_set(mode);
     return status;
+}
+
+am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem)
+{
+    return flushing(context, problem, NULL);
+}
+
+am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
+                                    const am_attn_tangents *along)
+{
+    const am_status status = context->kernels->plain ? AM_OK : am_attn_jvp(context, along);
+    return status == AM_OK ? flushing(context, problem, along) : status;
 }

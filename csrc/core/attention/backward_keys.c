@@ -112,6 +112,18 @@ static am_key_sums sums_of_split(const am_backward_plan *p, ptrdiff_t kv_head, p
     return (am_key_sums){sums, sums + p->task_tiles * p->k.sums};
 }
 
+/* Packs keys or values by columns, and keys like values, too, unless `panels` is NULL; returns whether these
+ * are finite. */
+static bool pack_rows(const am_backward_plan *p, const am_array *rows, char *columns, char *panels,
+                      char *scratch)
+{
+    const am_kv_kernels *kv = p->base.kv;
+    const ptrdiff_t count = rows->shape.token, dim = rows->shape.channel;
+    const am_rows read = am_read_lanes(&p->base, rows, scratch);
+    kv->pack_keys(columns, &read, count, am_lanes(&p->base, dim), 1, NULL);
+    return panels && kv->pack_values(panels, &read, count, dim, NULL);
+}
+
 /* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
  * cache. */
 static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_range keys, ptrdiff_t i,
@@ -119,15 +131,20 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
 {
     if (s->tiles[i].packed) return;
     const am_attn *f = p->base.attn;
-    const am_kv_kernels *kv = p->base.kv;
-    const ptrdiff_t count = am_length(keys);
-    const am_array k_rows = am_rows_of_keys(&f->k, at, keys), v_rows = am_rows_of_keys(&f->v, at, keys);
-    const am_rows k = am_read_lanes(&p->base, &k_rows, s->row);
-    kv->pack_keys(s->k_columns + i * p->k.columns, &k, count, am_lanes(&p->base, f->head_dim), 1, NULL);
-    const bool finite = kv->pack_values(s->k + i * p->k.panels, &k, count, f->head_dim, NULL);
-    const am_rows v = am_read_lanes(&p->base, &v_rows, s->row);
-    kv->pack_keys(s->v_columns + i * p->v.columns, &v, count, am_lanes(&p->base, f->value_dim), 1, NULL);
-    s->tiles[i].packed = true, s->tiles[i].finite = finite;
+    const am_array k = am_rows_of_keys(&f->k, at, keys), v = am_rows_of_keys(&f->v, at, keys);
+    am_local_tile *tile = &s->tiles[i];
+    tile->packed = true;
+    tile->finite = pack_rows(p, &k, s->k_columns + i * p->k.columns, s->k + i * p->k.panels, s->row);
+    pack_rows(p, &v, s->v_columns + i * p->v.columns, NULL, s->row);
+    if (p->along && p->along->d_k.data) {
+        const am_array d_k = am_rows_of_keys(&p->along->d_k, at, keys);
+        tile->tangent_finite =
+            pack_rows(p, &d_k, s->along.k_columns + i * p->k.columns, s->along.k + i * p->k.panels, s->row);
+    }
+    if (p->along && p->along->d_v.data) {
+        const am_array d_v = am_rows_of_keys(&p->along->d_v, at, keys);
+        pack_rows(p, &d_v, s->along.v_columns + i * p->v.columns, NULL, s->row);
+    }
 }
 
 /* Plans to prefetch the rows of a block. */
@@ -215,8 +232,26 @@ typedef struct {
     ptrdiff_t visit;
     char *d_q; /* the result, if a step adds to it; NULL: a sum of tiles does */
     am_backward_rows rows;
+    am_backward_tangents *tangents; /* set if they are wanted */
     bool loaded;
 } block_walk;
+
+/* Computes a step of a block over the i-th tile of a task. */
+static void take_step(const am_backward_plan *p, block_walk *walk, const am_backward_tile *tile, ptrdiff_t i,
+                      const am_backward_workspace *s)
+{
+    am_backward_tangents *t = walk->tangents;
+    if (!p->along) {
+        p->base.arithmetic->backward(&walk->rows, tile);
+        return;
+    }
+    if (p->along->d_k.data) {
+        t->k_columns = s->along.k_columns + i * p->k.columns, t->k = s->along.k + i * p->k.panels;
+        t->k_finite = s->tiles[i].tangent_finite;
+    }
+    if (p->along->d_v.data) t->v_columns = s->along.v_columns + i * p->v.columns;
+    p->base.arithmetic->backward_tangents(&walk->rows, tile, t);
+}
 
 /* Plans to prefetch what follows the last block of a section: the gradients of a tile, which are written
  * then, and what is read after it, keys and values of a tile and the rows of a block. Short sequences have no
@@ -273,6 +308,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
                 plan_end(p, walk, keys, &prefetch);
             tile.prefetch = &prefetch;
             walk->rows = am_begin_backward_rows(p, at, s);
+            if (p->along) *walk->tangents = am_begin_backward_tangents(p, at, s);
             walk->loaded = true;
         }
         walk->rows.d_q = (am_backward_sum){
@@ -282,7 +318,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             .onto_stride = p->d_q.stride.token / p->base.size,
         };
         any = true;
-        p->base.arithmetic->backward(&walk->rows, &tile);
+        take_step(p, walk, &tile, i, s);
         am_learn_lines(&p->lines, at, keys, s->d_bias, s->row, s->lines);
         if (p->bias.result && !d_bias)
             *status = am_bias_add(&p->bias, at, task % p->row_tasks,
@@ -393,11 +429,17 @@ static am_status visit_blocks(const am_backward_plan *p, const am_key_task *task
     /* The last block first: of tasks that begin together, each then waits one step for the one before it,
      * under causal masks and windows, too. The first blocks see no keys of later tasks. */
     const am_range visits = visits_of(p, task, section);
+    am_backward_tangents tangents;
     am_status status = AM_OK;
     for (ptrdiff_t i = visits.end; status == AM_OK && i-- > visits.begin;) {
         const am_attn_place rows = place_of_visit(p, section, kv_head, i),
                             next = place_of_visit(p, section, kv_head, am_max(i - 1, 0));
-        block_walk walk = {.task = task, .at = &rows, .next = i > 0 ? &next : NULL, .then = then, .visit = i};
+        block_walk walk = {.task = task,
+                           .at = &rows,
+                           .next = i > 0 ? &next : NULL,
+                           .then = then,
+                           .visit = i,
+                           .tangents = &tangents};
         status = block_step(p, &walk, s, team);
         if (task->splits == 0) end_splits(p, task, section, i, s);
     }

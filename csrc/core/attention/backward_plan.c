@@ -30,6 +30,14 @@ ptrdiff_t am_backward_lay_out(const void *plan, char *memory, void *parts)
     s->k_columns = am_take(memory, &used, n * p->k.columns);
     s->v_columns = am_take(memory, &used, n * p->v.columns);
     s->k = am_take(memory, &used, n * p->k.panels);
+    const am_attn_tangents none = {0}, *along = p->along ? p->along : &none;
+    s->along.q = am_take(memory, &used, along->d_q.data ? p->k.rows : 0);
+    s->along.by_q = am_take(memory, &used, p->along ? tile_bytes : 0);
+    s->along.by_k = am_take(memory, &used, along->d_k.data ? tile_bytes : 0);
+    s->along.by_v = am_take(memory, &used, along->d_v.data ? tile_bytes : 0);
+    s->along.k_columns = am_take(memory, &used, along->d_k.data ? n * p->k.columns : 0);
+    s->along.v_columns = am_take(memory, &used, along->d_v.data ? n * p->v.columns : 0);
+    s->along.k = am_take(memory, &used, along->d_k.data ? n * p->k.panels : 0);
     s->total.d_k = am_take(memory, &used, n * p->k.sums);
     s->total.d_v = am_take(memory, &used, n * p->v.sums);
     s->split = s->total;
@@ -100,7 +108,8 @@ static ptrdiff_t choose(am_backward_plan *p)
 {
     p->k = lengths_of(p, p->base.attn->head_dim), p->v = lengths_of(p, p->base.attn->value_dim);
     am_backward_work all = {.kv_heads = p->base.attn->kv_heads,
-                            .tile_bytes = p->k.sums + p->v.sums + p->k.columns + p->v.columns + p->k.panels};
+                            .tile_bytes = p->k.sums + p->v.sums +
+                                          (p->along ? 2 : 1) * (p->k.columns + p->v.columns + p->k.panels)};
     p->lone_blocks = true;
     for (ptrdiff_t i = 0; i < p->sections.count; i++) {
         const am_section *section = &p->sections.list[i];

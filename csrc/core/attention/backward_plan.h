@@ -38,6 +38,7 @@ typedef struct {
 typedef struct {
     am_attn_base base;
     const am_attn_gradients *problem;
+    const am_attn_tangents *along; /* gradients have tangents along these; NULL: none are wanted */
     am_backward_lengths k, v;
     am_sections sections;
     am_backward_sums *sums; /* of each section */
@@ -58,7 +59,7 @@ typedef struct {
     am_array d_q;          /* of the arithmetic type: the result, or what is converted to it */
     am_rows_state *states; /* [block][heads] */
     struct {
-        char *data;      /* base, rest, add and share, each [batch][heads][queries] */
+        char *data;      /* AM_ROW_STATS times [batch][heads][queries] */
         ptrdiff_t bytes; /* the length of each */
     } stats;
     struct {
@@ -86,6 +87,7 @@ static inline am_sum_shape am_sum_shape_of(const am_backward_plan *p, ptrdiff_t 
 /* The state of a local tile. */
 typedef struct {
     bool packed, finite; /* finite: k is */
+    bool tangent_finite; /* the tangent of k is */
     bool open, summed;   /* this split adds to it; some split has been added */
 } am_local_tile;
 
@@ -97,13 +99,24 @@ typedef struct {
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k; /* task_tiles of each */
-    am_key_sums split, total;        /* split: the total itself if no section has splits */
+    struct {                         /* of tangents: the same, where they are wanted */
+        char *q, *by_q, *by_k, *by_v, *k_columns, *v_columns, *k;
+    } along;
+    am_key_sums split, total; /* split: the total itself if no section has splits */
     am_logit_scratch terms;
     am_line_sums *lines;
     am_local_tile *tiles;
 } am_backward_workspace;
 
-typedef enum { AM_ROW_BASE, AM_ROW_REST, AM_ROW_ADD, AM_ROW_SHARE, AM_ROW_STATS } am_row_stat;
+typedef enum {
+    AM_ROW_BASE,
+    AM_ROW_REST,
+    AM_ROW_ADD,
+    AM_ROW_SHARE,
+    AM_ROW_LSE,   /* its tangent */
+    AM_ROW_MOVED, /* d_out times the tangent of out */
+    AM_ROW_STATS,
+} am_row_stat;
 
 /* The index-th block of one head. */
 static inline am_attn_place am_backward_block(const am_backward_plan *p, ptrdiff_t index)
@@ -157,6 +170,10 @@ am_status am_begin_rows(const am_backward_plan *p, const am_attn_place *at, cons
 /* Loads the queries and d_out of a block. */
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
                                         const am_backward_workspace *s);
+
+/* Loads the tangents of the queries of a block. */
+am_backward_tangents am_begin_backward_tangents(const am_backward_plan *p, const am_attn_place *at,
+                                                const am_backward_workspace *s);
 
 /* The tasks, in the order in which they run: the statistics of a block; the keys of a task; the sum of their
  * splits, where these were tasks; and d_q of a block, where it was added up in another type. */

@@ -68,6 +68,23 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
     };
 }
 
+am_backward_tangents am_begin_backward_tangents(const am_backward_plan *p, const am_attn_place *at,
+                                                const am_backward_workspace *s)
+{
+    am_backward_tangents t = {
+        .q = {.dim = p->base.attn->head_dim, .stride = p->k.stride},
+        .lse = am_row_stats_of(p, at, AM_ROW_LSE),
+        .moved = am_row_stats_of(p, at, AM_ROW_MOVED),
+        .by_q = s->along.by_q,
+        .by_k = s->along.by_k,
+        .by_v = s->along.by_v,
+    };
+    if (!p->along->d_q.data) return t;
+    const am_array rows = am_rows_of_block(&p->along->d_q, at);
+    t.q = load_block(p, &rows, t.q, s->along.q, s->along.q, s->row);
+    return t;
+}
+
 static double given_row_stat(const am_backward_plan *p, const am_array *row_stats, const am_attn_place *at,
                              ptrdiff_t row)
 {
@@ -111,6 +128,24 @@ static bool uses_row_max(const am_backward_plan *p, const am_attn_place *at, ptr
 {
     double size = fabs(given_row_stat(p, &p->problem->lse, at, row));
     return !p->base.attn->normalize || (size > FAR && size < INFINITY);
+}
+
+/* What tangents of gradients follow from, beside the statistics of gradients. */
+static void find_tangent_stats(const am_backward_plan *p, const am_attn_place *at,
+                               const am_backward_workspace *s)
+{
+    const am_attn *f = p->base.attn;
+    char *other = s->row + am_row_scratch(TILE, am_max(f->head_dim, f->value_dim));
+    const am_array moved_rows = am_rows_of_block(&p->along->d_out, at),
+                   d_out_rows = am_rows_of_block(&p->problem->d_out, at);
+    const am_rows moved = am_read_wide(&p->base, &moved_rows, s->row),
+                  d_out = am_read_wide(&p->base, &d_out_rows, other);
+    p->base.arithmetic->dot_rows(am_row_stats_of(p, at, AM_ROW_MOVED), d_out.data,
+                                 d_out.stride / p->base.size, moved.data, moved.stride / p->base.size,
+                                 at->rows, f->value_dim);
+    for (ptrdiff_t r = 0; r < at->rows; r++)
+        am_set_number(&p->base, am_row_stats_of(p, at, AM_ROW_LSE), r,
+                      given_row_stat(p, &p->along->d_lse, at, r));
 }
 
 /* The statistics from which kernels compute P and dS of the rows, beside the logits. */
@@ -168,6 +203,7 @@ am_status am_begin_rows(const am_backward_plan *p, const am_attn_place *at, cons
         if (status != AM_OK) return status;
     }
     find_row_stats(p, at, s);
+    if (p->along) find_tangent_stats(p, at, s);
     const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
     for (ptrdiff_t r = 0; r < unseen; r++)
         memset(am_token(&p->d_q, at->b, at->head, at->q + r), 0, (size_t)(f->head_dim * p->base.size));

@@ -46,6 +46,13 @@ uint32_t am_threshold_of(double probability);
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn);
 am_attn_base am_attn_base_in(const am_context *context, const am_attn *attn, const am_arithmetic *arithmetic);
 
+/* In float64 if that is the type of the call, else in float32. */
+static inline am_attn_base am_attn_base_wide(const am_context *context, const am_attn *attn)
+{
+    const am_kernels *k = context->kernels;
+    return am_attn_base_in(context, attn, attn->q.type == AM_FLOAT64 ? &k->flash_f64 : &k->flash_f32);
+}
+
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {
     const am_section *section;

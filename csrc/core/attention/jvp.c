@@ -240,7 +240,7 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t i = tiles.begin; status == AM_OK && i < tiles.end; i++)
         status = take_tile(j, blocks, count, i, w, team);
     for (block *x = blocks; status == AM_OK && x < blocks + count; x++) {
-        am_write_rows(&j->base, j->sinks, &x->at, &x->rows, w->row);
+        if (j->base.attn->out.data) am_write_rows(&j->base, j->sinks, &x->at, &x->rows, w->row);
         am_write_tangents(&j->base, j->problem, j->sinks, &x->at, &x->rows, j->columns, w->row);
     }
     return status;
@@ -291,10 +291,9 @@ am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem
     am_status status = am_mask_prepare(context, f->mask);
     if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_jvp(context, problem);
-    const am_kernels *k = context->kernels;
-    const am_arithmetic *arithmetic = f->q.type == AM_FLOAT64 ? &k->flash_f64 : &k->flash_f32;
-    const ptrdiff_t half_panel = arithmetic->panel / 2;
-    jvp j = {.base = am_attn_base_in(context, f, arithmetic),
+    const am_attn_base base = am_attn_base_wide(context, f);
+    const ptrdiff_t half_panel = base.arithmetic->panel / 2;
+    jvp j = {.base = base,
              .problem = problem,
              .key_dim = f->head_dim * (problem->d_k.data ? 2 : 1),
              .columns = am_ceil_div(f->value_dim, half_panel) * half_panel};

@@ -16,6 +16,11 @@
  *
  *     d_lse = Σ p dl,   d_out = Σ p ((dl - d_lse) v + dv)
  *
+ * The tangents of gradients, where d_out and d_lse stay as they are:
+ *
+ *     dp = p (dl - d_lse),   dds = dp (d_out·v - …) + p (d_out·dv - d_out·(tangent of out)),
+ *     of d_v += dp d_out,   of d_q += scale (dds k + ds dk),   of d_k += scale (dds q + ds dq)
+ *
  * Dropout makes p 0 where it multiplies v or d_out, and d_out·v, or else divides them by 1 - dropout. */
 #include <float.h>
 #include <math.h>
@@ -32,7 +37,7 @@
 typedef struct {
     const am_attn *f;
     const am_attn_gradients *g; /* backward; NULL: not that */
-    const am_attn_tangents *t;  /* forward with tangents; NULL: not that */
+    const am_attn_tangents *t;  /* tangents, of gradients if there are some; NULL: not that */
     const am_kernels *kernels;
     am_terms_found terms;
     double *d_bias; /* sums of the gradient of the bias */
@@ -47,8 +52,11 @@ typedef struct {
     uint64_t *live, *kept;        /* a bit for each key */
     double highest, sum, own;     /* own: the part of the sum that is of keys */
     double equal;                 /* how many logits and sinks are as great as the highest */
-    double *d_out, *d_q;          /* their gradients; or their tangents, and that of a key or value: */
-    double *d_number;
+    double *d_out, *d_q;          /* gradients */
+    struct {
+        double *q, *out, *number; /* number: of a key or a value */
+        double lse;
+    } tangent;
     double *d_k, *d_v; /* of all rows of the key head: [keys][head_dim], [keys][value_dim] */
 } row;
 
@@ -232,7 +240,7 @@ static void forward_row(const plain *p, row *r)
     }
     const double factor = (r->own == 0 ? 0 : f->normalize ? 1 / r->sum : 1) / (1 - am_dropout_of(&p->terms));
     for (ptrdiff_t i = 0; i < f->value_dim; i++) r->out[i] *= factor;
-    write_row(p, &f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
+    if (f->out.data) write_row(p, &f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
     if (f->wide_out.data)
         write_row(p, &f->wide_out, am_token(&f->wide_out, r->b, r->head, r->q), f->value_dim, r->out);
     if (f->lse.data) write_number(p, f->lse.type, am_token(&f->lse, r->b, r->head, r->q), lse_of(r));
@@ -242,8 +250,8 @@ static void forward_row(const plain *p, row *r)
 
 static const double *read_tangent(const am_array *t, const row *r, ptrdiff_t k)
 {
-    read_row(t, am_token(t, r->b, r->kv_head, k), t->shape.channel, r->d_number);
-    return r->d_number;
+    read_row(t, am_token(t, r->b, r->kv_head, k), t->shape.channel, r->tangent.number);
+    return r->tangent.number;
 }
 
 /* The tangent of the logit of a pair. */
@@ -252,7 +260,7 @@ static double tangent_of(const plain *p, const row *r, ptrdiff_t k)
     const am_attn *f = p->f;
     const am_attn_tangents *t = p->t;
     double sum = 0;
-    if (t->d_q.data) sum += dot(r->d_q, read_key(f, r, false, k), f->head_dim);
+    if (t->d_q.data) sum += dot(r->tangent.q, read_key(f, r, false, k), f->head_dim);
     if (t->d_k.data) sum += dot(r->query, read_tangent(&t->d_k, r, k), f->head_dim);
     sum *= f->scale;
     if (t->d_bias.data) { /* its axes are those of the bias */
@@ -271,8 +279,8 @@ static void tangent_row(const plain *p, row *r)
     const double lse = lse_of(r), scale = 1 / (1 - am_dropout_of(&p->terms));
     const ptrdiff_t sinks = t->d_sinks ? am_sink_count(&p->terms) : 0;
     double d_lse = 0;
-    if (t->d_q.data) read_row(&t->d_q, am_token(&t->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
-    memset(r->d_out, 0, (size_t)f->value_dim * sizeof *r->d_out);
+    if (t->d_q.data) read_row(&t->d_q, am_token(&t->d_q, r->b, r->head, r->q), f->head_dim, r->tangent.q);
+    memset(r->tangent.out, 0, (size_t)f->value_dim * sizeof *r->tangent.out);
     for (ptrdiff_t k = 0; k < f->keys; k++)
         if (has(r->live, k)) d_lse += power_of(r->logits[k], lse) * tangent_of(p, r, k);
     for (ptrdiff_t i = 0; i < sinks; i++)
@@ -280,11 +288,12 @@ static void tangent_row(const plain *p, row *r)
     for (ptrdiff_t k = 0; k < f->keys; k++) {
         if (!has(r->live, k) || !has(r->kept, k)) continue;
         const double power = power_of(r->logits[k], lse) * scale, more = tangent_of(p, r, k) - d_lse;
-        add(r->d_out, power * more, read_key(f, r, true, k), f->value_dim);
-        if (t->d_v.data) add(r->d_out, power, read_tangent(&t->d_v, r, k), f->value_dim);
+        add(r->tangent.out, power * more, read_key(f, r, true, k), f->value_dim);
+        if (t->d_v.data) add(r->tangent.out, power, read_tangent(&t->d_v, r, k), f->value_dim);
     }
-    write_row(p, &t->d_out, am_token(&t->d_out, r->b, r->head, r->q), f->value_dim, r->d_out);
+    write_row(p, &t->d_out, am_token(&t->d_out, r->b, r->head, r->q), f->value_dim, r->tangent.out);
     if (t->d_lse.data) write_number(p, t->d_lse.type, am_token(&t->d_lse, r->b, r->head, r->q), d_lse);
+    r->tangent.lse = d_lse;
 }
 
 /* --- Backward --- */
@@ -363,6 +372,40 @@ static void backward_row(const plain *p, row *r)
     write_row(p, &g->d_q, am_token(&g->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
 }
 
+/* Adds what a row contributes to the tangents of all gradients, and writes that of its d_q. */
+static void gradient_tangent_row(const plain *p, row *r)
+{
+    const am_attn *f = p->f;
+    const am_attn_gradients *g = p->g;
+    const am_attn_tangents *t = p->t;
+    const double cap = am_cap_of(&p->terms);
+    read_row(&f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
+    read_row(&g->d_out, am_token(&g->d_out, r->b, r->head, r->q), f->value_dim, r->d_out);
+    memset(r->d_q, 0, (size_t)f->head_dim * sizeof *r->d_q);
+    const row_gradient x = row_gradient_of(p, r);
+    const double moved = r->own > 0 ? dot(r->d_out, r->tangent.out, f->value_dim) : 0;
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        const bool kept = has(r->kept, k);
+        const double factor = kept ? 1 / (1 - am_dropout_of(&p->terms)) : 0,
+                     dp = kept ? dot(r->d_out, read_key(f, r, true, k), f->value_dim) * factor : 0,
+                     of_dp = kept && t->d_v.data
+                                 ? dot(r->d_out, read_tangent(&t->d_v, r, k), f->value_dim) * factor
+                                 : 0,
+                     slope = r->slopes[k], power = power_of(r->logits[k], x.reference),
+                     of_logit = tangent_of(p, r, k), of_power = power * (of_logit - r->tangent.lse),
+                     of_slope = cap > 0 ? -2 * r->logits[k] / (cap * cap) * of_logit : 0,
+                     ds = power * (dp + x.shift),
+                     of_ds = (of_power * (dp + x.shift) + power * (of_dp - moved)) * slope + ds * of_slope;
+        add(r->d_v + k * f->value_dim, of_power * factor, r->d_out, f->value_dim);
+        add(r->d_k + k * f->head_dim, of_ds * f->scale, r->query, f->head_dim);
+        add(r->d_q, of_ds * f->scale, read_key(f, r, false, k), f->head_dim);
+        if (t->d_q.data) add(r->d_k + k * f->head_dim, ds * slope * f->scale, r->tangent.q, f->head_dim);
+        if (t->d_k.data) add(r->d_q, ds * slope * f->scale, read_tangent(&t->d_k, r, k), f->head_dim);
+    }
+    write_row(p, &g->d_q, am_token(&g->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
+}
+
 /* --- Calls --- */
 
 /* Lays out the memory of a key head. */
@@ -384,7 +427,9 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     if (!p->g && !p->t) return used;
     r->d_out = (double *)am_take(memory, &used, value);
     r->d_q = (double *)am_take(memory, &used, key);
-    r->d_number = (double *)am_take(memory, &used, am_max(key, value));
+    r->tangent.out = (double *)am_take(memory, &used, value);
+    r->tangent.q = (double *)am_take(memory, &used, key);
+    r->tangent.number = (double *)am_take(memory, &used, am_max(key, value));
     if (!p->g) return used;
     r->d_k = (double *)am_take(memory, &used, f->keys * key);
     r->d_v = (double *)am_take(memory, &used, f->keys * value);
@@ -405,11 +450,13 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t i = r.kv_head * rows; status == AM_OK && i < (r.kv_head + 1) * rows; i++) {
         r.head = i / f->queries, r.q = i % f->queries;
         find_logits(p, &r);
-        if (p->g)
+        if (p->t) tangent_row(p, &r);
+        if (p->g && p->t)
+            gradient_tangent_row(p, &r);
+        else if (p->g)
             backward_row(p, &r);
         else
             forward_row(p, &r);
-        if (p->t) tangent_row(p, &r);
         status = am_checkpoint(team);
     }
     for (ptrdiff_t k = 0; p->g && status == AM_OK && k < f->keys; k++) {
@@ -439,6 +486,14 @@ am_status am_plain_jvp(const am_context *context, const am_attn_tangents *t)
     const am_attn *f = &t->forward;
     return take_heads(context,
                       &(plain){.f = f, .t = t, .kernels = context->kernels, .terms = am_find_terms(f)});
+}
+
+am_status am_plain_backward_tangents(const am_context *context, const am_attn_gradients *g,
+                                     const am_attn_tangents *t)
+{
+    const am_attn *f = &g->forward;
+    return take_heads(
+        context, &(plain){.f = f, .g = g, .t = t, .kernels = context->kernels, .terms = am_find_terms(f)});
 }
 
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *g)

@@ -22,6 +22,7 @@
 #include "kernels/attention/backward_step_tpl.h"
 #include "kernels/attention/rows_tpl.h"
 #include "kernels/attention/tangent_tpl.h"
+#include "kernels/attention/backward_tangents_tpl.h"
 
 const am_kernels TABLE(flash_f64) = {
     .flash_f64 =
@@ -39,6 +40,7 @@ const am_kernels TABLE(flash_f64) = {
             .backward = backward_f64,
             .find_row_max = find_row_max_f64,
             .tangent_step = tangent_step_f64,
+            .backward_tangents = backward_tangents_f64,
             .load_rows = load_rows_f64,
             .add_rows = add_rows_f64,
             .dot_rows = dot_rows_f64,
