@@ -15,9 +15,9 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    MOST_BLOCKS = 4,        /* of a task */
-    TASK_BYTES = 512 << 10, /* of its blocks: a part of the second-level cache */
-    TASKS_OF_THREAD = 4,    /* at least, if there are as many blocks */
+    MOST_BLOCKS = 4,      /* of a task */
+    TASK_BYTES = 2 << 20, /* of its blocks, which are read once for each tile */
+    TASKS_OF_THREAD = 4,  /* at least, if there are as many blocks */
 };
 
 /* Consecutive blocks of a section. */
