@@ -11,6 +11,7 @@ from attnmask._faces.rows import NUMPY, Face, Row
 PACKAGE = Path(__file__).parents[1] / "attnmask"
 WIDTH = 110
 ATTENTION = """
+from collections.abc import Sequence
 from typing import Literal, SupportsIndex, overload
 
 from numpy.typing import ArrayLike, DTypeLike
@@ -19,6 +20,7 @@ from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
+from attnmask._attention.weights import AttentionStatistics, Queries, Statistic
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
@@ -161,6 +163,8 @@ STUBS = {  # path: imports, functions
                 table.FLASH_ATTENTION_BWD,
                 table.FLASH_ATTENTION_JVP,
                 table.FLASH_ATTENTION_BWD_VJP,
+                table.ATTENTION_WEIGHTS,
+                table.ATTENTION_STATISTICS,
             ),
         ),
     ),

@@ -6,6 +6,8 @@ from threading import main_thread
 from typing import TYPE_CHECKING
 
 from attnmask._attention.flash_attention import (
+    attention_statistics,
+    attention_weights,
     flash_attention,
     flash_attention_bwd,
     flash_attention_bwd_vjp,
@@ -17,6 +19,7 @@ from attnmask._attention.forward import dropout_keep_mask, merge_attention_state
 from attnmask._attention.hints import BwdParams, FwdParams
 from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
+from attnmask._attention.weights import AttentionStatistics
 from attnmask._cache import attend
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache
@@ -93,6 +96,7 @@ _core.use(  # so that C imports nothing
 del arguments, attend, habits, main_thread
 
 __all__ = [
+    "AttentionStatistics",
     "AttnmaskWarning",
     "BwdParams",
     "FlashAttentionGrads",
@@ -107,6 +111,8 @@ __all__ = [
     "__version__",
     "attention_mask_to_padding_segment_ids",
     "attention_mask_to_qkv_cu_seqlens",
+    "attention_statistics",
+    "attention_weights",
     "cdiv",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",

@@ -55,6 +55,14 @@ def flash_jvp(
     softmax_aux_tangent: ArrayLike | None,
     /,
 ) -> tuple[Array, Array, Array, Array]: ...
+def flash_weights(
+    problem: Problem,
+    lse: Array | None,
+    queries: NDArray[np.int64],
+    wanted: tuple[str, ...],
+    top: int,
+    by_key_head: bool,
+) -> tuple[Array | None, ...]: ...
 def flash_backward_vjp(
     problem: Problem,
     dout: ArrayLike,

@@ -321,6 +321,24 @@ FLASH_ATTENTION_BWD_VJP = Function(
     | {"dlse": _OPTIONAL},
     "logits_dtype",
 )
+_OF_LOGITS = {  # what attention takes to find its weights
+    name: row
+    for name, row in _ATTENTION.items()
+    if name not in (*LEARNED[:2], "value", *of_kinds(Kind.CHANCE, Kind.SEED, Kind.HINT), "normalize_output")
+}
+_LOOKED = dict(list(_INPUTS.items())[:2]) | {"attention_mask": _OF_LOGITS["attention_mask"]}
+_QUERIES = {"queries": ("Queries", None)}
+ATTENTION_WEIGHTS = Function("attention_weights", "Array", _LOOKED | _QUERIES | _OF_LOGITS, "attention_mask")
+ATTENTION_STATISTICS = Function(
+    "attention_statistics",
+    "AttentionStatistics",
+    _LOOKED
+    | {"of": ("Statistic | Sequence[Statistic]", Parameter.empty)}
+    | _QUERIES
+    | {"heads": ('Literal["query", "key"]', "query"), "lse": _OPTIONAL}
+    | _OF_LOGITS,
+    "attention_mask",
+)
 FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     "flash_attention_with_kvcache",
     _EITHER,

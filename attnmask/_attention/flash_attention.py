@@ -2,11 +2,15 @@
 ``.ci/make_signatures.py`` makes from the table of arguments.
 """
 
-from typing import SupportsIndex  # noqa: F401 (of annotations, as the next ones)
+from collections.abc import Sequence  # noqa: F401 (of annotations, as the next ones)
+from typing import Literal, SupportsIndex  # noqa: F401
 
 from numpy.typing import ArrayLike, DTypeLike  # noqa: F401
 
+from attnmask._attention import weights
 from attnmask._attention.arguments import (
+    ATTENTION_STATISTICS,
+    ATTENTION_WEIGHTS,
     FLASH_ATTENTION,
     FLASH_ATTENTION_BWD,
     FLASH_ATTENTION_BWD_VJP,
@@ -20,6 +24,7 @@ from attnmask._attention.forward import attend
 from attnmask._attention.hints import BwdParams, FwdParams, Precision  # noqa: F401
 from attnmask._attention.jvp import attend_backward_vjp, attend_with_tangents
 from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads  # noqa: F401
+from attnmask._attention.weights import AttentionStatistics, Queries, Statistic  # noqa: F401
 from attnmask._common.loading import _core
 from attnmask._common.types import Array  # noqa: F401
 from attnmask._masks.info import MaskInfo  # noqa: F401
@@ -383,3 +388,66 @@ def flash_attention_bwd_vjp(*args, **given):
     True
     """
     return attend_backward_vjp(args, given)
+
+
+@ATTENTION_WEIGHTS
+def attention_weights(*args, **given):
+    """Return the weights of attention of chosen queries: rows of the softmax.
+
+    Each row sums to 1, or to less with sinks. A query without keys has weights of 0.
+
+    Parameters
+    ----------
+    query, key, attention_mask, bias, softmax_scale, ..., relative_low
+        As in `flash_attention`, without what does not concern weights.
+    queries : int, slice or array_like of integers, optional
+        Which queries: ``-8`` are the last eight. All, if not given: an array of as many numbers as there are pairs.
+
+    Returns
+    -------
+    ndarray, shape [B, H, n, Tk]
+        float32, or float64 for float64.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 4, 1, 8)), np.zeros((1, 4, 1, 8))  # all keys weigh the same
+    >>> attnmask.attention_weights(query, key, causal=True, queries=-2).round(2).tolist()
+    [[[[0.33, 0.33, 0.33, 0.0], [0.25, 0.25, 0.25, 0.25]]]]
+    """
+    return weights.weights(args, given)
+
+
+@ATTENTION_STATISTICS
+def attention_statistics(*args, **given):
+    """Return what the weights of attention tell, without an array of all pairs.
+
+    Parameters
+    ----------
+    query, key, attention_mask, bias, softmax_scale, ..., relative_low
+        As in `flash_attention`, without what does not concern weights.
+    of : str, tuple, or sequence of these
+        What to return, the fields of `AttentionStatistics`: ``"key_sum"``, ``"entropy"``, ``"max_logit"``, or
+        ``("top_keys", 16)`` for the 16 keys of the greatest weights.
+    queries : int, slice or array_like of integers, optional
+        Of which queries: ``-8`` are the last eight. All, if not given.
+    heads : {"query", "key"}
+        Whether `key_sum` is that of each query head, or of all query heads that share a key head.
+    lse : array_like, shape [B, H, Tq] or [H, Tq], optional
+        That of an earlier call with the same arguments, which saves a pass.
+
+    Returns
+    -------
+    AttentionStatistics
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 4, 1, 8)), np.zeros((1, 4, 1, 8))  # all keys weigh the same
+    >>> found = attnmask.attention_statistics(query, key, causal=True, of=("key_sum", ("top_keys", 2)))
+    >>> found.key_sum.round(2).tolist()  # 1 + 1/2 + 1/3 + 1/4, ...
+    [[[2.08, 1.08, 0.58, 0.25]]]
+    >>> found.top_keys.tolist()  # of equal weights the first ones
+    [[[[0, -1], [0, 1], [0, 1], [0, 1]]]]
+    """
+    return weights.statistics(args, given)

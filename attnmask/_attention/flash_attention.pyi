@@ -1,6 +1,7 @@
 """Written by .ci/make_signatures.py."""
 # fmt: off
 
+from collections.abc import Sequence
 from typing import Literal, SupportsIndex, overload
 
 from numpy.typing import ArrayLike, DTypeLike
@@ -9,6 +10,7 @@ from attnmask._attention.arguments import Diagonal
 from attnmask._attention.backward import Vjp
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecondGrads
+from attnmask._attention.weights import AttentionStatistics, Queries, Statistic
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 
@@ -184,3 +186,22 @@ def flash_attention_bwd_vjp(
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None, relative_low: int = 0, dlse: ArrayLike | None = None,
 ) -> FlashAttentionSecondGrads: ...
+def attention_weights(
+    query: ArrayLike, key: ArrayLike, attention_mask: ArrayLike | MaskInfo | None = None, *,
+    queries: Queries = None, bias: ArrayLike | None = None, softmax_scale: float | None = None,
+    causal: bool = False, cum_seqlens_q: ArrayLike | None = None, cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None, q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None, causal_offset: Diagonal = 0,
+    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+) -> Array: ...
+def attention_statistics(
+    query: ArrayLike, key: ArrayLike, attention_mask: ArrayLike | MaskInfo | None = None, *,
+    of: Statistic | Sequence[Statistic], queries: Queries = None, heads: Literal["query", "key"] = 'query',
+    lse: ArrayLike | None = None, bias: ArrayLike | None = None, softmax_scale: float | None = None,
+    causal: bool = False, cum_seqlens_q: ArrayLike | None = None, cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None, q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None, causal_offset: Diagonal = 0,
+    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+) -> AttentionStatistics: ...

@@ -420,6 +420,23 @@ typedef struct {
 typedef void am_flash_backward_tangents(const am_backward_rows *block, const am_backward_tile *tile,
                                         const am_backward_tangents *tangents);
 
+/* The weights e^(logit - base) of some rows of a block, which go to its `p`, and what is told of them. Of a
+ * block and a tile as backward has them, q, base, the terms of logits and k_columns are read. */
+typedef struct {
+    uint64_t rows; /* a bit for each row whose weights are wanted */
+    void *sums;    /* [AM_FLASH_TILE] for each `rows_of_sum` rows, `sum_stride` apart: the weights of each key
+                    * are added; NULL: not wanted */
+    ptrdiff_t rows_of_sum, sum_stride;
+    void *highest, *entropy; /* [rows]: the greatest logit; Σ weight (base - logit) is added */
+} am_weighed;
+typedef void am_flash_find_weights(const am_backward_rows *block, const am_backward_tile *tile,
+                                   const am_weighed *weighed);
+
+/* Puts keys from `first` on among the `count` of the greatest weights, which fall, of those that are live.
+ * Places that are free have the weight -1. */
+typedef void am_flash_rank_keys(const void *weights, uint64_t live, int64_t first, void *greatest,
+                                int64_t *keys, ptrdiff_t count);
+
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */
 typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backward_tile *tile);
@@ -464,6 +481,8 @@ typedef struct {
     am_flash_find_row_max *find_row_max;
     am_flash_tangent_step *tangent_step;
     am_flash_backward_tangents *backward_tangents;
+    am_flash_find_weights *find_weights;
+    am_flash_rank_keys *rank_keys;
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;

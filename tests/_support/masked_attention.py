@@ -213,6 +213,38 @@ def check_second_derivatives(case: Case) -> None:
     )
 
 
+def check_weights(case: Case) -> None:
+    """Of all queries, or some of them."""
+    arrays, limits = case.drawn_arrays(), case.drawn_limits()
+    live = ref.live_pairs(case.shape, case.array, **limits)
+    weights, logits = ref.attention_weights(arrays["query"], arrays["key"], attention_mask=live)
+    queries = np.flatnonzero(case.rng.random(case.shape[2]) < random_masks.any_of(case.rng, (0.1, 0.5, 1)))
+    weights, top = weights[:, :, queries], random_masks.any_of(case.rng, (1, 5, 80))
+    with np.errstate(all="ignore"):
+        entropy = -np.where(weights > 0, weights * np.log(weights), 0).sum(axis=3)
+    ranked = np.sort(weights, axis=3)[..., ::-1][..., :top]
+    exact = {
+        "key_sum": weights.sum(axis=2),
+        "entropy": entropy,
+        "max_logit": logits[:, :, queries].max(axis=3, initial=-np.inf),
+        "top_weights": np.pad(ranked, [(0, 0)] * 3 + [(0, top - ranked.shape[3])]),
+        "weights": weights,
+    }
+    given = poisoned({name: arrays[name] for name in ("query", "key")}, live)
+    given |= {"attention_mask": case.mask, "queries": queries, **limits}
+
+    def compute() -> Arrays:
+        statistics = attnmask.attention_statistics(
+            of=("key_sum", "entropy", "max_logit", ("top_keys", top)), **given
+        )._asdict()
+        assert (statistics.pop("top_keys") < 0).sum() == np.maximum(
+            top - live[:, :, queries].sum(axis=3), 0
+        ).sum()
+        return statistics | {"weights": attnmask.attention_weights(**given)}
+
+    case.at_each_level(compute, exact, f"weights, {limits}")
+
+
 def check_cache(case: Case) -> None:
     """Over a cache of any format, contiguous or in pages, of which a sequence may have fewer tokens than the mask."""
     kind = random_masks.any_of(case.rng, FORMATS)
@@ -279,7 +311,14 @@ def in_pages(x: np.ndarray, size: int, pages: np.ndarray) -> np.ndarray:
     return cache
 
 
-CHECKS = (check_forward, check_gradients, check_cache, check_tangents, check_second_derivatives)
+CHECKS = (
+    check_forward,
+    check_gradients,
+    check_cache,
+    check_tangents,
+    check_second_derivatives,
+    check_weights,
+)
 
 
 def check(seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:

@@ -268,6 +268,17 @@ def flash_attention_jvp(tangents, **arguments) -> tuple[np.ndarray, np.ndarray]:
     return (d_out[0], d_lse[0]) if problem.flat else (d_out, d_lse)
 
 
+def attention_weights(query, key, **arguments) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of all pairs, 0 where one is not allowed, and their logits, -inf there."""
+    problem = problem_of(query=query, key=key, value=key, **arguments)
+    weights, logits = np.zeros((2, *problem.live.shape))
+    for b, h, kv in problem.heads:
+        with np.errstate(all="ignore"):
+            softmax = Softmax.of(problem, b, h, kv)
+        weights[b, h], logits[b, h] = np.where(problem.live[b, h], softmax.shares, 0), softmax.logits
+    return weights, logits
+
+
 def flash_attention_bwd_vjp(dout, cotangents, dlse=None, **arguments) -> list[np.ndarray]:
     """The gradients of dout, query, key and value from cotangents of the gradients of the last three, by their names.
 

@@ -364,10 +364,28 @@ def second_arguments(rng: Rng) -> Arguments:
     return arguments | {f"{name}_cotangent": arguments[name].copy() for name in names}
 
 
+def weights_arguments(rng: Rng) -> Arguments:
+    arguments = attention_arguments(rng)
+    hidden = {"value", "fwd_params", "bwd_params", "normalize_output", "precision", "logits_dtype", *DROPOUT}
+    arguments = {name: x for name, x in arguments.items() if name not in hidden}
+    queries = (-2, slice(1, 4), np.array([3, 0]), None)[int(rng.integers(4))]
+    return arguments | ({} if queries is None else {"queries": queries})
+
+
+def statistics_arguments(rng: Rng) -> Arguments:
+    of = pick(rng, ["key_sum", "entropy", ("max_logit", ("top_keys", 3)), ("top_keys", 9)])
+    arguments = weights_arguments(rng) | {"of": of} | ({"heads": "key"} if coin(rng, 0.3) else {})
+    batch, tokens, heads, _ = arguments["query"].shape
+    lse = floats(rng, batch, heads, tokens, dtype=wide_of(arguments["query"].dtype))
+    return arguments | ({"lse": lse} if coin(rng, 0.3) else {})
+
+
 function("flash_attention", lambda rng: forward_arguments(rng) | {"return_lse": coin(rng)})
 function("flash_attention_fwd", forward_arguments)
 function("flash_attention_bwd", backward_arguments, written=frozenset())
 function("flash_attention_jvp", tangent_arguments, written=frozenset())
+function("attention_weights", weights_arguments, written=frozenset())
+function("attention_statistics", statistics_arguments, written=frozenset())
 function("flash_attention_bwd_vjp", second_arguments, written=frozenset())
 target("flash_attention_vjp", vjp_arguments, pulled_back(attnmask.flash_attention_vjp))
 row(

@@ -18,6 +18,11 @@ REPRS = {
         "FlashAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
         "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None)",
     ),
+    "statistics": (
+        attnmask.attention_statistics(X, X, of=("entropy", ("top_keys", 1))),
+        "AttentionStatistics(key_sum=None, entropy=float32[1, 2, 3], max_logit=None, top_keys=int64[1, 2, 3, 1], "
+        "top_weights=float32[1, 2, 3, 1])",
+    ),
     "second gradients": (
         attnmask.FlashAttentionSecondGrads(X, X, X, X),
         "FlashAttentionSecondGrads(dout=float32[1, 3, 2, 8], query=float32[1, 3, 2, 8], "

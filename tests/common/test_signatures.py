@@ -69,6 +69,20 @@ def test_attention_functions_take_the_same_arguments(name):
     assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
 
 
+@pytest.mark.parametrize("name", ["attention_weights", "attention_statistics"])
+def test_weights_take_what_concerns_them(name):
+    """By name, with the same order, defaults and types."""
+    taken, whole = parameters(getattr(attnmask, name)), parameters(attnmask.flash_attention)
+    own = {"queries", "of", "heads", "lse"}
+    rest = {"value", "dropout_prob", "dropout_seed", "normalize_output", "return_lse", "out"}
+    rest |= {"fwd_params", "bwd_params", "precision", "logits_dtype"}
+    assert taken.keys() - own == whole.keys() - rest
+    assert [x for x in taken if x not in own][3:] == [x for x in whole if x in taken and x not in own][3:]
+    for key in taken.keys() - own:
+        assert (taken[key].default, taken[key].annotation) == (whole[key].default, whole[key].annotation)
+        assert key in ("query", "key", "attention_mask") or taken[key].kind is inspect.Parameter.KEYWORD_ONLY
+
+
 @pytest.mark.parametrize("count", range(6, 12))
 def test_arguments_of_a_cache_after_the_fifth_are_given_by_name(count):
     """Even those that would fit."""

@@ -12,6 +12,7 @@ from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_second import check_backward_tangents
 from kernel_checks_step import check_step, check_step_unpacked, check_steps
 from kernel_checks_tangents import check_tangent_step
+from kernel_checks_weights import check_find_weights, check_rank_keys
 from kernel_table import CONSTANTS, SLOTS, TYPES, Kernel, table_of
 
 pytestmark = with_doors
@@ -34,6 +35,8 @@ CHECKS = {
     "am_end_tiles": check_end_tiles,
     "am_flash_backward_step": check_backward,
     "am_flash_find_row_max": check_find_row_max,
+    "am_flash_find_weights": check_find_weights,
+    "am_flash_rank_keys": check_rank_keys,
     "am_flash_step": check_step,
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
@@ -57,6 +60,8 @@ CHECKS_OF_FOUR_BITS = {
 EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8_E4M3"))
 # Where bfloat16 is multiplied; builds for tests emulate bf16x2 at other levels.
 LEVELS_BY_BF16 = {"flash_bf16x2": ("avx512bf16", "neonbf16"), "flash_amx": ("amx",)}
+
+IN_FLOAT32 = (".tangent_step", ".backward_tangents", ".find_weights", ".rank_keys")
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
@@ -98,8 +103,8 @@ def lacks(kernel: Kernel, isa: str) -> str | None:
         return f"{isa} has no quick products of bfloat16, or none at all"
     if slot.startswith("flash_bf16x2.widen") and isa != "avx512bf16":
         return f"{isa} reads four bits in float32"
-    if slot.endswith((".tangent_step", ".backward_tangents")) and not slot.startswith("flash_f"):
-        return "tangents of bfloat16 are computed in float32"
+    if slot.endswith(IN_FLOAT32) and not slot.startswith("flash_f"):
+        return "of bfloat16 these are computed in float32"
     if slot.endswith((".steps", "end_tiles")) and (isa != "amx" or slot.startswith(("flash_f", "flash_b"))):
         return f"{isa} has no tiles, or this arithmetic does not use them"
     return None

@@ -382,6 +382,7 @@ def long_calls() -> dict:
         "second derivatives": lambda out: attnmask.flash_attention_bwd_vjp(
             **gradient, query_cotangent=tokens
         ),
+        "weights": lambda out: attnmask.attention_statistics(tokens, tokens, of="key_sum"),
         "linear attention": lambda out: attnmask.linear_attention(**linear, decay=-ones.reshape(1)),
         "gradients of linear attention": lambda out: attnmask.linear_attention_vjp(**linear)[1](
             keys[..., :1]

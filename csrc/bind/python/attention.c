@@ -22,6 +22,9 @@ typedef struct {
     am_mask_arg mask;
     am_scale softmax_scale;
     bool normalize_output, return_lse, return_wide; /* return_wide: also the result as `wide_result` says */
+    PyArrayObject *queries;                         /* whose weights are looked at */
+    npy_intp top;
+    bool by_key_head;
     int threads;
     uint64_t seed;
     am_scale prob;
@@ -496,6 +499,64 @@ AM_FUNCTION(flash_backward_vjp, backward_vjp(module, a), PROBLEM, AM_ARG(dout, a
             AM_PARAM("key_cotangent", am_to_array_or_none, key_tangent),
             AM_PARAM("value_cotangent", am_to_array_or_none, value_tangent))
 
+/* Makes an array for a result if it is among those that are wanted; *made stays NULL if it is not. */
+static int new_if_wanted(const arguments *a, const char *name, int ndim, npy_intp const *dims, int type,
+                         PyArrayObject **made, void *to)
+{
+    am_owned PyObject *text = PyUnicode_FromString(name);
+    const int wanted = text ? PySequence_Contains(a->wanted, text) : -1;
+    if (wanted <= 0) return wanted;
+    *made = am_new_array_of(ndim, dims, type);
+    if (*made) *(void **)to = PyArray_DATA(*made);
+    return *made ? 0 : -1;
+}
+
+static PyObject *weights(PyObject *module, arguments *a)
+{
+    am_request *r = &a->mask.request;
+    const am_attn *attn = &r->attn;
+    const am_view chosen = am_view_of(a->queries);
+    if (!PyTuple_Check(a->wanted) || chosen.axes != 1 || PyArray_TYPE(a->queries) != NPY_INT64 ||
+        !PyArray_IS_C_CONTIGUOUS(a->queries))
+        return PyErr_Format(PyExc_TypeError, "wanted must be a tuple, and queries int64 in rising order");
+    am_attn_weights problem = {.attn = *attn,
+                               .finds_lse = !a->lse,
+                               .queries = PyArray_DATA(a->queries),
+                               .count = chosen.shape[0],
+                               .by_key_head = a->by_key_head,
+                               .top = a->top};
+    const npy_intp rows[4] = {attn->batch, attn->heads, problem.count, attn->keys},
+                   sums[3] = {attn->batch, a->by_key_head ? attn->kv_heads : attn->heads, attn->keys},
+                   top[4] = {attn->batch, attn->heads, problem.count, a->top};
+    const int wide = attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32;
+    am_owned PyArrayObject *lse =
+        a->lse ? (PyArrayObject *)Py_NewRef(a->lse) : am_new_array_of(3, rows, wide);
+    if (!lse) return NULL;
+    const am_view stats = am_view_of(lse);
+    if (stats.axes != 3 || stats.type != (wide == NPY_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32) ||
+        memcmp(PyArray_DIMS(lse), rows, 3 * sizeof *rows) != 0)
+        return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &stats, "lse must be [B, H, n]")), NULL;
+    problem.lse = am_stats_of(&stats);
+    PyArrayObject *made[6] = {NULL};
+    PyObject *result = NULL;
+    if (new_if_wanted(a, "weights", 4, rows, wide, &made[0], &problem.weights) == 0 &&
+        new_if_wanted(a, "key_sum", 3, sums, wide, &made[1], &problem.key_sum) == 0 &&
+        new_if_wanted(a, "entropy", 3, rows, wide, &made[2], &problem.entropy) == 0 &&
+        new_if_wanted(a, "max_logit", 3, rows, wide, &made[3], &problem.max_logit) == 0 &&
+        new_if_wanted(a, "top_keys", 4, top, NPY_INT64, &made[4], &problem.top_keys) == 0 &&
+        new_if_wanted(a, "top_keys", 4, top, wide, &made[5], &problem.top_weights) == 0 &&
+        am_computed(module, am_attn_work(attn), am_attn_weigh, &problem)) {
+        result = PyTuple_New(6);
+        for (int i = 0; result && i < 6; i++)
+            PyTuple_SET_ITEM(result, i, Py_NewRef(made[i] ? (PyObject *)made[i] : Py_None));
+    }
+    for (int i = 0; i < 6; i++) Py_XDECREF(made[i]);
+    return result;
+}
+AM_FUNCTION(flash_weights, weights(module, a), PROBLEM, AM_ARG(lse, am_to_array_or_none),
+            AM_ARG(queries, am_to_array), AM_ARG(wanted, am_to_object), AM_ARG(top, am_to_length),
+            AM_ARG(by_key_head, am_to_bool))
+
 static PyObject *keep_mask(PyObject *module, const arguments *a)
 {
     npy_intp dims[4];
@@ -534,6 +595,8 @@ PyMethodDef am_flash_methods[] = {
     AM_METHOD(flash_backward_vjp,
               "problem, dout, out, lse, dlse, query_cotangent, key_cotangent, value_cotangent",
               "Returns the gradients of dout, query, key, value and dlse; that of dout is wide."),
+    AM_METHOD(flash_weights, "problem, lse, queries, wanted, top, by_key_head",
+              "Returns weights, key_sum, entropy, max_logit, top_keys and top_weights; None if not wanted."),
     {"term_names", am_term_names, METH_NOARGS,
      "term_names($module, /)\n--\n\nThe names of all kinds of logit terms, in the order of their numbers."},
     AM_METHOD(dropout_keep_mask, "seed, prob, shape, out"),

@@ -90,10 +90,31 @@ am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem
 am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                     const am_attn_tangents *along);
 
+/* What the weights of some queries tell: each result is C-contiguous and of the arithmetic type unless it
+ * says another; NULL: not wanted. */
+typedef struct {
+    am_attn attn;           /* its values are not read, and its out is not written; terms drop nothing */
+    am_array lse;           /* of the chosen queries */
+    bool finds_lse;         /* it is a result, else given */
+    const int64_t *queries; /* the chosen ones, in rising order */
+    ptrdiff_t count;
+    bool by_key_head;
+    void *weights;             /* [batch][heads][count][keys] */
+    void *key_sum;             /* [batch][heads, or kv_heads if by_key_head][keys] */
+    void *entropy, *max_logit; /* [batch][heads][count] */
+    int64_t *top_keys;         /* [batch][heads][count][top]: the keys of the greatest weights, from the
+                                * greatest on, of equal ones the lower first; -1 behind them */
+    void *top_weights;
+    ptrdiff_t top;
+} am_attn_weights;
+
+am_status am_attn_weigh(const am_context *context, const am_attn_weights *problem);
+
 /* Attention and its gradients at the level `plain`, one query after the other. */
 am_status am_plain_forward(const am_context *context, const am_attn *attn);
 am_status am_plain_backward(const am_context *context, const am_attn_gradients *problem);
 am_status am_plain_jvp(const am_context *context, const am_attn_tangents *problem);
+am_status am_plain_weigh(const am_context *context, const am_attn_weights *problem);
 am_status am_plain_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                      const am_attn_tangents *along);
 

@@ -37,6 +37,7 @@
 typedef struct {
     const am_attn *f;
     const am_attn_gradients *g; /* backward; NULL: not that */
+    const am_attn_weights *w;   /* what weights tell; NULL: not that */
     const am_attn_tangents *t;  /* tangents, of gradients if there are some; NULL: not that */
     const am_kernels *kernels;
     am_terms_found terms;
@@ -406,6 +407,73 @@ static void gradient_tangent_row(const plain *p, row *r)
     write_row(p, &g->d_q, am_token(&g->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
 }
 
+/* --- Weights --- */
+
+/* Puts a key among those of the greatest weights of a row. */
+static void rank_key(const plain *p, ptrdiff_t result, ptrdiff_t k, double weight)
+{
+    const am_attn_weights *w = p->w;
+    int64_t *keys = w->top_keys + result * w->top;
+    ptrdiff_t place = w->top;
+    const am_dtype type = w->lse.type;
+    char *weights = (char *)w->top_weights + result * w->top * (ptrdiff_t)am_size_of(type);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
+    while (place > 0 && (keys[place - 1] < 0 || weight > read_number(type, weights + (place - 1) * size)))
+        place--;
+    for (ptrdiff_t i = w->top - 1; i > place; i--) {
+        keys[i] = keys[i - 1];
+        memcpy(weights + i * size, weights + (i - 1) * size, (size_t)size);
+    }
+    if (place == w->top) return;
+    keys[place] = k;
+    write_number(p, type, weights + place * size, weight);
+}
+
+/* Writes what the weights of the chosen query of a row tell. */
+static void weights_row(const plain *p, const row *r, ptrdiff_t chosen)
+{
+    const am_attn *f = p->f;
+    const am_attn_weights *w = p->w;
+    const am_dtype type = w->lse.type;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type),
+                    result = (r->b * f->heads + r->head) * w->count + chosen,
+                    sums = w->by_key_head ? r->b * f->kv_heads + r->kv_head : r->b * f->heads + r->head;
+    char *of_row = am_token(&w->lse, r->b, r->head, chosen);
+    if (w->finds_lse) write_number(p, type, of_row, lse_of(r));
+    const double lse = w->finds_lse ? lse_of(r) : read_number(type, of_row);
+    double entropy = 0, highest = -INFINITY;
+    for (ptrdiff_t i = 0; i < w->top; i++) {
+        w->top_keys[result * w->top + i] = -1;
+        write_number(p, type, (char *)w->top_weights + (result * w->top + i) * size, 0);
+    }
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        const double weight = power_of(r->logits[k], lse);
+        highest = fmax(highest, r->logits[k]);
+        if (weight > 0) entropy += weight * (lse - r->logits[k]);
+        if (w->weights) write_number(p, type, (char *)w->weights + (result * f->keys + k) * size, weight);
+        if (w->key_sum) {
+            char *sum = (char *)w->key_sum + (sums * f->keys + k) * size;
+            write_number(p, type, sum, read_number(type, sum) + weight);
+        }
+        if (w->top_keys) rank_key(p, result, k, weight);
+    }
+    if (w->entropy) write_number(p, type, (char *)w->entropy + result * size, entropy);
+    if (w->max_logit) write_number(p, type, (char *)w->max_logit + result * size, highest);
+}
+
+static int compare_queries(const void *a, const void *b)
+{
+    const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Where a query is among the chosen ones, or NULL. */
+static const int64_t *chosen_query(const am_attn_weights *w, int64_t q)
+{
+    return bsearch(&q, w->queries, (size_t)w->count, sizeof q, compare_queries);
+}
+
 /* --- Calls --- */
 
 /* Lays out the memory of a key head. */
@@ -449,7 +517,14 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     if (p->g) memset(r.d_v, 0, (size_t)(f->keys * f->value_dim) * sizeof *r.d_v);
     for (ptrdiff_t i = r.kv_head * rows; status == AM_OK && i < (r.kv_head + 1) * rows; i++) {
         r.head = i / f->queries, r.q = i % f->queries;
+        const int64_t *chosen = p->w ? chosen_query(p->w, r.q) : NULL;
+        if (p->w && !chosen) continue;
         find_logits(p, &r);
+        if (p->w) {
+            weights_row(p, &r, chosen - p->w->queries);
+            status = am_checkpoint(team);
+            continue;
+        }
         if (p->t) tangent_row(p, &r);
         if (p->g && p->t)
             gradient_tangent_row(p, &r);
@@ -479,6 +554,13 @@ am_status am_plain_forward(const am_context *context, const am_attn *attn)
 {
     return take_heads(context,
                       &(plain){.f = attn, .kernels = context->kernels, .terms = am_find_terms(attn)});
+}
+
+am_status am_plain_weigh(const am_context *context, const am_attn_weights *w)
+{
+    const am_attn *f = &w->attn;
+    return take_heads(context,
+                      &(plain){.f = f, .w = w, .kernels = context->kernels, .terms = am_find_terms(f)});
 }
 
 am_status am_plain_jvp(const am_context *context, const am_attn_tangents *t)

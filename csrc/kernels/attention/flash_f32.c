@@ -23,6 +23,7 @@
 #include "kernels/attention/rows_tpl.h"
 #include "kernels/attention/tangent_tpl.h"
 #include "kernels/attention/backward_tangents_tpl.h"
+#include "kernels/attention/weights_tpl.h"
 
 void SHARED(find_p_f32)(const am_flash_rows *block, const am_flash_tile *tile) { find_p_f32(block, tile); }
 void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, const operands_f32 *p)
@@ -48,6 +49,8 @@ const am_kernels TABLE(flash_f32) = {
             .find_row_max = find_row_max_f32,
             .tangent_step = tangent_step_f32,
             .backward_tangents = backward_tangents_f32,
+            .find_weights = find_weights_f32,
+            .rank_keys = rank_keys_f32,
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,

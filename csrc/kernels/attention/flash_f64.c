@@ -23,6 +23,7 @@
 #include "kernels/attention/rows_tpl.h"
 #include "kernels/attention/tangent_tpl.h"
 #include "kernels/attention/backward_tangents_tpl.h"
+#include "kernels/attention/weights_tpl.h"
 
 const am_kernels TABLE(flash_f64) = {
     .flash_f64 =
@@ -41,6 +42,8 @@ const am_kernels TABLE(flash_f64) = {
             .find_row_max = find_row_max_f64,
             .tangent_step = tangent_step_f64,
             .backward_tangents = backward_tangents_f64,
+            .find_weights = find_weights_f64,
+            .rank_keys = rank_keys_f64,
             .load_rows = load_rows_f64,
             .add_rows = add_rows_f64,
             .dot_rows = dot_rows_f64,

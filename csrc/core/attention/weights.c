@@ -1,0 +1,456 @@
+/* weights.c – the weights of chosen queries, and what they tell, from the logsumexp of each row, which is
+ * found by a pass of its own unless it is given. There are never more weights at once than a tile has, unless
+ * they are the result.
+ *
+ * What belongs to a query is found by tasks of a few blocks of one head, which go over the tiles that these
+ * see. Sums over queries, of each key, are found by tasks of a few tiles of one key head, which go over the
+ * blocks that see them, in their order: so they are the same for any number of threads. What is 16 bits wide
+ * is computed in float32. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/attention/epilogue.h"
+#include "core/attention/plan/schedule.h"
+#include "core/runtime/float_mode.h"
+
+enum {
+    TILE = AM_FLASH_TILE,
+    SOME = 4, /* the most blocks or tiles of a task */
+};
+
+/* The chosen queries of a block, from the first to the last. */
+typedef struct {
+    const am_section *section;
+    ptrdiff_t block;
+    am_range chosen; /* indices of chosen queries */
+} part;
+
+typedef struct {
+    am_attn_base base;
+    const am_attn_weights *problem;
+    am_sections sections;
+    part *parts;
+    am_range *of_sections; /* the parts of each section */
+    ptrdiff_t count;       /* of parts */
+    struct {
+        const am_section *section;
+        am_range range; /* of parts, or of tiles */
+    } *tasks;
+    ptrdiff_t task_count;
+    ptrdiff_t heads;    /* of a block: those that share a key head where all their rows fit, else 1 */
+    ptrdiff_t q_stride; /* of rows, in whole panels */
+    bool finds_lse;     /* this pass does */
+    am_sink_sum *sinks; /* one for each head; NULL without sinks */
+    am_workspaces workspaces;
+} weighing;
+
+/* The memory of a thread. */
+typedef struct {
+    char *q, *k, *base, *highest, *entropy, *share; /* of SOME blocks or tiles */
+    char *sums, *p, *row;
+    char *top_weights;
+    int64_t *top_keys;
+    am_logit_scratch terms;
+} workspace;
+
+/* A part on its way over tiles. */
+typedef struct {
+    am_attn_place at;
+    am_range tiles, chosen;
+    am_logit_scratch terms;
+    am_backward_rows rows;
+    am_weighed weighed;
+    char *top_weights;
+    int64_t *top_keys;
+} walk;
+
+static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
+{
+    const weighing *j = job;
+    workspace *w = parts;
+    const ptrdiff_t size = j->base.size, rows = TILE * size, top = j->problem->top,
+                    words = AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t);
+    ptrdiff_t used = 0;
+    w->q = am_take(memory, &used, SOME * TILE * j->q_stride * size);
+    w->k = am_take(memory, &used, SOME * TILE * j->base.attn->head_dim * size);
+    w->base = am_take(memory, &used, SOME * rows);
+    w->highest = am_take(memory, &used, SOME * rows);
+    w->entropy = am_take(memory, &used, SOME * rows);
+    w->share = am_take(memory, &used, SOME * rows);
+    w->sums = am_take(memory, &used, SOME * rows * (j->problem->by_key_head ? 1 : j->base.heads_per_kv));
+    w->p = am_take(memory, &used, TILE * rows);
+    w->top_weights = am_take(memory, &used, SOME * top * rows);
+    w->top_keys = (int64_t *)am_take(memory, &used, SOME * top * TILE * (ptrdiff_t)sizeof(int64_t));
+    w->row = w->terms.row =
+        am_take(memory, &used, am_row_scratch(TILE, am_max(j->base.attn->head_dim, TILE)));
+    w->terms.bias = am_take(memory, &used, am_adds_to_products(&j->base.terms) ? TILE * rows : 0);
+    w->terms.live = (uint64_t *)am_take(memory, &used, words);
+    w->terms.kept = (uint64_t *)am_take(memory, &used, words);
+    w->terms.row_keys = (uint64_t *)am_take(memory, &used, SOME * words);
+    return used;
+}
+
+/* The row of a chosen query of the h-th head of a block. */
+static ptrdiff_t row_of(const weighing *j, const walk *x, ptrdiff_t h, ptrdiff_t chosen)
+{
+    return h * x->at.queries + j->problem->queries[chosen] - x->at.q;
+}
+
+/* Sets what is known of the rows of a block before any tile. */
+static void begin_rows(const weighing *j, walk *x)
+{
+    const am_attn_base *base = &j->base;
+    for (ptrdiff_t r = 0; r < x->at.rows; r++) {
+        am_set_number(base, x->weighed.highest, r, -INFINITY);
+        am_set_number(base, x->weighed.entropy, r, 0);
+        if (j->finds_lse) am_set_number(base, x->rows.share, r, 0);
+    }
+    for (ptrdiff_t h = 0; h < x->at.heads; h++) {
+        for (ptrdiff_t c = x->chosen.begin; c < x->chosen.end; c++) {
+            const ptrdiff_t r = row_of(j, x, h, c);
+            x->weighed.rows |= (uint64_t)1 << r;
+            if (j->finds_lse) continue;
+            const double lse = am_number(base, am_token(&j->problem->lse, x->at.b, x->at.head + h, c), 0);
+            am_set_number(base, x->rows.base, r, lse == -INFINITY ? 0 : lse * AM_LOG2_E / base->unit);
+        }
+    }
+    for (ptrdiff_t t = 0; t < j->problem->top * TILE; t++) {
+        x->top_keys[t] = -1;
+        am_set_number(base, x->top_weights, t, -1);
+    }
+}
+
+static void load_queries(const weighing *j, const walk *x, char *to, char *scratch)
+{
+    const am_attn_base *base = &j->base;
+    const am_attn *f = base->attn;
+    for (ptrdiff_t h = 0; h < x->at.heads; h++) {
+        const am_array rows =
+            am_rows_from(&f->q, am_token(&f->q, x->at.b, x->at.head + h, x->at.q), x->at.queries);
+        const am_rows read = am_read_wide(base, &rows, scratch);
+        for (ptrdiff_t r = 0; r < x->at.queries; r++, to += j->q_stride * base->size)
+            base->arithmetic->numbers[base->type].write(to, (const char *)read.data + r * read.stride,
+                                                        f->scale * AM_LOG2_E / base->unit, f->head_dim);
+    }
+}
+
+/* Begins a part for some heads: its queries, and the logsumexp of its rows unless that is to be found. */
+static void begin_part(const weighing *j, const part *from, ptrdiff_t head, ptrdiff_t i, const workspace *w,
+                       walk *x)
+{
+    const am_attn_base *base = &j->base;
+    const int64_t *chosen = j->problem->queries;
+    const ptrdiff_t rows = TILE * base->size, top = j->problem->top;
+    char *q = w->q + i * j->q_stride * rows, *highest = w->highest + i * rows,
+         *entropy = w->entropy + i * rows;
+    *x = (walk){.at = am_place_of(base, &j->sections, from->section, from->block, head, j->heads),
+                .chosen = from->chosen,
+                .terms = w->terms,
+                .weighed = {.highest = highest, .entropy = entropy},
+                .top_weights = w->top_weights + i * top * rows,
+                .top_keys = w->top_keys + i * top * TILE};
+    x->tiles = am_block_tiles(base, &j->sections, &x->at);
+    x->terms.row_keys += i * AM_FLASH_ROWS;
+    x->at.q = chosen[from->chosen.begin];
+    x->at.queries = chosen[from->chosen.end - 1] + 1 - x->at.q;
+    x->at.rows = x->at.queries * j->heads;
+    x->rows = (am_backward_rows){.rows = x->at.rows,
+                                 .q = {.dim = base->attn->head_dim, .stride = j->q_stride, .lanes = q},
+                                 .base = j->finds_lse ? highest : w->base + i * rows,
+                                 .rest = entropy,
+                                 .share = j->finds_lse ? w->share + i * rows : NULL,
+                                 .p = w->p,
+                                 .factor = 1,
+                                 .cap = am_cap_of(&base->terms),
+                                 .unit = base->unit};
+    load_queries(j, x, q, w->row);
+    begin_rows(j, x);
+    am_begin_logits(base, &x->at, &x->terms);
+}
+
+static void pack_tile(const weighing *j, const am_attn_place *at, am_range keys, char *to, const workspace *w)
+{
+    const am_array rows = am_rows_of_keys(&j->base.attn->k, at, keys);
+    const am_rows read = am_read_wide(&j->base, &rows, w->row);
+    am_kv_own(&j->base)->pack_keys(to, &read, am_length(keys), j->base.attn->head_dim, 1, NULL);
+}
+
+/* The index of a chosen query of a head among all results of queries. */
+static ptrdiff_t result_of(const weighing *j, const am_attn_place *at, ptrdiff_t h, ptrdiff_t chosen)
+{
+    return (at->b * j->base.attn->heads + at->head + h) * j->problem->count + chosen;
+}
+
+/* Takes what a tile tells of a row. */
+static void take_row(const weighing *j, const walk *x, const am_backward_tile *tile, am_range keys,
+                     ptrdiff_t r, ptrdiff_t result)
+{
+    const am_attn_weights *problem = j->problem;
+    const ptrdiff_t size = j->base.size, count = am_length(keys), top = problem->top;
+    const char *p = (const char *)x->rows.p + r * TILE * size;
+    const uint64_t all = count == TILE ? UINT64_MAX : ((uint64_t)1 << count) - 1,
+                   live = tile->terms.live ? tile->terms.live[r] : all;
+    if (problem->weights)
+        memcpy((char *)problem->weights + (result * j->base.attn->keys + keys.begin) * size, p,
+               (size_t)(count * size));
+    if (problem->top_keys)
+        j->base.arithmetic->rank_keys(p, live & all, keys.begin, x->top_weights + r * top * size,
+                                      x->top_keys + r * top, top);
+}
+
+/* Writes the results of a row. */
+static void end_row(const weighing *j, const walk *x, ptrdiff_t r, ptrdiff_t result)
+{
+    const am_attn_weights *problem = j->problem;
+    const am_attn_base *base = &j->base;
+    const double unit = base->unit * AM_LN_2;
+    const ptrdiff_t top = problem->top;
+    if (problem->entropy)
+        am_set_number(base, problem->entropy, result, am_number(base, x->weighed.entropy, r) * unit);
+    if (problem->max_logit)
+        am_set_number(base, problem->max_logit, result, am_number(base, x->weighed.highest, r) * unit);
+    for (ptrdiff_t i = 0; problem->top_keys && i < top; i++) {
+        problem->top_keys[result * top + i] = x->top_keys[r * top + i];
+        am_set_number(base, problem->top_weights, result * top + i,
+                      fmax(am_number(base, x->top_weights, r * top + i), 0));
+    }
+}
+
+/* Writes the logsumexp of a row, from its greatest logit and the sum of powers relative to that. Sinks enter
+ * here. */
+static void end_lse(const weighing *j, const walk *x, ptrdiff_t r, ptrdiff_t head, char *to)
+{
+    const am_attn_base *base = &j->base;
+    const am_sink_sum *sinks = j->sinks ? &j->sinks[head] : NULL;
+    const double own = am_number(base, x->weighed.highest, r) * base->unit * AM_LN_2;
+    double sum = am_number(base, x->weighed.entropy, r), highest = own;
+    if (sinks) {
+        highest = fmax(own, sinks->highest);
+        sum = sum * am_power(AM_LOG2_E, own, highest) +
+              sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
+    }
+    am_set_number(base, to, 0, sum == 0 ? -INFINITY : highest + log(sum));
+}
+
+/* Takes a tile, or ends if that is NULL, for all chosen queries of a part. */
+static void take_rows(const weighing *j, const walk *x, const am_backward_tile *tile, am_range keys)
+{
+    for (ptrdiff_t h = 0; h < x->at.heads; h++) {
+        for (ptrdiff_t c = x->chosen.begin; c < x->chosen.end; c++) {
+            const ptrdiff_t r = row_of(j, x, h, c), head = x->at.head + h,
+                            result = result_of(j, &x->at, h, c);
+            if (tile)
+                take_row(j, x, tile, keys, r, result);
+            else if (j->finds_lse)
+                end_lse(j, x, r, head, am_token(&j->problem->lse, x->at.b, head, c));
+            else
+                end_row(j, x, r, result);
+        }
+    }
+}
+
+/* Finds what belongs to the queries of a few parts and the heads of a block, or their logsumexp. */
+static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const weighing *j = arg;
+    const workspace *w = am_workspace(&j->workspaces);
+    const ptrdiff_t blocks = j->base.attn->heads / j->heads, head = index % blocks * j->heads;
+    const am_range range = j->tasks[index / blocks].range;
+    am_range tiles = {PTRDIFF_MAX, 0};
+    am_status status = AM_OK;
+    walk walks[SOME];
+    for (ptrdiff_t i = 0; i < am_length(range); i++) {
+        begin_part(j, &j->parts[range.begin + i], head, i, w, &walks[i]);
+        if (am_length(walks[i].tiles) <= 0) continue;
+        tiles.begin = am_min(tiles.begin, walks[i].tiles.begin);
+        tiles.end = am_max(tiles.end, walks[i].tiles.end);
+    }
+    for (ptrdiff_t t = tiles.begin; status == AM_OK && t < tiles.end; t++) {
+        const am_range keys = am_range_at(&j->sections.tiles, t);
+        am_backward_tile tile = {.k_columns = w->k, .columns = am_length(keys)};
+        bool packed = false;
+        for (walk *x = walks; status == AM_OK && x < walks + am_length(range); x++) {
+            if (t < x->tiles.begin || t >= x->tiles.end ||
+                !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
+                continue;
+            if (!packed) pack_tile(j, &x->at, keys, w->k, w);
+            packed = true;
+            if (j->finds_lse) {
+                j->base.arithmetic->find_row_max(&x->rows, &tile);
+            } else {
+                j->base.arithmetic->find_weights(&x->rows, &tile, &x->weighed);
+                take_rows(j, x, &tile, keys);
+            }
+            status = am_checkpoint(team);
+        }
+    }
+    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(range); i++)
+        take_rows(j, &walks[i], NULL, (am_range){0, 0});
+    return status;
+}
+
+/* Adds the weights of a part to the sums of a few tiles. */
+static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, am_range tiles, char *sums,
+                          bool *packed, const workspace *w, am_team *team)
+{
+    walk x;
+    am_status status = AM_OK;
+    begin_part(j, from, head, 0, w, &x);
+    for (ptrdiff_t t = am_max(tiles.begin, x.tiles.begin);
+         status == AM_OK && t < am_min(tiles.end, x.tiles.end); t++) {
+        const ptrdiff_t i = t - tiles.begin;
+        const am_range keys = am_range_at(&j->sections.tiles, t);
+        char *k = w->k + i * TILE * j->base.attn->head_dim * j->base.size;
+        am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
+        if (!am_find_logit_terms(&j->base, &x.at, keys, &x.terms, &tile.terms)) continue;
+        if (!packed[i]) pack_tile(j, &x.at, keys, k, w);
+        packed[i] = true;
+        x.weighed.sums = sums + i * TILE * j->base.size;
+        x.weighed.rows_of_sum = j->problem->by_key_head ? TILE : x.at.queries;
+        x.weighed.sum_stride = SOME * TILE;
+        j->base.arithmetic->find_weights(&x.rows, &tile, &x.weighed);
+        status = am_checkpoint(team);
+    }
+    return status;
+}
+
+/* Sums up the weights of a few tiles of one key head. */
+static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const weighing *j = arg;
+    const workspace *w = am_workspace(&j->workspaces);
+    const am_attn *f = j->base.attn;
+    const ptrdiff_t kv_head = index % f->kv_heads, shared = j->base.heads_per_kv, size = j->base.size;
+    const am_section *section = j->tasks[index / f->kv_heads].section;
+    const am_range tiles = j->tasks[index / f->kv_heads].range,
+                   parts = j->of_sections[section - j->sections.list];
+    const ptrdiff_t sums = j->problem->by_key_head ? 1 : shared, row = SOME * TILE * size;
+    bool packed[SOME] = {false};
+    am_status status = AM_OK;
+    memset(w->sums, 0, (size_t)(sums * row));
+    for (ptrdiff_t i = parts.begin; i < parts.end; i++) {
+        for (ptrdiff_t h = 0; status == AM_OK && h < shared; h += j->heads)
+            status = sum_part(j, &j->parts[i], kv_head * shared + h, tiles,
+                              w->sums + (sums > 1 ? h : 0) * row, packed, w, team);
+    }
+    for (ptrdiff_t h = 0; h < sums; h++) {
+        for (ptrdiff_t i = 0; i < am_length(tiles); i++) {
+            const am_range keys = am_range_at(&j->sections.tiles, tiles.begin + i);
+            const ptrdiff_t to = (section->b * f->kv_heads + kv_head) * sums + h;
+            memcpy((char *)j->problem->key_sum + (to * f->keys + keys.begin) * size,
+                   w->sums + h * row + i * TILE * size, (size_t)(am_length(keys) * size));
+        }
+    }
+    return status;
+}
+
+/* Lists the blocks that have a chosen query. */
+static void list_parts(weighing *j)
+{
+    const int64_t *chosen = j->problem->queries;
+    ptrdiff_t most = 0; /* queries of a block */
+    for (ptrdiff_t g = 0; g < j->sections.count; g++) {
+        const am_section *section = &j->sections.list[g];
+        j->of_sections[g].begin = j->count;
+        for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+            const am_range queries = am_range_at(&j->sections.blocks, block);
+            part found = {.section = section, .block = block};
+            ptrdiff_t low = 0, high = j->problem->count; /* the first that is not before the block */
+            while (low < high) {
+                const ptrdiff_t middle = low + (high - low) / 2;
+                if (chosen[middle] < queries.begin)
+                    low = middle + 1;
+                else
+                    high = middle;
+            }
+            found.chosen = (am_range){low, low};
+            while (found.chosen.end < j->problem->count && chosen[found.chosen.end] < queries.end)
+                found.chosen.end++;
+            if (am_length(found.chosen) == 0) continue;
+            j->parts[j->count++] = found;
+            most = am_max(most, chosen[found.chosen.end - 1] + 1 - chosen[found.chosen.begin]);
+        }
+        j->of_sections[g].end = j->count;
+    }
+    j->heads = most * j->base.heads_per_kv <= AM_FLASH_ROWS ? j->base.heads_per_kv : 1;
+}
+
+/* Divides the parts or the tiles of each section into tasks. */
+static void list_tasks(weighing *j, bool of_keys)
+{
+    j->task_count = 0;
+    for (ptrdiff_t g = 0; g < j->sections.count; g++) {
+        const am_section *section = &j->sections.list[g];
+        const am_range all = of_keys ? section->tiles : j->of_sections[g];
+        for (ptrdiff_t begin = all.begin; begin < all.end; begin += SOME) {
+            j->tasks[j->task_count].section = section;
+            j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + SOME, all.end)};
+        }
+    }
+}
+
+static am_status compute(const am_context *context, weighing *j)
+{
+    const am_attn_weights *problem = j->problem;
+    const am_attn *f = &problem->attn;
+    am_status status = am_sections_make(&j->sections, f->mask, true);
+    am_context own = *context;
+    if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
+    const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
+                    tasks = am_max(blocks, j->sections.tiles.count + sections);
+    j->parts = malloc((size_t)am_product(blocks, sizeof *j->parts, 1));
+    j->of_sections = malloc((size_t)am_product(sections, sizeof *j->of_sections, 1));
+    j->tasks = malloc((size_t)am_product(tasks, sizeof *j->tasks, 1));
+    if (status == AM_OK && !(j->parts && j->of_sections && j->tasks)) status = AM_NO_MEMORY;
+    if (status == AM_OK)
+        status = am_workspaces_make(&j->workspaces, own.threads, lay_out, j, sizeof(workspace));
+    if (status == AM_OK) status = am_sum_sinks(&own, &j->base, &j->sinks);
+    if (status == AM_OK) list_parts(j), list_tasks(j, false);
+    const ptrdiff_t row_tasks = j->task_count * (f->heads / j->heads);
+    j->finds_lse = problem->finds_lse;
+    if (status == AM_OK && j->finds_lse) status = am_parallel(&own, row_tasks, 1, queries_task, j);
+    j->finds_lse = false;
+    if (status == AM_OK && (problem->weights || problem->entropy || problem->max_logit || problem->top_keys))
+        status = am_parallel(&own, row_tasks, 1, queries_task, j);
+    if (status == AM_OK && problem->key_sum) {
+        list_tasks(j, true);
+        status = am_parallel(&own, j->task_count * f->kv_heads, 1, keys_task, j);
+    }
+    am_workspaces_free(&j->workspaces);
+    am_sections_free(&j->sections);
+    free(j->parts);
+    free(j->of_sections);
+    free(j->tasks);
+    free(j->sinks);
+    return status;
+}
+
+/* Sets what no pair is seen of. */
+static void clear(const am_attn_weights *problem, ptrdiff_t size)
+{
+    const am_attn *f = &problem->attn;
+    const ptrdiff_t rows = f->batch * f->heads * problem->count,
+                    heads = problem->by_key_head ? f->kv_heads : f->heads;
+    if (problem->weights) memset(problem->weights, 0, (size_t)(rows * f->keys * size));
+    if (problem->key_sum) memset(problem->key_sum, 0, (size_t)(f->batch * heads * f->keys * size));
+}
+
+am_status am_attn_weigh(const am_context *context, const am_attn_weights *problem)
+{
+    const am_attn *f = &problem->attn;
+    clear(problem, (ptrdiff_t)am_size_of(f->q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32));
+    if (f->batch == 0 || f->heads == 0 || problem->count == 0) return AM_OK;
+    if (am_is_too_deep(f)) return AM_NO_MEMORY;
+    am_status status = am_mask_prepare(context, f->mask);
+    if (status != AM_OK) return status;
+    if (context->kernels->plain) return am_plain_weigh(context, problem);
+    const am_attn_base base = am_attn_base_wide(context, f);
+    weighing j = {.base = base,
+                  .problem = problem,
+                  .q_stride = am_ceil_div(f->head_dim, base.arithmetic->panel) * base.arithmetic->panel};
+    const am_float_mode mode = am_float_mode_get();
+    am_float_mode_set(am_float_mode_flushing(mode));
+    status = compute(context, &j);
+    am_float_mode_set(mode);
+    return status;
+}

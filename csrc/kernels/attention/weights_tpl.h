@@ -1,0 +1,81 @@
+/* weights_tpl.h – the weights of a block of rows over a tile of keys, from the logsumexp of each row, and
+ * what is told of them:
+ *
+ *     P = e^(logit - lse),  columns of P are summed up, and of each row P (lse - logit)
+ */
+#if !defined T || !defined EACH_ROWS
+#    error "weights_tpl.h needs f32.h or f64.h (what it computes with), and backward_step_tpl.h"
+#endif
+
+/* Turns the products of a row into weights. */
+static void FN(find_weights_of_row)(const am_backward_rows *block, const am_backward_tile *tile,
+                                    const am_weighed *to, ptrdiff_t row)
+{
+    const FN(logit_terms) terms = FN(logit_terms_of)(block, tile, row);
+    const uint64_t live = tile->terms.live ? tile->terms.live[row] : UINT64_MAX;
+    const V zero = VOP(set1)(0), none = VOP(set1)(-(T)INFINITY), unit = VOP(set1)((T)block->unit),
+            base = VOP(set1)(((const T *)block->base)[row]);
+    T *p = (T *)block->p + row * AM_FLASH_TILE, *highest = (T *)to->highest + row,
+      *entropy = (T *)to->entropy + row;
+    V top = VOP(set1)(*highest), sum = zero, slope;
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        const V s = FN(logit_of)(&terms, VOP(load)(p + i), i, &slope), less = VOP(sub)(base, s);
+        const V weight = VOP(select)(live >> i, FN(exp2)(VOP(mul)(VOP(sub)(s, base), unit)), zero);
+        top = VOP(max)(VOP(select)(live >> i, s, none), top);
+        sum = VOP(add)(sum, VOP(pick_less)(zero, weight, VOP(mul)(weight, less), zero));
+        VOP(store)(p + i, weight);
+    }
+    *highest = VOP(highest)(top), *entropy += VOP(total)(sum);
+}
+
+/* Adds the weights of some rows, one column after the other. */
+static void FN(sum_columns)(const am_backward_rows *block, uint64_t rows, ptrdiff_t row, T *sums,
+                            ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        V sum = VOP(load)(sums + i);
+        for (ptrdiff_t r = row; r < row + count && r < block->rows; r++)
+            if (rows >> r & 1) sum = VOP(add)(sum, VOP(load)((const T *)block->p + r * AM_FLASH_TILE + i));
+        VOP(store)(sums + i, sum);
+    }
+}
+
+static void FN(find_weights)(const am_backward_rows *block, const am_backward_tile *tile,
+                             const am_weighed *to)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    const am_backward_operand *q = &block->q;
+    const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->terms.live, AM_FLASH_TILE);
+    const FN(backward_product) product = {.a = q->lanes,
+                                          .b = tile->k_columns,
+                                          .c = block->p,
+                                          .rows = block->rows,
+                                          .stride = q->stride,
+                                          .columns = q->dim};
+    prefetch_queue nothing = {.left = 0};
+    FN(logits_of)(strips, count, &product, 1, &nothing);
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (to->rows >> r & 1) FN(find_weights_of_row)(block, tile, to, r);
+    for (ptrdiff_t row = 0; to->sums && row < block->rows; row += to->rows_of_sum) {
+        T *sums = (T *)to->sums + row / to->rows_of_sum * to->sum_stride;
+        FN(sum_columns)(block, to->rows, row, sums, to->rows_of_sum);
+    }
+}
+
+static void FN(rank_keys)(const void *weights, uint64_t live, int64_t first, void *greatest, int64_t *keys,
+                          ptrdiff_t count)
+{
+    const T *from = weights;
+    T *to = greatest;
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        if (!VOP(exceeds)(VOP(load)(from + i), VOP(set1)(to[count - 1]))) continue;
+        for (ptrdiff_t k = i; k < i + LANES; k++) {
+            const T weight = from[k];
+            if (!(live >> k & 1) || !(weight > to[count - 1])) continue;
+            ptrdiff_t place = count - 1;
+            for (; place > 0 && weight > to[place - 1]; place--)
+                to[place] = to[place - 1], keys[place] = keys[place - 1];
+            to[place] = weight, keys[place] = first + k;
+        }
+    }
+}
