@@ -427,15 +427,17 @@ typedef struct {
     void *sums;    /* [AM_FLASH_TILE] for each `rows_of_sum` rows, `sum_stride` apart: the weights of each key
                     * are added; NULL: not wanted */
     ptrdiff_t rows_of_sum, sum_stride;
-    void *highest, *entropy; /* [rows]: the greatest logit; Σ weight (base - logit) is added */
+    void *highest, *entropy; /* [rows]: the greatest logit; Σ weight (base - logit) is added; both or none */
 } am_weighed;
 typedef void am_flash_find_weights(const am_backward_rows *block, const am_backward_tile *tile,
                                    const am_weighed *weighed);
 
 /* Puts keys from `first` on among the `count` of the greatest weights, which fall, of those that are live.
- * Places that are free have the weight -1. */
-typedef void am_flash_rank_keys(const void *weights, uint64_t live, int64_t first, void *greatest,
-                                int64_t *keys, ptrdiff_t count);
+ * Both arrays have AM_RANKS_BEFORE numbers before them, of which the last weight is INFINITY, and whole
+ * lines. Keys are integers as wide as the arithmetic type. Places that are free have the weight -1. */
+enum { AM_RANKS_BEFORE = 16 };
+typedef void am_flash_rank_keys(const void *weights, uint64_t live, int64_t first, void *greatest, void *keys,
+                                ptrdiff_t count);
 
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */

@@ -138,6 +138,15 @@ def test_neither_threads_nor_the_rest_of_the_batch_change_a_bit(isa, rng, set_th
         np.testing.assert_array_equal(a, b[1:2])
 
 
+def test_more_top_keys_than_keys(isa, rng):
+    query, key = drawn_pair(rng, F32, 3, 5)
+    for keys in 0, 1, 5:
+        found = attnmask.attention_statistics(query, key[:, :keys], of=("top_keys", 40))
+        assert (np.sort(found.top_keys[..., :keys], axis=3) == np.arange(keys)).all()
+        assert (found.top_keys[..., keys:] == -1).all()
+        assert not found.top_weights[..., keys:].any()
+
+
 def test_only_what_is_asked_for_is_there(rng):
     query, key = drawn_pair(rng, F32)
     for of, names in (

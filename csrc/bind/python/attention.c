@@ -519,6 +519,8 @@ static PyObject *weights(PyObject *module, arguments *a)
     if (!PyTuple_Check(a->wanted) || chosen.axes != 1 || PyArray_TYPE(a->queries) != NPY_INT64 ||
         !PyArray_IS_C_CONTIGUOUS(a->queries))
         return PyErr_Format(PyExc_TypeError, "wanted must be a tuple, and queries int64 in rising order");
+    if (a->top > 0 && attn->q.type != AM_FLOAT64 && attn->keys > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "of: top_keys takes up to 2**31 - 1 keys, got %zd", attn->keys);
     am_attn_weights problem = {.attn = *attn,
                                .finds_lse = !a->lse,
                                .queries = PyArray_DATA(a->queries),

@@ -37,10 +37,12 @@ typedef struct {
         am_range range; /* of parts, or of tiles */
     } *tasks;
     ptrdiff_t task_count;
-    ptrdiff_t heads;    /* of a block: those that share a key head where all their rows fit, else 1 */
-    ptrdiff_t q_stride; /* of rows, in whole panels */
-    bool finds_lse;     /* this pass does */
-    am_sink_sum *sinks; /* one for each head; NULL without sinks */
+    ptrdiff_t heads;     /* of a block: those that share a key head where all their rows fit, else 1 */
+    ptrdiff_t q_stride;  /* of rows, in whole panels */
+    ptrdiff_t ranks;     /* the most keys that may be among the greatest */
+    ptrdiff_t top_bytes; /* of the greatest weights of a row, or their keys, with what is before them */
+    bool finds_lse;      /* this pass does */
+    am_sink_sum *sinks;  /* one for each head; NULL without sinks */
     am_workspaces workspaces;
 } weighing;
 
@@ -48,8 +50,7 @@ typedef struct {
 typedef struct {
     char *q, *k, *base, *highest, *entropy, *share; /* of SOME blocks or tiles */
     char *sums, *p, *row;
-    char *top_weights;
-    int64_t *top_keys;
+    char *top_weights, *top_keys; /* as rank_keys has them, for each row */
     am_logit_scratch terms;
 } workspace;
 
@@ -60,15 +61,14 @@ typedef struct {
     am_logit_scratch terms;
     am_backward_rows rows;
     am_weighed weighed;
-    char *top_weights;
-    int64_t *top_keys;
+    char *top_weights, *top_keys; /* as rank_keys has them, for each row */
 } walk;
 
 static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
 {
     const weighing *j = job;
     workspace *w = parts;
-    const ptrdiff_t size = j->base.size, rows = TILE * size, top = j->problem->top,
+    const ptrdiff_t size = j->base.size, rows = TILE * size,
                     words = AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t);
     ptrdiff_t used = 0;
     w->q = am_take(memory, &used, SOME * TILE * j->q_stride * size);
@@ -79,8 +79,8 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     w->share = am_take(memory, &used, SOME * rows);
     w->sums = am_take(memory, &used, SOME * rows * (j->problem->by_key_head ? 1 : j->base.heads_per_kv));
     w->p = am_take(memory, &used, TILE * rows);
-    w->top_weights = am_take(memory, &used, SOME * top * rows);
-    w->top_keys = (int64_t *)am_take(memory, &used, SOME * top * TILE * (ptrdiff_t)sizeof(int64_t));
+    w->top_weights = am_take(memory, &used, SOME * TILE * j->top_bytes);
+    w->top_keys = am_take(memory, &used, SOME * TILE * j->top_bytes);
     w->row = w->terms.row =
         am_take(memory, &used, am_row_scratch(TILE, am_max(j->base.attn->head_dim, TILE)));
     w->terms.bias = am_take(memory, &used, am_adds_to_products(&j->base.terms) ? TILE * rows : 0);
@@ -114,9 +114,11 @@ static void begin_rows(const weighing *j, walk *x)
             am_set_number(base, x->rows.base, r, lse == -INFINITY ? 0 : lse * AM_LOG2_E / base->unit);
         }
     }
-    for (ptrdiff_t t = 0; t < j->problem->top * TILE; t++) {
-        x->top_keys[t] = -1;
-        am_set_number(base, x->top_weights, t, -1);
+    for (ptrdiff_t r = 0; j->problem->top_keys && r < x->at.rows; r++) {
+        char *weights = x->top_weights + r * j->top_bytes;
+        for (ptrdiff_t t = 0; t < j->top_bytes / base->size; t++)
+            am_set_number(base, weights, t, t < AM_RANKS_BEFORE ? INFINITY : -1);
+        memset(x->top_keys + r * j->top_bytes, 0, (size_t)j->top_bytes);
     }
 }
 
@@ -140,15 +142,15 @@ static void begin_part(const weighing *j, const part *from, ptrdiff_t head, ptrd
 {
     const am_attn_base *base = &j->base;
     const int64_t *chosen = j->problem->queries;
-    const ptrdiff_t rows = TILE * base->size, top = j->problem->top;
+    const ptrdiff_t rows = TILE * base->size;
     char *q = w->q + i * j->q_stride * rows, *highest = w->highest + i * rows,
          *entropy = w->entropy + i * rows;
     *x = (walk){.at = am_place_of(base, &j->sections, from->section, from->block, head, j->heads),
                 .chosen = from->chosen,
                 .terms = w->terms,
                 .weighed = {.highest = highest, .entropy = entropy},
-                .top_weights = w->top_weights + i * top * rows,
-                .top_keys = w->top_keys + i * top * TILE};
+                .top_weights = w->top_weights + i * TILE * j->top_bytes,
+                .top_keys = w->top_keys + i * TILE * j->top_bytes};
     x->tiles = am_block_tiles(base, &j->sections, &x->at);
     x->terms.row_keys += i * AM_FLASH_ROWS;
     x->at.q = chosen[from->chosen.begin];
@@ -186,7 +188,8 @@ static void take_row(const weighing *j, const walk *x, const am_backward_tile *t
                      ptrdiff_t r, ptrdiff_t result)
 {
     const am_attn_weights *problem = j->problem;
-    const ptrdiff_t size = j->base.size, count = am_length(keys), top = problem->top;
+    const ptrdiff_t size = j->base.size, count = am_length(keys),
+                    ranks = r * j->top_bytes + AM_RANKS_BEFORE * size;
     const char *p = (const char *)x->rows.p + r * TILE * size;
     const uint64_t all = count == TILE ? UINT64_MAX : ((uint64_t)1 << count) - 1,
                    live = tile->terms.live ? tile->terms.live[r] : all;
@@ -194,8 +197,8 @@ static void take_row(const weighing *j, const walk *x, const am_backward_tile *t
         memcpy((char *)problem->weights + (result * j->base.attn->keys + keys.begin) * size, p,
                (size_t)(count * size));
     if (problem->top_keys)
-        j->base.arithmetic->rank_keys(p, live & all, keys.begin, x->top_weights + r * top * size,
-                                      x->top_keys + r * top, top);
+        j->base.arithmetic->rank_keys(p, live & all, keys.begin, x->top_weights + ranks, x->top_keys + ranks,
+                                      j->ranks);
 }
 
 /* Writes the results of a row. */
@@ -204,15 +207,19 @@ static void end_row(const weighing *j, const walk *x, ptrdiff_t r, ptrdiff_t res
     const am_attn_weights *problem = j->problem;
     const am_attn_base *base = &j->base;
     const double unit = base->unit * AM_LN_2;
-    const ptrdiff_t top = problem->top;
     if (problem->entropy)
         am_set_number(base, problem->entropy, result, am_number(base, x->weighed.entropy, r) * unit);
     if (problem->max_logit)
         am_set_number(base, problem->max_logit, result, am_number(base, x->weighed.highest, r) * unit);
-    for (ptrdiff_t i = 0; problem->top_keys && i < top; i++) {
-        problem->top_keys[result * top + i] = x->top_keys[r * top + i];
-        am_set_number(base, problem->top_weights, result * top + i,
-                      fmax(am_number(base, x->top_weights, r * top + i), 0));
+    const char *weights = x->top_weights + r * j->top_bytes, *keys = x->top_keys + r * j->top_bytes;
+    for (ptrdiff_t i = 0; problem->top_keys && i < problem->top; i++) {
+        const ptrdiff_t at = result * problem->top + i, from = AM_RANKS_BEFORE + i;
+        const double weight = i < j->ranks ? am_number(base, weights, from) : -1;
+        int64_t *key = &problem->top_keys[at];
+        *key = -1;
+        if (weight >= 0)
+            *key = base->size == 8 ? ((const int64_t *)keys)[from] : ((const int32_t *)keys)[from];
+        am_set_number(base, problem->top_weights, at, fmax(weight, 0));
     }
 }
 
@@ -305,6 +312,7 @@ static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, a
         if (!am_find_logit_terms(&j->base, &x.at, keys, &x.terms, &tile.terms)) continue;
         if (!packed[i]) pack_tile(j, &x.at, keys, k, w);
         packed[i] = true;
+        x.weighed.highest = x.weighed.entropy = NULL;
         x.weighed.sums = sums + i * TILE * j->base.size;
         x.weighed.rows_of_sum = j->problem->by_key_head ? TILE : x.at.queries;
         x.weighed.sum_stride = SOME * TILE;
@@ -447,7 +455,9 @@ am_status am_attn_weigh(const am_context *context, const am_attn_weights *proble
     const am_attn_base base = am_attn_base_wide(context, f);
     weighing j = {.base = base,
                   .problem = problem,
+                  .ranks = am_min(problem->top, f->keys),
                   .q_stride = am_ceil_div(f->head_dim, base.arithmetic->panel) * base.arithmetic->panel};
+    j.top_bytes = am_ceil_div((AM_RANKS_BEFORE + j.ranks) * base.size, AM_LINE) * AM_LINE;
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     status = compute(context, &j);
