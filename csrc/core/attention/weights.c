@@ -433,7 +433,7 @@ static am_status compute(const am_context *context, weighing *j)
     return status;
 }
 
-/* Sets what no pair is seen of. */
+/* Clears what tasks write for the pairs that they see alone. */
 static void clear(const am_attn_weights *problem, ptrdiff_t size)
 {
     const am_attn *f = &problem->attn;
