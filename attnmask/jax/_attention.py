@@ -9,11 +9,10 @@ from attnmask._attention.arguments import LEARNED
 from attnmask._attention.batch import Batch, folded, one_batch, unfolded
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
-from attnmask.jax import _call as call
 from attnmask.jax._arguments import check, known_flag, sinks_of, specify
+from attnmask.jax._derivatives import attend
 from attnmask.jax._faces import Function
-from attnmask.jax._gradients import differentiable
-from attnmask.jax._types import AnyByName, ByName, Results
+from attnmask.jax._types import AnyByName, ByName
 
 IN_JAX = ATTENTION.with_own("""
 callback : flag = False
@@ -52,23 +51,6 @@ class Attention(Function):
         problem, batch = check(known)
         spec, others = specify(known, problem, batch)
         spec = spec._replace(callback=known_flag(static["callback"], "callback"))
-        count, dtype = 1 + with_all, learned["query"].dtype
-
-        def forward(learned: ByName, others: Any, for_gradients: bool) -> Results:
-            if not for_gradients:
-                return call.forward(spec, learned, others, count)
-            # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
-            out, lse, *wide_out = call.forward(spec, learned, others, 3 if dtype.itemsize == 2 else 2)
-            return *(out, lse)[:count], *(wide_out or (out,)), lse
-
-        def backward(
-            learned: ByName, others: Any, wanted: tuple[str, ...], kept: Any, of_results: Any
-        ) -> Results:
-            dout, *dlse = of_results
-            given = (dout, *kept, *(x for x in dlse if x is not None))
-            found: tuple[jax.Array, ...] = call.backward(spec, learned, others, wanted, given)
-            return found
-
-        results = differentiable(forward, backward, count)(_four_axes(learned, batch), others)
+        results = attend(spec, _four_axes(learned, batch), others, 1 + with_all)
         results = tuple(unfolded(x, batch) for x in results)
         return results if with_all else results[0]

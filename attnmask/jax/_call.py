@@ -250,16 +250,21 @@ def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:
     return dict(array for array in arrays if isinstance(array, Learned))
 
 
-def forward(
-    spec: Spec, learned: ByName, others: Sequence[jax.typing.ArrayLike], results: int
-) -> tuple[jax.Array, ...]:
-    """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
+def _of_result(spec: Spec, learned: ByName) -> list[Shaped]:
+    """Return the shapes and types of: the result, the logsumexp of each row, the result before rounding."""
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
     wide = wide_dtype(query.dtype)
     row = batch, queries, heads, value.shape[3]
-    shapes = [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
-    return _call("attnmask_flash_forward", spec, learned, others, shapes[:results])
+    return [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
+
+
+def forward(
+    spec: Spec, learned: ByName, others: Sequence[jax.typing.ArrayLike], results: int
+) -> tuple[jax.Array, ...]:
+    """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
+    shapes = _of_result(spec, learned)[:results]
+    return _call("attnmask_flash_forward", spec, learned, others, shapes)
 
 
 def backward(
@@ -288,3 +293,46 @@ def backward(
         found[name].reshape(learned[name].shape) if name in found else jax.numpy.zeros_like(learned[name])
         for name in wanted
     )
+
+
+# What handlers take tangents of, in their order.
+MOVED = (*LEARNED[:3], "bias", "softmax_aux")
+
+
+def _tangents(spec: Spec, learned: ByName, tangents: ByName) -> tuple[list[jax.Array], dict[str, bool]]:
+    """Return the tangents of learned arrays as handlers take them, and the flags that name them."""
+    terms, heads = _learned_terms(spec), learned["query"].shape[2]
+    found = []
+    for name in (name for name in MOVED if name in tangents):
+        x = tangents[name]
+        if name == "softmax_aux":
+            x = jax.numpy.broadcast_to(x, (heads, x.shape[-1]))
+        found.append(x.reshape(terms["bias"]) if name == "bias" else x)
+    return found, {f"{name}_tangent": name in tangents for name in MOVED}
+
+
+def jvp(
+    spec: Spec, learned: ByName, others: Sequence[jax.typing.ArrayLike], tangents: ByName
+) -> tuple[jax.Array, ...]:
+    """Return the tangents of the result and of its logsumexp."""
+    given, said = _tangents(spec, learned, tangents)
+    shapes = _of_result(spec, learned)[:2]
+    return _call("attnmask_flash_jvp", spec, learned, [*others, *given], shapes, (), **said)
+
+
+def backward_vjp(
+    spec: Spec,
+    learned: ByName,
+    others: Sequence[jax.typing.ArrayLike],
+    of_result: Sequence[jax.Array],
+    cotangents: ByName,
+) -> ByName:
+    """Return the gradients of the gradients of query, key and value, of which some have `cotangents`: those of query,
+    key and value, and those of dout and dlse. `of_result` is as in `backward`.
+    """
+    given, said = _tangents(spec, learned, cotangents)
+    _, of_lse, of_out = _of_result(spec, learned)
+    shapes = [*((learned[name].shape, learned[name].dtype) for name in LEARNED[:3]), of_out, of_lse]
+    arrays, said["dlse"] = [*others, *of_result, *given], len(of_result) == 4
+    found = _call("attnmask_flash_backward_vjp", spec, learned, arrays, shapes, (), **said)
+    return dict(zip((*LEARNED[:3], "dout", "dlse"), found, strict=True))

@@ -15,9 +15,12 @@
  *
  * Operands are read by am_xla_next_operand.
  *
- * Arguments are query, key and value; those arrays of terms that have gradients; other arrays; and for
- * gradients those of the result: dout, out, lse, and dlse if there is. Results are out, and lse if it is
- * wanted; or the gradients of query, key and value, and of the terms whose gradients are wanted.
+ * Arguments are query, key and value; those arrays of terms that have gradients; other arrays; for gradients
+ * those of the result: dout, out, lse, and dlse if there is; and the tangents that flags name, that of
+ * softmax_aux as [heads, sinks]. Results are out, and lse if it is wanted; the gradients of query, key and
+ * value, and of the terms whose gradients are wanted; the tangents of out and lse; or, as inputs move by
+ * tangents, how the gradients of query, key and value move, and then out, of the type of the arithmetic, and
+ * lse.
  *
  * jax.vmap puts axes in front of all buffers, of length 1 where a buffer is the same for all calls. The calls
  * become rows of one larger batch; where that cannot be said by a stride, or rows have to be told apart,
@@ -36,7 +39,12 @@
     DO(GRAD_LSE, 2, "dlse")                                                                                  \
     DO(PLACES, 4, "places")                                                                                  \
     DO(PACKED, 8, "packed")                                                                                  \
-    DO(PART, 16, "part")
+    DO(PART, 16, "part")                                                                                     \
+    DO(Q_TANGENT, 32, "query_tangent")                                                                       \
+    DO(K_TANGENT, 64, "key_tangent")                                                                         \
+    DO(V_TANGENT, 128, "value_tangent")                                                                      \
+    DO(BIAS_TANGENT, 256, "bias_tangent")                                                                    \
+    DO(SINKS_TANGENT, 512, "softmax_aux_tangent")
 enum { FLAGS(AM_XLA_BIT) };
 static const am_xla_word attention_words[] = {{"version", AM_XLA_VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
@@ -131,17 +139,20 @@ static bool read_part(am_xla_call *c)
     return am_check_numbers(&c->request);
 }
 
-/* The arguments that say what attention is asked for. `own` of them are the
- * gradient's. */
+/* The arguments that say what attention is asked for; `own` more come behind, and those that flags name. */
 static bool read_attention(am_xla_call *c, int own)
 {
+    static const int64_t flags[] = {GRAD_LSE, Q_TANGENT, K_TANGENT, V_TANGENT, BIAS_TANGENT, SINKS_TANGENT};
     if (!am_xla_read_numbers(c) || !am_xla_next_word(c, &c->first_array)) return false;
     c->request.attn.normalize = (c->flags & NORMALIZE) != 0;
-    if (own) own += (c->flags & GRAD_LSE) != 0;
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) own += (c->flags & flags[i]) != 0;
     c->arrays = c->frame->arguments.count - c->first_array - own;
     if (c->first_array < 3 || c->arrays < 0) return am_xla_fail(c, "there are too few arguments");
-    return read_tokens(c) && (!(c->flags & PART) || read_part(c)) &&
-           (!(c->flags & PLACES) || read_places(c)) && am_xla_read_terms(c) && am_xla_read_mask(c, NULL, 0);
+    if (!read_tokens(c) || ((c->flags & PART) && !read_part(c)) || ((c->flags & PLACES) && !read_places(c)) ||
+        !am_xla_read_terms(c) || !am_xla_read_mask(c, NULL, 0))
+        return false;
+    c->next[AM_XLA_ARGUMENT] = c->first_array + c->arrays;
+    return true;
 }
 
 /* Looks at the next result. That of a part, which will be added to others, has the type of the arithmetic. */
@@ -208,27 +219,49 @@ static void write_numbers(const am_xla_call *c, const am_logit_term *term, const
     }
 }
 
+/* Query, key and value, or what is like them, without data. */
+typedef struct {
+    am_view of[3];
+} inputs;
+
+static inputs inputs_of(const am_attn *attn)
+{
+    const am_dtype q = attn->q.type, k = attn->k.type;
+    return (inputs){
+        {{.type = q, .axes = 4, .shape = {attn->batch, attn->queries, attn->heads, attn->head_dim, 1}},
+         {.type = k, .axes = 4, .shape = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim, 1}},
+         {.type = k, .axes = 4, .shape = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim, 1}}}};
+}
+
+/* The result, and its gradients. */
+static bool read_gradients(am_xla_call *c, am_attn_gradients *to)
+{
+    am_gradients_given given = {0};
+    am_view *const own[] = {&given.d_out, &given.out, &given.lse, &given.d_lse};
+    for (int i = 0; i < 3 + ((c->flags & GRAD_LSE) != 0); i++) {
+        if (!am_xla_next(c, AM_XLA_ARGUMENT, true, own[i])) return false;
+    }
+    return am_read_gradients(&c->request, &given, to);
+}
+
+static bool look_at_input_gradients(am_xla_call *c, am_attn_gradients *problem)
+{
+    const inputs like = inputs_of(&c->request.attn);
+    return look_at_result(c, false, like.of[0], &problem->d_q) &&
+           look_at_result(c, false, like.of[1], &problem->d_k) &&
+           look_at_result(c, false, like.of[2], &problem->d_v);
+}
+
 bool am_xla_flash_backward(am_xla_call *c)
 {
     const am_attn *attn = &c->request.attn;
     am_view learned[AM_LOGIT_KIND_COUNT];
-    am_gradients_given given = {0};
     int64_t results = 3;
+    am_attn_gradients problem;
     if (!read_attention(c, 3)) return false;
     for (int i = 0; i < attn->terms.count; i++) results += attn->terms.list[i].gradient != NULL;
     if (c->frame->results.count != results) return am_xla_fail(c, "there are too few results");
-    c->next[AM_XLA_ARGUMENT] = c->first_array + c->arrays;
-    const am_view q = {.shape = {attn->batch, attn->queries, attn->heads, attn->head_dim}},
-                  k = {.shape = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim}},
-                  v = {.shape = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim}};
-    am_view *const own[] = {&given.d_out, &given.out, &given.lse, &given.d_lse};
-    am_attn_gradients problem;
-    for (int i = 0; i < 3 + ((c->flags & GRAD_LSE) != 0); i++) {
-        if (!am_xla_next(c, AM_XLA_ARGUMENT, true, own[i])) return false;
-    }
-    if (!am_read_gradients(&c->request, &given, &problem) || !look_at_result(c, false, q, &problem.d_q) ||
-        !look_at_result(c, false, k, &problem.d_k) || !look_at_result(c, false, v, &problem.d_v))
-        return false;
+    if (!read_gradients(c, &problem) || !look_at_input_gradients(c, &problem)) return false;
     am_terms *terms = &problem.forward.terms;
     for (int i = 0; i < terms->count; i++) {
         if (terms->list[i].gradient && !look_at_gradient(c, &terms->list[i], &learned[i])) return false;
@@ -238,6 +271,83 @@ bool am_xla_flash_backward(am_xla_call *c)
         if (terms->list[i].gradient) write_numbers(c, &terms->list[i], &learned[i]);
     }
     return true;
+}
+
+/* --- Tangents --- */
+
+/* That of a bias has its type and its axes. */
+static bool read_bias_tangent(am_xla_call *c, const am_logit_term *bias, am_array *to)
+{
+    am_view v;
+    if (!am_xla_look(c, am_xla_argument(c, c->next[AM_XLA_ARGUMENT]++), true, &v)) return false;
+    if (bias && am_xla_one_by_one(c, v.shape[0] != bias->array.shape.batch)) return false;
+    const am_view shared = am_shared(v);
+    *to = am_array_of(&shared, AM_HEADS_FIRST);
+    return (bias && v.axes == 4 && to->type == bias->array.type &&
+            memcmp(&to->shape, &bias->array.shape, sizeof to->shape) == 0) ||
+           am_xla_fail(c, "bias_tangent must have the type and axes of bias");
+}
+
+static bool read_sinks_tangent(am_xla_call *c, ptrdiff_t sinks, const double **to)
+{
+    am_view v;
+    const ptrdiff_t heads = c->request.attn.heads;
+    if (!am_xla_next(c, AM_XLA_ARGUMENT, false, &v)) return false;
+    if (v.axes != 2 || v.shape[0] != heads || v.shape[1] != sinks ||
+        (v.type != AM_FLOAT32 && v.type != AM_FLOAT64))
+        return am_xla_fail(c, "softmax_aux_tangent must be [H, S]");
+    double *numbers = am_keep(&c->request, am_product(heads, sinks, 1), sizeof *numbers);
+    for (ptrdiff_t i = 0; numbers && i < heads * sinks; i++)
+        numbers[i] = v.type == AM_FLOAT64 ? ((const double *)v.data)[i] : ((const float *)v.data)[i];
+    *to = numbers;
+    return numbers;
+}
+
+/* Those that flags name. */
+static bool read_tangents(am_xla_call *c, am_attn_tangents *to)
+{
+    static const int64_t flags[] = {Q_TANGENT, K_TANGENT, V_TANGENT};
+    const am_terms_found terms = am_find_terms(&c->request.attn);
+    const inputs like = inputs_of(&c->request.attn);
+    am_array *const tangents[] = {&to->d_q, &to->d_k, &to->d_v};
+    am_view v;
+    *to = (am_attn_tangents){.forward = c->request.attn};
+    for (int i = 0; i < 3; i++) {
+        if (!(c->flags & flags[i])) continue;
+        if (!am_xla_next_like(c, AM_XLA_ARGUMENT, true, &like.of[i], &v)) return false;
+        *tangents[i] = am_tokens_of(&v);
+    }
+    return (!(c->flags & BIAS_TANGENT) || read_bias_tangent(c, terms.bias, &to->d_bias)) &&
+           (!(c->flags & SINKS_TANGENT) || read_sinks_tangent(c, am_sink_count(&terms), &to->d_sinks));
+}
+
+/* Looks at the results that take the tangents of out and lse. */
+static bool look_at_tangents(am_xla_call *c, bool wide, am_attn_tangents *problem)
+{
+    const am_attn *attn = &c->request.attn;
+    const am_view like = {.shape = {attn->batch, attn->queries, attn->heads, attn->value_dim}};
+    am_view lse;
+    if (!look_at_result(c, wide, like, &problem->d_out) || !am_xla_next(c, AM_XLA_RESULT, true, &lse) ||
+        !am_check_stats(&c->request, &lse, "lse_tangent"))
+        return false;
+    problem->d_lse = am_stats_of(&lse);
+    return true;
+}
+
+bool am_xla_flash_jvp(am_xla_call *c)
+{
+    am_attn_tangents problem;
+    return read_attention(c, 0) && read_tangents(c, &problem) && look_at_tangents(c, false, &problem) &&
+           am_refuse_status(&c->request, am_attn_jvp(&c->context, &problem));
+}
+
+bool am_xla_flash_backward_vjp(am_xla_call *c)
+{
+    am_attn_gradients problem;
+    am_attn_tangents along;
+    return read_attention(c, 3) && read_gradients(c, &problem) && read_tangents(c, &along) &&
+           look_at_input_gradients(c, &problem) && look_at_tangents(c, true, &along) &&
+           am_refuse_status(&c->request, am_attn_backward_tangents(&c->context, &problem, &along));
 }
 
 /* --- Calls --- */

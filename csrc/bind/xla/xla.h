@@ -38,6 +38,8 @@ bool am_xla_read_terms(am_xla_call *c);
 #define AM_XLA_EACH_CALL(DO)                                                                                 \
     DO(flash_forward)                                                                                        \
     DO(flash_backward)                                                                                       \
+    DO(flash_jvp)                                                                                            \
+    DO(flash_backward_vjp)                                                                                   \
     DO(flash_kvcache)                                                                                        \
     DO(write_kvcache)                                                                                        \
     DO(linear_forward)                                                                                       \
