@@ -1,0 +1,350 @@
+"""Derivatives of attention in JAX: both modes, first and second order, under what JAX makes of functions.
+
+They are compared with those of dense attention in float64, which JAX differentiates, and with those of NumPy's
+functions, whose masks and terms are tested there.
+"""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+
+import attnmask
+from attnmask import MaskInfo
+from attnmask._attention.jvp import second_gradients
+
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
+jnp, INPUTS = jax.numpy, ("query", "key", "value")
+rng = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True)
+def wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(batch=2, queries=7, keys=9, heads=4, dtype=np.float64):
+    """Query, key and value, and directions along which they move."""
+    shapes = (batch, queries, heads, 8), (batch, keys, heads // 2, 8), (batch, keys, heads // 2, 6)
+    return [tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes) for _ in range(2)]
+
+
+def dense(query, key, value):
+    """Attention with a causal mask at the bottom right, written in operations of JAX."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
+    queries, keys = logits.shape[-2:]
+    logits = jnp.where(jnp.tril(jnp.ones((queries, keys), bool), keys - queries), logits, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, -1), value)
+    return out, jax.nn.logsumexp(logits, -1)
+
+
+def ours(query, key, value, **more):
+    more = {"causal": True, "causal_offset": "bottom-right", "return_lse": True} | more
+    return attnmask.jax.flash_attention(query, key, value, **more)
+
+
+def loss(f, *x):
+    out, lse = f(*x)
+    return (out**3).sum() + jnp.sin(lse).sum()
+
+
+def dot(one, other):
+    return sum((x * y).sum() for x, y in zip(one, other, strict=True))
+
+
+gradient = lambda f, x: jax.grad(loss, (1, 2, 3))(f, *x)  # noqa: E731
+of_gradient = lambda f, x, g: jax.vjp(f, *x)[1](f(*g))  # noqa: E731
+DERIVATIVES = {
+    "jvp": lambda f, x, t: jax.jvp(f, x, t),
+    "jvp of key": lambda f, x, t: jax.jvp(lambda key: f(x[0], key, x[2]), x[1:2], t[1:2]),
+    "linearize": lambda f, x, t: jax.linearize(f, *x)[1](*t),
+    "grad": lambda f, x, t: gradient(f, x),
+    "jvp of grad": lambda f, x, t: jax.jvp(partial(gradient, f), (x,), (t,)),
+    "grad of grad": lambda f, x, t: jax.grad(lambda x: dot(gradient(f, x), t))(x),
+    "grad of jvp": lambda f, x, t: jax.grad(lambda x: jax.jvp(partial(loss, f), x, t)[1])(x),
+    "jvp of the pullback": lambda f, x, t: jax.jvp(partial(of_gradient, f, x), (t,), (x,)),
+    "grad of the pullback": lambda f, x, t: jax.grad(lambda g: dot(of_gradient(f, x, g), t))(x),
+}
+mesh = lambda: jax.sharding.Mesh(jax.devices()[:1], "rows")  # noqa: E731
+on_mesh = lambda *shared: [jax.sharding.PartitionSpec(None if x else "rows") for x in shared]  # noqa: E731
+
+
+def looped(f):
+    """A result that each step of a loop feeds into the next."""
+
+    def step(query, _, key, value):
+        out, lse = f(query, key, value)
+        return query.at[..., :6].add(jnp.tanh(out)), lse
+
+    def loop(query, key, value):
+        return jax.lax.scan(partial(step, key=key, value=value), query, None, 2)
+
+    return loop
+
+
+WAYS = {
+    "eager": lambda f: f,
+    "jit": lambda f: f,
+    "jit inside": jax.jit,
+    "vmap": jax.vmap,
+    "vmap of the query": lambda f: lambda query, *x: jax.vmap(f, (0, None, None))(query, *(a[0] for a in x)),
+    "checkpoint": jax.checkpoint,
+    "scan": looped,
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=mesh(), in_specs=(*on_mesh(0, 1, 1),), out_specs=(*on_mesh(0, 0),)
+    ),
+}
+
+
+def assert_near(got, right, tolerance=1e-9):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+        size = np.abs(np.float64(y)).max(initial=1)
+        np.testing.assert_allclose(np.float64(x) / size, np.float64(y) / size, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_dense(name, way):
+    x, t = drawn()
+    if way.startswith("vmap"):
+        x, t = (tuple(jnp.stack([a, a / 2]) for a in arrays) for arrays in (x, t))
+    derivative = lambda f: lambda x, t: DERIVATIVES[name](WAYS[way](f), x, t)  # noqa: E731
+    mine = derivative(ours) if way in ("eager", "jit inside") else jax.jit(derivative(ours))
+    assert_near(mine(x, t), jax.jit(derivative(dense))(x, t))
+
+
+JACOBIANS = {
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1, 2)),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1, 2)),
+    "hessian": lambda f: jax.hessian(partial(loss, f), (0, 1, 2)),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(partial(loss, f), 1), (0, 1)),
+    "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(partial(loss, f), 1), (0, 1)),
+    "vmap of jvp of grad": lambda f: jax.vmap(
+        lambda *x: jax.jvp(partial(gradient, f), (x,), (x,)), in_axes=(None, None, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobians(name):
+    """Of which the calls share what does not differ."""
+    x, _ = drawn(1, 2, 3, 2)
+    if name.startswith("vmap"):
+        x = *x[:2], jnp.stack([x[2], -x[2]], 4)
+    assert_near(jax.jit(JACOBIANS[name](ours))(*x), jax.jit(JACOBIANS[name](dense))(*x))
+
+
+TERMS = {
+    "window": {"sliding_window": (3, 1)},
+    "cap": {"logits_soft_cap": 1.5},
+    "sinks": {"softmax_aux": rng.standard_normal((4, 2))},
+    "dropout": {"dropout_prob": 0.3, "dropout_seed": 4},
+    "slopes": {"alibi_slopes": np.linspace(0.1, 0.4, 4)},
+    "bias": {"bias": np.where(rng.random((2, 1, 7, 9)) < 0.2, -np.inf, rng.standard_normal((2, 1, 7, 9)))},
+    "relative": {"relative_bias": rng.standard_normal((4, 5)), "relative_low": -2},
+    "segments": {"q_segment_ids": np.repeat([[0, 1, -1]], [3, 3, 1], 1).repeat(2, 0)}
+    | {"kv_segment_ids": np.repeat([[0, 1, 2]], [4, 3, 2], 1).repeat(2, 0)},
+    "mask": {"attention_mask": rng.random((2, 1, 7, 9)) < 0.6},
+}
+
+
+def compare_with_numpy(x, t, more, tolerance=1e-12):
+    """Tangents, those of fixed terms zero, and the gradient of a product with gradients."""
+    static = {name: value for name, value in more.items() if not isinstance(value, np.ndarray)}
+    arrays = {name: value for name, value in more.items() if name not in static}
+    attend = lambda arrays, *x: ours(*x, **static, **arrays)  # noqa: E731
+    how = {"causal": True, "causal_offset": "bottom-right"} | more
+    out, lse = results = attnmask.flash_attention(*x, **how, return_lse=True)
+    given = [np.asarray(rng.standard_normal(y.shape), y.dtype) for y in results]
+
+    @jax.jit
+    def compute(x, t, given, arrays):
+        pull = lambda given, *x: jax.vjp(partial(attend, arrays), *x)[1](given)  # noqa: E731
+        return (
+            jax.jvp(partial(attend, arrays), x, t)[1],
+            jax.jvp(partial(pull, given), x, t)[1],
+            jax.grad(lambda given, *x: dot(pull(given, *x), t), (1, 2, 3, 0))(given, *x),
+        )
+
+    tangents, forward, reverse = compute(x, t, tuple(given), arrays)
+    _, right = attnmask.flash_attention_jvp(*x, *t, **how, return_lse=True)
+    assert_near(tangents, right, tolerance)
+    dout, *of_inputs, dlse = second_gradients((given[0], *x, out, lse, *t), how | {"dlse": given[1]})
+    assert_near(forward, of_inputs, tolerance)
+    assert_near(reverse, (*of_inputs, (dout, dlse)), tolerance)
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(TERMS, 2)], ids="-".join)
+def test_terms(pair):
+    compare_with_numpy(*drawn(), TERMS[pair[0]] | TERMS[pair[1]])
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (1, 1), (63, 65), (65, 63), (130, 130)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 1e-6)])
+def test_lengths(lengths, dtype, tolerance):
+    compare_with_numpy(*drawn(2, *lengths, dtype=dtype), {"sliding_window": 20}, tolerance)
+
+
+def test_packed():
+    starts = {"cum_seqlens_q": np.array([0, 3, 3, 7]), "cum_seqlens_k": np.array([0, 4, 6, 9])}
+    compare_with_numpy(*drawn(1), starts)
+
+
+def test_batch_axes():
+    x, t = (tuple(a.reshape(2, 3, *a.shape[1:]) for a in arrays) for arrays in drawn(6))
+    compare_with_numpy(x, t, {"alibi_slopes": rng.random((2, 3, 4))})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits(dtype):
+    x, t = drawn(dtype=dtype)
+    for name in ("jvp", "grad", "jvp of grad", "grad of jvp"):
+        near = [np.float64(a) for a in x], [np.float64(a) for a in t]
+        right = jax.jit(partial(DERIVATIVES[name], dense))(*map(tuple, near))
+        assert_near(
+            jax.jit(partial(DERIVATIVES[name], ours))(x, t), right, 0.01 if dtype == "float16" else 0.06
+        )
+
+
+def test_nothing_spreads_from_dead_inputs():
+    x, t = drawn()
+    mask = np.ones((7, 9), bool)
+    mask[:, 4] = mask[2] = False
+    right = jax.jit(partial(DERIVATIVES["jvp of grad"], partial(ours, attention_mask=mask[None, None])))(x, t)
+    (query, key, value), t = ([a.at[:, 4].set(jnp.nan) if i else a for i, a in enumerate(y)] for y in (x, t))
+    found = jax.jit(partial(DERIVATIVES["jvp of grad"], partial(ours, attention_mask=mask[None, None])))(
+        (query, key, value), tuple(t)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, right)
+
+
+SHAPES = dict(zip(INPUTS, [(2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6)], strict=True))
+SHAPES |= {"bias": (2, 1, 7, 9), "softmax_aux": (2,)}
+LEARNED = {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("mapped", [("x",), ("t",), ("x", "t")], ids="".join)
+@pytest.mark.parametrize("name", LEARNED)
+def test_tangents_of_each(name, mapped):
+    """Where tangents, what moves, or both are mapped; also by the callback."""
+    arrays, direction = LEARNED, rng.standard_normal(SHAPES[name])
+
+    def tangent(x, t, callback=False):
+        attend = lambda x: ours(**arrays | {name: x}, callback=callback)  # noqa: E731
+        return jax.jvp(attend, (x,), (t,))[1]
+
+    both = {"x": arrays[name], "t": direction}
+    both = {key: np.stack([x, x / 2]) if key in mapped else x for key, x in both.items()}
+    axes = tuple(0 if key in mapped else None for key in both)
+    found = [jax.jit(jax.vmap(partial(tangent, callback=how), axes))(*both.values()) for how in (False, True)]
+    for call in range(2):
+        one = {key: x[call] if key in mapped else x for key, x in both.items()}
+        _, right = attnmask.flash_attention_jvp(
+            **arrays | {name: one["x"]},
+            **{f"{name}_tangent": one["t"]},
+            causal=True,
+            causal_offset="bottom-right",
+            return_lse=True,
+        )
+        for results in found:
+            assert_near([x[call] for x in results], right, 1e-12)
+
+
+def test_the_callback():
+    x, t = drawn()
+    for name in ("jvp", "jvp of grad", "grad of grad"):
+        found = [
+            jax.jit(partial(DERIVATIVES[name], partial(ours, callback=callback)))(x, t)
+            for callback in (False, True)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def calls_in(function, *arguments):
+    text = jax.jit(function).lower(*arguments).as_text()
+    assert "dense<0.0" not in text  # no tangent that is zero has been made
+    names = ("forward", "backward", "jvp", "backward_vjp")
+    return [text.count(f"@attnmask_flash_{name}(") for name in names]
+
+
+def test_calls():
+    """What is computed once is computed once, and reverse mode takes no more than it did."""
+    x, t = drawn()
+    attend = lambda *x: ours(*x, return_lse=False)  # noqa: E731
+    assert calls_in(attend, *x) == [1, 0, 0, 0]
+    for f in (attend, jax.checkpoint(attend, policy=jax.checkpoint_policies.everything_saveable)):
+        assert calls_in(lambda x, t, f=f: jax.vjp(f, *x)[1](t), x, t[0][..., :6]) == [1, 1, 0, 0]
+    assert calls_in(lambda x, t: jax.jvp(attend, x, t), x, t) == [1, 0, 1, 0]
+    assert calls_in(lambda x, t: jax.jvp(lambda q: attend(q, *x[1:]), x[:1], t[:1]), x, t) == [1, 0, 1, 0]
+    pull = lambda x, t: jax.vjp(attend, *x)[1](t[0][..., :6])  # noqa: E731
+    assert calls_in(lambda x, t: jax.jvp(lambda x: pull(x, t), (x,), (t,)), x, t) == [1, 1, 0, 1]
+    assert calls_in(lambda x, t: jax.grad(lambda x: dot(pull(x, t), t))(x), x, t)[1:] == [0, 0, 1]
+
+
+def test_what_is_kept():
+    """For gradients: inputs, the result and its logsumexp."""
+    x, _ = drawn()
+    results, pull = jax.vjp(ours, *x)
+    kept = {id(a): a.nbytes for a in jax.tree.leaves(pull)}
+    assert sum(kept.values()) == sum(a.nbytes for a in (*x, *results))
+
+
+def test_export():
+    x, t = drawn()
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
+    product = jax.jit(partial(DERIVATIVES["jvp of grad"], ours))
+    exported = jax.export.export(product, disabled_checks=checks)(x, t)
+    loaded = jax.export.deserialize(exported.serialize())
+    jax.tree.map(np.testing.assert_array_equal, loaded.call(x, t), product(x, t))
+
+
+def test_traced_masks():
+    """Second derivatives where the mask is an argument of the compiled function."""
+    x, t = drawn()
+    mask = MaskInfo.from_segments(np.array([[0, 0, 0, 1, 1, 1, 1, 1, -1]] * 2)[:, :7], np.zeros((2, 9), int))
+    product = lambda mask, x, t: DERIVATIVES["jvp of grad"](  # noqa: E731
+        lambda *x: attnmask.jax.flash_attention(*x, mask, return_lse=True), x, t
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(product)(mask, x, t), product(mask, x, t))
+
+
+twice = lambda f, *x: jax.jvp(lambda *x: jax.jvp(f, x, x)[1], x, x)  # noqa: E731
+product = lambda f, x: jax.jvp(jax.grad(lambda x: (f(x) ** 2).sum()), (x,), (x,))  # noqa: E731
+penalty = lambda f, *x: jax.grad(lambda *x: (jax.grad(lambda *x: (f(*x) ** 2).sum())(*x) ** 2).sum())(*x)  # noqa: E731
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors(compiled):
+    def refused(match, derivative, *x):
+        with pytest.raises(NotImplementedError, match=match):
+            (jax.jit(derivative) if compiled else derivative)(*x)
+
+    (query, key, value), _ = drawn()
+    bias, sinks, table = *(jnp.asarray(LEARNED[x]) for x in ("bias", "softmax_aux")), jnp.ones((4, 3))
+    f = lambda query, **more: ours(query, key, value, **more, return_lse=False)  # noqa: E731
+    name = "attnmask.jax.flash_attention"
+    refused(f"{name} has no tangents of tangents.*jax.jvp of jax.grad", partial(twice, f), query)
+    refused(f"{name} .*none of order three", partial(penalty, lambda x: penalty(f, x)[..., :6]), query)
+    f_raw = partial(f, normalize_output=False)
+    refused("normalize_output must be True.* no tangents", lambda x: jax.jvp(f_raw, (x,), (x,)), query)
+    refused("normalize_output must be True.* no second", partial(penalty, f_raw), query)
+    f_table = lambda x: f(query, relative_bias=x)  # noqa: E731
+    refused(
+        f"relative_bias: {name} has gradients.* no tangents", lambda x: jax.jvp(f_table, (x,), (x,)), table
+    )
+    for argument, x in (("bias", bias), ("softmax_aux", sinks), ("relative_bias", table)):
+        g = lambda x, argument=argument: f(query, **{argument: x})  # noqa: E731
+        refused(f"{argument}: {name} has gradients.* no (second|tangents)", partial(product, g), x)
+        refused(f"{argument}: {name} has gradients.* no second", partial(penalty, g), x)
+        moved = lambda y, x=x, argument=argument: jax.grad(lambda x: (f(y, **{argument: x}) ** 2).sum())(x)  # noqa: E731
+        refused(f"{argument}: .* no second", lambda y, moved=moved: jax.jvp(moved, (y,), (y,)), query)
+        refused(f"{argument}: .* no second", jax.grad(lambda y, moved=moved: moved(y).sum()), query)
+    found = jax.grad(lambda y: jax.grad(lambda y, x: (f(y, bias=x) ** 2).sum(), (0, 1))(y, bias)[0].sum())(
+        query
+    )
+    assert np.isfinite(found).all()  # as none of a bias is asked for
