@@ -204,7 +204,8 @@ def call_handler(
 ) -> tuple[jax.Array, ...]:
     """Return the results of a handler. `written` maps arrays that it writes to, to the results they become.
 
-    With `callback`, or if JAX refuses the handlers, JAX calls back into Python, which calls the handler.
+    With `callback`, or if JAX refuses the handlers, JAX calls back into Python, which calls the handler. `no_gradients`
+    is what to say if they are differentiated, or nothing if they cannot be, in a `Map`.
     """
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
@@ -212,12 +213,15 @@ def call_handler(
     more: Arguments = {"input_output_aliases": dict(written)} if written else {}
     by_callback = callback or not registered()
 
-    @jax.custom_jvp
-    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         if by_callback:
-            compute = partial(_in_python, name, words, results, written)
-            return tuple(jax.pure_callback(compute, results, *arrays, vmap_method="sequential"))
+            in_python = partial(_in_python, name, words, results, written)
+            return tuple(jax.pure_callback(in_python, results, *arrays, vmap_method="sequential"))
         return tuple(jax.ffi.ffi_call(name, results, vmap_method=vmap_method, **more)(*arrays, words=words))
+
+    if not no_gradients:
+        return compute(*arrays)
+    call = jax.custom_jvp(compute)
 
     @call.defjvp
     def refuse(*_: object) -> NoReturn:
@@ -236,7 +240,8 @@ def _call(
     wanted: Sequence[str] = (),
     **said: bool,
 ) -> tuple[jax.Array, ...]:
-    no_gradients = "attnmask.jax.flash_attention has gradients, but no gradients of these"
+    of_ring = "attnmask.jax.ring_attention has gradients, but no gradients of these"
+    no_gradients = "" if spec.part is None else of_ring
     terms = _learned_terms(spec)
     words = _words(spec, said, (*LEARNED[:3], *terms), wanted)
     arrays = [learned[name] for name in LEARNED[:3]]

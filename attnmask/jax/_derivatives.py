@@ -78,6 +78,11 @@ def _sum(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array
     return [x + y for x, y in zip(one, other, strict=True)]
 
 
+def _like_result(residuals: Any, _: ByName) -> tuple[Any, Any]:
+    learned, _, (out, lse) = residuals
+    return out.update(dtype=learned["query"].dtype), lse
+
+
 def _tangent(spec: Spec, names: Iterable[str]) -> Map:
     """Return the map from tangents of learned arrays, these, to those of the result and its logsumexp."""
 
@@ -100,7 +105,7 @@ def _tangent(spec: Spec, names: Iterable[str]) -> Map:
     why = f"{refused[0]}: {_FUNCTION} has gradients of {refused[0]}, but no tangents" if refused else ""
     if not spec.normalize:
         why = f"normalize_output must be True, got False: {_FUNCTION} then has no tangents"
-    tangent = Map(compute, transpose, differentiate, why)
+    tangent = Map(compute, transpose, differentiate, _like_result, why)
     return tangent
 
 
@@ -121,7 +126,10 @@ def _gradient(spec: Spec, wanted: tuple[str, ...]) -> Map:
         found = _gradient_as_inputs_move(spec, wanted, residuals, arrays, moved | moved_arrays)
         return gradient(residuals, arrays), found
 
-    gradient = Map(compute, transpose, differentiate)
+    def like(residuals: Any, _: ByName) -> list[Any]:
+        return [residuals[0][name] for name in wanted]
+
+    gradient = Map(compute, transpose, differentiate, like)
     return gradient
 
 
@@ -163,7 +171,9 @@ def _gradient_as_inputs_move(
         return {name: residuals[0][name] for name in of_result}
 
     learned, *more = residuals
-    return Map(compute, transpose, _refuse, _no_second(spec, wanted))((learned | of_result, *more), moved)
+    return Map(compute, transpose, _refuse, refused=_no_second(spec, wanted))(
+        (learned | of_result, *more), moved
+    )
 
 
 def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved: ByName) -> list[jax.Array]:
@@ -182,4 +192,4 @@ def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved:
     why = f"{_FUNCTION} has no tangents of tangents: for second derivatives write jax.jvp of jax.grad"
     learned, *more = residuals
     first = learned | {f"{name}_tangent": x for name, x in tangents.items()}
-    return Map(compute, transpose, _refuse, why)((first, *more), moved)
+    return Map(compute, transpose, _refuse, refused=why)((first, *more), moved)

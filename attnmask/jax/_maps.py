@@ -39,11 +39,14 @@ class Map(NamedTuple):
     ``differentiate(residuals, arrays, moved, moved_arrays)``
         Return the results and their tangents, None where they are zero, as some of the first branch and of the arrays
         move.
+    ``like(residuals, arrays)``
+        Return arrays that are like the results, which is faster than to trace what computes them.
     """
 
     compute: AnyFunction
     transpose: AnyFunction
     differentiate: AnyFunction
+    like: AnyFunction | None = None
     refused: str = ""  # why it cannot be computed, but only transposed
 
     def __call__(self, residuals: Any, arrays: ByName) -> list[jax.Array]:
@@ -63,6 +66,9 @@ def _compute(*leaves: Any, map: Map, structure: Any) -> Results:
 
 
 def _describe(*leaves: Any, map: Map, structure: Any) -> Any:
+    if map.like:
+        found = map.like(*jax.tree.unflatten(structure, leaves))
+        return [x.update(weak_type=False) for x in found]
     compute = partial(_compute, map=map._replace(refused=""), structure=structure)
     return jax.make_jaxpr(compute)(*leaves).out_avals
 
@@ -120,7 +126,7 @@ def _mapped(map: Map, of_residuals: Any, of_arrays: Mapping[str, int | None], si
         of = of_residuals, axes(arrays), axes(moved, of_residuals[0]), axes(moved_arrays)
         return jax.vmap(map.differentiate, of, axis_size=size)(residuals, arrays, moved, moved_arrays)
 
-    return Map(compute, transpose, differentiate, map.refused)
+    return Map(compute, transpose, differentiate, refused=map.refused)
 
 
 def _batch(leaves: Sequence[Any], axes: Sequence[int | None], *, map: Map, structure: Any) -> Any:
