@@ -25,7 +25,7 @@ from attnmask._faces.rows import ARRAYS, Argument, Face, Kind, Row, axes_of, fun
 from attnmask._masks.info import MaskInfo
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import check_known, is_traced, known_flag, stand_ins
-from attnmask.jax._gradients import differentiable
+from attnmask.jax._gradients import with_derivatives
 from attnmask.jax._types import AnyArray, AnyByName, ByName, KVCacheResult, Results, Shaped
 
 JAX = Face(
@@ -211,14 +211,13 @@ class _Differentiable(_Linear):
         """Return the results of handlers that take `arrays` in this order; `kept` is for gradients."""
         others = {name: _integers(arrays[name]) for name in self.row.of(Kind.STARTS) if name in arrays}
         learned = {name: x for name, x in arrays.items() if name not in others}
-        no_gradients = f"attnmask.jax.{self.row.name} has gradients, but no gradients of these"
 
         def run(
             target: str, flags: int, given: ByName, more: Sequence[jax.Array], shapes: Sequence[Shaped]
         ) -> Results:
             said, first = words(flags | self.flags_of(given)), self.in_order(given).values()
             name = f"{self.row.handler}_{target}"
-            return call.call_handler(name, said, [*first, *more], shapes, no_gradients)
+            return call.call_handler(name, said, [*first, *more], shapes, "")
 
         def forward(learned: ByName, others: ByName, for_gradients: bool) -> Results:
             more = kept if for_gradients else []
@@ -236,7 +235,9 @@ class _Differentiable(_Linear):
             grads = dict(zip(learned, found, strict=True))
             return [grads[name] for name in wanted]
 
-        return differentiable(forward, backward, len(results))(learned, others)
+        compute = with_derivatives(self.row.name, forward, backward, len(results))
+        found: Results = compute(learned, others)
+        return found
 
 
 # Functions that write to their arguments

@@ -1,18 +1,20 @@
 """Functions of arrays that have gradients, from what computes them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask.jax._call import alike
-from attnmask.jax._types import ByName, Results
+from attnmask.jax._maps import Map
+from attnmask.jax._types import ByName, Results, Shaped
 
 
 def differentiable(forward: AnyFunction, backward: AnyFunction, count: int) -> AnyFunction:
-    """Return a differentiable function of learned and other arrays that has `count` results.
+    """Return a function of learned and other arrays that has `count` results and gradients, for what talks to other
+    devices, which a `Map` cannot.
 
     ``forward(learned, others, for_gradients)``
         Return the results, followed by what `backward` needs if `for_gradients`.
@@ -49,3 +51,93 @@ def differentiable(forward: AnyFunction, backward: AnyFunction, count: int) -> A
         return results
 
     return call
+
+
+def with_derivatives(
+    name: str, forward: AnyFunction, backward: AnyFunction, count: int, plain: AnyFunction | None = None
+) -> AnyFunction:
+    """Return a function of the same arrays, results and gradients, made of calls of C.
+
+    ``plain(learned, others)`` returns the results as well, in operations of JAX, which have all derivatives. Without it
+    there are gradients alone, and errors that name the function.
+    """
+    of_results = [f"result{i}" for i in range(count)]
+    in_jax: AnyFunction = plain or forward
+
+    def compute(learned: ByName, others: Any, for_gradients: bool = False) -> Any:
+        def run(residuals: Any, _: ByName) -> Results:
+            found: Results = forward(*residuals, for_gradients)
+            return found
+
+        def differentiate(residuals: Any, _: ByName, moved: ByName, __: ByName) -> Any:
+            learned, others = residuals
+            found = compute(learned, others, True)
+            made = count if not for_gradients else len(found)
+            shaped = [(x.shape, x.dtype) for x in found[:count]]
+            found_tangents = tangent(shaped)((*residuals, tuple(found[count:])), moved)
+            return found[:made], [*found_tangents, *[None] * (made - count)]
+
+        return Map(run, refuse, differentiate)((learned, others), {})
+
+    def refuse(*_: object) -> NoReturn:
+        raise NotImplementedError(f"attnmask.jax.{name} has gradients, but no gradients of these")
+
+    def move(residuals: Any, arrays: ByName) -> Any:
+        learned, others, _ = residuals
+        moved = {n: learned[n] for n in arrays}
+        return jax.jvp(lambda x: in_jax(learned | x, others), (moved,), (arrays,))[1]
+
+    def tangent(shaped: Sequence[Shaped]) -> Map:
+        def transpose(residuals: Any, names: tuple[str, ...], cotangents: Sequence[Any]) -> Any:
+            given = {n: x for n, x in zip(of_results, cotangents, strict=True) if x is not None}
+            if of_results[0] not in given:
+                given[of_results[0]] = jax.numpy.zeros(*shaped[0])
+            return gradient(shaped, names)(residuals, given)
+
+        def like_results(residuals: Any, _: ByName) -> Results:
+            zeros = [jax.numpy.zeros(*x) for x in shaped]
+            return tuple(alike([*zeros, *jax.tree.leaves(residuals)])[:count])
+
+        if plain:
+            return Map(move, transpose, _moving(move))
+        why = f"attnmask.jax.{name} has gradients, but no tangents (jax.jvp, jax.linearize, jax.jacfwd)"
+        return Map(like_results, transpose, refuse, refused=why)
+
+    def gradient(shaped: Sequence[Shaped], wanted: tuple[str, ...]) -> Map:
+        def run(residuals: Any, arrays: ByName) -> Any:
+            learned, others, kept = residuals
+            given = [arrays.get(n) for n in of_results]
+            if given[0] is None:
+                given[0] = jax.numpy.zeros(*shaped[0])
+            return backward(learned, others, wanted, kept, given)
+
+        def transpose(residuals: Any, names: tuple[str, ...], cotangents: Sequence[Any]) -> Any:
+            given = {n: x for n, x in zip(wanted, cotangents, strict=True) if x is not None}
+            found = dict(zip(of_results, tangent(shaped)(residuals, given), strict=True))
+            return [found[n] for n in names]
+
+        def pull(residuals: Any, arrays: ByName) -> Any:
+            learned, others, _ = residuals
+            results, back = jax.vjp(lambda x: in_jax(learned | x, others), {n: learned[n] for n in wanted})
+            given = [arrays.get(n, jax.numpy.zeros_like(x)) for n, x in zip(of_results, results, strict=True)]
+            found = back(tuple(given))[0]
+            return [found[n] for n in wanted]
+
+        return Map(run, transpose, _moving(pull) if plain else refuse)
+
+    return compute
+
+
+def _moving(compute: AnyFunction) -> AnyFunction:
+    """Return the rule of a map that operations of JAX compute."""
+
+    def differentiate(residuals: Any, arrays: ByName, moved: ByName, moved_arrays: ByName) -> Any:
+        first, *more = residuals
+
+        def move(x: ByName, y: ByName) -> Any:
+            return compute((first | x, *more), arrays | y)
+
+        primals = {n: first[n] for n in moved}, {n: arrays[n] for n in moved_arrays}
+        return jax.jvp(move, primals, (moved, moved_arrays))
+
+    return differentiate

@@ -11,7 +11,7 @@ from attnmask._common.arguments import as_array, describe, wide_dtype
 from attnmask._common.loading import _core
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import is_traced, like
-from attnmask.jax._gradients import differentiable
+from attnmask.jax._gradients import with_derivatives
 from attnmask.jax._types import ByName, Results, Shaped
 
 _Parts: TypeAlias = Sequence[jax.typing.ArrayLike] | jax.typing.ArrayLike
@@ -38,8 +38,8 @@ def _known(parts: Any, name: str) -> Any:
 def merge_attention_states(outs: _Parts, lses: _Parts) -> tuple[jax.Array, jax.Array]:
     """Merge attention over parts of the keys into attention over all of them.
 
-    As `attnmask.merge_attention_states`, under ``jit``, ``grad`` and ``vmap``. `outs` and `lses` have gradients;
-    higher-order ones are not supported.
+    As `attnmask.merge_attention_states`, under ``jit``, ``grad`` and ``vmap``. `outs` and `lses` have
+    derivatives of any order, in both modes.
 
     Parameters
     ----------
@@ -88,9 +88,8 @@ def _merged(*given: Any) -> tuple[jax.Array, jax.Array]:
         made: list[Shaped] = [
             ((parts * batch, *shape[1:]), dtype) for shape, dtype in zip(shapes, (dtype, wide), strict=True)
         ]
-        no_gradients = "attnmask.jax.merge_attention_states has gradients, but no gradients of these"
         arrays = [part for stack in learned.values() for part in stack]
-        return call.call_handler(f"attnmask_merge_{target}", words, [*arrays, *more], made, no_gradients)
+        return call.call_handler(f"attnmask_merge_{target}", words, [*arrays, *more], made, "")
 
     def forward(learned: ByName, others: object, for_gradients: bool) -> Results:
         return run("forward", learned, (), 0, 1)
@@ -104,6 +103,19 @@ def _merged(*given: Any) -> tuple[jax.Array, jax.Array]:
         grads = {name: jax.numpy.stack([parts.pop(0) for _ in stack]) for name, stack in learned.items()}
         return [grads[name] for name in wanted]
 
-    learned = {f"array{i}": stack for i, stack in enumerate(stacks)}
-    out, lse = differentiable(forward, backward, 2)(learned, ())
+    def plain(learned: ByName, others: object) -> Results:
+        stacks = [*learned.values()]
+        all_outs, all_lses = map(jax.numpy.concatenate, (stacks[: len(outs)], stacks[len(outs) :]))
+        live, zero = all_lses > -np.inf, jax.numpy.zeros((), wide)
+        largest = jax.lax.stop_gradient(all_lses.max(axis=0))
+        largest = jax.numpy.where(largest > -np.inf, largest, zero)
+        weights = jax.numpy.where(live, jax.numpy.exp(jax.numpy.where(live, all_lses, zero) - largest), zero)
+        total = weights.sum(axis=0)
+        divisor = jax.numpy.where(total > 0, total, 1)
+        weights, live = ((x.swapaxes(2, 3)[..., None]) for x in (weights / divisor, live))
+        out = (weights * jax.numpy.where(live, all_outs, 0)).sum(axis=0)
+        return out.astype(dtype), jax.numpy.where(total > 0, jax.numpy.log(divisor) + largest, -np.inf)
+
+    learned = {f"{i:06}": stack for i, stack in enumerate(stacks)}  # in an order that JAX keeps
+    out, lse = with_derivatives("merge_attention_states", forward, backward, 2, plain)(learned, ())
     return (out, lse) if batched else (out[0], lse[0])

@@ -200,6 +200,21 @@ def test_batch_axes():
     compare_with_numpy(x, t, {"alibi_slopes": rng.random((2, 3, 4))})
 
 
+@pytest.mark.parametrize("name", ["jvp", "grad", "jvp of grad", "grad of grad", "grad of jvp"])
+def test_merge(name):
+    """Attention merged from that over parts of the keys, of which a row sees nothing of some."""
+
+    def merged(query, *x):
+        masks = np.array_split(np.arange(9) <= np.arange(7)[:, None] + 2, 6, axis=1)
+        parts = zip(*(jnp.array_split(a, 6, axis=1) for a in x), masks, strict=True)
+        results = [attnmask.jax.flash_attention(query, *part, return_lse=True) for part in parts]
+        return attnmask.jax.merge_attention_states(*zip(*results, strict=True))
+
+    x, t = drawn()
+    found = jax.jit(partial(DERIVATIVES[name], merged))(x, t)
+    assert_near(found, jax.jit(partial(DERIVATIVES[name], dense))(x, t))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits(dtype):
     x, t = drawn(dtype=dtype)

@@ -24,6 +24,7 @@ from attnmask._attention.arguments import TRACED  # noqa: E402
 from attnmask.jax import _call  # noqa: E402
 
 WITHOUT_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]
+GRADIENTS_ALONE = [name for name in WITH_GRADIENTS if "flash" not in name and "merge" not in name]
 
 
 def given(name, seed=0, **more):
@@ -85,6 +86,20 @@ def test_vmap_of_a_pullback(name):
         (found,) = jax.jit(jax.vmap(vjp))(douts)
         for i, dout in enumerate(douts):
             assert_near(jax.tree.map(lambda x, i=i: x[i], found), vjp(dout)[0])
+
+
+@pytest.mark.parametrize("name", GRADIENTS_ALONE)
+def test_no_other_derivatives(name):
+    function, arrays = given(name, in_float32(name, 1)[0])
+    first = lambda arrays: jax.tree.leaves(function(arrays))[0]  # noqa: E731
+    tangent = lambda arrays: jax.jvp(first, (arrays,), (arrays,))  # noqa: E731
+    norm = lambda arrays: sum((x**2).sum() for x in jax.tree.leaves(jax.grad(cubes)(arrays)))  # noqa: E731
+    cubes = lambda arrays: (first(arrays) ** 3).sum()  # noqa: E731
+    for compiled in (jax.jit, lambda f: f):
+        with pytest.raises(NotImplementedError, match=f"jax.{name} has gradients, but no tangents"):
+            compiled(tangent)(arrays)
+        with pytest.raises(NotImplementedError, match=f"jax.{name} has gradients, but no gradients of these"):
+            compiled(jax.grad(norm))(arrays)
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
