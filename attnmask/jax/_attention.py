@@ -38,6 +38,9 @@ def _four_axes(learned: ByName, batch: Batch) -> ByName:
 class Attention(Function):
     """The function of `IN_JAX`."""
 
+    derivatives = """all but `relative_bias` have tangents (``jax.jvp``), and query, key and value have
+second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` of ``jax.grad``)"""
+
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
         arrays, static = super().divided(given)
         for name in LEARNED[:3]:

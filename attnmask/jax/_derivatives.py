@@ -137,12 +137,12 @@ def _second(spec: Spec, residuals: Any, of_result: ByName, cotangents: ByName) -
     """Return the gradients of inputs, and of the gradients of results, from those of gradients of inputs."""
     _check_second(spec, cotangents)
     learned, others, kept = residuals
-    names = *_INPUTS, *_OF_RESULT
+    names, of, along_names = (*_INPUTS, *_OF_RESULT), tuple(of_result), tuple(cotangents)
 
     def compute(residuals: Any, _: ByName) -> list[jax.Array]:
         first, others, _ = residuals
-        given = {name: first[name] for name in of_result}
-        along = {name: first[f"{name}_cotangent"] for name in cotangents}
+        given = {name: first[name] for name in of}
+        along = {name: first[f"{name}_cotangent"] for name in along_names}
         found = call.backward_vjp(spec, first, others, _of_result(residuals, **given), along)
         return [found[name] for name in names]
 
@@ -168,8 +168,9 @@ def _gradient_as_inputs_move(
         return [found[name] for name in names]
 
     def given(residuals: Any) -> ByName:
-        return {name: residuals[0][name] for name in of_result}
+        return {name: residuals[0][name] for name in of}
 
+    of = tuple(of_result)
     learned, *more = residuals
     return Map(compute, transpose, _refuse, refused=_no_second(spec, wanted))(
         (learned | of_result, *more), moved
@@ -180,7 +181,7 @@ def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved:
     """Return how the tangents of results move as inputs do: a map that can only be transposed."""
 
     def transpose(residuals: Any, names: tuple[str, ...], cotangents: Sequence[Any]) -> list[jax.Array]:
-        along = {name: residuals[0][f"{name}_tangent"] for name in tangents}
+        along = {name: residuals[0][f"{name}_tangent"] for name in moving}
         dout, *_ = _of_result(residuals, cotangents[0])
         found = _second(spec, residuals, _given(_OF_RESULT, (dout, cotangents[1])), along)
         return [found[name] for name in names]
@@ -189,6 +190,7 @@ def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved:
         learned, others, _ = residuals
         return call.jvp(spec, learned, others, arrays)
 
+    moving = tuple(tangents)
     why = f"{_FUNCTION} has no tangents of tangents: for second derivatives write jax.jvp of jax.grad"
     learned, *more = residuals
     first = learned | {f"{name}_tangent": x for name, x in tangents.items()}

@@ -65,6 +65,7 @@ def _in_jax(x: AnyArray) -> AnyArray:
 class Function:
     """The base of functions of JAX arrays."""
 
+    derivatives = "higher-order ones and forward mode are not supported"
     traced: AnyFunction  # of arrays, of what is known at compile time, and of whether all results are wanted
 
     def __init__(self, row: Row) -> None:
@@ -325,6 +326,7 @@ class _Step(Writing, _Linear):
 
 def jax_face(row: Row, made: type[Function] | None = None) -> AnyFunction:
     """Return the function of JAX arrays of a row."""
+    made = made or (_Step if row.of(Kind.STATE) else _Differentiable)
     if row.of(Kind.STATE):
         about = f"""Apply `attnmask.{row.name}` in JAX, and return what it writes to as it is after the call.
 
@@ -336,10 +338,10 @@ Gradients are not supported."""
         subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         about = f"""Apply `attnmask.{row.name}` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
 
-{subject} gradients; higher-order ones are not supported.
+{subject} gradients;
+{made.derivatives}.
 All arrays may be traced."""
     doc = library_doc(row, JAX, about, "They must be known at compile time.")
-    compute = (made or (_Step if row.of(Kind.STATE) else _Differentiable))(row)
-    face = function(row, JAX, compute, doc)
+    face = function(row, JAX, made(row), doc)
     face.__module__ = "attnmask.jax"
     return face

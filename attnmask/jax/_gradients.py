@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask.jax._call import alike
 from attnmask.jax._maps import Map
-from attnmask.jax._types import ByName, Results, Shaped
+from attnmask.jax._types import ByName, Results
 
 
 def differentiable(forward: AnyFunction, backward: AnyFunction, count: int) -> AnyFunction:
@@ -73,8 +73,9 @@ def with_derivatives(
             learned, others = residuals
             found = compute(learned, others, True)
             made = count if not for_gradients else len(found)
-            shaped = [(x.shape, x.dtype) for x in found[:count]]
-            found_tangents = tangent(shaped)((*residuals, tuple(found[count:])), moved)
+            found_tangents = tangent([jax.typeof(x) for x in found[:count]])(
+                (*residuals, tuple(found[count:])), moved
+            )
             return found[:made], [*found_tangents, *[None] * (made - count)]
 
         return Map(run, refuse, differentiate)((learned, others), {})
@@ -87,33 +88,33 @@ def with_derivatives(
         moved = {n: learned[n] for n in arrays}
         return jax.jvp(lambda x: in_jax(learned | x, others), (moved,), (arrays,))[1]
 
-    def tangent(shaped: Sequence[Shaped]) -> Map:
+    def tangent(like: Sequence[Any]) -> Map:
         def transpose(residuals: Any, names: tuple[str, ...], cotangents: Sequence[Any]) -> Any:
             given = {n: x for n, x in zip(of_results, cotangents, strict=True) if x is not None}
             if of_results[0] not in given:
-                given[of_results[0]] = jax.numpy.zeros(*shaped[0])
-            return gradient(shaped, names)(residuals, given)
+                given[of_results[0]] = jax.numpy.zeros(like[0].shape, like[0].dtype)
+            return gradient(like, names)(residuals, given)
 
-        def like_results(residuals: Any, _: ByName) -> Results:
-            zeros = [jax.numpy.zeros(*x) for x in shaped]
-            return tuple(alike([*zeros, *jax.tree.leaves(residuals)])[:count])
+        def zeros(residuals: Any, _: ByName) -> Results:
+            found = [jax.numpy.zeros(x.shape, x.dtype) for x in like]
+            return tuple(alike([*found, *jax.tree.leaves(residuals)])[:count])
 
         if plain:
-            return Map(move, transpose, _moving(move))
+            return Map(move, transpose, _moving(move), lambda *_: like)
         why = f"attnmask.jax.{name} has gradients, but no tangents (jax.jvp, jax.linearize, jax.jacfwd)"
-        return Map(like_results, transpose, refuse, refused=why)
+        return Map(zeros, transpose, refuse, lambda *_: like, why)
 
-    def gradient(shaped: Sequence[Shaped], wanted: tuple[str, ...]) -> Map:
+    def gradient(like: Sequence[Any], wanted: tuple[str, ...]) -> Map:
         def run(residuals: Any, arrays: ByName) -> Any:
             learned, others, kept = residuals
             given = [arrays.get(n) for n in of_results]
             if given[0] is None:
-                given[0] = jax.numpy.zeros(*shaped[0])
+                given[0] = jax.numpy.zeros(like[0].shape, like[0].dtype)
             return backward(learned, others, wanted, kept, given)
 
         def transpose(residuals: Any, names: tuple[str, ...], cotangents: Sequence[Any]) -> Any:
             given = {n: x for n, x in zip(wanted, cotangents, strict=True) if x is not None}
-            found = dict(zip(of_results, tangent(shaped)(residuals, given), strict=True))
+            found = dict(zip(of_results, tangent(like)(residuals, given), strict=True))
             return [found[n] for n in names]
 
         def pull(residuals: Any, arrays: ByName) -> Any:
@@ -123,7 +124,10 @@ def with_derivatives(
             found = back(tuple(given))[0]
             return [found[n] for n in wanted]
 
-        return Map(run, transpose, _moving(pull) if plain else refuse)
+        def like_wanted(residuals: Any, _: ByName) -> list[Any]:
+            return [residuals[0][n] for n in wanted]
+
+        return Map(run, transpose, _moving(pull) if plain else refuse, like_wanted)
 
     return compute
 
