@@ -177,7 +177,9 @@ class _Function:
             argument, dim = self.layouts[name], dims[name]
             axes = argument.axes(x.ndim - (dim is not None))
             if argument.broadcasts or (axes and axes[0] in ("B", "N")):
-                together[name] = _folded(x, dim, argument, count, rows)
+                alike = name, f"{name}_tangent", name.removesuffix("_tangent")
+                shared = all(dims.get(x) is None for x in alike)
+                together[name] = _folded(x, dim, argument, count, rows, shared)
                 by_row.add(name)
             elif dim is not None:
                 return None
@@ -187,13 +189,15 @@ class _Function:
         return list(together.values()), rows
 
 
-def _folded(x: torch.Tensor, dim: int | None, argument: Argument, count: int, rows: int) -> torch.Tensor:
+def _folded(
+    x: torch.Tensor, dim: int | None, argument: Argument, count: int, rows: int, shared: bool
+) -> torch.Tensor:
     """Return as one call of all rows what `count` calls of so many batch rows have."""
     x = x[None] if dim is None else x.movedim(dim, 0)
     if argument.broadcasts:
         missing = len(argument.layout.split(",")) + 1 - x.ndim
         x = x.reshape(x.shape[0], *[1] * missing, *x.shape[1:])
-        if dim is None and x.shape[1] == 1:
+        if shared and x.shape[1] == 1:
             return x[0]
     return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
 

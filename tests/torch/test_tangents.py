@@ -106,6 +106,19 @@ def test_vmap(torch, inputs, dims):
         near(torch, got[i], one(*each))
 
 
+def test_vmap_of_tangents_alone(torch, inputs):
+    """A bias that all calls share has a tangent in each of them, and the other way around."""
+    bias, tangents = inputs[0][0, :, 0, :1], torch.stack([inputs[0][1, :, 0, :1]] * 2)
+
+    def call(bias, tangent):
+        return jvp(torch, lambda x: attend(*inputs[:3], bias=x), (bias,), (tangent,))
+
+    right = call(bias, tangents[0])
+    for given, dims in ((bias, tangents), (None, 0)), ((torch.stack([bias] * 2), tangents[0]), (0, None)):
+        for got in torch.func.vmap(call, dims)(*given):
+            near(torch, got, right)
+
+
 @pytest.mark.parametrize(("name", "error"), [("float32", 1e-4), ("float16", 1e-2), ("bfloat16", 6e-2)])
 def test_types(torch, inputs, name, error):
     narrow = [x.to(getattr(torch, name)) for x in inputs]
