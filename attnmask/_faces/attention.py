@@ -14,6 +14,7 @@ from attnmask._attention.arguments import (
 from attnmask._attention.batch import Batch
 from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from attnmask._attention.forward import Results, attend_for_gradients
+from attnmask._attention.jvp import second_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.write_kvcache import write_kvcache
@@ -28,6 +29,11 @@ def _keep(**given: Any) -> tuple[tuple[Array, Array], Array, Array]:
     results: Results = attend_for_gradients(given)
     out, lse, wide_out = results
     return (out, lse), wide_out, lse
+
+
+def _second(**given: Any) -> tuple[Array, ...]:
+    dout, query, key, value, dlse = second_gradients((), given)
+    return dout, dlse, query, key, value
 
 
 def _fits_cache(given: Arguments, _: AnyFunction) -> None:
@@ -65,6 +71,7 @@ ATTENTION = Row(
     grads=FlashAttentionGrads,
     jvp=flash_attention_jvp,
     moved=MOVED,
+    second=_second,
     cast=LEARNED[:3],
     by_name=True,
     saved=("out", "lse"),

@@ -210,6 +210,9 @@ class Row:
         the gradients, which are `grads`
     ``jvp(*problem, all results, tangents)``
         all results and their tangents, from those of the arguments that `moved` names; None if there is no forward mode
+    ``second(*problem, *kept, dout, dstate, cotangents)``
+        the gradients of dout, dstate and the learned arguments, from cotangents of the gradients of these, of which
+        terms have none; None if there are no second derivatives
 
     `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
     position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one
@@ -234,6 +237,7 @@ class Row:
         grads: AnyFunction = tuple,
         jvp: Any = None,
         moved: Sequence[str] = (),
+        second: Any = None,
         cast: Sequence[str] = (),
         handler: str = "",
         examples: Given | None = None,
@@ -245,7 +249,7 @@ class Row:
         self.name, self.results, self.places = name, tuple(results), places
         self.arguments = arguments(of_arguments) if isinstance(of_arguments, str) else tuple(of_arguments)
         self.entry, self.check, self.keep, self.backward, self.grads = entry, check, keep, backward, grads
-        self.jvp, self.moved = jvp, tuple(moved)
+        self.jvp, self.moved, self.second = jvp, tuple(moved), second
         self.cast, self.handler, self.examples = cast, handler, examples or {}
         self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
         self.returns_vjp = False

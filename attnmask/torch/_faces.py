@@ -26,7 +26,7 @@ from attnmask._common.arguments import describe, flag, suit_hint
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.rows import Argument, Face, Kind, LayoutError, Row, function, library_doc
 from attnmask.torch import _operators as operators
-from attnmask.torch._gradients import Learning, held, transforms
+from attnmask.torch._gradients import Learning, Transforms, held
 from attnmask.torch._import import torch
 from attnmask.torch._masks import restored
 from attnmask.torch._operands import LEARNED, Operands
@@ -207,13 +207,22 @@ class _Differentiable(_Function):
         super().__init__(row)
         of_results = [f"d{x.name}" for x in row.results]
         self.grads = len(of_results)
-        self.jvp_names = (*self.names, *(f"{x}_tangent" for x in row.moved))
+        self.inputs = row.of(Kind.LEARNED)
+        self.tangents = tuple(f"{x}_tangent" for x in row.moved)
+        self.cotangents = tuple(f"{x}_cotangent" for x in self.inputs)
+        self.jvp_names = (*self.names, *self.tangents)
         self.backward_names = (*of_results, *row.saved, *self.names, "wanted")
+        self.second_names = (*self.cotangents, *self.backward_names[:-1])
         made = (
             Argument(f"{d}{x.name}", Kind.DATA, x.layout, None, "") for x in row.results for d in ("d", "")
         )
         self.layouts = {x.name: x for x in (*row.problem, *made)}
-        self.transformed, self.transformed_backward = transforms(self)
+        self.layouts |= {
+            f"{x}_{kind}": self.layouts[x]
+            for kind, moved in (("tangent", row.moved), ("cotangent", self.inputs))
+            for x in moved
+        }
+        self.transforms = Transforms(self)
         results = [f"Tensor {x.name}" for x in row.results]
         given = ", ".join(
             (*(f"Tensor? {x}" for x in of_results), *(f"Tensor {x}" for x in row.saved), self.operands.schema)
@@ -237,7 +246,23 @@ class _Differentiable(_Function):
             f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
         )
         if row.jvp:
-            self.register_jvp(row)
+            self.jvp = operators.register(
+                f"{row.name}_jvp",
+                ", ".join((self.operands.schema, *(f"Tensor? {x}" for x in self.tangents))),
+                f"({', '.join(f'Tensor d{x.name}' for x in row.results)})",
+                self.jvp_on_cpu,
+                self.jvp_fake,
+                vmap=operators.mapped(self.call_jvp, self.jvp_names, tuple, self.folded),
+            )
+        if row.second:
+            self.second = operators.register(
+                f"{row.name}_bwd_vjp",
+                ", ".join((*(f"Tensor? {x}" for x in self.cotangents), given)),
+                "Tensor[]",
+                self.second_on_cpu,
+                self.second_fake,
+                vmap=operators.mapped(self.call_second, self.second_names, list, self.folded),
+            )
         backward = f"{row.name}_backward"
         self.backward = operators.register(
             backward,
@@ -266,21 +291,6 @@ class _Differentiable(_Function):
         returns = f"({', '.join(results)})" if len(results) > 1 else results[0]
         operator = operators.register(name, schema, returns, on_cpu, fake, vmap=vmap, **rules)
         return operator
-
-    def register_jvp(self, row: Row) -> None:
-        """Register the operator of tangents; PyTorch asks for it in forward mode."""
-        tangents = self.jvp_names[len(self.names) :]
-        self.layouts |= {f"{x}_tangent": self.layouts[x] for x in row.moved}
-        schema = ", ".join((self.operands.schema, *(f"Tensor? {x}" for x in tangents)))
-        results = ", ".join(f"Tensor d{x.name}" for x in row.results)
-        self.jvp = operators.register(
-            f"{row.name}_jvp",
-            schema,
-            f"({results})",
-            self.jvp_on_cpu,
-            self.jvp_fake,
-            vmap=operators.mapped(self.call_jvp, self.jvp_names, tuple, self.folded),
-        )
 
     # On the CPU
 
@@ -338,6 +348,14 @@ class _Differentiable(_Function):
         out, *more = self.fake(*operands)
         return out, *more, torch.empty_like(out, dtype=operators.wide_dtype(out.dtype))
 
+    def grads_of(self, of_results: Sequence[MaybeTensor], given: Arguments) -> Arguments:
+        """Return the gradients of the results by name, where the first must be given."""
+        dout, *more = of_results
+        if dout is None:
+            (shape, dtype), *_ = self.likes(given)
+            dout = torch.zeros(shape, dtype=dtype)
+        return dict(zip(self.backward_names[: self.grads], (dout, *more), strict=True))
+
     def differentiate(
         self,
         of_results: Sequence[MaybeTensor],
@@ -345,15 +363,10 @@ class _Differentiable(_Function):
         kept: Sequence[torch.Tensor],
         wanted: Sequence[bool],
     ) -> Iterable[Any]:
-        dout, *more = of_results
         if self.row.keep and not kept:
             _, kept = self.remember(given, tensors_among(given))
-        if dout is None:
-            (shape, dtype), *_ = self.likes(given)
-            dout = torch.zeros(shape, dtype=dtype)
-        names = self.backward_names[: self.grads]
         held = dict(zip(self.row.saved or ("kept",), kept, strict=False))
-        given_grads = dict(zip(names, (dout, *more), strict=True))
+        given_grads = self.grads_of(of_results, given)
         extras: Arguments = {}
         if self.row.by_name:
             terms = self.row.of(Kind.TERM)
@@ -388,18 +401,38 @@ class _Differentiable(_Function):
     def call_jvp(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         return tuple(self.jvp(*operands))
 
+    def second_on_cpu(self, *operands: Any) -> list[torch.Tensor]:
+        check_no_tangents(self.second_names, operands, self.name)
+        begin = len(self.second_names) - len(self.names)
+        given = self.operands.arguments(*operands[begin:])
+        more = dict(zip(self.second_names, operands[:begin], strict=False))
+        of_results = [more[x] for x in self.backward_names[: self.grads]]
+        more |= self.grads_of(of_results, given)
+        return list(map(to_tensor, self.call(self.row.second, given, more, tensors_among(given | more))))
+
+    def second_fake(self, *operands: Any) -> list[torch.Tensor]:
+        begin = len(self.second_names) - len(self.names)
+        results = operators.several(self.fake(*operands[begin:]))
+        return [x.new_empty(x.shape) for x in (*results, *operands[begin : begin + len(self.inputs)])]
+
+    def call_second(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(self.second(*operands))
+
     # Gradients
 
     def learn(self, *operands: Any) -> Any:
-        results = self.transformed.apply(*operands)[: self.grads]
+        results = self.transforms.forward.apply(*operands)[: self.grads]
         return results if len(results) > 1 else results[0]
 
     def learn_wide(self, *operands: Any) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = self.transformed.apply(*operands)
+        results: tuple[torch.Tensor, ...] = self.transforms.forward.apply(*operands)
         return results if len(results) > self.grads else (*results, results[0].detach().clone())
 
     def learn_backward(self, *operands: Any) -> list[torch.Tensor]:
-        return list(self.transformed_backward.apply(*operands))
+        # What the results have to do with the arguments is in the derivatives of these.
+        begin, end = self.grads, self.grads + len(self.row.saved)
+        results = [x.detach() for x in operands[begin:end]]
+        return list(self.transforms.backward.apply(*operands[:begin], *results, *operands[end:]))
 
     def call_forward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         narrow = operands[0].dtype.itemsize == 2
@@ -422,7 +455,7 @@ class _Differentiable(_Function):
         in_graph = compiling or bool(moved) or needs_operator(tensors.values())
         given = self.drawn(given, in_graph)
         if in_graph:
-            operator = self.learn if moved or operators.is_differentiated() else self.operator
+            operator = self.learn if operators.is_differentiated() else self.operator
             results = operators.several(self.applied(operator, given))
             return results if with_all else results[0]
         wanting = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []

@@ -8,14 +8,18 @@ from typing import Any, NoReturn, Protocol
 
 from attnmask._common.arguments import as_array
 from attnmask._common.types import AnyFunction, Arguments
+from attnmask._faces.rows import Kind
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._operators import (
     NO_FORWARD,
+    NO_FORWARD_TWICE,
     NO_SECOND,
-    check_no_tangents,
+    NO_SECOND_OF_TERM,
+    NO_THIRD,
     needs_operator,
+    primal,
 )
 from attnmask.torch._states import MaskTensors, to_tensor
 from attnmask.torch._types import Context, MaybeTensor
@@ -27,53 +31,53 @@ def spread(grads: Iterable[torch.Tensor], wanted: Sequence[bool]) -> list[MaybeT
     return [next(rest) if needed else None for needed in wanted]
 
 
-def transforms(function: Any) -> tuple[Any, Any]:
-    """Return the operators of a function for autograd and `torch.func`, which ignores the gradients of operators."""
+class Transforms:
+    """A function and its derivatives for autograd and `torch.func`, which ignores the gradients of operators::
 
-    def tangents(ctx: Context, *of_operands: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        moved = {name: x for name, x in zip(function.names, of_operands, strict=True) if x is not None}
-        for name in moved.keys() - set(row.moved):
-            raise RuntimeError(NO_FORWARD.format(function.name, name))
-        saved = [operators.primal(x) for x in ctx.saved_tensors]
-        lists = [saved[first_list:]] if operands.lists else []
-        given = (*saved[:first_list], *lists, *ctx.more, *map(moved.get, row.moved))
-        return *Tangents.apply(*given), *[None] * ctx.wide
+        forward(*operands)                                      the results
+        backward(dout, dlse, out, lse, *operands, wanted)       the wanted gradients
+        tangents(*tangents, out, lse, *operands)                the tangents of the results
+        second(*cotangents, dout, dlse, out, lse, *operands)    the gradients of dout, dlse and the inputs
 
-    def no_second(ctx: object, *_: object) -> NoReturn:
-        raise RuntimeError(NO_SECOND.format(function.name))
+    Second derivatives are symmetric, so that `second` is also how gradients move along the cotangents. What a result
+    has to do with the inputs is in the derivatives of these: it has none of its own.
+    """
 
-    def keep_none(ctx: object, inputs: object, output: object) -> None:
-        """Keep nothing: second derivatives are not supported."""
+    def __init__(self, function: Any) -> None:
+        row = self.row = function.row
+        self.function, self.inputs, self.terms = function, function.inputs, row.of(Kind.TERM)
+        self.results, self.saved, self.moved = len(row.results), len(row.saved), len(row.moved)
+        rules: dict[str, Sequence[AnyFunction]] = {
+            "forward": (self.keep_results, self.gradients, self.moved_results),
+            "backward": (self.keep, self.second_gradients, self.moved_gradients),
+            "tangents": (self.keep, self.gradients_of_tangents, self.no_forward_twice),
+            "second": (self.keep_none, self.no_third, self.no_third),
+        }
+        if not row.second:
+            rules |= dict.fromkeys(("backward", "tangents"), (self.keep_none, self.no_second, self.no_second))
+        names = function.tangents + row.saved + function.names
+        self.forward = self.made(function.call_forward, function.names, *rules["forward"])
+        self.backward = self.made(function.call_backward, function.backward_names, *rules["backward"])
+        self.tangents = self.made(self.call_jvp, names, *rules["tangents"])
+        self.second = self.made(function.call_second, function.second_names, *rules["second"])
 
-    operands, row, count = function.operands, function.row, len(function.row.results)
-    first_list, end = operands.tensors, operands.tensors + operands.lists
+    def made(
+        self,
+        call: AnyFunction,
+        names: Sequence[str],
+        keep: AnyFunction,
+        rule: AnyFunction,
+        rule_of_tangents: AnyFunction,
+    ) -> Any:
+        """Return what calls an operator, with rules for its gradients and tangents."""
+        folded = self.function.folded
 
-    def keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        results, wide = output[:count], output[count:]
-        ctx.mark_non_differentiable(*wide)
-        ctx.wide = len(wide)
-        if row.jvp and operators.in_forward_mode():
-            ctx.save_for_forward(*inputs[:first_list], *itertools.chain(*inputs[first_list:end]))
-        saved = (*(wide or results[:1]), *results[1:]) if row.saved else ()
-        ctx.more = inputs[end:]
-        ctx.save_for_backward(*saved, *inputs[:first_list], *itertools.chain(*inputs[first_list:end]))
-        ctx.set_materialize_grads(False)
+        class Made(torch.autograd.Function):
+            setup_context, jvp = staticmethod(keep), staticmethod(rule_of_tangents)
 
-    def gradients(ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        operator = Backward.apply if operators.is_differentiated() else function.call_backward
-        saved, begin = ctx.saved_tensors, len(row.saved) + first_list
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(function.learned)]]
-        lists = [list(saved[begin:])] if operands.lists else []
-        grads = operator(*of_results[:count], *saved[:begin], *lists, *ctx.more, wanted)
-        return *spread(grads, wanted), *[None] * (len(function.names) - len(wanted))
-
-    def derivative(call: AnyFunction, names: Sequence[str]) -> Any:
-        """Return what calls an operator that has no derivative itself."""
-
-        class Derivative(torch.autograd.Function):
-            setup_context = staticmethod(keep_none)
-            backward = staticmethod(no_second)
-            jvp = staticmethod(no_second)
+            @staticmethod
+            def backward(ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
+                return rule(ctx, *of_results)  # PyTorch's compiler of gradients wants a function, no method
 
             @staticmethod
             def forward(*operands: object) -> tuple[torch.Tensor, ...]:
@@ -82,30 +86,125 @@ def transforms(function: Any) -> tuple[Any, Any]:
 
             @staticmethod
             def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
-                rule = operators.mapped(Derivative.apply, names, tuple, function.folded)
-                return rule(info, in_dims, *operands)
+                return operators.mapped(Made.apply, names, tuple, folded)(info, in_dims, *operands)
 
-        return Derivative
+        return Made
 
-    Backward = derivative(function.call_backward, function.backward_names)
-    Tangents = derivative(function.call_jvp, function.jvp_names)
+    def call_jvp(self, *operands: Any) -> tuple[torch.Tensor, ...]:
+        given = operands[self.moved + self.saved :]
+        found: tuple[torch.Tensor, ...] = self.function.call_jvp(*given, *operands[: self.moved])
+        return found
 
-    class Forward(torch.autograd.Function):
-        setup_context = staticmethod(keep)
-        backward = staticmethod(gradients)
-        jvp = staticmethod(tangents)
+    # What is kept: all operands, which begin with tensors, followed by a list of them if there are masks
 
-        @staticmethod
-        def forward(*operands: object) -> tuple[torch.Tensor, ...]:
-            with operators.below_autograd():
-                return function.call_forward(*operands)
+    def keep_none(self, ctx: Context, inputs: object, output: object) -> None:
+        """Keep nothing, where there is no derivative."""
 
-        @staticmethod
-        def vmap(info: operators.Mapped, in_dims: Sequence[object], *operands: object) -> object:
-            rule = operators.mapped(Forward.apply, function.names, tuple, function.folded)
-            return rule(info, in_dims, *operands)
+    def keep(self, ctx: Context, inputs: tuple[Any, ...], output: object) -> None:
+        others = (i for i, x in enumerate(inputs) if not (x is None or isinstance(x, torch.Tensor)))
+        ctx.first = next(others, len(inputs))
+        end = ctx.first + self.function.operands.lists
+        tensors = (*inputs[: ctx.first], *itertools.chain(*inputs[ctx.first : end]))
+        ctx.more = inputs[end:]
+        ctx.save_for_backward(*tensors)
+        if operators.in_forward_mode():
+            ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
 
-    return Forward, Backward
+    def keep_results(self, ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        results, wide = output[: self.results], output[self.results :]
+        ctx.mark_non_differentiable(*wide)
+        ctx.wide = len(wide)
+        saved = (*(wide or results[:1]), *results[1:]) if self.saved else ()
+        self.keep(ctx, (*saved, *inputs), None)
+
+    def kept(self, ctx: Context) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        lists = [list(saved[ctx.first :])] if self.function.operands.lists else []
+        return *saved[: ctx.first], *lists, *ctx.more
+
+    # Gradients
+
+    def gradients(self, ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        function = self.function
+        operator = function.learn_backward if operators.is_differentiated() else function.call_backward
+        needed = ctx.needs_input_grad
+        wanted = list(map(bool, needed[: len(function.learned)]))
+        grads = operator(*of_results[: self.results], *self.kept(ctx), wanted)
+        return *spread(grads, wanted), *[None] * (len(needed) - len(wanted))
+
+    def second_gradients(self, ctx: Context, *cotangents: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        *given, wanted = self.kept(ctx)
+        needed = ctx.needs_input_grad
+        along = dict(zip(self.function.learned, spread(cotangents, wanted), strict=True))
+        self.check_terms(along, dict(zip(self.function.backward_names, needed, strict=True)))
+        found = self.second.apply(*(along[x] for x in self.inputs), *given)
+        return _where(needed, (*found[: self.results], *[None] * self.saved, *found[self.results :]))
+
+    def gradients_of_tangents(self, ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        given, needed = self.kept(ctx), ctx.needs_input_grad
+        tangents, given = given[: self.moved], given[self.moved :]
+        function, of_operands = self.function, needed[self.moved + self.saved :]
+        by_name = dict(zip(self.row.moved, needed, strict=False))
+        wanted = [by_name.get(name, False) for name in function.learned]
+        grads: Sequence[MaybeTensor] = [None] * len(wanted)
+        if any(wanted):
+            grads = spread(function.learn_backward(*of_results, *given, wanted), wanted)
+        found: Sequence[MaybeTensor] = ()
+        if any(of_operands):
+            along = dict(zip(self.row.moved, tangents, strict=True))
+            self.check_terms(along, dict(zip(function.names, of_operands, strict=True)))
+            found = self.second.apply(*(along[x] for x in self.inputs), *of_results, *given)[self.results :]
+        return _where(needed, (*grads[: self.moved], *[None] * self.saved, *found))
+
+    # Forward mode
+
+    def moved_results(self, ctx: Context, *of_operands: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        moved = {x: y for x, y in zip(self.function.names, of_operands, strict=True) if y is not None}
+        for name in moved.keys() - set(self.row.moved):
+            raise RuntimeError(NO_FORWARD.format(self.function.name, name))
+        given = [primal(x) for x in self.kept(ctx)]
+        results = [x.detach() for x in given[: self.saved]]
+        found = self.tangents.apply(*map(moved.get, self.row.moved), *results, *given[self.saved :])
+        return *found, *[None] * ctx.wide
+
+    def moved_gradients(self, ctx: Context, *moved: MaybeTensor) -> tuple[torch.Tensor, ...]:
+        *given, wanted = map(primal, self.kept(ctx))
+        function, of_results = self.function, moved[: self.results]
+        along = {x: y for x, y in zip(function.backward_names, moved, strict=True) if y is not None}
+        for name in along.keys() - {*function.backward_names[: self.results], *function.learned}:
+            raise RuntimeError(NO_FORWARD.format(function.name, name))
+        grads: Iterable[Any] = ()
+        if any(x is not None for x in of_results):
+            grads = self.backward.apply(*of_results, *given[self.results :], wanted)
+        if any(name in along for name in function.learned):
+            self.check_terms(along, dict(zip(function.learned, wanted, strict=True)))
+            found = self.second.apply(*map(along.get, self.inputs), *given)[self.results :]
+            added = itertools.zip_longest(itertools.compress(found, wanted), grads)
+            grads = [x if y is None else x + y for x, y in added]
+        return tuple(grads)
+
+    # What there is not
+
+    def check_terms(self, along: Arguments, needed: Arguments) -> None:
+        """Refuse derivatives by terms, and of their gradients, other than the first."""
+        for name in self.terms:
+            if along.get(name) is not None or needed.get(name):
+                raise RuntimeError(NO_SECOND_OF_TERM.format(self.function.name, name))
+
+    def no_second(self, ctx: object, *_: object) -> NoReturn:
+        raise RuntimeError(NO_SECOND.format(self.function.name))
+
+    def no_third(self, ctx: object, *_: object) -> NoReturn:
+        raise RuntimeError(NO_THIRD.format(self.function.name))
+
+    def no_forward_twice(self, ctx: object, *_: object) -> NoReturn:
+        raise RuntimeError(NO_FORWARD_TWICE.format(self.function.name))
+
+
+def _where(needed: Sequence[bool], grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:
+    """Return the gradients that are needed, and None for the others."""
+    return tuple(x if need else None for x, need in itertools.zip_longest(grads, needed))
 
 
 class _Learned(Context, Protocol):
@@ -160,12 +259,12 @@ class Learning(torch.autograd.Function):
                 given[name] = MaskTensors(given[name], saved[: ctx.parts])
         needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
         wanted = [needed.get(name, False) for name in function.learned]
-        if torch.is_grad_enabled() or needs_operator((*of_results, *saved)):
+        moved = operators.with_tangents(function.backward_names, of_results)
+        if torch.is_grad_enabled() or moved or needs_operator((*of_results, *saved)):
             results = saved[end:] if function.row.saved else ()
             operands = function.operands.of(given)
             grads = spread(function.call_backward(*of_results, *results, *operands, wanted), wanted)
         else:
-            check_no_tangents(function.backward_names, of_results, function.name)
             found: Any = function.differentiate(of_results, given, saved[end:], wanted)
             grads = [to_tensor(grad) if want else None for grad, want in zip(found, wanted, strict=True)]
         by_name = dict(zip(function.learned, grads, strict=True))

@@ -18,6 +18,15 @@ _OF_NUMPY = (torch.float32, torch.float16, torch.float64)
 TYPES = (*_OF_NUMPY, torch.bfloat16)
 NO_FORWARD = "attnmask.torch.{} has no forward-mode derivative: {} must have no tangent"
 NO_SECOND = "attnmask.torch.{} has no second derivative"
+NO_THIRD = "attnmask.torch.{} has no third derivative"
+NO_SECOND_OF_TERM = (
+    "attnmask.torch.{0} has no second derivative with {1}: {1} must require no gradient and have no tangent; "
+    "write {1}.detach()"
+)
+NO_FORWARD_TWICE = (
+    "attnmask.torch.{} has no forward-mode derivative of its tangents: write jacfwd(jacrev(...)) for "
+    "jacfwd(jacfwd(...)), and a gradient of jvp for a jvp of jvp"
+)
 _SEEDS = 2**62
 
 _library = torch.library.Library("attnmask", "DEF")
@@ -276,7 +285,7 @@ def register(
 
 
 def autograd_kernel(name: str, on_cpu: AnyFunction, learn: AnyFunction) -> AnyFunction:
-    """Return the autograd kernel of an operator: `learn` if a gradient may be needed, otherwise what is below, which
+    """Return the autograd kernel of an operator: `learn` if a derivative may be needed, otherwise what is below, which
     calls of plain tensors reach without PyTorch's dispatcher.
     """
 
@@ -284,6 +293,8 @@ def autograd_kernel(name: str, on_cpu: AnyFunction, learn: AnyFunction) -> AnyFu
         if torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in arguments
         ):
+            return learn(*arguments)
+        if with_tangents(arguments, arguments):
             return learn(*arguments)
         if not needs_operator(arguments):
             return on_cpu(*arguments)

@@ -20,6 +20,7 @@ class Context(Protocol):
     more: tuple[object, ...]
     parts: int
     wide: int
+    first: int
     types: list[torch.dtype]
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...

@@ -515,8 +515,12 @@ def test_exported(door, name):
 # What there is not
 
 
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
-@pytest.mark.parametrize("door", ["torch", "jax"])
+HAVE_SECOND = {("torch", "flash_attention")}  # torch/test_second_derivatives.py
+
+
+@pytest.mark.parametrize(
+    ("door", "name"), sorted({*itertools.product(("torch", "jax"), WITH_GRADIENTS)} - HAVE_SECOND)
+)
 def test_no_second_derivatives(door, name):
     needed = ("chunk_size",) if name.startswith("chunk_local_cumsum") else ()
     arguments = {key: x for key, x in drawn(name, 0).items() if arrays_in(x) or key in needed}

@@ -59,8 +59,6 @@ def test_dual_tensors(torch, inputs):
             near(torch, out.primal.detach(), attend(query, key, value, causal=True))
         if wanting:
             out.primal.sum().backward()  # of the result, not of its tangent
-            with pytest.raises(RuntimeError, match="no second derivative"):
-                out.tangent.sum().backward()
 
 
 def test_jacobians(torch, inputs):
@@ -143,7 +141,3 @@ def test_what_has_no_tangent_is_named(torch, inputs):
         jvp(torch, lambda x: attend(*inputs[:3], relative_bias=x), (numbers,), (numbers,))
     with pytest.raises(RuntimeError, match="alibi_slopes must have no tangent"):
         jvp(torch, lambda x: attend(*inputs[:3], alibi_slopes=x[:, 0]), (numbers,), (numbers,))
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.func.hessian(lambda q: attend(q, *inputs[1:3]).sum())(inputs[0])
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.func.jacfwd(torch.func.jacfwd(lambda q: attend(q, *inputs[1:3]).sum()))(inputs[0])
