@@ -5,11 +5,14 @@ only for other devices. ``scaled_dot_product_attention`` on the CPU uses
 ``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies, and with more than four axes
 ``aten::_scaled_dot_product_attention_math``. `install` registers kernels for all of them, in PyTorch's slot for
 implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then returns ``"attnmask"``.
+
+First derivatives are those that PyTorch has of its operators. For tangents and second derivatives, which it does not
+have, kernels before these call `flash_attention`.
 """
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -18,20 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn import attention
 
+from attnmask._attention.arguments import LEARNED
 from attnmask._attention.batch import broadcasts
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from attnmask._attention.problem import both_starts
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
 from attnmask._common.types import AnyFunction, Arguments
-from attnmask.torch._attention import flash_attention
+from attnmask.torch import _operators as operators
+from attnmask.torch._attention import _attend, flash_attention
 from attnmask.torch._import import torch
-from attnmask.torch._operators import needs_operator
+from attnmask.torch._operators import in_place, needs_operator
 from attnmask.torch._states import to_tensor
 from attnmask.torch._types import MaybeTensor
 
 _NAME = "attnmask"
-_MATH = "_scaled_dot_product_attention_math"
+_SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
+_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # where PyTorch begins to transform
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -50,57 +56,83 @@ def _applies(tensors: Iterable[MaybeTensor], dropout: float) -> bool:
     )
 
 
-def _or_own(name: str, kernel: AnyFunction, inputs: int) -> AnyFunction:
-    """Return `kernel` with PyTorch's own as a fallback. The first `inputs` arguments are tensors."""
-    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+def _or_own(name: str, key: str, inputs: int, choose: AnyFunction) -> AnyFunction:
+    """Return the kernel that `choose` returns for tensors, with PyTorch's own for this dispatch key as a fallback. The
+    first `inputs` arguments are tensors.
+    """
+    own = torch.library.get_kernel(f"aten::{name}", key)
 
-    def choose(
+    def kernel(
         keyset: torch._C.DispatchKeySet,
         *arguments: Any,
         attn_mask: MaybeTensor = None,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
-        if not (_active and _applies((*tensors, attn_mask), dropout)):
+        given = (*tensors, attn_mask)
+        chosen = choose(given) if _active and _applies(given, dropout) else None
+        if chosen is None:
             return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
-        shared = {
-            "bias": None if attn_mask is None else attn_mask.detach(),
-            "causal": causal,
-            "causal_offset": 0,
-            "softmax_scale": scale,
-        }
-        return kernel(*(x.detach() for x in tensors), **shared)
+        return chosen(*given, causal=causal, causal_offset=0, softmax_scale=scale)
 
-    return choose
+    return kernel
 
 
-def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+def _array(x: MaybeTensor) -> Any:
+    return None if x is None else in_place(x.detach(), "a tensor")
+
+
+def _sdpa(*tensors: MaybeTensor, **more: Any) -> tuple[torch.Tensor, ...]:
+    *inputs, bias = tensors
+    out = torch.empty_like(inputs[0])
+    query, key, value, into = (_array(x).swapaxes(1, 2) for x in (*inputs, out))
+    _, lse = flash_attention_fwd(query, key, value, bias=_array(bias), **more, out=into)
+    return out, to_tensor(np.ascontiguousarray(lse.swapaxes(1, 2)).swapaxes(1, 2))  # as PyTorch has it
+
+
+def _sdpa_backward(*tensors: MaybeTensor, **more: Any) -> tuple[torch.Tensor, ...]:
+    *inputs, lse, bias = map(_array, tensors)
+    dout, query, key, value, out = (x.swapaxes(1, 2) for x in inputs)
+    grads = flash_attention_bwd(dout, query, key, value, out, lse, bias=bias, **more)
+    return tuple(to_tensor(grad.swapaxes(1, 2)) for grad in grads[:3])
+
+
+# What PyTorch has no derivatives for, before it refuses them
+
+
+def _moved(tensors: Sequence[MaybeTensor]) -> bool:
+    return bool(operators.with_tangents(LEARNED, tensors)) and not needs_operator(tensors)
+
+
+def _sdpa_moved(tensors: Sequence[MaybeTensor]) -> AnyFunction | None:
+    return _sdpa_with_tangents if _moved(tensors) else None
+
+
+def _sdpa_backward_moved(tensors: Sequence[MaybeTensor]) -> AnyFunction | None:
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return _sdpa_backward_again if _moved(tensors) or (learns and not needs_operator(tensors)) else None
+
+
+def _sdpa_with_tangents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, **more: Any
 ) -> tuple[torch.Tensor, ...]:
-    out = torch.empty_like(query)
-    query, key, value, into = map(_swapped, (query, key, value, out))
-    _, lse = flash_attention_fwd(query, key, value, **more, out=as_array(into, "out"))
-    return out, _swapped(_swapped(to_tensor(lse)).contiguous())  # in memory as PyTorch has it
+    query, key, value = map(_swapped, (query, key, value))
+    out, lse = flash_attention(query, key, value, bias=bias, return_lse=True, **more)
+    return _swapped(out), lse
 
 
-def _sdpa_backward(
-    dout: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    **more: Any,
-) -> tuple[torch.Tensor, ...]:
-    query, key, value, out = map(_swapped, (query, key, value, out))
-    grads = flash_attention_bwd(_swapped(dout), query, key, value, out, lse, **more)
-    return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
+def _sdpa_backward_again(dout: torch.Tensor, *tensors: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+    *inputs, out, lse, bias = tensors
+    given = dict(zip(LEARNED, (*map(_swapped, inputs), bias), strict=False)) | {"attention_mask": None}
+    wanted = [name in LEARNED[:3] for name in _attend.learned]
+    results = _swapped(dout), None, _swapped(out), lse
+    return tuple(map(_swapped, _attend.learn_backward(*results, *_attend.operands.of(given | more), wanted)))
 
 
 # With more than four axes it asks for `_scaled_dot_product_attention_math`, and takes the first result alone.
 
 
-def _applies_to_more_axes(
+def _computes_the_same(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, gqa: bool
 ) -> bool:
     """Return whether `flash_attention` computes the same, and PyTorch may use its own flash attention otherwise."""
@@ -116,8 +148,6 @@ def _applies_to_more_axes(
         and (heads == kv_heads or (gqa and kv_heads > 0 and heads % kv_heads == 0))
         and (bias is None or (bias.ndim > 0 and broadcasts(bias.shape, pairs)))
         and torch.backends.cuda.flash_sdp_enabled()
-        and torch.autograd.forward_ad._current_level < 0
-        and not needs_operator(tensors)
     )
 
 
@@ -138,17 +168,72 @@ def _more_axes() -> AnyFunction:
         enable_gqa: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         usual = (
-            query.ndim > 4 and query.ndim == key.ndim == value.ndim and not dropout_p and dropout_mask is None
+            query.ndim > 4
+            and query.ndim == key.ndim == value.ndim
+            and not dropout_p
+            and dropout_mask is None
+            and not operators.in_forward_mode()
+            and not needs_operator((query, key, value, attn_mask))
         )
-        if not (_active and usual and _applies_to_more_axes(query, key, value, attn_mask, enable_gqa)):
+        if not (_active and usual and _computes_the_same(query, key, value, attn_mask, enable_gqa)):
             more = {"scale": scale, "enable_gqa": enable_gqa}
             given = (query, key, value, attn_mask, dropout_p, is_causal, dropout_mask)
             return own.call_boxed(keyset, *given, **more)
-        query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
-        out = flash_attention(
-            query, key, value, bias=attn_mask, causal=is_causal, causal_offset=0, softmax_scale=scale
+        return _heads_first(query, key, value, attn_mask, is_causal, scale), query.new_empty(0)
+
+    return attend
+
+
+def _heads_first(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, causal: bool, scale: Any
+) -> torch.Tensor:
+    query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
+    out = flash_attention(query, key, value, bias=bias, causal=causal, causal_offset=0, softmax_scale=scale)
+    return out.transpose(-3, -2)
+
+
+# `torch.func` calls `scaled_dot_product_attention` itself before its parts.
+
+
+def _derives_again() -> bool:
+    """Return whether `torch.func` asks for tangents, or for gradients of gradients."""
+    kinds = [x.key() for x in torch._C._functorch.get_interpreter_stack() or ()]
+    jvp, grad = torch._C._functorch.TransformType.Jvp, torch._C._functorch.TransformType.Grad
+    return jvp in kinds or kinds.count(grad) > 1
+
+
+def _transformed() -> AnyFunction:
+    own = torch.library.get_kernel(f"aten::{_SDPA}", _FUNCTORCH)
+
+    def attend(
+        keyset: torch._C.DispatchKeySet,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: MaybeTensor = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        usual = (
+            _active
+            and _derives_again()
+            and not operators.has_modes()
+            and query.is_cpu
+            and query.ndim > 3
+            and query.ndim == key.ndim == value.ndim
+            and not dropout_p
+            and (attn_mask is None or not (is_causal or attn_mask.requires_grad))
         )
-        return out.transpose(-3, -2), query.new_empty(0)
+        bias = attn_mask
+        if usual and bias is not None and bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, -inf).to(query.dtype)
+        if not (usual and _computes_the_same(query, key, value, bias, enable_gqa)):
+            given = (query, key, value, attn_mask, dropout_p, is_causal)
+            return own.call_boxed(keyset, *given, scale=scale, enable_gqa=enable_gqa)
+        return _heads_first(query, key, value, bias, is_causal, scale)
 
     return attend
 
@@ -288,18 +373,21 @@ class _Handle:
 def _register() -> _Handle:
     global _registered, _active
     if not _registered:
-        library, differentiated = (
-            torch.library.Library("aten", "IMPL", key) for key in ("CPU", "AutogradCPU")
+        library, differentiated, transformed = (
+            torch.library.Library("aten", "IMPL", key) for key in ("CPU", "AutogradCPU", _FUNCTORCH)
         )
         sdpa = "_scaled_dot_product_flash_attention_for_cpu"
         own = (
-            (sdpa, _or_own(sdpa, _sdpa, 3)),
-            (f"{sdpa}_backward", _or_own(f"{sdpa}_backward", _sdpa_backward, 6)),
+            (library, "CPU", sdpa, 3, lambda _: _sdpa),
+            (library, "CPU", f"{sdpa}_backward", 6, lambda _: _sdpa_backward),
+            (differentiated, "AutogradCPU", sdpa, 3, _sdpa_moved),
+            (differentiated, "AutogradCPU", f"{sdpa}_backward", 6, _sdpa_backward_moved),
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            for name, kernel in own:
-                library.impl(name, kernel, with_keyset=True)
+            for each, key, name, inputs, choose in own:
+                each.impl(name, _or_own(name, key, inputs, choose), with_keyset=True)
+            transformed.impl(_SDPA, _transformed(), with_keyset=True)
             more_axes = _more_axes()
             for each in (library, differentiated):
                 each.impl(_MATH, more_axes, with_keyset=True)
@@ -309,7 +397,7 @@ def _register() -> _Handle:
             ("_flash_attention_backward", _varlen_backward),
         ):
             library.impl(name, _or_none(name, kernel))
-        _registered = (library, differentiated)
+        _registered = (library, differentiated, transformed)
     _active = True
     return _Handle()
 
@@ -334,6 +422,9 @@ def install() -> None:
     flash attention, and outside of graphs with more than four axes, such as queries ``[B, N, H, T, D]`` and a mask
     ``[B, 1, H, T, T]``. With dropout, or a mask of a call with four axes that needs a gradient, PyTorch still computes
     it. Both keep PyTorch's semantics. Other devices are not affected.
+
+    ``scaled_dot_product_attention`` then has tangents and second derivatives, for which PyTorch itself needs its
+    formula (``SDPBackend.MATH``).
 
     See Also
     --------

@@ -47,6 +47,10 @@ _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 are_transforms_active = torch._C._are_functorch_transforms_active
 
 
+def has_modes() -> bool:
+    return _modes() > 0
+
+
 def needs_operator(arguments: Iterable[object]) -> bool:
     """Return whether PyTorch must see a call: it traces, transforms a function, or has other kinds of tensors."""
     return (

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from derivative_ways import WAYS, forward_over_reverse, near, reverse_over_forward, reverse_over_reverse
 from environment import import_paths, python
 
 import attnmask
@@ -286,6 +287,67 @@ def test_sdpa_of_more_axes_where_attnmask_does_not_apply(torch):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(twice, torch.ones_like(twice))
         assert torch.autograd.forward_ad.unpack_dual(attend(dual, dual, dual)).tangent is not None
+
+
+SECOND = {
+    "plain": lambda torch: {},
+    "causal": lambda torch: {"is_causal": True, "scale": 0.3},
+    "bias": lambda torch: {"attn_mask": torch.randn(2, 1, 5, 5, dtype=torch.float64)},
+    "mask": lambda torch: {"attn_mask": torch.rand(2, 1, 5, 5) > 0.3},
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("axes", [4, 5])
+@pytest.mark.parametrize("more", SECOND)
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_of_sdpa(torch, way, more, axes):
+    """Beside PyTorch's formula; without it, PyTorch has none."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    given, batch = SECOND[more](torch), (2, 2)[5 - axes :]
+    inputs, along = (
+        [torch.randn(*batch, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2)] for _ in range(2)
+    )
+
+    def call(*inputs):
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True, **given)
+
+    def mapped(inputs, along):
+        return torch.func.vmap(lambda *x: tuple(way(torch, call, x[:3], x[3:])))(*inputs, *along)
+
+    got = way(torch, call, inputs, along)
+    with sdpa_kernel(SDPBackend.MATH):
+        near(torch, got, way(torch, call, inputs, along))
+    if way in (forward_over_reverse, reverse_over_forward, reverse_over_reverse):
+        stacked = [[torch.stack([x, x / 2]) for x in part] for part in (inputs, along)]
+        got = mapped(*stacked)
+        with sdpa_kernel(SDPBackend.MATH):
+            near(torch, got, mapped(*stacked))
+
+
+@pytest.mark.usefixtures("installed")
+def test_tangents_of_sdpa(torch):
+    forward_ad = torch.autograd.forward_ad
+    query, key, value, tangent = torch.randn(4, 2, 3, 5, 8, dtype=torch.float64)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    right = attnmask.torch.flash_attention(*(x.transpose(1, 2) for x in (query, key, tangent))).transpose(
+        1, 2
+    )
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(attend(query, key, forward_ad.make_dual(value, tangent)))
+        torch.testing.assert_close(out.tangent, right)
+        torch.testing.assert_close(out.primal, attend(query, key, value))
+    elsewhere = query.to("meta")
+    _, got = torch.func.jvp(lambda x: attend(x, x, x), (elsewhere,), (elsewhere,))
+    assert got.shape == query.shape
+    bias = torch.zeros(5, 5, dtype=torch.float64)
+    _, got = torch.func.jvp(lambda x: attend(query, key, value, attn_mask=x), (bias,), (bias + 1,))
+    torch.testing.assert_close(got, torch.zeros_like(query))
+    attnmask.torch.uninstall()
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(lambda x: attend(x, key, value), (query,), (query,))
+    attnmask.torch.install()
 
 
 @pytest.mark.usefixtures("installed")

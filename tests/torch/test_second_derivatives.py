@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 import reference_flash as ref
 from derivative_cases import INPUTS, LENGTHS, TERMS, drawn, terms
+from derivative_ways import (
+    WAYS,
+    double_backward,
+    forward_over_reverse,
+    gradients,
+    loss,
+    near,
+    reverse_over_forward,
+    reverse_over_reverse,
+)
 
 import attnmask
 
+MAIN = WAYS[:3]  # each has rules of its own
 pytestmark = pytest.mark.levels("once")
 
 
@@ -37,65 +48,10 @@ def dense(query, key, value, live=True, bias=None, cap=None, sinks=None, keep=Tr
     return out, torch.where(some, lse, -torch.inf)
 
 
-def loss(results):
-    out, lse = results
-    return out.square().sum() + (lse.isfinite() * lse.nan_to_num(neginf=0).sin()).sum()
-
-
-def gradients(torch, function, inputs):
-    return torch.func.grad(lambda *x: loss(function(*x)), argnums=(*range(len(inputs)),))(*inputs)
-
-
-def double_backward(torch, function, inputs, along):
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    first = torch.autograd.grad(loss(function(*inputs)), inputs, create_graph=True)
-    sum((x * y).sum() for x, y in zip(first, along, strict=True)).backward()
-    return [x.grad for x in inputs]
-
-
-def forward_over_reverse(torch, function, inputs, along):
-    return torch.func.jvp(lambda *x: gradients(torch, function, x), tuple(inputs), tuple(along))[1]
-
-
-def reverse_over_forward(torch, function, inputs, along):
-    def tangents(along, *inputs):
-        return torch.func.jvp(lambda *x: loss(function(*x)), inputs, along)[1].square()
-
-    argnums = (*range(len(inputs) + 1),)
-    of_tangents, *of_inputs = torch.func.grad(tangents, argnums)(tuple(along), *inputs)
-    return *of_tangents, *of_inputs
-
-
-def reverse_over_reverse(torch, function, inputs, along):
-    def slope(*inputs):
-        return sum((x * y).sum() for x, y in zip(gradients(torch, function, inputs), along, strict=True))
-
-    return torch.func.grad(slope, argnums=(*range(len(inputs)),))(*inputs)
-
-
-def dual_tensors(torch, function, inputs, along):
-    from torch.autograd import forward_ad
-
-    with forward_ad.dual_level():
-        pairs = zip(inputs, along, strict=True)
-        duals = [forward_ad.make_dual(x.clone().requires_grad_(), y) for x, y in pairs]
-        first = torch.autograd.grad(loss(function(*duals)), duals)
-        return [forward_ad.unpack_dual(x).tangent for x in first]
-
-
-WAYS = (double_backward, forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_tensors)
-MAIN = WAYS[:3]  # each has rules of its own
-
-
 def drawn_tensors(torch, **sizes):
     """Inputs and a direction."""
     rng = np.random.default_rng(1)
     return [[torch.from_numpy(x) for x in drawn(rng, np.float64, **sizes).values()] for _ in range(2)]
-
-
-def near(torch, got, exact, atol=1e-9):
-    for one, other in zip(got, exact, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=atol * max(1, abs(other).max().item()))
 
 
 def compare(torch, ways, sizes, given, right):
@@ -255,7 +211,7 @@ def test_gradgradcheck(torch):
 @pytest.mark.parametrize("way", WAYS)
 def test_types(torch, way, name, error):
     narrow = [[x.to(getattr(torch, name)) for x in part] for part in drawn_tensors(torch, **SMALL)]
-    got = way(torch, lambda *x: [y.double() for y in attend(*x)], *narrow)
+    got = way(torch, lambda *x: tuple(y.double() for y in attend(*x)), *narrow)
     assert all(x.dtype == getattr(torch, name) for x in got)
     wide = [[x.double() for x in part] for part in narrow]
     near(torch, [x.double() for x in got], way(torch, dense, *wide), error)
