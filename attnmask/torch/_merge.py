@@ -1,6 +1,12 @@
-"""`merge_attention_states` for PyTorch, and the operators ``attnmask::merge_attention_states`` and ``…_backward``."""
+"""`merge_attention_states` for PyTorch, and the operators ``attnmask::merge_attention_states`` and ``…_backward``.
+
+Second derivatives, forward mode and `torch.func` are those of a formula in PyTorch's own operations.
+"""
 
 from collections.abc import Sequence
+from math import inf
+
+import numpy as np
 
 from attnmask._attention import forward as attention
 from attnmask._common.arguments import describe, suit_hint
@@ -8,12 +14,13 @@ from attnmask._common.loading import _core
 from attnmask._common.types import Array
 from attnmask.torch._import import torch
 from attnmask.torch._operators import (
-    NO_SECOND,
+    are_transforms_active,
     check_devices,
-    check_no_tangents,
     check_tensor,
+    in_numpy,
     in_place,
     wide_dtype,
+    with_tangents,
 )
 from attnmask.torch._states import to_tensor
 from attnmask.torch._types import Context
@@ -30,12 +37,28 @@ def _merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Te
     return to_tensor(out), to_tensor(lse)
 
 
+def _formula(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge by operations that have all derivatives."""
+    wide = wide_dtype(outs[0].dtype)
+    logs = torch.stack([x.to(wide) for x in lses])
+    dead = logs.isinf()
+    logs = torch.where(dead, torch.finfo(wide).min / 4, logs)
+    lse = logs.logsumexp(0)
+    shares = torch.where(dead, 0, (logs - lse).exp()).transpose(-1, -2).unsqueeze(-1)
+    parts = torch.where(dead.transpose(-1, -2).unsqueeze(-1), 0, torch.stack(outs).to(wide))
+    return (shares * parts).sum(0).to(outs[0].dtype), torch.where(dead.all(0), -inf, lse)
+
+
 def _merge_backward(
     outs: list[torch.Tensor], lses: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
 ) -> list[torch.Tensor]:
     gradients = (in_place(x.detach(), name) for name, x in (("dout", dout), ("dlse", dlse)))
     douts, dlses = _core.merge_backward(_arrays(outs, "outs"), _arrays(lses, "lses"), *gradients)
     return [to_tensor(x) for x in (*douts, *dlses)]
+
+
+def _names(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [_NAME] * len(tensors)
 
 
 def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -72,16 +95,25 @@ def _gradients(
     ctx: Context, dout: torch.Tensor, dlse: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     saved, n = list(ctx.saved_tensors), ctx.parts
-    grads = _backward(saved[:n], saved[n:], dout, dlse)
-    return grads[:n], [x.to(dtype) for x, dtype in zip(grads[n:], ctx.types, strict=True)]
-
-
-def _no_second(ctx: object, *grads: object) -> None:
-    raise RuntimeError(f"{NO_SECOND.format(_NAME)}: create_graph must be False")
+    given = (*saved, dout, dlse)
+    if torch.is_grad_enabled() or with_tangents(_names(given), given):
+        with torch.enable_grad():
+            inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in saved]
+            grads = torch.autograd.grad(
+                _formula(inputs[:n], inputs[n:]), inputs, (dout, dlse), create_graph=True
+            )
+    else:
+        grads = _backward(saved[:n], saved[n:], dout, dlse)
+    return list(grads[:n]), [x.to(dtype) for x, dtype in zip(grads[n:], ctx.types, strict=True)]
 
 
 _operator.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(_no_second)
+
+
+def _like_array(x: torch.Tensor) -> Array:
+    with torch._C._DisableFuncTorch():  # which would transform the tensor that NumPy's type is read from
+        dtype = in_numpy(x.dtype, "outs")
+    return np.broadcast_to(np.zeros((), dtype), x.shape)
 
 
 def _list(tensors: object, name: str) -> list[torch.Tensor]:
@@ -102,7 +134,7 @@ def merge_attention_states(
     """Merge attention over parts of the keys into attention over all of them.
 
     As `attnmask.merge_attention_states`, for CPU tensors and with gradients. ``torch.compile`` and ``torch.export`` see
-    one operator. Higher-order gradients, forward mode and ``torch.func`` are not supported.
+    one operator. Derivatives of any order, forward mode and ``torch.func`` are supported.
 
     Parameters
     ----------
@@ -130,9 +162,11 @@ def merge_attention_states(
     given = _list(outs, "outs"), _list(lses, "lses")
     if not given[0]:
         raise ValueError("outs must have at least one part, got none")
-    names = ["outs"] * len(given[0]) + ["lses"] * len(given[1])
-    check_no_tangents(names, (*given[0], *given[1]), _NAME)
+    parts = *given[0], *given[1]
     try:
+        if are_transforms_active() or with_tangents(_names(parts), parts):
+            _core.check_merge(*(tuple(map(_like_array, x)) for x in given))
+            return _formula(*given)
         return _operator(*given)
     except (TypeError, ValueError) as error:
         suit_hint(error, {"outs": given[0][0]})

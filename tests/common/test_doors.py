@@ -515,7 +515,9 @@ def test_exported(door, name):
 # What there is not
 
 
-HAVE_SECOND = {("torch", "flash_attention")}  # torch/test_second_derivatives.py
+HAVE_SECOND = {
+    ("torch", name) for name in ("flash_attention", "merge_attention_states")
+}  # torch/test_second_derivatives.py
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_only_what_is_wanted(torch, name):
 
 
 def test_merging(torch):
-    """What is asked of its sequences; it has no transforms of torch.func."""
+    """What is asked of its sequences, also by torch.func."""
     merge, (outs, lses) = (
         attnmask.torch.merge_attention_states,
         (torch.randn(5, 2, 4, 2, 8), torch.randn(5, 2, 2, 4)),
@@ -261,12 +261,15 @@ def test_merging(torch):
         ((outs[:2], lses[:1]), ValueError, "lses"),
         (([outs[0], outs[0].double()], lses[:2]), TypeError, "outs"),
     ):
-        with pytest.raises(error, match=message):
-            merge(*arguments)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.func.vmap(merge)(outs[None], lses[None])
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: merge(x, lses)[0].sum())(outs)
+        for call in (
+            merge,
+            torch.func.functionalize(merge),
+            lambda *x: torch.func.vmap(lambda _: merge(*x))(outs),
+        ):
+            with pytest.raises(error, match=message):
+                call(*arguments)
+    for x, y in zip(torch.func.vmap(merge)(outs[None], lses[None]), merge(outs, lses), strict=True):
+        torch.testing.assert_close(x[0], y)
 
 
 # Automatic casts
@@ -317,7 +320,10 @@ TANGENTS = {
 }
 
 
-MAY_HAVE_TANGENTS = {"flash_attention": MOVED}  # test_tangents.py
+MAY_HAVE_TANGENTS = {
+    "flash_attention": MOVED,  # test_tangents.py
+    "merge_attention_states": ("outs", "lses"),  # test_second_derivatives.py
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

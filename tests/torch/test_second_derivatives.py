@@ -217,6 +217,23 @@ def test_types(torch, way, name, error):
     near(torch, [x.double() for x in got], way(torch, dense, *wide), error)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_merging(torch, way):
+    """Attention over parts of the keys; some have none."""
+    inputs, along = drawn_tensors(torch, **SMALL)
+    live = torch.from_numpy(ALLOWED)
+
+    def merged(query, key, value):
+        parts = (slice(0, 2), slice(2, 2), slice(2, 9))
+        results = [
+            attend(query, key[:, part], value[:, part], attention_mask=live[..., part]) for part in parts
+        ]
+        return attnmask.torch.merge_attention_states(*zip(*results, strict=True))
+
+    got = way(torch, merged, inputs, along)
+    near(torch, got, way(torch, lambda *x: dense(*x, live=live), inputs, along))
+
+
 def test_first_derivatives_are_the_same(torch):
     """To the bit, whether a graph is made of them or not."""
     inputs = [x.float().requires_grad_() for x in drawn_tensors(torch, **SMALL)[0]]
