@@ -100,7 +100,10 @@ def _int32(ids: Array | torch.Tensor) -> NDArray[np.int32]:
 
 
 def _numpy(tensor: Any) -> Array:
-    array: Array = tensor.detach().numpy()
+    while torch._C._functorch.is_gradtrackingtensor(tensor):  # torch.func hides the memory of all tensors
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with torch._C._DisableFuncTorch():
+        array: Array = tensor.detach().numpy()
     return array
 
 

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from derivative_ways import WAYS, near  # noqa: E402
 from environment import ROOT  # noqa: E402
 from tiny_models import (  # noqa: E402
     BOTH_SIDES,
@@ -77,6 +78,20 @@ def test_logits_and_gradients(name, side):
         model.set_attn_implementation("eager")
         expected = logits_and_gradients(model.double(), rows, **inputs)
     assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "error"), [("GPT2", 1e-12), ("Bert", 1e-12), ("Gemma2", 2e-5)])
+def test_second_derivatives(name, error, way):
+    """By embeddings of tokens. Gemma2's own attention is in float32."""
+    model, rows = model_of(name).double().requires_grad_(False), padding("right")
+    embeddings = model.get_input_embeddings()(random_ids(2, TOKENS)).detach().double()
+
+    def logits(x):
+        return model(inputs_embeds=x, attention_mask=rows).logits * rows[..., None]
+
+    right, got = by_both(model, lambda: way(torch, logits, [embeddings], [embeddings.flip(1)]))
+    near(torch, got, right, error)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
