@@ -30,7 +30,7 @@ from attnmask.torch._gradients import Learning, Transforms, held
 from attnmask.torch._import import torch
 from attnmask.torch._masks import restored
 from attnmask.torch._operands import LEARNED, Operands
-from attnmask.torch._operators import check_no_tangents, needs_operator, tensors_among
+from attnmask.torch._operators import check_no_tangents, needs_operator, tensors_among, with_tangents
 from attnmask.torch._states import MaskTensors, batch_rows, to_tensor
 from attnmask.torch._types import MaybeTensor, Shaped
 
@@ -249,7 +249,7 @@ class _Differentiable(_Function):
             self.jvp = operators.register(
                 f"{row.name}_jvp",
                 ", ".join((self.operands.schema, *(f"Tensor? {x}" for x in self.tangents))),
-                f"({', '.join(f'Tensor d{x.name}' for x in row.results)})",
+                f"({', '.join(f'Tensor {d}{x.name}' for d in ('', 'd') for x in row.results)})",
                 self.jvp_on_cpu,
                 self.jvp_fake,
                 vmap=operators.mapped(self.call_jvp, self.jvp_names, tuple, self.folded),
@@ -392,11 +392,12 @@ class _Differentiable(_Function):
         count = len(self.names)
         given = self.operands.arguments(*operands[:count])
         more = dict(zip(self.jvp_names[count:], operands[count:], strict=True)) | {self.row.all: True}
-        _, tangents = self.call(self.row.jvp, given, more, tensors_among(given | more))
-        return tuple(map(to_tensor, tangents))
+        results, tangents = self.call(self.row.jvp, given, more, tensors_among(given | more))
+        return tuple(map(to_tensor, (*results, *tangents)))
 
     def jvp_fake(self, *operands: Any) -> Any:
-        return self.fake(*operands[: len(self.names)])
+        results = operators.several(self.fake(*operands[: len(self.names)]))
+        return *results, *map(torch.empty_like, results)
 
     def call_jvp(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         return tuple(self.jvp(*operands))
@@ -421,6 +422,12 @@ class _Differentiable(_Function):
     # Gradients
 
     def learn(self, *operands: Any) -> Any:
+        if operators.is_moved() and not any(
+            map(_learns, operands)
+        ):  # of gradients, tangents are asked for later
+            moved = with_tangents(self.names, operands)
+            if moved and all(name in self.row.moved for name in moved):
+                return self.transforms.with_tangents(operands)
         results = self.transforms.forward.apply(*operands)[: self.grads]
         return results if len(results) > 1 else results[0]
 

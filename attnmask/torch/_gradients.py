@@ -36,7 +36,7 @@ class Transforms:
 
         forward(*operands)                                      the results
         backward(dout, dlse, out, lse, *operands, wanted)       the wanted gradients
-        tangents(*tangents, out, lse, *operands)                the tangents of the results
+        moved(*tangents, *operands)                             the results, and their tangents
         second(*cotangents, dout, dlse, out, lse, *operands)    the gradients of dout, dlse and the inputs
 
     Second derivatives are symmetric, so that `second` is also how gradients move along the cotangents. What a result
@@ -46,19 +46,19 @@ class Transforms:
     def __init__(self, function: Any) -> None:
         row = self.row = function.row
         self.function, self.inputs, self.terms = function, function.inputs, row.of(Kind.TERM)
-        self.results, self.saved, self.moved = len(row.results), len(row.saved), len(row.moved)
+        self.results, self.saved, self.tangents = len(row.results), len(row.saved), len(row.moved)
         rules: dict[str, Sequence[AnyFunction]] = {
             "forward": (self.keep_results, self.gradients, self.moved_results),
             "backward": (self.keep, self.second_gradients, self.moved_gradients),
-            "tangents": (self.keep, self.gradients_of_tangents, self.no_forward_twice),
+            "moved": (self.keep_moved, self.gradients_of_moved, self.no_forward_twice),
             "second": (self.keep_none, self.no_third, self.no_third),
         }
         if not row.second:
-            rules |= dict.fromkeys(("backward", "tangents"), (self.keep_none, self.no_second, self.no_second))
-        names = function.tangents + row.saved + function.names
+            rules |= dict.fromkeys(("backward", "moved"), (self.keep_none, self.no_second, self.no_second))
+        names = function.tangents + function.names
         self.forward = self.made(function.call_forward, function.names, *rules["forward"])
         self.backward = self.made(function.call_backward, function.backward_names, *rules["backward"])
-        self.tangents = self.made(self.call_jvp, names, *rules["tangents"])
+        self.moved = self.made(self.call_jvp, names, *rules["moved"])
         self.second = self.made(function.call_second, function.second_names, *rules["second"])
 
     def made(
@@ -91,8 +91,8 @@ class Transforms:
         return Made
 
     def call_jvp(self, *operands: Any) -> tuple[torch.Tensor, ...]:
-        given = operands[self.moved + self.saved :]
-        found: tuple[torch.Tensor, ...] = self.function.call_jvp(*given, *operands[: self.moved])
+        tangents, given = operands[: self.tangents], operands[self.tangents :]
+        found: tuple[torch.Tensor, ...] = self.function.call_jvp(*given, *tangents)
         return found
 
     # What is kept: all operands, which begin with tensors, followed by a list of them if there are masks
@@ -118,6 +118,9 @@ class Transforms:
         saved = (*(wide or results[:1]), *results[1:]) if self.saved else ()
         self.keep(ctx, (*saved, *inputs), None)
 
+    def keep_moved(self, ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        self.keep(ctx, (*inputs[: self.tangents], *output[: self.saved], *inputs[self.tangents :]), None)
+
     def kept(self, ctx: Context) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         lists = [list(saved[ctx.first :])] if self.function.operands.lists else []
@@ -141,21 +144,28 @@ class Transforms:
         found = self.second.apply(*(along[x] for x in self.inputs), *given)
         return _where(needed, (*found[: self.results], *[None] * self.saved, *found[self.results :]))
 
-    def gradients_of_tangents(self, ctx: Context, *of_results: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        given, needed = self.kept(ctx), ctx.needs_input_grad
-        tangents, given = given[: self.moved], given[self.moved :]
-        function, of_operands = self.function, needed[self.moved + self.saved :]
-        by_name = dict(zip(self.row.moved, needed, strict=False))
-        wanted = [by_name.get(name, False) for name in function.learned]
-        grads: Sequence[MaybeTensor] = [None] * len(wanted)
-        if any(wanted):
-            grads = spread(function.learn_backward(*of_results, *given, wanted), wanted)
-        found: Sequence[MaybeTensor] = ()
-        if any(of_operands):
-            along = dict(zip(self.row.moved, tangents, strict=True))
-            self.check_terms(along, dict(zip(function.names, of_operands, strict=True)))
-            found = self.second.apply(*(along[x] for x in self.inputs), *of_results, *given)[self.results :]
-        return _where(needed, (*grads[: self.moved], *[None] * self.saved, *found))
+    def gradients_of_moved(self, ctx: Context, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        kept, needed, function = self.kept(ctx), ctx.needs_input_grad, self.function
+        end = self.tangents + self.saved
+        tangents = dict(zip(self.row.moved, kept, strict=False))
+        given = *(x.detach() for x in kept[self.tangents : end]), *kept[end:]
+        of_results, of_tangents = grads[: self.results], grads[self.results :]
+        none: list[MaybeTensor] = [None] * len(function.learned)
+
+        def first(of_some: Sequence[MaybeTensor], needed: Arguments) -> list[MaybeTensor]:
+            wanted = [needed.get(name, False) for name in function.learned]
+            if not any(wanted) or all(x is None for x in of_some):
+                return none
+            return spread(function.learn_backward(*of_some, *given, wanted), wanted)
+
+        of_operands = dict(zip(function.names, needed[self.tangents :], strict=True))
+        found = first(of_results, of_operands)
+        if any(of_operands.values()) and any(x is not None for x in of_tangents):
+            self.check_terms(tangents, of_operands)
+            second = self.second.apply(*map(tangents.get, self.inputs), *of_tangents, *given)[self.results :]
+            found = [_sum(x, y) for x, y in itertools.zip_longest(found, second)]
+        of_moved = first(of_tangents, dict(zip(self.row.moved, needed, strict=False)))
+        return _where(needed, (*of_moved[: self.tangents], *found))
 
     # Forward mode
 
@@ -163,9 +173,8 @@ class Transforms:
         moved = {x: y for x, y in zip(self.function.names, of_operands, strict=True) if y is not None}
         for name in moved.keys() - set(self.row.moved):
             raise RuntimeError(NO_FORWARD.format(self.function.name, name))
-        given = [primal(x) for x in self.kept(ctx)]
-        results = [x.detach() for x in given[: self.saved]]
-        found = self.tangents.apply(*map(moved.get, self.row.moved), *results, *given[self.saved :])
+        given = map(primal, self.kept(ctx)[self.saved :])
+        found = self.moved.apply(*map(moved.get, self.row.moved), *given)[self.results :]
         return *found, *[None] * ctx.wide
 
     def moved_gradients(self, ctx: Context, *moved: MaybeTensor) -> tuple[torch.Tensor, ...]:
@@ -180,9 +189,15 @@ class Transforms:
         if any(name in along for name in function.learned):
             self.check_terms(along, dict(zip(function.learned, wanted, strict=True)))
             found = self.second.apply(*map(along.get, self.inputs), *given)[self.results :]
-            added = itertools.zip_longest(itertools.compress(found, wanted), grads)
-            grads = [x if y is None else x + y for x, y in added]
+            grads = [_sum(*pair) for pair in itertools.zip_longest(itertools.compress(found, wanted), grads)]
         return tuple(grads)
+
+    def with_tangents(self, operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return what `forward` does in forward mode, computed with its tangents in one."""
+        pairs = [operators.unpacked(x) for x in operands]
+        tangents = dict(zip(self.function.names, (tangent for _, tangent in pairs), strict=True))
+        found = self.moved.apply(*map(tangents.get, self.row.moved), *(x for x, _ in pairs))
+        return tuple(map(operators.dual, found[: self.results], found[self.results :]))
 
     # What there is not
 
@@ -200,6 +215,10 @@ class Transforms:
 
     def no_forward_twice(self, ctx: object, *_: object) -> NoReturn:
         raise RuntimeError(NO_FORWARD_TWICE.format(self.function.name))
+
+
+def _sum(one: MaybeTensor, other: MaybeTensor) -> MaybeTensor:
+    return one if other is None else other if one is None else one + other
 
 
 def _where(needed: Sequence[bool], grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:

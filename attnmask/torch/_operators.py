@@ -70,6 +70,14 @@ def is_differentiated() -> bool:
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
 
 
+def is_moved() -> bool:
+    """Return whether tangents are those of operands as they are, and not below another transform of `torch.func`."""
+    if not in_forward_mode() or not are_transforms_active():
+        return in_forward_mode()
+    functorch = torch._C._functorch
+    return bool(functorch.peek_interpreter_stack().key() == functorch.TransformType.Jvp)
+
+
 def operand(x: Any) -> Any:
     """Return an operator's argument from any array."""
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
@@ -117,6 +125,14 @@ def check_no_tangents(names: Iterable[str], tensors: Iterable[object], function:
 
 def primal(x: Any) -> Any:
     return _forward_ad.unpack_dual(x).primal if isinstance(x, torch.Tensor) else x
+
+
+def unpacked(x: Any) -> tuple[Any, Any]:
+    """Return an operand without its tangent, and that."""
+    return _forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None)
+
+
+dual = _forward_ad.make_dual
 
 
 def tensors_among(given: Given) -> dict[str, torch.Tensor]:
