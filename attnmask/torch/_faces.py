@@ -436,10 +436,7 @@ class _Differentiable(_Function):
         return results if len(results) > self.grads else (*results, results[0].detach().clone())
 
     def learn_backward(self, *operands: Any) -> list[torch.Tensor]:
-        # What the results have to do with the arguments is in the derivatives of these.
-        begin, end = self.grads, self.grads + len(self.row.saved)
-        results = [x.detach() for x in operands[begin:end]]
-        return list(self.transforms.backward.apply(*operands[:begin], *results, *operands[end:]))
+        return list(self.transforms.backward.apply(*operands))
 
     def call_forward(self, *operands: Any) -> tuple[torch.Tensor, ...]:
         narrow = operands[0].dtype.itemsize == 2

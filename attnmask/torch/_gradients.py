@@ -132,6 +132,8 @@ class Transforms:
         function = self.function
         operator = function.learn_backward if operators.is_differentiated() else function.call_backward
         needed = ctx.needs_input_grad
+        if all(x is None for x in of_results):  # `backward` has taken a result, which got no gradient there
+            return (None,) * len(needed)
         wanted = list(map(bool, needed[: len(function.learned)]))
         grads = operator(*of_results[: self.results], *self.kept(ctx), wanted)
         return *spread(grads, wanted), *[None] * (len(needed) - len(wanted))
@@ -146,9 +148,8 @@ class Transforms:
 
     def gradients_of_moved(self, ctx: Context, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
         kept, needed, function = self.kept(ctx), ctx.needs_input_grad, self.function
-        end = self.tangents + self.saved
         tangents = dict(zip(self.row.moved, kept, strict=False))
-        given = *(x.detach() for x in kept[self.tangents : end]), *kept[end:]
+        given = kept[self.tangents :]
         of_results, of_tangents = grads[: self.results], grads[self.results :]
         none: list[MaybeTensor] = [None] * len(function.learned)
 
@@ -181,7 +182,8 @@ class Transforms:
         *given, wanted = map(primal, self.kept(ctx))
         function, of_results = self.function, moved[: self.results]
         along = {x: y for x, y in zip(function.backward_names, moved, strict=True) if y is not None}
-        for name in along.keys() - {*function.backward_names[: self.results], *function.learned}:
+        known = {*function.backward_names[: self.results + self.saved], *function.learned}
+        for name in along.keys() - known:
             raise RuntimeError(NO_FORWARD.format(function.name, name))
         grads: Iterable[Any] = ()
         if any(x is not None for x in of_results):
@@ -276,6 +278,8 @@ class Learning(torch.autograd.Function):
         for name in function.masks:
             if isinstance(given.get(name), str):
                 given[name] = MaskTensors(given[name], saved[: ctx.parts])
+        if all(x is None for x in of_results):
+            return (None,) * len(ctx.needs_input_grad)
         needed = dict(zip(names, ctx.needs_input_grad[3:], strict=True))
         wanted = [needed.get(name, False) for name in function.learned]
         moved = operators.with_tangents(function.backward_names, of_results)
