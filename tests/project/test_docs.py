@@ -54,8 +54,9 @@ measure();
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if ">>>" in text])
 def test_examples(name, set_threads):
-    if "import torch" in TEXTS[name]:
-        pytest.importorskip("torch")
+    for framework in "torch", "jax":
+        if f"import {framework}" in TEXTS[name]:
+            pytest.importorskip(framework)
     test = doctest.DocTestParser().get_doctest(TEXTS[name], {}, name, name, 0)
     report = io.StringIO()
     result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.write)
