@@ -125,7 +125,8 @@ def _sdpa_backward_again(dout: torch.Tensor, *tensors: Any, **more: Any) -> tupl
     *inputs, out, lse, bias = tensors
     given = dict(zip(LEARNED, (*map(_swapped, inputs), bias), strict=False)) | {"attention_mask": None}
     wanted = [name in LEARNED[:3] for name in _attend.learned]
-    results = _swapped(dout), None, _swapped(out), lse
+    # PyTorch's own node does not know that it got no gradient of a result.
+    results = _swapped(dout), None, _swapped(out.detach()), lse.detach()
     return tuple(map(_swapped, _attend.learn_backward(*results, *_attend.operands.of(given | more), wanted)))
 
 

@@ -327,6 +327,18 @@ def test_second_derivatives_of_sdpa(torch, way, more, axes):
 
 
 @pytest.mark.usefixtures("installed")
+def test_second_derivatives_of_a_sum_of_sdpa(torch):
+    """Whose gradient by the result is constant."""
+    inputs = [x.requires_grad_() for x in torch.randn(3, 2, 3, 5, 8, dtype=torch.float64)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    first = torch.autograd.grad(attend(*inputs).sum(), inputs, create_graph=True)
+    got = torch.autograd.grad(first, inputs, inputs)
+    by_function = attnmask.torch.flash_attention(*(x.transpose(1, 2) for x in inputs)).sum()
+    first = torch.autograd.grad(by_function, inputs, create_graph=True)
+    near(torch, got, torch.autograd.grad(first, inputs, inputs))
+
+
+@pytest.mark.usefixtures("installed")
 def test_tangents_of_sdpa(torch):
     forward_ad = torch.autograd.forward_ad
     query, key, value, tangent = torch.randn(4, 2, 3, 5, 8, dtype=torch.float64)
