@@ -62,6 +62,7 @@ def flash_weights(
     wanted: tuple[str, ...],
     top: int,
     by_key_head: bool,
+    /,
 ) -> tuple[Array | None, ...]: ...
 def flash_backward_vjp(
     problem: Problem,
@@ -72,6 +73,7 @@ def flash_backward_vjp(
     query_cotangent: ArrayLike | None,
     key_cotangent: ArrayLike | None,
     value_cotangent: ArrayLike | None,
+    /,
 ) -> tuple[Array, Array, Array, Array, Array]: ...
 def flash_backward(
     problem: Problem,
