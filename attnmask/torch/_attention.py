@@ -3,10 +3,19 @@
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask._attention.arguments import DEFAULTS, LEARNED, OPTIONS, CacheArguments, Call, cache_keywords
-from attnmask._common.arguments import describe, flag
+from attnmask._attention.arguments import (
+    CACHE_DEFAULTS,
+    DEFAULTS,
+    LEARNED,
+    OPTIONS,
+    CacheArguments,
+    Call,
+    cache_keywords,
+)
+from attnmask._common.arguments import describe, flag, integer_array
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments
@@ -236,6 +245,50 @@ class _CacheCall(CacheArguments[torch.Tensor], Generic[_Flag], total=False):
     out: "torch.Tensor | None"
 
 
+# A contiguous cache that nothing is written to is keys and values like others, of which each row sees its first ones.
+
+_FORMAT = ("key", "value", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "k_scale", "v_scale", "out")
+_NOT_SEEN = (*_FORMAT, "attention_mask", "bias", "attention_chunk", "rotate")
+
+
+def _learns(tensors: Sequence[object]) -> bool:
+    """Return whether derivatives of a call may be needed."""
+    return bool(
+        (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors))
+        or operators.transforms()
+        or with_tangents(LEARNED, tensors)
+    )
+
+
+def _is_read_alone(given: Arguments) -> bool:
+    query, *caches = (given[name] for name in ("query", "k_cache", "v_cache"))
+    lengths = given["cache_seqlens"]
+    return (
+        not any(given[name] is not None and given[name] is not False for name in _NOT_SEEN)
+        and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (query, *caches))
+        and all(x.dtype == query.dtype and x.is_floating_point() for x in caches)
+        and (lengths is None or type(lengths) is int or not torch.compiler.is_compiling())
+    )  # graphs cannot check lengths
+
+
+def _seen_of_cache(given: Arguments) -> Arguments:
+    """Return the arguments of `flash_attention` that have the same result."""
+    (batch, queries, *_), tokens = given["query"].shape, given["k_cache"].shape[1]
+    lengths = tokens if given["cache_seqlens"] is None else given["cache_seqlens"]
+    if type(lengths) is not int and not isinstance(lengths, torch.Tensor):
+        lengths = torch.as_tensor(np.array(integer_array(lengths, "cache_seqlens")))
+    within = (lengths >= 0) & (lengths <= tokens)
+    if not (within if type(lengths) is int else within.all()):
+        raise ValueError(f"cache_seqlens must be from 0 to {tokens}, the tokens of k_cache, got {lengths}")
+    seen = {name: given[name] for name in CACHE_DEFAULTS if name in DEFAULTS and name != "bias"}
+    seen |= {"query": given["query"], "causal_offset": lengths - queries}
+    if type(lengths) is int:
+        return seen | {"key": given["k_cache"][:, :lengths], "value": given["v_cache"][:, :lengths]}
+    keys = torch.arange(tokens) < lengths.expand(batch)[:, None]
+    seen |= {"key": given["k_cache"], "value": given["v_cache"], "kv_segment_ids": keys.int() - 1}
+    return seen | {"q_segment_ids": torch.zeros(batch, queries, dtype=torch.int32)}
+
+
 @overload
 def flash_attention_with_kvcache(
     query: torch.Tensor,
@@ -278,9 +331,10 @@ def flash_attention_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
 
-    It has no gradient: with grad mode on, tensors that require one are an error. ``torch.autocast`` casts `query`,
-    `key` and `value`, but not the caches. ``torch.compile`` and ``torch.export`` see one operator, which declares that
-    it writes to the caches and their scales.
+    Where nothing is written to a contiguous cache of floats, `query`, `k_cache` and `v_cache` have the derivatives that
+    they have in `flash_attention`. All else has no gradient: with grad mode on, tensors that require one are an error.
+    ``torch.autocast`` casts `query`, `key` and `value`, but not the caches. ``torch.compile`` and ``torch.export`` see
+    one operator, which declares that it writes to the caches and their scales.
 
     Parameters
     ----------
@@ -323,6 +377,8 @@ def flash_attention_with_kvcache(
     own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     own |= {"attention_mask": attention_mask, "out": out}
     given = _KEYWORDS.complete(flash_attention_with_kvcache, own, more)
+    if _learns((query, k_cache, v_cache)) and _is_read_alone(given):
+        return flash_attention(**_seen_of_cache(given), return_lse=return_lse)
     if isinstance(out, torch.Tensor) or out is None:
         return _attend_to_cache(given, flag(return_lse, "return_lse"))
     raise TypeError(f"out must be a tensor, got {describe(out)}")

@@ -198,9 +198,8 @@ def _heads_first(
 
 def _derives_again() -> bool:
     """Return whether `torch.func` asks for tangents, or for gradients of gradients."""
-    kinds = [x.key() for x in torch._C._functorch.get_interpreter_stack() or ()]
-    jvp, grad = torch._C._functorch.TransformType.Jvp, torch._C._functorch.TransformType.Grad
-    return jvp in kinds or kinds.count(grad) > 1
+    found = operators.transforms()
+    return len(found) > 1 or torch._C._functorch.TransformType.Jvp in found
 
 
 def _transformed() -> AnyFunction:

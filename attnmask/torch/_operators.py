@@ -70,6 +70,15 @@ def is_differentiated() -> bool:
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
 
 
+def transforms() -> list[Any]:
+    """Return what `torch.func` differentiates by: `grad` and `jvp`, as often as they are nested."""
+    if not are_transforms_active():
+        return []
+    kinds = torch._C._functorch.TransformType
+    found = (x.key() for x in torch._C._functorch.get_interpreter_stack() or ())
+    return [kind for kind in found if kind in (kinds.Grad, kinds.Jvp)]
+
+
 def is_moved() -> bool:
     """Return whether tangents are those of operands as they are, and not below another transform of `torch.func`."""
     if not in_forward_mode() or not are_transforms_active():

@@ -183,6 +183,78 @@ def test_out(torch, name, seed):
         assert bits(arguments["k_cache"]) == bits(expected["k_cache"])
 
 
+READ = [
+    {},
+    {"causal": False},
+    {"sliding_window": (9, 0), "logits_soft_cap": 2.0},
+    {"alibi_slopes": np.array([0.1, 0.3, 0.5, 1.0]), "softmax_aux": np.zeros((4, 1))},
+]
+
+
+@pytest.mark.parametrize("lengths", [None, 12, [40, 17, 5], "tensor"])
+@pytest.mark.parametrize("more", READ)
+def test_derivatives_where_nothing_is_written(torch, more, lengths):
+    """They are those of attention to the first keys of each row, in both modes and twice; the result is as before."""
+    caches = (torch.randn(3, 40, 2, 16, dtype=torch.double) for _ in range(2))
+    inputs = [torch.randn(3, 5, 4, 16, dtype=torch.double), *caches]
+    lengths = torch.tensor([40, 17, 5]) if isinstance(lengths, str) else lengths
+    more, rows = more | {"cache_seqlens": lengths}, [40, 17, 5]
+    if lengths is None or isinstance(lengths, int):
+        rows = [lengths or 40] * 3
+
+    def attend(*inputs):
+        return attnmask.torch.flash_attention_with_kvcache(*inputs, **more, return_lse=True)
+
+    def by_rows(query, keys, values):
+        own = {"causal": True, "return_lse": True} | more
+        del own["cache_seqlens"]
+        parts = [
+            attnmask.torch.flash_attention(
+                query[i : i + 1], keys[i : i + 1, :n], values[i : i + 1, :n], **own, causal_offset=n - 5
+            )
+            for i, n in enumerate(rows)
+        ]
+        return [torch.cat(x) for x in zip(*parts, strict=True)]
+
+    own, other = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    for a, b in zip(attend(*own), attend(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    slopes = [torch.randn_like(x) for x in attend(*inputs)]
+    first, right = (
+        torch.autograd.grad(call(*x), x, slopes, create_graph=True)
+        for call, x in ((attend, own), (by_rows, other))
+    )
+    second, right_second = (
+        torch.autograd.grad([y.square().sum() for y in grads], x)
+        for grads, x in ((first, own), (right, other))
+    )
+    moved = [torch.func.jvp(call, tuple(inputs), tuple(inputs))[1] for call in (attend, by_rows)]
+    for a, b in zip((*first, *second, *moved[0]), (*right, *right_second, *moved[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_derivatives_of_caches_that_are_refused(torch):
+    query, cache = torch.ones(1, 2, 4, 16), torch.ones(1, 8, 2, 16)
+    learned, attend = query.clone().requires_grad_(), attnmask.torch.flash_attention_with_kvcache
+    for lengths in 9, -1, torch.tensor([9]), [9]:
+        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 8, the tokens of k_cache, got"):
+            attend(learned, cache, cache, cache_seqlens=lengths)
+    for more in (
+        {"key": cache[:, :2], "value": cache[:, :2], "cache_seqlens": 0},
+        {"block_table": [[0]]},
+        {"attention_mask": np.ones((2, 8), bool)},
+        {"bias": np.zeros((2, 8), np.float32)},
+        {"out": torch.empty_like(query)},
+    ):
+        with pytest.raises(RuntimeError, match="has no gradient, and query requires one"):
+            attend(learned, cache, cache, **more)
+    compiled = torch.compile(lambda *x: attend(*x, cache_seqlens=5), backend="aot_eager", fullgraph=True)
+    compiled(learned, cache, cache).sum().backward()
+    twin = query.clone().requires_grad_()
+    attend(twin, cache, cache, cache_seqlens=5).sum().backward()
+    torch.testing.assert_close(learned.grad, twin.grad)
+
+
 def test_out_by_itself(torch):
     arguments, out = tensors(torch, made("rows")), torch.empty(5, 4, 3, 16).transpose(1, 2)
     assert attnmask.torch.flash_attention_with_kvcache(**arguments, out=out) is out
