@@ -51,6 +51,7 @@ if {"torch", "transformers"} & set(autodoc_mock_imports):
     autodoc_mock_imports.append("attnmask.transformers._masks")
 # Types of what is not installed stand in unions, as other types do.
 _MockObject.__or__ = _MockObject.__ror__ = lambda self, other: self
+_MockObject.__setitem__ = lambda self, key, value: None  # rules of JAX are registered in its tables
 numpydoc_show_class_members = False
 
 html_theme = "furo"

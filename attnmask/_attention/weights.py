@@ -69,7 +69,8 @@ def _chosen(queries: object, count: int) -> NDArray[np.int64]:
         return np.arange(count)
     if isinstance(queries, slice):
         return np.arange(count)[queries]
-    if hasattr(queries, "__index__") and not isinstance(queries, np.ndarray):
+    of_arrays = isinstance(queries, np.ndarray) or getattr(queries, "shape", ())
+    if hasattr(queries, "__index__") and not of_arrays:
         last = -integer(queries, "queries")
         if last < 1:
             raise ValueError(f"queries must be -{-last} for the last {-last}, or an array, got {queries}")
