@@ -69,8 +69,8 @@ def _chosen(queries: object, count: int) -> NDArray[np.int64]:
         return np.arange(count)
     if isinstance(queries, slice):
         return np.arange(count)[queries]
-    of_arrays = isinstance(queries, np.ndarray) or getattr(queries, "shape", ())
-    if hasattr(queries, "__index__") and not of_arrays:
+    has_axes = isinstance(queries, np.ndarray) or bool(getattr(queries, "shape", None))
+    if hasattr(queries, "__index__") and not has_axes:
         last = -integer(queries, "queries")
         if last < 1:
             raise ValueError(f"queries must be -{-last} for the last {-last}, or an array, got {queries}")
