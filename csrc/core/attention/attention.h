@@ -83,6 +83,9 @@ typedef struct {
 
 am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem);
 
+/* The same, of a mask that is prepared. */
+am_status am_attn_prepared_jvp(const am_context *context, const am_attn_tangents *problem);
+
 /* The gradients as inputs move by tangents: d_q, d_k and d_v take the tangents of these gradients, and d_out
  * and d_lse of `along`, both wanted, those of the results. As second derivatives are symmetric, that is the
  * gradient of the sum of d_q, d_k and d_v, each times the tangent given with it. Of tangents only q, k and v

@@ -163,6 +163,7 @@ static am_status flushing(const am_context *context, const am_attn_gradients *pr
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     am_status status = am_mask_prepare(context, problem->forward.mask);
+    if (status == AM_OK && along && !context->kernels->plain) status = am_attn_prepared_jvp(context, along);
     if (status == AM_OK) status = backward(context, problem, along);
     am_float_mode_set(mode);
     return status;
@@ -176,6 +177,5 @@ am_status am_attn_backward(const am_context *context, const am_attn_gradients *p
 am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                     const am_attn_tangents *along)
 {
-    const am_status status = context->kernels->plain ? AM_OK : am_attn_jvp(context, along);
-    return status == AM_OK ? flushing(context, problem, along) : status;
+    return flushing(context, problem, along);
 }

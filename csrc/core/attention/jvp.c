@@ -283,13 +283,11 @@ static am_status compute(const am_context *context, jvp *j)
     return status;
 }
 
-am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem)
+am_status am_attn_prepared_jvp(const am_context *context, const am_attn_tangents *problem)
 {
     const am_attn *f = &problem->forward;
     if (f->batch == 0 || f->heads == 0 || f->queries == 0) return AM_OK;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    am_status status = am_mask_prepare(context, f->mask);
-    if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_jvp(context, problem);
     const am_attn_base base = am_attn_base_wide(context, f);
     const ptrdiff_t half_panel = base.arithmetic->panel / 2;
@@ -299,7 +297,13 @@ am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem
              .columns = am_ceil_div(f->value_dim, half_panel) * half_panel};
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    status = compute(context, &j);
+    const am_status status = compute(context, &j);
     am_float_mode_set(mode);
     return status;
+}
+
+am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem)
+{
+    const am_status status = am_mask_prepare(context, problem->forward.mask);
+    return status == AM_OK ? am_attn_prepared_jvp(context, problem) : status;
 }

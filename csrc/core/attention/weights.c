@@ -455,6 +455,7 @@ am_status am_attn_weigh(const am_context *context, const am_attn_weights *proble
     const am_attn_base base = am_attn_base_wide(context, f);
     weighing j = {.base = base,
                   .problem = problem,
+                  .heads = 1,
                   .ranks = am_min(problem->top, f->keys),
                   .q_stride = am_ceil_div(f->head_dim, base.arithmetic->panel) * base.arithmetic->panel};
     j.top_bytes = am_ceil_div((AM_RANKS_BEFORE + j.ranks) * base.size, AM_LINE) * AM_LINE;
