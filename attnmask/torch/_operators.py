@@ -71,8 +71,11 @@ def is_differentiated() -> bool:
 
 
 def transforms() -> list[Any]:
-    """Return what `torch.func` differentiates by: `grad` and `jvp`, as often as they are nested."""
-    if not are_transforms_active():
+    """Return what `torch.func` differentiates by: `grad` and `jvp`, as often as they are nested.
+
+    It is nothing while graphs are made, which do not know.
+    """
+    if not are_transforms_active() or torch.compiler.is_dynamo_compiling():
         return []
     kinds = torch._C._functorch.TransformType
     found = (x.key() for x in torch._C._functorch.get_interpreter_stack() or ())
