@@ -251,13 +251,15 @@ _FORMAT = ("key", "value", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "k
 _NOT_SEEN = (*_FORMAT, "attention_mask", "bias", "attention_chunk", "rotate")
 
 
-def _learns(tensors: Sequence[object]) -> bool:
+def _learns(query: object, k_cache: object, v_cache: object) -> bool:
     """Return whether derivatives of a call may be needed."""
-    return bool(
-        (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors))
-        or operators.transforms()
-        or with_tangents(LEARNED, tensors)
-    )
+    if torch.is_grad_enabled() and (
+        getattr(query, "requires_grad", False)
+        or getattr(k_cache, "requires_grad", False)
+        or getattr(v_cache, "requires_grad", False)
+    ):
+        return True
+    return bool(operators.transforms() or with_tangents(LEARNED, (query, k_cache, v_cache)))
 
 
 def _is_read_alone(given: Arguments) -> bool:
@@ -377,7 +379,7 @@ def flash_attention_with_kvcache(
     own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     own |= {"attention_mask": attention_mask, "out": out}
     given = _KEYWORDS.complete(flash_attention_with_kvcache, own, more)
-    if _learns((query, k_cache, v_cache)) and _is_read_alone(given):
+    if _learns(query, k_cache, v_cache) and _is_read_alone(given):
         return flash_attention(**_seen_of_cache(given), return_lse=return_lse)
     if isinstance(out, torch.Tensor) or out is None:
         return _attend_to_cache(given, flag(return_lse, "return_lse"))
