@@ -309,14 +309,14 @@ FLASH_ATTENTION_JVP = Function(
     _INPUTS | dict(_TANGENTS[:3]) | _ATTENTION | {"return_lse": _FLAG} | dict(_TANGENTS[3:]),
     "logits_dtype",
 )
-COTANGENTS = {f"{name}_cotangent": _OPTIONAL for name in LEARNED[:3]}
+_COTANGENTS = {f"{name}_cotangent": _OPTIONAL for name in LEARNED[:3]}
 FLASH_ATTENTION_BWD_VJP = Function(
     "flash_attention_bwd_vjp",
     "FlashAttentionSecondGrads",
     {"dout": _ARRAY}
     | _INPUTS
     | {"out": _ARRAY, "lse": _ARRAY}
-    | COTANGENTS
+    | _COTANGENTS
     | _ATTENTION
     | {"dlse": _OPTIONAL},
     "logits_dtype",
@@ -324,7 +324,7 @@ FLASH_ATTENTION_BWD_VJP = Function(
 _OF_LOGITS = {  # what attention takes to find its weights
     name: row
     for name, row in _ATTENTION.items()
-    if name not in (*LEARNED[:2], "value", *of_kinds(Kind.CHANCE, Kind.SEED, Kind.HINT), "normalize_output")
+    if name not in (*LEARNED[:3], *of_kinds(Kind.CHANCE, Kind.SEED, Kind.HINT), "normalize_output")
 }
 _LOOKED = dict(list(_INPUTS.items())[:2]) | {"attention_mask": _OF_LOGITS["attention_mask"]}
 _QUERIES = {"queries": ("Queries", None)}

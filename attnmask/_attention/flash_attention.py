@@ -401,7 +401,8 @@ def attention_weights(*args, **given):
     query, key, attention_mask, bias, softmax_scale, ..., relative_low
         As in `flash_attention`, without what does not concern weights.
     queries : int, slice or array_like of integers, optional
-        Which queries: ``-8`` are the last eight. All, if not given: an array of as many numbers as there are pairs.
+        The queries to look at: ``-8`` means the last eight. Without it, all queries: the result then has a number for
+        each pair.
 
     Returns
     -------
@@ -427,12 +428,12 @@ def attention_statistics(*args, **given):
     query, key, attention_mask, bias, softmax_scale, ..., relative_low
         As in `flash_attention`, without what does not concern weights.
     of : str, tuple, or sequence of these
-        What to return, the fields of `AttentionStatistics`: ``"key_sum"``, ``"entropy"``, ``"max_logit"``, or
-        ``("top_keys", 16)`` for the 16 keys of the greatest weights.
+        The statistics to return: ``"key_sum"``, ``"entropy"``, ``"max_logit"``, and ``("top_keys", 16)`` for the 16
+        keys of the greatest weights.
     queries : int, slice or array_like of integers, optional
-        Of which queries: ``-8`` are the last eight. All, if not given.
+        The queries to look at: ``-8`` means the last eight. Without it, all queries.
     heads : {"query", "key"}
-        Whether `key_sum` is that of each query head, or of all query heads that share a key head.
+        ``"query"``: one `key_sum` for each query head. ``"key"``: their sum over the query heads that share a key head.
     lse : array_like, shape [B, H, Tq] or [H, Tq], optional
         That of an earlier call with the same arguments, which saves a pass.
 

@@ -30,14 +30,14 @@ _OF = ("key_sum", "entropy", "max_logit", "top_keys")
 
 
 class AttentionStatistics(NamedTuple):
-    """What the weights of attention tell. Fields that were not asked for are None.
+    """Statistics of the weights of attention. A field is None unless `of` names it.
 
     Parameters
     ----------
     key_sum : ndarray or None, shape [B, H, Tk]
         The weight that each key gets from the chosen queries; [B, Hkv, Tk] with ``heads="key"``.
     entropy : ndarray or None, shape [B, H, n]
-        Of the weights of each query, in nats.
+        The entropy of each query's weights, in nats.
     max_logit : ndarray or None, shape [B, H, n]
         The greatest logit of each query; -inf where it has no key.
     top_keys : ndarray of int64 or None, shape [B, H, n, count]

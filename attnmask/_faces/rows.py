@@ -211,8 +211,8 @@ class Row:
     ``jvp(*problem, all results, tangents)``
         all results and their tangents, from those of the arguments that `moved` names; None if there is no forward mode
     ``second(*problem, *kept, dout, dstate, cotangents)``
-        the gradients of dout, dstate and the learned arguments, from cotangents of the gradients of these, of which
-        terms have none; None if there are no second derivatives
+        the gradients of dout, dstate and the learned arguments. `cotangents` are those of the gradients that `backward`
+        returns; terms have none. None if there are no second derivatives
 
     `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
     position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnmask._attention.arguments import LEARNED
+from attnmask._attention.arguments import LEARNED, MOVED
 from attnmask._attention.terms import Term
 from attnmask._common.arguments import wide_dtype
 from attnmask._common.loading import _core
@@ -300,10 +300,6 @@ def backward(
     )
 
 
-# What handlers take tangents of, in their order.
-MOVED = (*LEARNED[:3], "bias", "softmax_aux")
-
-
 def _tangents(spec: Spec, learned: ByName, tangents: ByName) -> tuple[list[jax.Array], dict[str, bool]]:
     """Return the tangents of learned arrays as handlers take them, and the flags that name them."""
     terms, heads = _learned_terms(spec), learned["query"].shape[2]
@@ -332,8 +328,8 @@ def backward_vjp(
     of_result: Sequence[jax.Array],
     cotangents: ByName,
 ) -> ByName:
-    """Return the gradients of the gradients of query, key and value, of which some have `cotangents`: those of query,
-    key and value, and those of dout and dlse. `of_result` is as in `backward`.
+    """Return the second derivatives by query, key, value, dout and dlse. `cotangents` are those of the gradients of
+    query, key and value; one that is missing is zero. `of_result` is as in `backward`.
     """
     given, said = _tangents(spec, learned, cotangents)
     _, of_lse, of_out = _of_result(spec, learned)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from attnmask._attention.arguments import LEARNED
+from attnmask._attention.arguments import LEARNED, MOVED
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import Spec
 from attnmask.jax._maps import Map
@@ -101,7 +101,7 @@ def _tangent(spec: Spec, names: Iterable[str]) -> Map:
         more = tangent(residuals, moved_arrays) if moved_arrays else ()
         return tangent(residuals, arrays), _sum(found, more) if more else found
 
-    refused = [name for name in names if name not in call.MOVED]
+    refused = [name for name in names if name not in MOVED]
     why = f"{refused[0]}: {_FUNCTION} has gradients of {refused[0]}, but no tangents" if refused else ""
     if not spec.normalize:
         why = f"normalize_output must be True, got False: {_FUNCTION} then has no tangents"
@@ -186,7 +186,7 @@ def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved:
         found = _second(spec, residuals, _given(_OF_RESULT, (dout, cotangents[1])), along)
         return [found[name] for name in names]
 
-    def compute(residuals: Any, arrays: ByName) -> Results:  # of which the results are like these
+    def compute(residuals: Any, arrays: ByName) -> Results:  # tells the shapes and types of the results
         learned, others, _ = residuals
         return call.jvp(spec, learned, others, arrays)
 

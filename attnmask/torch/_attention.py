@@ -245,7 +245,7 @@ class _CacheCall(CacheArguments[torch.Tensor], Generic[_Flag], total=False):
     out: "torch.Tensor | None"
 
 
-# A contiguous cache that nothing is written to is keys and values like others, of which each row sees its first ones.
+# A contiguous cache that is only read holds ordinary keys and values. Each row sees the first `cache_seqlens` of them.
 
 _FORMAT = ("key", "value", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "k_scale", "v_scale", "out")
 _NOT_SEEN = (*_FORMAT, "attention_mask", "bias", "attention_chunk", "rotate")

@@ -95,7 +95,7 @@ class Transforms:
         found: tuple[torch.Tensor, ...] = self.function.call_jvp(*given, *tangents)
         return found
 
-    # What is kept: all operands, which begin with tensors, followed by a list of them if there are masks
+    # All operands are kept: first the tensors, then the list of a mask's tensors if there is one, then the rest
 
     def keep_none(self, ctx: Context, inputs: object, output: object) -> None:
         """Keep nothing, where there is no derivative."""
@@ -201,7 +201,7 @@ class Transforms:
         found = self.moved.apply(*map(tangents.get, self.row.moved), *(x for x, _ in pairs))
         return tuple(map(operators.dual, found[: self.results], found[self.results :]))
 
-    # What there is not
+    # Refusals
 
     def check_terms(self, along: Arguments, needed: Arguments) -> None:
         """Refuse derivatives by terms, and of their gradients, other than the first."""

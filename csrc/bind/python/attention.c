@@ -461,9 +461,8 @@ AM_FUNCTION(flash_jvp, jvp(module, a), PROBLEM, AM_ARG(query_tangent, am_to_arra
 static int to_along(arguments *a, am_attn_tangents *to)
 {
     am_request *r = &a->mask.request;
-    PyArrayObject *const given[] = {a->query_tangent, a->key_tangent, a->value_tangent}, *const of[] = {
-                                                                                             a->query, a->key,
-                                                                                             a->value};
+    PyArrayObject *const given[] = {a->query_tangent, a->key_tangent, a->value_tangent};
+    PyArrayObject *const of[] = {a->query, a->key, a->value};
     static const char *const names[] = {"query", "key", "value"};
     am_array *const tangents[] = {&to->d_q, &to->d_k, &to->d_v};
     for (int i = 0; i < 3; i++) {

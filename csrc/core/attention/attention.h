@@ -74,7 +74,7 @@ am_status am_attn_backward(const am_context *context, const am_attn_gradients *p
 
 /* A call, and the tangents of what it takes and returns. */
 typedef struct {
-    am_attn forward;
+    am_attn forward;        /* its out.data may be NULL: out and lse are not wanted then */
     am_array d_q, d_k, d_v; /* as q, k and v; data NULL: 0 */
     am_array d_bias;        /* as the array of the bias */
     const double *d_sinks;  /* [heads][sinks]; NULL: 0 */
