@@ -25,11 +25,13 @@ from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
 CACHE = """
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnmask._attention.weights import AttentionStatistics, Statistic
 from attnmask._common.types import Array
 from attnmask._masks.info import MaskInfo
 """
@@ -171,6 +173,7 @@ STUBS = {  # path: imports, functions
     PACKAGE / "_cache" / "flash_attention_with_kvcache.pyi": (
         CACHE,
         of_function(table.FLASH_ATTENTION_WITH_KVCACHE),
+        of_function(table.ATTENTION_STATISTICS_WITH_KVCACHE),
     ),
     PACKAGE / "_linear" / "attention.pyi": (
         LINEAR.format(grads="LinearAttention"),

@@ -21,7 +21,10 @@ from attnmask._attention.problem import FlashAttentionGrads, FlashAttentionSecon
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._attention.weights import AttentionStatistics
 from attnmask._cache import attend
-from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
+from attnmask._cache.flash_attention_with_kvcache import (
+    attention_statistics_with_kvcache,
+    flash_attention_with_kvcache,
+)
 from attnmask._cache.pages import KVCache
 from attnmask._cache.quantize import quantize_kv
 from attnmask._cache.write_kvcache import write_kvcache
@@ -112,6 +115,7 @@ __all__ = [
     "attention_mask_to_padding_segment_ids",
     "attention_mask_to_qkv_cu_seqlens",
     "attention_statistics",
+    "attention_statistics_with_kvcache",
     "attention_weights",
     "cdiv",
     "chunk_global_cumsum",

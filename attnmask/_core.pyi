@@ -91,6 +91,17 @@ def flash_usual_vjp(names: tuple[str, ...], args: tuple[object, ...], given: Arg
 def flash_kvcache(
     names: tuple[str, ...], defaults: tuple[object, ...], args: tuple[object, ...], given: Arguments, /
 ) -> Any: ...
+def kvcache_weights(
+    names: tuple[str, ...],
+    defaults: tuple[object, ...],
+    args: tuple[object, ...],
+    given: Arguments,
+    lse: Array | None,
+    wanted: tuple[str, ...],
+    top: int,
+    by_key_head: bool,
+    /,
+) -> tuple[Array | None, ...]: ...
 def write_kvcache(
     k_cache: ArrayLike,
     v_cache: ArrayLike,

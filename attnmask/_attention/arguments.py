@@ -329,14 +329,12 @@ _OF_LOGITS = {  # what attention takes to find its weights
 _LOOKED = dict(list(_INPUTS.items())[:2]) | {"attention_mask": _OF_LOGITS["attention_mask"]}
 _QUERIES = {"queries": ("Queries", None)}
 ATTENTION_WEIGHTS = Function("attention_weights", "Array", _LOOKED | _QUERIES | _OF_LOGITS, "attention_mask")
+_OF = {"of": ("Statistic | Sequence[Statistic]", Parameter.empty)}
+_BY_HEADS = {"heads": ('Literal["query", "key"]', "query"), "lse": _OPTIONAL}
 ATTENTION_STATISTICS = Function(
     "attention_statistics",
     "AttentionStatistics",
-    _LOOKED
-    | {"of": ("Statistic | Sequence[Statistic]", Parameter.empty)}
-    | _QUERIES
-    | {"heads": ('Literal["query", "key"]', "query"), "lse": _OPTIONAL}
-    | _OF_LOGITS,
+    _LOOKED | _OF | _QUERIES | _BY_HEADS | _OF_LOGITS,
     "attention_mask",
 )
 FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
@@ -363,6 +361,27 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
     "value",
 )
 KVCACHE_NAMES = FLASH_ATTENTION_WITH_KVCACHE.names[:-1]
+_OF_CACHE = dict(
+    zip(
+        FLASH_ATTENTION_WITH_KVCACHE.names,
+        FLASH_ATTENTION_WITH_KVCACHE.signature.parameters.values(),
+        strict=True,
+    )
+)
+ATTENTION_STATISTICS_WITH_KVCACHE = Function(
+    "attention_statistics_with_kvcache",
+    "AttentionStatistics",
+    {"query": _ARRAY, "k_cache": ("Array", Parameter.empty)}
+    | _OF
+    | _BY_HEADS
+    | {
+        name: (row.annotation, row.default)
+        for name, row in _OF_CACHE.items()
+        if row.kind is Parameter.KEYWORD_ONLY
+        and name not in ("cu_seqlens_k_new", "v_scale", "return_lse", "out")
+    },
+    "k_cache",
+)
 KVCACHE_DEFAULTS = tuple(map(FLASH_ATTENTION_WITH_KVCACHE.defaults.get, KVCACHE_NAMES))  # None if required
 
 

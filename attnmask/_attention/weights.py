@@ -7,7 +7,11 @@ from typing import Literal, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import ATTENTION_STATISTICS, ATTENTION_WEIGHTS, DEFAULTS
+from attnmask._attention.arguments import (
+    ATTENTION_STATISTICS,
+    ATTENTION_WEIGHTS,
+    DEFAULTS,
+)
 from attnmask._attention.backward import of_rows
 from attnmask._attention.batch import unfolded
 from attnmask._attention.problem import Problem, read_problem
@@ -107,6 +111,12 @@ def _wanted(of: object) -> tuple[tuple[str, ...], int]:
     return tuple(names), top
 
 
+def asked(given: Arguments) -> tuple[tuple[str, ...], int, bool]:
+    """Return the names of statistics, the number of top keys, and whether sums are by key head."""
+    one_of(given["heads"], "heads", ("query", "key"))
+    return *_wanted(given["of"]), given["heads"] == "key"
+
+
 def _found(
     problem: Problem,
     lse: Array | None,
@@ -147,9 +157,7 @@ def weights(args: tuple[object, ...], given: Arguments) -> Array:
 def statistics(args: tuple[object, ...], given: Arguments) -> AttentionStatistics:
     """Return what `attention_statistics` returns."""
     given = ATTENTION_STATISTICS.bind(args, given)
-    names, top = _wanted(given["of"])
-    one_of(given["heads"], "heads", ("query", "key"))
-    by_key = given["heads"] == "key"
+    names, top, by_key = asked(given)
     problem, batch, chosen = _read(given)
     lse = given["lse"]
     if lse is not None:

@@ -1,11 +1,21 @@
 """Attention to a cache. Type checkers read its signature in the file beside this one, as for `flash_attention`."""
 
-import numpy as np  # noqa: F401 (of annotations, as the next ones)
+from collections.abc import Sequence  # noqa: F401 (of annotations, as the next ones)
+from typing import Literal  # noqa: F401
+
+import numpy as np  # noqa: F401
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, KVCACHE_DEFAULTS, KVCACHE_NAMES
+from attnmask._attention.arguments import (
+    ATTENTION_STATISTICS_WITH_KVCACHE,
+    FLASH_ATTENTION_WITH_KVCACHE,
+    KVCACHE_DEFAULTS,
+    KVCACHE_NAMES,
+)
+from attnmask._attention.backward import of_rows
+from attnmask._attention.weights import AttentionStatistics, Statistic, asked  # noqa: F401
 from attnmask._cache.quantize import check_not_latent, check_tokens_rotate, check_written, rotated
-from attnmask._common.arguments import as_array, flag, suit_hint
+from attnmask._common.arguments import as_array, flag, suit_hint, wide_dtype
 from attnmask._common.loading import _core
 from attnmask._common.types import Array  # noqa: F401
 from attnmask._masks.info import MaskInfo  # noqa: F401
@@ -146,3 +156,46 @@ def _attend_rotated(given):
     out = as_array(result[0] if isinstance(result, tuple) else result, "out")
     out[...] = rotated(out)
     return result
+
+
+@ATTENTION_STATISTICS_WITH_KVCACHE
+def attention_statistics_with_kvcache(*args, **given):
+    """Return what the weights of attention to a cache tell. Only keys are read.
+
+    Parameters
+    ----------
+    query, k_cache, cache_seqlens, block_table, cu_seqlens_q, k_scale, attention_mask, softmax_scale, ..., rotate
+        As in `flash_attention_with_kvcache`: the queries are the last tokens of their sequences, all of which are in
+        the cache.
+    of, heads, lse
+        As in `attention_statistics`.
+
+    Returns
+    -------
+    AttentionStatistics
+        `key_sum` is [B, H, Tmax] or [B, Hkv, Tmax], where Tmax is the longest sequence; 0 behind the end of others. All
+        else is [B, H, Tq] or, with `cu_seqlens_q`, [H, total], and `top_keys` have one axis more.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, k_cache = np.zeros((2, 1, 1, 8)), np.zeros((2, 4, 1, 8))  # all keys weigh the same
+    >>> found = attnmask.attention_statistics_with_kvcache(query, k_cache, of="key_sum", cache_seqlens=[2, 4])
+    >>> found.key_sum.tolist()
+    [[[0.5, 0.5, 0.0, 0.0]], [[0.25, 0.25, 0.25, 0.25]]]
+    """
+    given = ATTENTION_STATISTICS_WITH_KVCACHE.bind(args, given)
+    wanted = asked(given)
+    query, k_cache = as_array(given["query"], "query"), as_array(given["k_cache"], "k_cache")
+    if flag(given["rotate"], "rotate"):
+        check_tokens_rotate(query, k_cache)
+        query = rotated(query)
+    packed, lse = given["cu_seqlens_q"] is not None, given["lse"]
+    if lse is not None and query.ndim == (3 if packed else 4):
+        *batch, queries, heads, _ = query.shape
+        lse = of_rows(lse, "lse", (*batch, heads, queries), wide_dtype(query.dtype), (1,))
+        lse = lse[None] if packed else lse
+    call = {name: given[name] for name in KVCACHE_NAMES if name in given}
+    call |= {"query": query, "k_cache": k_cache, "v_cache": k_cache[..., :0] if k_cache.ndim else k_cache}
+    sums, *found = _core.kvcache_weights(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), call, lse, *wanted)[1:]
+    return AttentionStatistics(sums, *(x if x is None or not packed else x[0] for x in found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import accumulate, islice
 from types import TracebackType
@@ -12,8 +12,17 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, U
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._attention.arguments import FLASH_ATTENTION_WITH_KVCACHE, STEP, StepCall
-from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
+from attnmask._attention.arguments import (
+    ATTENTION_STATISTICS_WITH_KVCACHE,
+    FLASH_ATTENTION_WITH_KVCACHE,
+    STEP,
+    StepCall,
+)
+from attnmask._attention.weights import AttentionStatistics, Statistic
+from attnmask._cache.flash_attention_with_kvcache import (
+    attention_statistics_with_kvcache,
+    flash_attention_with_kvcache,
+)
 from attnmask._common.arguments import as_array, describe, integer_array, per_row, place
 from attnmask._common.keywords import reject_unknown
 from attnmask._common.types import AnyFunction, Arguments, Array
@@ -22,6 +31,10 @@ __all__ = ["KVCacheStep", "SequencePages", "Tokens", "numbers_of", "page_list", 
 
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
+
+
+# What a step and its cache have.
+_OF_STEP = ("query", "k_cache", "cache_seqlens", "block_table", "cu_seqlens_q", "k_scale", "rotate")
 
 
 class SequencePages(NamedTuple):
@@ -226,12 +239,9 @@ class Tokens(Generic[_Given, _Found]):
         ...     step.attend(0, zeros[:1], zeros[:1], np.array([[[5.0]]])).ravel()
         array([2.])
         """
-        cache = self._cache
-        if cache._step is not self:
-            raise RuntimeError("step.attend must be called inside the with block of its step")
         if not more.keys() <= STEP.defaults.keys():
             _refuse(more)
-        index = place(layer, "layer", len(cache.k_pages))
+        cache, index = self._layer(layer, "attend")
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
             raise TypeError("value must be given, as the cache is not latent, got None")
@@ -252,6 +262,13 @@ class Tokens(Generic[_Given, _Found]):
         )
         self._attended.add(index)
         return result
+
+    def _layer(self, layer: int, call: str) -> tuple[Any, int]:
+        """Return the cache of an open step, and the index of a layer."""
+        cache = self._cache
+        if cache._step is not self:
+            raise RuntimeError(f"step.{call} must be called inside the with block of its step")
+        return cache, place(layer, "layer", len(cache.k_pages))
 
     def _tokens(self, value: _Given, name: str) -> Any:
         given = self._given(value, name)
@@ -278,6 +295,58 @@ class KVCacheStep(Tokens[ArrayLike, Array]):
     """
 
     __slots__ = ()
+
+    def statistics(
+        self, layer: int, query: ArrayLike, *, of: Statistic | Sequence[Statistic], **more: Any
+    ) -> AttentionStatistics:
+        """Return what the weights of one layer tell, with `attention_statistics_with_kvcache`.
+
+        Call it after `attend`, which appends the keys of the layer.
+
+        Parameters
+        ----------
+        layer : int
+        query : array_like, shape [total, H, D] or [n, c, H, D]
+            As in `attend`.
+        of, **more
+            The options of `attention_statistics_with_kvcache` and `attention_mask`; all mean the same.
+
+        Returns
+        -------
+        AttentionStatistics
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.zeros((3, 1, 8), np.float32)
+        >>> with cache.step([a], 3) as step:
+        ...     out = step.attend(0, x, x, x)
+        ...     found = step.statistics(0, x, of="key_sum")
+        >>> found.key_sum.round(2)  # 1 + 1/2 + 1/3, ...
+        array([[[1.83, 0.83, 0.33]]], dtype=float32)
+        """
+        known = ATTENTION_STATISTICS_WITH_KVCACHE.names
+        unknown = [name for name in more if name not in known or name in _OF_STEP]
+        if unknown:
+            reject_unknown("statistics", unknown, [name for name in known if name not in _OF_STEP])
+        cache, index = self._layer(layer, "statistics")
+        if index not in self._attended:
+            raise RuntimeError(
+                f"step.statistics must follow step.attend of layer {index}, which appends its keys"
+            )
+        q = self._tokens(query, "query")
+        places = self._packed if q.ndim == 3 else self._batched
+        lengths = np.array([length for _, length in self._rows], np.int32)
+        return attention_statistics_with_kvcache(
+            q,
+            cache.k_pages[index],
+            of=of,
+            k_scale=None if cache.k_scales is None else cache.k_scales[index],
+            rotate=cache.rotate,
+            **places | {"cache_seqlens": lengths},
+            **more,
+        )
 
 
 def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

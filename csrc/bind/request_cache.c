@@ -496,23 +496,66 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
     return status;
 }
 
-static bool attend_one(const am_context *context, am_request *r, const am_cached *c, ptrdiff_t s)
+/* What is computed of the sequence s, whose first query is `begin` of all. */
+typedef am_status compute_one(const am_context *context, const am_attn *attn, const void *arg, ptrdiff_t s,
+                              ptrdiff_t begin);
+
+/* Computes one sequence after the other. */
+static bool compute_each(const am_context *context, am_request *r, const am_cached *c, compute_one *compute,
+                         const void *arg)
 {
-    am_attn one;
-    am_node terms[AM_KV_TERMS];
-    const int count = one_of(c, &r->attn, s, &one, terms);
-    am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
-    one.mask = &mask;
-    const bool done = am_mask_cut(r, c->q_starts[s], &mask, terms, count) &&
-                      am_refuse_status(r, am_attn_forward(context, &one));
-    am_mask_release(&mask);
+    bool done = true;
+    for (ptrdiff_t s = 0; done && s < c->sequences; s++) {
+        am_attn one;
+        am_node terms[AM_KV_TERMS];
+        const int count = one_of(c, &r->attn, s, &one, terms);
+        am_mask mask = {.batch = 1, .heads = one.heads, .queries = one.queries, .keys = one.keys};
+        one.mask = &mask;
+        done = am_mask_cut(r, c->q_starts[s], &mask, terms, count) &&
+               am_refuse_status(r, compute(context, &one, arg, s, c->q_starts[s]));
+        am_mask_release(&mask);
+    }
     return done;
+}
+
+static am_status attend(const am_context *context, const am_attn *attn, const void *arg, ptrdiff_t s,
+                        ptrdiff_t begin)
+{
+    (void)arg, (void)s, (void)begin;
+    return am_attn_forward(context, attn);
+}
+
+/* Looks at the weights of a sequence: what belongs to its queries lies between that of others, and its sums
+ * behind those of the one before. */
+static am_status weigh(const am_context *context, const am_attn *attn, const void *arg, ptrdiff_t s,
+                       ptrdiff_t begin)
+{
+    const am_attn_weights *all = arg;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(all->lse.type);
+    am_attn_weights w = *all;
+    w.attn = *attn, w.count = attn->queries;
+    w.lse.data = am_token(&all->lse, 0, 0, begin);
+    if (w.key_sum) w.key_sum = (char *)w.key_sum + am_weights_sums(all, s, 0) * size;
+    if (w.entropy) w.entropy = (char *)w.entropy + begin * size;
+    if (w.max_logit) w.max_logit = (char *)w.max_logit + begin * size;
+    if (w.top_keys) w.top_keys += begin * w.top, w.top_weights = (char *)w.top_weights + begin * w.top * size;
+    return am_attn_weigh(context, &w);
+}
+
+am_status am_cached_weigh(const am_context *context, am_request *r, const am_cached *c,
+                          const am_attn_weights *weights, bool one_by_one)
+{
+    if (one_by_one)
+        compute_each(context, r, c, weigh, weights);
+    else
+        am_refuse_status(r, am_attn_weigh(context, weights));
+    return r->status;
 }
 
 am_status am_cached_attend(const am_context *context, am_request *r, const am_cached *c, bool one_by_one)
 {
-    bool done = am_refuse_status(r, am_cached_append(context, c));
+    const bool done = am_refuse_status(r, am_cached_append(context, c));
     if (done && !one_by_one) am_refuse_status(r, am_attn_forward(context, &r->attn));
-    for (ptrdiff_t s = 0; done && one_by_one && s < c->sequences; s++) done = attend_one(context, r, c, s);
+    if (done && one_by_one) compute_each(context, r, c, attend, NULL);
     return r->status;
 }

@@ -55,6 +55,10 @@ am_status am_cached_append(const am_context *context, const am_cached *c);
 /* Writes them and attends: packed queries sequence by sequence if a mask counts the keys of each from 0. */
 am_status am_cached_attend(const am_context *context, am_request *r, const am_cached *c, bool one_by_one);
 
+/* Looks at the weights, likewise. */
+am_status am_cached_weigh(const am_context *context, am_request *r, const am_cached *c,
+                          const am_attn_weights *weights, bool one_by_one);
+
 /* The channels of a cache that was checked. */
 ptrdiff_t am_cached_channels(const am_view *cache);
 

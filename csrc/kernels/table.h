@@ -262,7 +262,7 @@ enum { AM_STEP_TILES = 4, AM_STEP_ROWS = 32 };
 typedef void am_flash_steps(const am_flash_rows *block, const am_flash_tile *tiles, ptrdiff_t count);
 
 /* For few rows, and unpacked keys and values: of several heads, which may lie side by side. Keys of float8
- * have at most AM_MOST_WIDENED numbers. */
+ * have at most AM_MOST_WIDENED numbers. If `out_dim` is 0, it leaves e^(logit - running_max) in `logits`. */
 enum { AM_MOST_WIDENED = 1024 };
 typedef void am_flash_step_unpacked(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
                                     ptrdiff_t heads);
@@ -423,14 +423,16 @@ typedef void am_flash_backward_tangents(const am_backward_rows *block, const am_
 /* The weights e^(logit - base) of some rows of a block, which go to its `p`, and what is told of them. Of a
  * block and a tile as backward has them, q, base, the terms of logits and k_columns are read. */
 typedef struct {
-    uint64_t rows; /* a bit for each row whose weights are wanted */
-    void *sums;    /* [AM_FLASH_TILE] for each `rows_of_sum` rows, `sum_stride` apart: the weights of each key
-                    * are added; NULL: not wanted */
-    ptrdiff_t rows_of_sum, sum_stride;
+    uint64_t rows;           /* a bit for each row whose weights are wanted */
     void *highest, *entropy; /* [rows]: the greatest logit; Σ weight (base - logit) is added; both or none */
 } am_weighed;
 typedef void am_flash_find_weights(const am_backward_rows *block, const am_backward_tile *tile,
                                    const am_weighed *weighed);
+
+/* Adds weights, [rows][AM_FLASH_TILE], to AM_FLASH_TILE sums, one for each key: of rows begin … end - 1 those
+ * that have a bit in `rows`, and of these the live ones. `live`: a word a row, or NULL if all are. */
+typedef void am_flash_sum_weights(const void *weights, const uint64_t *live, uint64_t rows, ptrdiff_t begin,
+                                  ptrdiff_t end, void *sums);
 
 /* Puts keys from `first` on among the `count` of the greatest weights, which fall, of those that are live.
  * Both arrays have AM_RANKS_BEFORE numbers before them, of which the last weight is INFINITY, and whole
@@ -484,6 +486,7 @@ typedef struct {
     am_flash_tangent_step *tangent_step;
     am_flash_backward_tangents *backward_tangents;
     am_flash_find_weights *find_weights;
+    am_flash_sum_weights *sum_weights;
     am_flash_rank_keys *rank_keys;
     am_load_rows *load_rows;
     am_add_rows *add_rows;

@@ -18,21 +18,14 @@ def check_find_weights(kernel: Kernel, rng) -> None:
         p.terms = replace(p.terms, kept=None)
         b.wants_bias = False
         memory, rows, size, t = Memory(), len(p.q), arithmetic.size, arithmetic.dtype
-        wanted = rng.random(rows) < pick(rng, [0.5, 1])
-        each, chosen = pick(rng, [rows, TILE, 1, 3]), np.flatnonzero(wanted)
+        chosen = np.flatnonzero(rng.random(rows) < pick(rng, [0.5, 1]))
         stats = [memory.read(b.stats[0]), None, None, None]
         block, tile, *_ = backward_structures(memory, rng, arithmetic, p, b, stats)
         p_of = memory.written(np.full((rows, TILE), np.nan, t))
         block.p = p_of.ctypes.data
-        old = [numbers(rng, (-(-rows // each), TILE), t), *numbers(rng, (2, rows), t)]
-        sums, highest, entropy = (memory.written(x.copy()) for x in old)
-        weighed = structure(
-            "am_weighed",
-            rows=int(sum(1 << int(r) for r in chosen)),
-            sums=sums if rng.random() < 0.8 else None,
-            rows_of_sum=each,
-            sum_stride=sums.strides[0] // size,
-        )
+        old = numbers(rng, (2, rows), t)
+        highest, entropy = (memory.written(x.copy()) for x in old)
+        weighed = structure("am_weighed", rows=int(sum(1 << int(r) for r in chosen)))
         tells = rng.random() < 0.8
         if tells:
             weighed.highest, weighed.entropy = highest.ctypes.data, entropy.ctypes.data
@@ -46,19 +39,32 @@ def check_find_weights(kernel: Kernel, rng) -> None:
         weights[chosen].check(p_of[chosen], ("weights", p))
         part = (weights * (base - s)).where(live & (weights.value > 0))
         if tells:
-            (Bounded.exact(old[2], size) + part.sum())[chosen].check(entropy[chosen], ("entropy", p))
-        if weighed.sums:
-            for i, first in enumerate(range(0, rows, each)):
-                own = chosen[(chosen >= first) & (chosen < first + each)]
-                before, ones = (
-                    Bounded.exact(old[0][i][:, None], size),
-                    Bounded.exact(np.ones((len(own), 1)), size),
-                )
-                weights[own].T.dot(ones, None, before)[:, 0].check(sums[i], ("sums", p))
+            (Bounded.exact(old[1], size) + part.sum())[chosen].check(entropy[chosen], ("entropy", p))
         seen = Bounded(np.where(live, s.value, -np.inf), np.where(live, s.error, 0), size)
         for r in chosen[~np.isnan(seen.value[chosen]).any(1)] if tells else ():
-            most = max(seen.value[r].max(initial=-np.inf), old[1][r])
+            most = max(seen.value[r].max(initial=-np.inf), old[0][r])
             Bounded(most, seen.error[r].max(initial=0), size).check(highest[r], ("highest", r, p))
+
+
+def check_sum_weights(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for _ in range(STEPS):
+        memory, rows = Memory(), pick(rng, [1, 3, 16, TILE])
+        weights, old = numbers(rng, (rows, TILE), arithmetic.dtype), numbers(rng, (TILE,), arithmetic.dtype)
+        chosen, live = rng.random(rows) < pick(rng, [0.5, 1]), rng.random((rows, TILE)) < pick(rng, [0.5, 1])
+        begin, end = sorted(rng.integers(0, rows + 1, 2).tolist())
+        weights[~live] = np.nan
+        words = np.packbits(live, axis=1, bitorder="little").view(np.uint64)
+        sums = memory.written(old.copy())
+        bits = int(sum(1 << int(r) for r in np.flatnonzero(chosen)))
+        terms = None if live.all() else memory.read(words)
+        kernel(memory.read(weights), terms, bits, begin, end, sums.ctypes.data)
+        memory.check(rows)
+        ones = np.where(chosen & (np.arange(rows) >= begin) & (np.arange(rows) < end), 1, 0)
+        own = Bounded.exact(np.where(live, weights, 0)[ones > 0].astype(np.float64), arithmetic.size)
+        before = Bounded.exact(old[:, None], arithmetic.size)
+        one = Bounded.exact(np.ones((int(ones.sum()), 1)), arithmetic.size)
+        own.T.dot(one, None, before)[:, 0].check(sums, (rows, begin, end))
 
 
 def check_rank_keys(kernel: Kernel, rng) -> None:

@@ -6,7 +6,7 @@ put into batch rows or one after the other, into contiguous caches or pages, in 
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -367,6 +367,55 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
             sinks[..., 1:] = -np.inf
         arguments["softmax_aux"] = sinks.astype(case.types[0] if case.seed % 2 else F32)
     return arguments
+
+
+# Every format with every option
+
+
+KINDS = (F32, "int4", *twin.QUANTIZED, BF16, "int8 by channel", "int4 of float16", F16, F64)
+EVERY_FORMAT = {
+    "kind": KINDS,
+    "query_type": (F32, BF16, F16),
+    "heads": ((8, 2), (2, 2), (10, 1)),
+    "depths": ((64, 32), (128, 64), (64, 64), (256, 384), (33, 7)),
+    "groups": ((32, 32), (64, 32), (128, 64)),
+    "queries": (1, 3, 20, 70, (1, 17, 0, 5, 2), (64, 2)),  # of each sequence; several: packed
+    "new": (None, "as many", "packed"),
+    "page_size": (None, 16, 1, 7, 64),
+    "layout": ("contiguous", "strided", "keys beside values", "tokens apart"),
+    "lengths": ((0, 70, 200, 64, 1), (300,), (63, 65)),
+    "rotate": (False, True),
+    "latent": (False, True),
+    "chunk": (None, 50, 1, 64, 2**62),
+    "slopes": (None, "[H]"),
+    "bias": (None, "[1, H, 1, K]", "[B, 1, Tq, K]"),
+    "relative": (None, (90, -80)),
+    "soft_cap": (None, 5.0),
+    "sinks": (None, "[H, S]"),
+    "window": (None, (40, None), (9, 3)),
+    "mask": (None, "[B, 1, Tq, K] bool", "info of [B, 1, Tq, K]"),
+    "causal": (True, False),
+    "scale": (None, 0.1),
+    "threads": (1, 2, 3),
+}
+
+
+def every_format():
+    """Some pairs cannot be: float64 goes with itself alone, and halves, rotated and latent tokens with some depths."""
+    for seed, levels in enumerate(all_pairs(EVERY_FORMAT, 0)):
+        kind, query_type = levels.pop("kind"), levels.pop("query_type")
+        case = Case((F64 if kind == F64 else query_type, kind), **levels, seed=seed, order=seed)
+        case = replace(case, latent=case.latent and not case.rotate)
+        if case.latent and kind == "int8 by channel":
+            case = replace(case, types=(query_type, INT8))
+        if case.depths[1] > case.depths[0] and (case.rotate or case.latent):
+            case = replace(case, depths=(128, 64))
+        if case.depths[0] % 32 and (case.halves or case.rotate or case.latent):
+            case = replace(case, depths=(64, 32))
+        groups = case.groups[:1] * 2 if case.latent else case.groups
+        if any(depth % group for depth, group in zip(case.depths, groups, strict=True)):
+            groups = (32, 32)
+        yield replace(case, groups=groups)
 
 
 # Calls

@@ -279,14 +279,21 @@ def check_cache(case: Case) -> None:
         given["block_table"] = pages.reshape(case.batch, -1).astype(np.int32)
     given |= {"attention_mask": case.mask, "cache_seqlens": lengths, **limits}
     right = ref.flash_attention(attention_mask=live, **wide)
+    weights, _ = ref.attention_weights(wide["query"], wide["key"], attention_mask=live)
+    of_keys = {name: x for name, x in given.items() if name not in ("v_cache", "v_scale")}
+    with np.errstate(all="ignore"):
+        entropy = -np.where(weights > 0, weights * np.log(weights), 0).sum(axis=3)
 
     def compute() -> Arrays:
         out, lse = attnmask.flash_attention_with_kvcache(**given, return_lse=True)
-        return {"out": out, "lse": lse}
+        statistics = attnmask.attention_statistics_with_kvcache(**of_keys, of=("key_sum", "entropy"))
+        return {"out": out, "lse": lse, "key_sum": statistics.key_sum, "entropy": statistics.entropy}
 
     told = f"cache of {kind}, lengths {lengths.tolist()}, pages of {size}, {limits}"
     error = None if kind == "of the queries" else QUANTIZED_ERROR
-    case.at_each_level(compute, {"out": right.out, "lse": right.lse}, told, error)
+    sums = weights.sum(axis=2)[..., : lengths.max(initial=0)]
+    exact = {"out": right.out, "lse": right.lse, "key_sum": sums, "entropy": entropy}
+    case.at_each_level(compute, exact, told, error)
 
 
 def stored(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:

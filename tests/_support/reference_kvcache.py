@@ -4,6 +4,7 @@
 the numbers that the cache stands for. Nothing is checked.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import ml_dtypes
@@ -20,16 +21,13 @@ QUANTIZED = tuple(np.dtype(getattr(ml_dtypes, name, name)) for name in LARGEST)
 FAR = 2**60
 
 
-def attention(
+def sequences(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
     bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, attention_chunk=None,
     dtype=np.float64,
-) -> ref.Attention:  # fmt: skip
-    """Appends `key` and `value` to the caches, and lets the queries attend to all tokens of their sequences.
-
-    Computed in `dtype`, with the sizes of what was summed, to which rounding errors are proportional.
-    """
+) -> Iterator[dict]:  # fmt: skip
+    """Appends `key` and `value` to the caches, and yields what `reference_flash` takes for each sequence."""
     starts, flat = packed(query, cu_seqlens_q)
     there = np.broadcast_to(k_cache.shape[1] if cache_seqlens is None else cache_seqlens, len(starts) - 1)
     spans = [slice(*span) for span in pairwise(starts)]
@@ -43,30 +41,42 @@ def attention(
                 append(v_cache, v_scale, block_table, row, length, np.asarray(value)[own])
             lengths[row] += len(np.asarray(key)[own])
 
-    parts = [
-        ref.flash_attention(
-            query=flat[None, span],
-            key=tokens(k_cache, k_scale, block_table, row, length)[None],
-            value=tokens(v_cache, v_scale, block_table, row, length)[None],
-            attention_mask=both(
+    for row, (span, length) in enumerate(zip(spans, lengths, strict=True)):
+        yield {
+            "query": flat[None, span],
+            "key": tokens(k_cache, k_scale, block_table, row, length)[None],
+            "value": tokens(v_cache, v_scale, block_table, row, length)[None],
+            "attention_mask": both(
                 mask_of(attention_mask, row, None if cu_seqlens_q is None else span, length),
                 chunks(attention_chunk, span.stop - span.start, length),
             ),
-            bias=added(
+            "bias": added(
                 mask_of(bias, row, None if cu_seqlens_q is None else span, length),
                 by_distance(alibi_slopes, relative_bias, relative_low, row, span.stop - span.start, length),
             ),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            causal_offset="bottom-right",
-            sliding_window=window(sliding_window),
-            logits_soft_cap=logits_soft_cap if logits_soft_cap and np.isfinite(logits_soft_cap) else None,
-            softmax_aux=softmax_aux,
-            dtype=dtype,
-        )
-        for row, (span, length) in enumerate(zip(spans, lengths, strict=True))
-    ]
-    return joined(parts, query, v_cache)
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "causal_offset": "bottom-right",
+            "sliding_window": window(sliding_window),
+            "logits_soft_cap": logits_soft_cap if logits_soft_cap and np.isfinite(logits_soft_cap) else None,
+            "softmax_aux": softmax_aux,
+            "dtype": dtype,
+        }
+
+
+def attention(query, k_cache, v_cache, *args, **given) -> ref.Attention:
+    """Appends `key` and `value` to the caches, and lets the queries attend to all tokens of their sequences.
+
+    Computed in `dtype`, with the sizes of what was summed, to which rounding errors are proportional.
+    """
+    own = sequences(query, k_cache, v_cache, *args, **given)
+    return joined([ref.flash_attention(**each) for each in own], query, v_cache)
+
+
+def weights(**given) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The weights and logits of each sequence, [H, Tq, length], by `reference_flash.attention_weights`."""
+    own = ({name: x for name, x in each.items() if name != "value"} for each in sequences(**given))
+    return [tuple(x[0] for x in ref.attention_weights(**each)) for each in own]
 
 
 def packed(query, cu_seqlens_q):

@@ -522,6 +522,18 @@ def slots_arguments(rng: Rng, four_bits: bool = False, by_channel: bool = True) 
 
 function("flash_attention_with_kvcache", cache_arguments, written=CACHES | {"out"})
 function("flash_attention_with_kvcache of four bits", halves_arguments, written=CACHES)
+
+
+def cache_statistics_arguments(rng: Rng) -> Arguments:
+    hidden = ("v_cache", "v_scale", "key", "value", "cu_seqlens_k_new", "out", "return_lse")
+    arguments = {name: x for name, x in cache_arguments(rng).items() if name not in hidden}
+    arguments["of"] = pick(rng, ["key_sum", ("entropy", ("top_keys", 3))])
+    *batch, tokens, heads, _ = arguments["query"].shape
+    lse = floats(rng, *batch, heads, tokens, dtype=wide_of(arguments["query"].dtype))
+    return arguments | draw(rng, {"heads": "key", "lse": lse, "rotate": True}, chance=0.3)
+
+
+function("attention_statistics_with_kvcache", cache_statistics_arguments, written=frozenset())
 function("write_kvcache", slots_arguments, written=CACHES)
 function("write_kvcache of four bits", lambda rng: slots_arguments(rng, True), written=CACHES)
 row(

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference_kvcache as twin
-from flash_cases import BF16, F16, F32, F64, all_pairs
+from flash_cases import BF16, F16, F32, F64
 from kvcache_cases import (
-    INT8,
+    KINDS,
     Case,
     arguments_of,
     attend,
     check,
+    every_format,
     refused,
     right_of,
 )
@@ -25,53 +26,7 @@ from attnmask._cache.quantize import rotated
 
 pytestmark = pytest.mark.levels("turns", "amx", "avx512vnni")
 
-KINDS = (F32, "int4", *twin.QUANTIZED, BF16, "int8 by channel", "int4 of float16", F16, F64)
 H, HKV = 8, 2
-FACTORS = {
-    "kind": KINDS,
-    "query_type": (F32, BF16, F16),
-    "heads": ((H, HKV), (2, 2), (10, 1)),
-    "depths": ((64, 32), (128, 64), (64, 64), (256, 384), (33, 7)),
-    "groups": ((32, 32), (64, 32), (128, 64)),
-    "queries": (1, 3, 20, 70, (1, 17, 0, 5, 2), (64, 2)),  # of each sequence; several: packed
-    "new": (None, "as many", "packed"),
-    "page_size": (None, 16, 1, 7, 64),
-    "layout": ("contiguous", "strided", "keys beside values", "tokens apart"),
-    "lengths": ((0, 70, 200, 64, 1), (300,), (63, 65)),
-    "rotate": (False, True),
-    "latent": (False, True),
-    "chunk": (None, 50, 1, 64, 2**62),
-    "slopes": (None, "[H]"),
-    "bias": (None, "[1, H, 1, K]", "[B, 1, Tq, K]"),
-    "relative": (None, (90, -80)),
-    "soft_cap": (None, 5.0),
-    "sinks": (None, "[H, S]"),
-    "window": (None, (40, None), (9, 3)),
-    "mask": (None, "[B, 1, Tq, K] bool", "info of [B, 1, Tq, K]"),
-    "causal": (True, False),
-    "scale": (None, 0.1),
-    "threads": (1, 2, 3),
-}
-
-
-def cases():
-    """Some pairs cannot be: float64 goes with itself alone, and halves, rotated and latent tokens with some depths."""
-    for seed, levels in enumerate(all_pairs(FACTORS, 0)):
-        kind, query_type = levels.pop("kind"), levels.pop("query_type")
-        case = Case((F64 if kind == F64 else query_type, kind), **levels, seed=seed, order=seed)
-        case = replace(case, latent=case.latent and not case.rotate)
-        if case.latent and kind == "int8 by channel":
-            case = replace(case, types=(query_type, INT8))
-        if case.depths[1] > case.depths[0] and (case.rotate or case.latent):
-            case = replace(case, depths=(128, 64))
-        if case.depths[0] % 32 and (case.halves or case.rotate or case.latent):
-            case = replace(case, depths=(64, 32))
-        groups = case.groups[:1] * 2 if case.latent else case.groups
-        if any(depth % group for depth, group in zip(case.depths, groups, strict=True)):
-            groups = (32, 32)
-        yield replace(case, groups=groups)
-
-
 # Numbers of heads and of channels on both sides of what kernels of four bits take at a time.
 CHANNELS = [
     ((96, 64), (32, 32), None),
@@ -102,7 +57,7 @@ HALVES += [
 
 
 @pytest.mark.parametrize(
-    "case", [*cases(), *HALVES], ids=lambda case: str(case.seed) if case.seed else str(case)
+    "case", [*every_format(), *HALVES], ids=lambda case: str(case.seed) if case.seed else str(case)
 )
 def test_by_the_twin(isa, set_threads, case):
     set_threads(case.threads)

@@ -12,7 +12,7 @@ import reference_flash as ref
 import reference_kvcache as twin
 from environment import SANITIZED
 
-from attnmask import flash_attention_with_kvcache
+from attnmask import attention_statistics_with_kvcache, flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache
 from attnmask._cache.quantize import quantize_kv, rotated
 
@@ -437,6 +437,39 @@ def test_options(dtype, batched):
         )
         for one, other in zip(result, expected, strict=True):
             assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4, rotated", "latent, float32"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_statistics_of_a_step(kind, batched):
+    """They count the new tokens; what is not asked of the layer's own tokens is an error."""
+    cache, rng = cache_of(kind), np.random.default_rng(0)
+    ids, options = grown(cache, 30, 6), {"sliding_window": 20, "of": ("key_sum", "entropy"), "heads": "key"}
+    tokens = new_tokens(rng, cache, *([2, 3] if batched else [6]))
+    with cache.step(ids, [3, 3]) as step:
+        words = "step.statistics must follow step.attend of layer 1, which appends its keys"
+        with pytest.raises(RuntimeError, match=words):
+            step.statistics(1, tokens[0], **options)
+        fill(step)
+        found = [step.statistics(layer, tokens[0], **options) for layer in range(LAYERS)]
+        for name, words in (
+            ("rotate", "unexpected keyword argument 'rotate'"), ("window", "write sliding_window="),
+            ("return_lse", "unexpected keyword argument 'return_lse'"),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match=words):
+                step.statistics(0, tokens[0], of="entropy", **{name: True})
+    with pytest.raises(RuntimeError, match=r"step.statistics must be called inside the with block"):
+        step.statistics(0, tokens[0], of="entropy")
+    options |= {"cache_seqlens": cache.lengths(ids), "block_table": cache.block_table(ids)}
+    options |= {} if batched else {"cu_seqlens_q": [0, 3, 6]}
+    for layer, got in enumerate(found):
+        scale = None if cache.k_scales is None else cache.k_scales[layer]
+        right = attention_statistics_with_kvcache(
+            tokens[0], cache.k_pages[layer], k_scale=scale, rotate=cache.rotate, **options
+        )
+        assert got.key_sum.tobytes() == right.key_sum.tobytes()
+        assert got.entropy.tobytes() == right.entropy.tobytes()
+        np.testing.assert_allclose(got.key_sum.sum(axis=2).sum(), got.entropy.size, rtol=1e-4)
 
 
 def test_a_step_of_no_tokens_or_of_no_sequences():

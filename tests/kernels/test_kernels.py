@@ -12,7 +12,7 @@ from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_second import check_backward_tangents
 from kernel_checks_step import check_step, check_step_unpacked, check_steps
 from kernel_checks_tangents import check_tangent_step
-from kernel_checks_weights import check_find_weights, check_rank_keys
+from kernel_checks_weights import check_find_weights, check_rank_keys, check_sum_weights
 from kernel_table import CONSTANTS, SLOTS, TYPES, Kernel, table_of
 
 pytestmark = with_doors
@@ -37,6 +37,7 @@ CHECKS = {
     "am_flash_find_row_max": check_find_row_max,
     "am_flash_find_weights": check_find_weights,
     "am_flash_rank_keys": check_rank_keys,
+    "am_flash_sum_weights": check_sum_weights,
     "am_flash_step": check_step,
     "am_flash_step_unpacked": check_step_unpacked,
     "am_flash_steps": check_steps,
@@ -61,7 +62,7 @@ EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("A
 # Where bfloat16 is multiplied; builds for tests emulate bf16x2 at other levels.
 LEVELS_BY_BF16 = {"flash_bf16x2": ("avx512bf16", "neonbf16"), "flash_amx": ("amx",)}
 
-IN_FLOAT32 = (".tangent_step", ".backward_tangents", ".find_weights", ".rank_keys")
+IN_FLOAT32 = (".tangent_step", ".backward_tangents", ".find_weights", ".sum_weights", ".rank_keys")
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")

@@ -6,6 +6,7 @@
 #include "bind/python/attention.h"
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
+#include "bind/python/weights.h"
 #include "bind/testing/schedule.h"
 #include "core/runtime/sizes.h"
 #include "core/runtime/openmp.h"
@@ -498,61 +499,27 @@ AM_FUNCTION(flash_backward_vjp, backward_vjp(module, a), PROBLEM, AM_ARG(dout, a
             AM_PARAM("key_cotangent", am_to_array_or_none, key_tangent),
             AM_PARAM("value_cotangent", am_to_array_or_none, value_tangent))
 
-/* Makes an array for a result if it is among those that are wanted; *made stays NULL if it is not. */
-static int new_if_wanted(const arguments *a, const char *name, int ndim, npy_intp const *dims, int type,
-                         PyArrayObject **made, void *to)
+static bool weigh(PyObject *module, void *arg, const am_attn_weights *problem)
 {
-    am_owned PyObject *text = PyUnicode_FromString(name);
-    const int wanted = text ? PySequence_Contains(a->wanted, text) : -1;
-    if (wanted <= 0) return wanted;
-    *made = am_new_array_of(ndim, dims, type);
-    if (*made) *(void **)to = PyArray_DATA(*made);
-    return *made ? 0 : -1;
+    (void)arg;
+    return am_computed(module, am_attn_work(&problem->attn), am_attn_weigh, problem);
 }
 
 static PyObject *weights(PyObject *module, arguments *a)
 {
     am_request *r = &a->mask.request;
-    const am_attn *attn = &r->attn;
     const am_view chosen = am_view_of(a->queries);
-    if (!PyTuple_Check(a->wanted) || chosen.axes != 1 || PyArray_TYPE(a->queries) != NPY_INT64 ||
-        !PyArray_IS_C_CONTIGUOUS(a->queries))
-        return PyErr_Format(PyExc_TypeError, "wanted must be a tuple, and queries int64 in rising order");
-    if (a->top > 0 && attn->q.type != AM_FLOAT64 && attn->keys > INT32_MAX)
-        return PyErr_Format(PyExc_ValueError, "of: top_keys takes up to 2**31 - 1 keys, got %zd", attn->keys);
-    am_attn_weights problem = {.attn = *attn,
-                               .finds_lse = !a->lse,
-                               .queries = PyArray_DATA(a->queries),
-                               .count = chosen.shape[0],
-                               .by_key_head = a->by_key_head,
-                               .top = a->top};
-    const npy_intp rows[4] = {attn->batch, attn->heads, problem.count, attn->keys},
-                   sums[3] = {attn->batch, a->by_key_head ? attn->kv_heads : attn->heads, attn->keys},
-                   top[4] = {attn->batch, attn->heads, problem.count, a->top};
-    const int wide = attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32;
-    am_owned PyArrayObject *lse =
-        a->lse ? (PyArrayObject *)Py_NewRef(a->lse) : am_new_array_of(3, rows, wide);
-    if (!lse) return NULL;
-    const am_view stats = am_view_of(lse);
-    if (stats.axes != 3 || stats.type != (wide == NPY_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32) ||
-        memcmp(PyArray_DIMS(lse), rows, 3 * sizeof *rows) != 0)
-        return am_raise_refused(r, am_refuse(r, AM_WRONG_VALUE, &stats, "lse must be [B, H, n]")), NULL;
-    problem.lse = am_stats_of(&stats);
-    PyArrayObject *made[6] = {NULL};
-    PyObject *result = NULL;
-    if (new_if_wanted(a, "weights", 4, rows, wide, &made[0], &problem.weights) == 0 &&
-        new_if_wanted(a, "key_sum", 3, sums, wide, &made[1], &problem.key_sum) == 0 &&
-        new_if_wanted(a, "entropy", 3, rows, wide, &made[2], &problem.entropy) == 0 &&
-        new_if_wanted(a, "max_logit", 3, rows, wide, &made[3], &problem.max_logit) == 0 &&
-        new_if_wanted(a, "top_keys", 4, top, NPY_INT64, &made[4], &problem.top_keys) == 0 &&
-        new_if_wanted(a, "top_keys", 4, top, wide, &made[5], &problem.top_weights) == 0 &&
-        am_computed(module, am_attn_work(attn), am_attn_weigh, &problem)) {
-        result = PyTuple_New(6);
-        for (int i = 0; result && i < 6; i++)
-            PyTuple_SET_ITEM(result, i, Py_NewRef(made[i] ? (PyObject *)made[i] : Py_None));
-    }
-    for (int i = 0; i < 6; i++) Py_XDECREF(made[i]);
-    return result;
+    if (chosen.axes != 1 || PyArray_TYPE(a->queries) != NPY_INT64 || !PyArray_IS_C_CONTIGUOUS(a->queries))
+        return PyErr_Format(PyExc_TypeError, "queries must be int64 in rising order");
+    const am_asked asked = {.lse = a->lse,
+                            .queries = PyArray_DATA(a->queries),
+                            .count = chosen.shape[0],
+                            .top = a->top,
+                            .wanted = a->wanted,
+                            .by_key_head = a->by_key_head,
+                            .sequences = r->attn.batch,
+                            .keys = r->attn.keys};
+    return am_weights_of(module, r, &asked, weigh, NULL);
 }
 AM_FUNCTION(flash_weights, weights(module, a), PROBLEM, AM_ARG(lse, am_to_array_or_none),
             AM_ARG(queries, am_to_array), AM_ARG(wanted, am_to_object), AM_ARG(top, am_to_length),

@@ -6,6 +6,7 @@
 #include "bind/python/attention.h"
 #include "bind/python/logit_terms.h"
 #include "bind/python/masks.h"
+#include "bind/python/weights.h"
 #include "bind/request_cache.h"
 #include "core/arrays/convert.h"
 
@@ -48,6 +49,7 @@ typedef struct {
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
     double scale;
     bool with_lse;
+    bool looks; /* at weights */
 } arguments;
 
 /* [tokens, heads, channels] of the queries. */
@@ -145,8 +147,12 @@ static int read_options(arguments *a)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* True if packed queries are computed sequence by sequence: a mask counts the keys of each from 0. */
-static bool is_one_by_one(const arguments *a) { return is_packed(a) && a->given[ATTENTION_MASK] != Py_None; }
+/* True if packed queries are computed sequence by sequence: a mask, or key sums, count the keys of each
+ * from 0. */
+static bool is_one_by_one(const arguments *a)
+{
+    return is_packed(a) && (a->looks || a->given[ATTENTION_MASK] != Py_None);
+}
 
 static int read_mask(arguments *a)
 {
@@ -160,7 +166,8 @@ static int read_mask(arguments *a)
             am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, mask->batch, mask->heads, mask->queries, mask->keys);
         if (!nodes) return -1;
     }
-    const int count = is_one_by_one(a) ? 0 : am_cached_terms(&a->cached, nodes, terms);
+    int count = is_one_by_one(a) ? 0 : am_cached_terms(&a->cached, nodes, terms);
+    if (count == 0 && !nodes) terms[count++] = (am_node){.kind = AM_TERM_ALL};
     return am_read_nodes_and(&a->mask, nodes, terms, count);
 }
 
@@ -271,7 +278,7 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
         if (!lse) return NULL;
     }
     am_request *r = &a->mask.request;
-    r->attn.out = am_tokens_of_array(out), r->attn.scale = a->scale;
+    r->attn.out = am_tokens_of_array(out);
     const am_view v = am_view_of(lse);
     r->attn.lse = am_stats_of(&v);
     const npy_intp work = is_one_by_one(a) ? NPY_MAX_INTP : am_attn_work(&r->attn);
@@ -334,10 +341,10 @@ static void release(arguments *a)
 
 #define ARRAY(text, to, i) AM_PARAM(text, to, arrays[i])
 
-/* Computes, or checks only what check_all does. */
-static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
+/* Takes the arguments, checks them, and reads the mask and the terms; if `only_check`, it does only what
+ * check_all does. */
+static int prepare(arguments *a, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
-    am_scoped(release) arguments a = {0};
     am_param params[ARGUMENTS] = {
         [QUERY] = ARRAY("query", am_to_readable, QUERY),
         [K_CACHE] = ARRAY("k_cache", am_to_readable, K_CACHE),
@@ -357,15 +364,25 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         [RETURN_LSE] = {.name = "return_lse", .convert = to_given},
         [OUT] = AM_ARG(out, am_to_out),
     };
-    if (take(&a, params, args, nargs) < 0 || check_all(&a, only_check) < 0) return NULL;
+    am_request *r = &a->mask.request;
+    if (take(a, params, args, nargs) < 0 || check_all(a, only_check) < 0) return -1;
+    if (only_check) return 0;
+    if (am_raise_refused(r, am_cached_limit(r, &a->cached)) < 0 || read_mask(a) < 0) return -1;
+    am_cached_describe(r, &a->cached);
+    r->attn.scale = a->scale;
+    return a->terms ? am_to_terms(r, a->terms, a->term_arrays) : 0;
+}
+
+/* Computes, or checks only what check_all does. */
+static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
+{
+    am_scoped(release) arguments a = {0};
+    if (prepare(&a, args, nargs, only_check) < 0) return NULL;
     if (only_check) Py_RETURN_NONE;
     am_request *r = &a.mask.request;
     npy_intp shape[4];
     memcpy(shape, a.cached.query.shape, sizeof shape);
     shape[is_packed(&a) ? 2 : 3] = am_cached_channels(&a.cached.caches[1]);
-    if (am_raise_refused(r, am_cached_limit(r, &a.cached)) < 0 || read_mask(&a) < 0) return NULL;
-    am_cached_describe(r, &a.cached);
-    if (a.terms && am_to_terms(r, a.terms, a.term_arrays) < 0) return NULL;
     if (check_result(&a, shape) < 0) return NULL;
     if (a.arrays[KEY] &&
         (check_written(&a) < 0 || am_raise_refused(r, am_cached_check_pages(r, &a.cached)) < 0))
@@ -375,6 +392,40 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 
 AM_VARIANT(flash_kvcache, call, false)
 AM_VARIANT(check_kvcache, call, true)
+
+static bool weigh(PyObject *module, void *arg, const am_attn_weights *problem)
+{
+    arguments *a = arg;
+    return am_computed(module, NPY_MAX_INTP, am_cached_weigh, &a->mask.request, &a->cached, problem,
+                       is_one_by_one(a));
+}
+
+/* Looks at the weights of all queries: arguments as of flash_kvcache, then lse, the names of results, the
+ * number of top keys, and whether sums are by key head. Packed sequences are one batch row, but in sums. */
+static PyObject *kvcache_weights(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { ASKED = 4 };
+    am_scoped(release) arguments a = {0};
+    if (nargs != 2 * ASKED) return PyErr_Format(PyExc_TypeError, "expected eight arguments");
+    a.looks = true;
+    if (prepare(&a, args, ASKED, false) < 0) return NULL;
+    am_request *r = &a.mask.request;
+    am_asked asked = {.lse = args[4] == Py_None ? NULL : (PyArrayObject *)args[4],
+                      .count = r->attn.queries,
+                      .wanted = args[5],
+                      .top = PyLong_AsSsize_t(args[6]),
+                      .by_key_head = PyObject_IsTrue(args[7]),
+                      .sequences = a.cached.sequences,
+                      .keys = a.cached.layout.longest};
+    if (PyErr_Occurred()) return NULL;
+    if (asked.lse && !PyArray_Check((PyObject *)asked.lse))
+        return PyErr_Format(PyExc_TypeError, "lse must be an array or None");
+    int64_t *all = am_keep(r, asked.count, sizeof *all);
+    if (!all) return am_raise_refused(r, false), NULL;
+    for (npy_intp i = 0; i < asked.count; i++) all[i] = i;
+    asked.queries = all;
+    return am_weights_of(module, r, &asked, weigh, &a);
+}
 
 /* Writes, or checks only what does not depend on memory. */
 static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool only_check)
@@ -411,6 +462,7 @@ PyMethodDef am_kvcache_methods[] = {
     AM_METHOD(flash_kvcache, "names, defaults, args, given"),
     AM_METHOD(check_kvcache, "names, defaults, args, given",
               "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."),
+    AM_METHOD(kvcache_weights, "names, defaults, args, given, lse, wanted, top, by_key_head"),
     AM_METHOD(write_kvcache, "k_cache, v_cache, key, value, k_scale, v_scale, slot_mapping"),
     AM_ENTRY(check_write_kvcache), /* but for the memory that is written to */
     {.ml_name = NULL},

@@ -93,8 +93,8 @@ am_status am_attn_prepared_jvp(const am_context *context, const am_attn_tangents
 am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                     const am_attn_tangents *along);
 
-/* What the weights of some queries tell: each result is C-contiguous and of the arithmetic type unless it
- * says another; NULL: not wanted. */
+/* What the weights of some queries tell: each result is of the arithmetic type unless it says another, and
+ * its numbers lie side by side but for what `rows` and `sums` say; NULL: not wanted. */
 typedef struct {
     am_attn attn;           /* its values are not read, and its out is not written; terms drop nothing */
     am_array lse;           /* of the chosen queries */
@@ -102,14 +102,28 @@ typedef struct {
     const int64_t *queries; /* the chosen ones, in rising order */
     ptrdiff_t count;
     bool by_key_head;
-    void *weights;             /* [batch][heads][count][keys] */
-    void *key_sum;             /* [batch][heads, or kv_heads if by_key_head][keys] */
-    void *entropy, *max_logit; /* [batch][heads][count] */
-    int64_t *top_keys;         /* [batch][heads][count][top]: the keys of the greatest weights, from the
+    ptrdiff_t rows, sums;      /* results from head to head: of queries, at least `count`; of keys */
+    void *weights;             /* [batch][heads][rows][keys] */
+    void *key_sum;             /* [batch][heads, or kv_heads if by_key_head][sums] */
+    void *entropy, *max_logit; /* [batch][heads][rows] */
+    int64_t *top_keys;         /* [batch][heads][rows][top]: the keys of the greatest weights, from the
                                 * greatest on, of equal ones the lower first; -1 behind them */
     void *top_weights;
     ptrdiff_t top;
 } am_attn_weights;
+
+/* The index of the results of the i-th chosen query of a head. */
+static inline ptrdiff_t am_weights_row(const am_attn_weights *w, ptrdiff_t b, ptrdiff_t head, ptrdiff_t i)
+{
+    return (b * w->attn.heads + head) * w->rows + i;
+}
+
+/* The index of the sums of a query head. */
+static inline ptrdiff_t am_weights_sums(const am_attn_weights *w, ptrdiff_t b, ptrdiff_t head)
+{
+    const ptrdiff_t shared = w->by_key_head ? w->attn.heads / w->attn.kv_heads : 1;
+    return (b * (w->attn.heads / shared) + head / shared) * w->sums;
+}
 
 am_status am_attn_weigh(const am_context *context, const am_attn_weights *problem);
 

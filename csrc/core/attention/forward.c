@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/attention/epilogue.h"
+#include "core/attention/forward.h"
 #include "core/attention/tiles/tiles.h"
 #include "core/attention/terms/lines.h"
 #include "core/cache/formats.h"
@@ -20,7 +21,8 @@ typedef struct {
     am_sections sections;
     am_schedule schedule;
     am_kv kv;
-    am_wave wave;       /* whose tasks run */
+    am_wave wave; /* whose tasks run */
+    const am_weights_taker *taker;
     am_sink_sum *sinks; /* one for each head; NULL without sinks */
     char *partials;     /* accumulators of splits that are items of their own */
     am_workspaces workspaces;
@@ -312,6 +314,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
         bool planned = false;
         for (item *first = items; first < items + count; first += per_step) {
             const am_flash_rows *rows[AM_MOST_ITEMS];
+            const am_attn_place *places[AM_MOST_ITEMS];
             am_flash_tile some[AM_MOST_ITEMS];
             ptrdiff_t live = 0;
             am_logit_terms terms;
@@ -325,7 +328,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 am_kv_tile(kv, &it->at, terms.all_keys, tile);
                 if (am_is_transposed(tile->layout) && !it->is_packed) pack_queries(f, here->section, it);
                 tile->terms = terms, tile->prefetch = &plan;
-                rows[live] = here->split > 0 ? &it->split : &it->rows;
+                rows[live] = here->split > 0 ? &it->split : &it->rows, places[live] = &it->at;
                 if (live++ > 0) continue;
                 if (!planned) plan_prefetch(f, here, next, after, count, kv, &plan);
                 planned = true;
@@ -337,6 +340,8 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                     ->step_unpacked(rows, some, live);
             else
                 base->arithmetic->step(rows[0], some);
+            for (ptrdiff_t n = 0; f->taker && n < live; n++)
+                f->taker->take(f->taker->arg, places[n], keys, rows[n], some[n].terms.live);
             const am_status status = am_checkpoint(team);
             if (status != AM_OK) return status;
         }
@@ -397,8 +402,11 @@ static am_status run_items(const forward *f, const workspace *w, am_task_items t
     for (; here.split < end; here.split++) {
         position then = here;
         then.split++;
-        for (item *it = items; it < items + task.count; it++)
-            am_clear_rows(&f->base, here.split > 0 ? &it->split : &it->rows);
+        for (item *it = items; it < items + task.count; it++) {
+            const am_flash_rows *rows = here.split > 0 ? &it->split : &it->rows;
+            am_clear_rows(&f->base, rows);
+            if (f->taker) f->taker->begin(f->taker->arg, &it->at, rows);
+        }
         const position *after = then.split < end ? &then : next;
         am_status status = am_takes_steps(&f->schedule, g)
                                ? advance_in_steps(f, items, &here, after, kv, team)
@@ -512,23 +520,14 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
            most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
 }
 
-am_status am_attn_forward(const am_context *context, const am_attn *attn)
+am_status am_attn_forward_sections(const am_context *context, const am_attn_base *base,
+                                   const am_sections *sections, const am_weights_taker *taker)
 {
-    /* Tiles have room for the scales of both sides, or of none. */
-    assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.array.data != NULL));
-    assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.array.data != NULL));
-    if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
-    if (attn->value_dim == 0 && !attn->lse.data) return AM_OK;
-    if (am_is_too_deep(attn)) return AM_NO_MEMORY;
-    am_status status = am_mask_prepare(context, attn->mask);
-    if (status != AM_OK) return status;
-    if (context->kernels->plain) return am_plain_forward(context, attn);
-    forward f = {.base = am_attn_base_of(context, attn)};
-    status = am_sections_make(&f.sections, attn->mask, true);
+    forward f = {.base = *base, .sections = *sections, .taker = taker};
     am_context own = *context;
-    if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(attn, &f.sections));
+    own.threads = am_threads_for(context, am_time_alone(base->attn, sections));
     context = &own;
-    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
+    am_status status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
     if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
     f.kv = am_kv_of(&f.base, &f.sections, &f.schedule);
     if (status == AM_OK)
@@ -544,6 +543,24 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     am_workspaces_free(&f.workspaces);
     free(f.sinks);
     am_schedule_free(&f.schedule);
-    am_sections_free(&f.sections);
+    return status;
+}
+
+am_status am_attn_forward(const am_context *context, const am_attn *attn)
+{
+    /* Tiles have room for the scales of both sides, or of none. */
+    assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.array.data != NULL));
+    assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.array.data != NULL));
+    if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
+    if (attn->value_dim == 0 && !attn->lse.data) return AM_OK;
+    if (am_is_too_deep(attn)) return AM_NO_MEMORY;
+    am_status status = am_mask_prepare(context, attn->mask);
+    if (status != AM_OK) return status;
+    if (context->kernels->plain) return am_plain_forward(context, attn);
+    const am_attn_base base = am_attn_base_of(context, attn);
+    am_sections sections = {0};
+    status = am_sections_make(&sections, attn->mask, true);
+    if (status == AM_OK) status = am_attn_forward_sections(context, &base, &sections, NULL);
+    am_sections_free(&sections);
     return status;
 }

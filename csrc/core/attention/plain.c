@@ -435,9 +435,8 @@ static void weights_row(const plain *p, const row *r, ptrdiff_t chosen)
     const am_attn *f = p->f;
     const am_attn_weights *w = p->w;
     const am_dtype type = w->lse.type;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(type),
-                    result = (r->b * f->heads + r->head) * w->count + chosen,
-                    sums = w->by_key_head ? r->b * f->kv_heads + r->kv_head : r->b * f->heads + r->head;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type), result = am_weights_row(w, r->b, r->head, chosen),
+                    sums = am_weights_sums(w, r->b, r->head);
     char *of_row = am_token(&w->lse, r->b, r->head, chosen);
     if (w->finds_lse) write_number(p, type, of_row, lse_of(r));
     const double lse = w->finds_lse ? lse_of(r) : read_number(type, of_row);
@@ -453,7 +452,7 @@ static void weights_row(const plain *p, const row *r, ptrdiff_t chosen)
         if (weight > 0) entropy += weight * (lse - r->logits[k]);
         if (w->weights) write_number(p, type, (char *)w->weights + (result * f->keys + k) * size, weight);
         if (w->key_sum) {
-            char *sum = (char *)w->key_sum + (sums * f->keys + k) * size;
+            char *sum = (char *)w->key_sum + (sums + k) * size;
             write_number(p, type, sum, read_number(type, sum) + weight);
         }
         if (w->top_keys) rank_key(p, result, k, weight);

@@ -5,12 +5,16 @@
  * What belongs to a query is found by tasks of a few blocks of one head, which go over the tiles that these
  * see. Sums over queries, of each key, are found by tasks of a few tiles of one key head, which go over the
  * blocks that see them, in their order: so they are the same for any number of threads. What is 16 bits wide
- * is computed in float32. */
+ * or quantized is computed in float32.
+ *
+ * In sections of few queries these sums, and the logsumexp, come of attention forward itself, without values:
+ * it reads the keys where they lie. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/attention/epilogue.h"
-#include "core/attention/plan/schedule.h"
+#include "core/attention/forward.h"
+#include "core/attention/tiles/tiles.h"
 #include "core/runtime/float_mode.h"
 
 enum {
@@ -28,7 +32,11 @@ typedef struct {
 typedef struct {
     am_attn_base base;
     const am_attn_weights *problem;
-    am_sections sections;
+    am_sections sections, few; /* few: those of so few queries that keys are read where they lie */
+    bool *is_few;              /* whether a section is one of these */
+    am_schedule unplanned;     /* as tiles ask for them, where each is packed for itself */
+    am_scheduled packing;
+    am_kv kv;
     part *parts;
     am_range *of_sections; /* the parts of each section */
     ptrdiff_t count;       /* of parts */
@@ -49,9 +57,10 @@ typedef struct {
 /* The memory of a thread. */
 typedef struct {
     char *q, *k, *base, *highest, *entropy, *share; /* of SOME blocks or tiles */
-    char *sums, *p, *row;
+    char *sums, *p;
     char *top_weights, *top_keys; /* as rank_keys has them, for each row */
     am_logit_scratch terms;
+    am_kv_workspace kv;
 } workspace;
 
 /* A part on its way over tiles. */
@@ -81,8 +90,9 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     w->p = am_take(memory, &used, TILE * rows);
     w->top_weights = am_take(memory, &used, SOME * TILE * j->top_bytes);
     w->top_keys = am_take(memory, &used, SOME * TILE * j->top_bytes);
-    w->row = w->terms.row =
-        am_take(memory, &used, am_row_scratch(TILE, am_max(j->base.attn->head_dim, TILE)));
+    am_kv_workspace_take(&j->kv, memory, &used, &w->kv);
+    w->kv.section = &j->packing;
+    w->terms.row = w->kv.row;
     w->terms.bias = am_take(memory, &used, am_adds_to_products(&j->base.terms) ? TILE * rows : 0);
     w->terms.live = (uint64_t *)am_take(memory, &used, words);
     w->terms.kept = (uint64_t *)am_take(memory, &used, words);
@@ -126,6 +136,7 @@ static void load_queries(const weighing *j, const walk *x, char *to, char *scrat
 {
     const am_attn_base *base = &j->base;
     const am_attn *f = base->attn;
+    char *const first = to;
     for (ptrdiff_t h = 0; h < x->at.heads; h++) {
         const am_array rows =
             am_rows_from(&f->q, am_token(&f->q, x->at.b, x->at.head + h, x->at.q), x->at.queries);
@@ -134,6 +145,8 @@ static void load_queries(const weighing *j, const walk *x, char *to, char *scrat
             base->arithmetic->numbers[base->type].write(to, (const char *)read.data + r * read.stride,
                                                         f->scale * AM_LOG2_E / base->unit, f->head_dim);
     }
+    if (f->k_scales.by_channel)
+        am_scale_channels(&f->k_scales, x->at.kv_head, (float *)first, x->at.rows, f->head_dim, j->q_stride);
 }
 
 /* Begins a part for some heads: its queries, and the logsumexp of its rows unless that is to be found. */
@@ -165,22 +178,9 @@ static void begin_part(const weighing *j, const part *from, ptrdiff_t head, ptrd
                                  .factor = 1,
                                  .cap = am_cap_of(&base->terms),
                                  .unit = base->unit};
-    load_queries(j, x, q, w->row);
+    load_queries(j, x, q, w->kv.row);
     begin_rows(j, x);
     am_begin_logits(base, &x->at, &x->terms);
-}
-
-static void pack_tile(const weighing *j, const am_attn_place *at, am_range keys, char *to, const workspace *w)
-{
-    const am_array rows = am_rows_of_keys(&j->base.attn->k, at, keys);
-    const am_rows read = am_read_wide(&j->base, &rows, w->row);
-    am_kv_own(&j->base)->pack_keys(to, &read, am_length(keys), j->base.attn->head_dim, 1, NULL);
-}
-
-/* The index of a chosen query of a head among all results of queries. */
-static ptrdiff_t result_of(const weighing *j, const am_attn_place *at, ptrdiff_t h, ptrdiff_t chosen)
-{
-    return (at->b * j->base.attn->heads + at->head + h) * j->problem->count + chosen;
 }
 
 /* Takes what a tile tells of a row. */
@@ -245,7 +245,7 @@ static void take_rows(const weighing *j, const walk *x, const am_backward_tile *
     for (ptrdiff_t h = 0; h < x->at.heads; h++) {
         for (ptrdiff_t c = x->chosen.begin; c < x->chosen.end; c++) {
             const ptrdiff_t r = row_of(j, x, h, c), head = x->at.head + h,
-                            result = result_of(j, &x->at, h, c);
+                            result = am_weights_row(j->problem, x->at.b, head, c);
             if (tile)
                 take_row(j, x, tile, keys, r, result);
             else if (j->finds_lse)
@@ -280,7 +280,7 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
             if (t < x->tiles.begin || t >= x->tiles.end ||
                 !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
                 continue;
-            if (!packed) pack_tile(j, &x->at, keys, w->k, w);
+            if (!packed) am_kv_pack_keys(&w->kv, &x->at, t, w->k);
             packed = true;
             if (j->finds_lse) {
                 j->base.arithmetic->find_row_max(&x->rows, &tile);
@@ -310,13 +310,14 @@ static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, a
         char *k = w->k + i * TILE * j->base.attn->head_dim * j->base.size;
         am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
         if (!am_find_logit_terms(&j->base, &x.at, keys, &x.terms, &tile.terms)) continue;
-        if (!packed[i]) pack_tile(j, &x.at, keys, k, w);
+        if (!packed[i]) am_kv_pack_keys(&w->kv, &x.at, t, k);
         packed[i] = true;
         x.weighed.highest = x.weighed.entropy = NULL;
-        x.weighed.sums = sums + i * TILE * j->base.size;
-        x.weighed.rows_of_sum = j->problem->by_key_head ? TILE : x.at.queries;
-        x.weighed.sum_stride = SOME * TILE;
         j->base.arithmetic->find_weights(&x.rows, &tile, &x.weighed);
+        const ptrdiff_t each = j->problem->by_key_head ? x.at.rows : x.at.queries;
+        for (ptrdiff_t r = 0; r < x.at.rows; r += each)
+            j->base.arithmetic->sum_weights(x.rows.p, NULL, x.weighed.rows, r, r + each,
+                                            sums + (r / each * SOME + i) * TILE * j->base.size);
         status = am_checkpoint(team);
     }
     return status;
@@ -344,12 +345,97 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t h = 0; h < sums; h++) {
         for (ptrdiff_t i = 0; i < am_length(tiles); i++) {
             const am_range keys = am_range_at(&j->sections.tiles, tiles.begin + i);
-            const ptrdiff_t to = (section->b * f->kv_heads + kv_head) * sums + h;
-            memcpy((char *)j->problem->key_sum + (to * f->keys + keys.begin) * size,
+            const ptrdiff_t to = am_weights_sums(j->problem, section->b, kv_head * shared + h);
+            memcpy((char *)j->problem->key_sum + (to + keys.begin) * size,
                    w->sums + h * row + i * TILE * size, (size_t)(am_length(keys) * size));
         }
     }
     return status;
+}
+
+/* --- Sections of few queries --- */
+
+/* The chosen queries from `begin` to `end` - 1. */
+static am_range chosen_between(const weighing *j, ptrdiff_t begin, ptrdiff_t end)
+{
+    const int64_t *chosen = j->problem->queries;
+    ptrdiff_t low = 0, high = j->problem->count; /* the first that is not before them */
+    while (low < high) {
+        const ptrdiff_t middle = low + (high - low) / 2;
+        if (chosen[middle] < begin)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    for (high = low; high < j->problem->count && chosen[high] < end;) high++;
+    return (am_range){low, high};
+}
+
+/* Weights are relative to the logsumexp; those of queries that are not chosen are 0. */
+static void begin_few(void *arg, const am_attn_place *at, const am_flash_rows *rows)
+{
+    const weighing *j = arg;
+    const am_range chosen = chosen_between(j, at->q, at->q + at->queries);
+    for (ptrdiff_t r = 0; r < rows->rows; r++) am_set_number(&j->base, rows->running_max, r, INFINITY);
+    for (ptrdiff_t h = 0; h < at->heads; h++) {
+        for (ptrdiff_t c = chosen.begin; c < chosen.end; c++) {
+            const ptrdiff_t r = h * at->queries + j->problem->queries[c] - at->q;
+            const double lse = am_number(&j->base, am_token(&j->problem->lse, at->b, at->head + h, c), 0);
+            if (lse > -INFINITY || isnan(lse))
+                am_set_number(&j->base, rows->running_max, r, lse * AM_LOG2_E / j->base.unit);
+        }
+    }
+}
+
+static void take_few(void *arg, const am_attn_place *at, am_range keys, const am_flash_rows *rows,
+                     const uint64_t *live)
+{
+    const weighing *j = arg;
+    const ptrdiff_t size = j->base.size, each = j->problem->by_key_head ? at->rows : at->queries;
+    _Alignas(AM_LINE) double sums[TILE];
+    for (ptrdiff_t r = 0; r < at->rows; r += each) {
+        memset(sums, 0, (size_t)(TILE * size));
+        j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, sums);
+        const ptrdiff_t to = am_weights_sums(j->problem, at->b, at->head + r / at->queries);
+        memcpy((char *)j->problem->key_sum + (to + keys.begin) * size, sums,
+               (size_t)(am_length(keys) * size));
+    }
+}
+
+/* Finds the logsumexp of all their queries, and keeps that of the chosen ones. */
+static am_status find_few_lse(const am_context *context, const weighing *j)
+{
+    am_attn attn = *j->base.attn;
+    am_attn_base base = j->base;
+    const ptrdiff_t row = attn.queries * base.size, bytes = am_product(attn.batch, attn.heads, row);
+    char *all = malloc((size_t)bytes);
+    if (!all) return AM_NO_MEMORY;
+    base.attn = &attn;
+    attn.lse = (am_array){.data = all,
+                          .type = base.type,
+                          .stride = {.batch = attn.heads * row, .head = row, .token = base.size}};
+    const am_status status = am_attn_forward_sections(context, &base, &j->few, NULL);
+    for (const am_section *s = j->few.list; status == AM_OK && s < j->few.list + j->few.count; s++) {
+        const am_range chosen = chosen_between(j, s->queries.begin, s->queries.end);
+        for (ptrdiff_t h = 0; h < attn.heads; h++) {
+            for (ptrdiff_t c = chosen.begin; c < chosen.end; c++)
+                memcpy(am_token(&j->problem->lse, s->b, h, c),
+                       am_token(&attn.lse, s->b, h, j->problem->queries[c]), (size_t)base.size);
+        }
+    }
+    free(all);
+    return status;
+}
+
+/* --- Tasks --- */
+
+static void list_few(weighing *j)
+{
+    for (ptrdiff_t g = 0; g < j->sections.count; g++) {
+        const am_section *section = &j->sections.list[g];
+        j->is_few[g] = am_reads_unpacked(&j->base, &j->sections, section);
+        if (j->is_few[g]) j->few.list[j->few.count++] = *section;
+    }
 }
 
 /* Lists the blocks that have a chosen query. */
@@ -362,18 +448,8 @@ static void list_parts(weighing *j)
         j->of_sections[g].begin = j->count;
         for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
             const am_range queries = am_range_at(&j->sections.blocks, block);
-            part found = {.section = section, .block = block};
-            ptrdiff_t low = 0, high = j->problem->count; /* the first that is not before the block */
-            while (low < high) {
-                const ptrdiff_t middle = low + (high - low) / 2;
-                if (chosen[middle] < queries.begin)
-                    low = middle + 1;
-                else
-                    high = middle;
-            }
-            found.chosen = (am_range){low, low};
-            while (found.chosen.end < j->problem->count && chosen[found.chosen.end] < queries.end)
-                found.chosen.end++;
+            const part found = {
+                .section = section, .block = block, .chosen = chosen_between(j, queries.begin, queries.end)};
             if (am_length(found.chosen) == 0) continue;
             j->parts[j->count++] = found;
             most = am_max(most, chosen[found.chosen.end - 1] + 1 - chosen[found.chosen.begin]);
@@ -383,11 +459,12 @@ static void list_parts(weighing *j)
     j->heads = most * j->base.heads_per_kv <= AM_FLASH_ROWS ? j->base.heads_per_kv : 1;
 }
 
-/* Divides the parts or the tiles of each section into tasks. */
-static void list_tasks(weighing *j, bool of_keys)
+/* Divides the parts or the tiles of each section into tasks, or of each that has many queries. */
+static void list_tasks(weighing *j, bool of_keys, bool of_many)
 {
     j->task_count = 0;
     for (ptrdiff_t g = 0; g < j->sections.count; g++) {
+        if (of_many && j->is_few[g]) continue;
         const am_section *section = &j->sections.list[g];
         const am_range all = of_keys ? section->tiles : j->of_sections[g];
         for (ptrdiff_t begin = all.begin; begin < all.end; begin += SOME) {
@@ -395,6 +472,32 @@ static void list_tasks(weighing *j, bool of_keys)
             j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + SOME, all.end)};
         }
     }
+}
+
+/* Runs the tasks of the queries, or of the keys; `of_many`: as of list_tasks. */
+static am_status run_tasks(const am_context *context, weighing *j, bool of_keys, bool of_many)
+{
+    const am_attn *f = j->base.attn;
+    list_tasks(j, of_keys, of_many);
+    return am_parallel(context, j->task_count * (of_keys ? f->kv_heads : f->heads / j->heads), 1,
+                       of_keys ? keys_task : queries_task, j);
+}
+
+static am_status find_lse(const am_context *context, weighing *j)
+{
+    am_status status = j->few.count > 0 ? find_few_lse(context, j) : AM_OK;
+    j->finds_lse = true;
+    if (status == AM_OK) status = run_tasks(context, j, false, true);
+    j->finds_lse = false;
+    return status;
+}
+
+static am_status sum_keys(const am_context *context, weighing *j)
+{
+    const am_weights_taker taker = {.arg = j, .begin = begin_few, .take = take_few};
+    am_status status =
+        j->few.count > 0 ? am_attn_forward_sections(context, &j->base, &j->few, &taker) : AM_OK;
+    return status == AM_OK ? run_tasks(context, j, true, true) : status;
 }
 
 static am_status compute(const am_context *context, weighing *j)
@@ -406,26 +509,27 @@ static am_status compute(const am_context *context, weighing *j)
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
     const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
                     tasks = am_max(blocks, j->sections.tiles.count + sections);
+    j->few = j->sections, j->few.count = 0;
+    j->few.list = malloc((size_t)am_product(sections, sizeof *j->few.list, 1));
+    j->is_few = malloc((size_t)sections * sizeof *j->is_few);
     j->parts = malloc((size_t)am_product(blocks, sizeof *j->parts, 1));
     j->of_sections = malloc((size_t)am_product(sections, sizeof *j->of_sections, 1));
     j->tasks = malloc((size_t)am_product(tasks, sizeof *j->tasks, 1));
-    if (status == AM_OK && !(j->parts && j->of_sections && j->tasks)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(j->few.list && j->is_few && j->parts && j->of_sections && j->tasks))
+        status = AM_NO_MEMORY;
+    j->kv = am_kv_of(&j->base, &j->sections, &j->unplanned);
     if (status == AM_OK)
         status = am_workspaces_make(&j->workspaces, own.threads, lay_out, j, sizeof(workspace));
     if (status == AM_OK) status = am_sum_sinks(&own, &j->base, &j->sinks);
-    if (status == AM_OK) list_parts(j), list_tasks(j, false);
-    const ptrdiff_t row_tasks = j->task_count * (f->heads / j->heads);
-    j->finds_lse = problem->finds_lse;
-    if (status == AM_OK && j->finds_lse) status = am_parallel(&own, row_tasks, 1, queries_task, j);
-    j->finds_lse = false;
+    if (status == AM_OK) list_few(j), list_parts(j);
+    if (status == AM_OK && problem->finds_lse) status = find_lse(&own, j);
     if (status == AM_OK && (problem->weights || problem->entropy || problem->max_logit || problem->top_keys))
-        status = am_parallel(&own, row_tasks, 1, queries_task, j);
-    if (status == AM_OK && problem->key_sum) {
-        list_tasks(j, true);
-        status = am_parallel(&own, j->task_count * f->kv_heads, 1, keys_task, j);
-    }
+        status = run_tasks(&own, j, false, false);
+    if (status == AM_OK && problem->key_sum) status = sum_keys(&own, j);
     am_workspaces_free(&j->workspaces);
     am_sections_free(&j->sections);
+    free(j->few.list);
+    free(j->is_few);
     free(j->parts);
     free(j->of_sections);
     free(j->tasks);
@@ -437,10 +541,10 @@ static am_status compute(const am_context *context, weighing *j)
 static void clear(const am_attn_weights *problem, ptrdiff_t size)
 {
     const am_attn *f = &problem->attn;
-    const ptrdiff_t rows = f->batch * f->heads * problem->count,
-                    heads = problem->by_key_head ? f->kv_heads : f->heads;
-    if (problem->weights) memset(problem->weights, 0, (size_t)(rows * f->keys * size));
-    if (problem->key_sum) memset(problem->key_sum, 0, (size_t)(f->batch * heads * f->keys * size));
+    const ptrdiff_t heads = f->batch * f->heads,
+                    sums = f->batch * (problem->by_key_head ? f->kv_heads : f->heads);
+    if (problem->weights) memset(problem->weights, 0, (size_t)(heads * problem->rows * f->keys * size));
+    if (problem->key_sum) memset(problem->key_sum, 0, (size_t)(sums * problem->sums * size));
 }
 
 am_status am_attn_weigh(const am_context *context, const am_attn_weights *problem)
@@ -452,9 +556,12 @@ am_status am_attn_weigh(const am_context *context, const am_attn_weights *proble
     am_status status = am_mask_prepare(context, f->mask);
     if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_weigh(context, problem);
-    const am_attn_base base = am_attn_base_wide(context, f);
+    am_attn attn = *f; /* with a result of no channels */
+    attn.out = attn.q, attn.out.shape.channel = 0;
+    const am_attn_base base = am_attn_base_wide(context, &attn);
     weighing j = {.base = base,
                   .problem = problem,
+                  .packing = {.shape.strategy = AM_PRIVATE_PACKING},
                   .heads = 1,
                   .ranks = am_min(problem->top, f->keys),
                   .q_stride = am_ceil_div(f->head_dim, base.arithmetic->panel) * base.arithmetic->panel};

@@ -98,6 +98,16 @@ static inline prefetch_lines lines_of_next_keys(const am_flash_tile *tile, prefe
                             EARLY_KEYS);
 }
 
+/* Whether some heads have values. Without them, P is left in the logits of each. */
+static inline bool has_values(const am_flash_rows *const *blocks) { return blocks[0]->out_dim > 0; }
+
+/* What is prefetched while keys are multiplied: what is read next. */
+static inline prefetch_lines lines_behind_keys(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
+                                               ptrdiff_t heads, prefetch_runs *runs)
+{
+    return has_values(blocks) ? lines_of_values(tiles, heads, runs) : lines_of_next_keys(tiles, runs);
+}
+
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {

@@ -50,6 +50,7 @@ const am_kernels TABLE(flash_f32) = {
             .tangent_step = tangent_step_f32,
             .backward_tangents = backward_tangents_f32,
             .find_weights = find_weights_f32,
+            .sum_weights = sum_weights_f32,
             .rank_keys = rank_keys_f32,
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,

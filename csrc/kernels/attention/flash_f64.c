@@ -43,6 +43,7 @@ const am_kernels TABLE(flash_f64) = {
             .tangent_step = tangent_step_f64,
             .backward_tangents = backward_tangents_f64,
             .find_weights = find_weights_f64,
+            .sum_weights = sum_weights_f64,
             .rank_keys = rank_keys_f64,
             .load_rows = load_rows_f64,
             .add_rows = add_rows_f64,

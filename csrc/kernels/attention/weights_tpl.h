@@ -1,7 +1,7 @@
 /* weights_tpl.h – the weights of a block of rows over a tile of keys, from the logsumexp of each row, and
  * what is told of them:
  *
- *     P = e^(logit - lse),  columns of P are summed up, and of each row P (lse - logit)
+ *     P = e^(logit - lse),  of each row Σ P (lse - logit), and of each column Σ P
  */
 #if !defined T || !defined EACH_ROWS
 #    error "weights_tpl.h needs f32.h or f64.h (what it computes with), and backward_step_tpl.h"
@@ -31,15 +31,18 @@ INLINE void FN(find_weights_of_row)(const am_backward_rows *block, const am_back
     ((T *)to->entropy)[row] += VOP(total)(sum);
 }
 
-/* Adds the weights of some rows, one column after the other. */
-static void FN(sum_columns)(const am_backward_rows *block, uint64_t rows, ptrdiff_t row, T *sums,
-                            ptrdiff_t count)
+static void FN(sum_weights)(const void *weights, const uint64_t *live, uint64_t rows, ptrdiff_t begin,
+                            ptrdiff_t end, void *sums)
 {
     for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        V sum = VOP(load)(sums + i);
-        for (ptrdiff_t r = row; r < row + count && r < block->rows; r++)
-            if (rows >> r & 1) sum = VOP(add)(sum, VOP(load)((const T *)block->p + r * AM_FLASH_TILE + i));
-        VOP(store)(sums + i, sum);
+        V sum = VOP(load)((T *)sums + i);
+        for (ptrdiff_t r = begin; r < end; r++) {
+            if (!(rows >> r & 1)) continue;
+            V x = VOP(load)((const T *)weights + r * AM_FLASH_TILE + i);
+            if (live) x = VOP(select)(live[r] >> i, x, VOP(set1)(0));
+            sum = VOP(add)(sum, x);
+        }
+        VOP(store)((T *)sums + i, sum);
     }
 }
 
@@ -63,10 +66,6 @@ static void FN(find_weights)(const am_backward_rows *block, const am_backward_ti
             FN(find_weights_of_row)(block, tile, to, r, true);
         else
             FN(find_weights_of_row)(block, tile, to, r, false);
-    }
-    for (ptrdiff_t row = 0; to->sums && row < block->rows; row += to->rows_of_sum) {
-        T *sums = (T *)to->sums + row / to->rows_of_sum * to->sum_stride;
-        FN(sum_columns)(block, to->rows, row, sums, to->rows_of_sum);
     }
 }
 

@@ -61,8 +61,14 @@ static bool can_read_values(const am_attn_base *base)
     return count % (panel / 2) == 0 && v->type == base->type;
 }
 
-static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
-                       const am_section *section)
+/* What turns products into logits, as kernels round it, which may be to 0. */
+static double factor_of(const am_attn_base *base)
+{
+    const double factor = base->attn->scale * AM_LOG2_E / base->unit;
+    return am_scales_products(base) ? (float)factor : factor;
+}
+
+static am_work work_of(const am_attn_base *base, const am_sections *sections, const am_section *section)
 {
     const am_attn *f = base->attn;
     return (am_work){
@@ -77,7 +83,7 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .k_type = f->k.type,
         .panel = base->arithmetic->panel,
         .size = base->size,
-        .factor = s->factor,
+        .factor = factor_of(base),
         .width = am_width(base),
         .packed_alone = base->arithmetic->packed_alone,
         .products_alone = !(base->terms.dropout || base->terms.cap || am_adds_to_products(&base->terms)),
@@ -87,10 +93,15 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
     };
 }
 
-static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
-                         const am_section *section)
+bool am_reads_unpacked(const am_attn_base *base, const am_sections *sections, const am_section *section)
 {
-    const am_work work = work_of(s, base, sections, section);
+    const am_work work = work_of(base, sections, section);
+    return am_choose_shape(&work).strategy == AM_UNPACKED;
+}
+
+static am_shape shape_of(const am_attn_base *base, const am_sections *sections, const am_section *section)
+{
+    const am_work work = work_of(base, sections, section);
     am_shape h = am_choose_shape(&work);
     h.packs_queries = h.strategy == AM_UNPACKED && base->packs_queries && !h.widens_rows;
     ptrdiff_t most = work.tiles, all = most;
@@ -299,14 +310,13 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
     *s = (am_schedule){
         .count = sections->count,
         .sections = malloc((size_t)am_product(am_max(sections->count, 1), sizeof *s->sections, 1)),
-        .factor = f->scale * AM_LOG2_E / base->unit,
+        .factor = factor_of(base),
         .lanes = am_lanes(base, f->head_dim),
         .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
         .scale_bytes =
             am_scales_products(base) && f->k_scales.array.data && !f->k_scales.group ? TILE * base->size : 0,
     };
     if (!s->sections) return AM_NO_MEMORY;
-    if (am_scales_products(base)) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
     s->step_tiles = s->local_tiles = step_tiles_of(base, s->factor);
     s->k_bytes = TILE * s->lanes * base->size + s->scale_bytes;
     s->v_bytes = TILE * panels * panel * base->size / am_width(base) + s->scale_bytes;
@@ -316,7 +326,7 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         am_scheduled *g = &s->sections[i];
         const bool same = i > 0 && is_like(sections, section, section - 1);
         *g = (am_scheduled){.section = *section,
-                            .shape = same ? g[-1].shape : shape_of(s, base, sections, section)};
+                            .shape = same ? g[-1].shape : shape_of(base, sections, section)};
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }

@@ -48,6 +48,9 @@ am_status am_schedule_make(am_schedule *schedule, const am_attn_base *base, cons
                            int threads);
 void am_schedule_free(am_schedule *schedule);
 
+/* Whether a section has so few rows that they read keys where they lie. */
+bool am_reads_unpacked(const am_attn_base *base, const am_sections *sections, const am_section *section);
+
 /* About how long attention forward takes one thread, in microseconds, where keys and values are in its cache.
  */
 double am_time_alone(const am_attn *attn, const am_sections *sections);

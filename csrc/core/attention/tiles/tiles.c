@@ -439,6 +439,14 @@ void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t all_keys,
         own_tile(w, at, tile);
 }
 
+void am_kv_pack_keys(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, char *to)
+{
+    am_kv_workspace own = *w;
+    own.index = index, own.keys = am_range_at(&w->kv->sections->tiles, index);
+    own.head = at->kv_head, own.run = 0;
+    pack(&own, at, OF_K, to);
+}
+
 /* --- Prefetching --- */
 
 /* Tokens of some heads; of tokens in pages as many that lie one after the other. */

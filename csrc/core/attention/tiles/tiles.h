@@ -67,6 +67,9 @@ void am_kv_begin_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdi
 /* Makes that tile, with its keys and values, for the key head of an item. `all_keys`: as of its terms. */
 void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t all_keys, am_flash_tile *tile);
 
+/* Packs the keys of a tile for the key head of a place, without a step. */
+void am_kv_pack_keys(const am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index, char *to);
+
 /* Plans to prefetch a tile, of `heads` key heads: for step_unpacked; else keys and values, unless it is
  * packed already. */
 void am_kv_prefetch(am_kv_workspace *workspace, const am_scheduled *section, const am_attn_place *at,

@@ -21,12 +21,13 @@ static void step_i4(const am_flash_rows *const *blocks, const am_flash_tile *til
     const ptrdiff_t rows = heads * blocks[0]->rows;
     next_scales_i4 k_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_K_SCALES, rows),
                    v_scales = next_scales_of_i4(tiles->prefetch, AM_PREFETCH_V_SCALES, rows);
-    prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
+    prefetch_lines prefetch = lines_behind_keys(blocks, tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         assert(tiles[h].layout == AM_ROWS);
         find_logits_i4(blocks[h], &tiles[h], &prefetch, &k_scales);
         OWN(find_p)(blocks[h], &tiles[h]);
     }
+    if (!has_values(blocks)) return;
     prefetch = lines_of_next_keys(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) add_tile_i4(blocks[h], &tiles[h], &prefetch, &v_scales);
 }

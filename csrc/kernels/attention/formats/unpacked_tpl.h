@@ -367,17 +367,19 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
                                 ptrdiff_t heads)
 {
     prefetch_runs runs;
-    prefetch_lines prefetch = lines_of_values(tiles, heads, &runs);
+    prefetch_lines prefetch = lines_behind_keys(blocks, tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         const am_flash_tile *tile = &tiles[h];
         assert(tile->layout == AM_ROWS);
         FROM(find_logits)(blocks[h], tile, &prefetch);
         FROM(scale_columns)(blocks[h], tile->k_scales, false);
         FIND_P(blocks[h], tile);
+        if (!has_values(blocks)) continue;
 #if NUMBERS == 1
         FROM(scale_columns)(blocks[h], tile->v_scales, true);
 #endif
     }
+    if (!has_values(blocks)) return;
     prefetch = lines_of_next_keys(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
 }
