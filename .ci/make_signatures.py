@@ -26,7 +26,7 @@ from attnmask._masks.info import MaskInfo
 """
 CACHE = """
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray

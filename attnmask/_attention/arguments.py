@@ -83,6 +83,7 @@ class StepOptions(CacheOptions, total=False):
 
     attention_mask: ArrayLike | MaskInfo | None
     out: Array | None
+    prefix: SupportsIndex
 
 
 class StepCall(StepOptions, Generic[_Flag], total=False):
@@ -209,7 +210,7 @@ CACHE_DEFAULTS = {
     for name in CacheOptions.__annotations__
 }
 CACHE_DEFAULTS["causal"] = True
-STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None}
+STEP_DEFAULTS = {"attention_mask": None, **CACHE_DEFAULTS, "out": None, "prefix": 0}
 RING_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name in RingOptions.__annotations__}
 _RESULTS = "tuple[Array, Array]"
 
@@ -273,7 +274,8 @@ class Function:
         raise TypeError(f"{self.name}() missing required arguments: {', '.join(map(repr, missing))}")
 
 
-_TYPES = {row.name: type_of(row) for row in (*ARGUMENTS, *OF_CACHES)} | {"out": "Array | None"}
+_TYPES = {row.name: type_of(row) for row in (*ARGUMENTS, *OF_CACHES)}
+_TYPES |= {"out": "Array | None", "prefix": "SupportsIndex"}
 OPTIONS, STEP = Keywords(DEFAULTS, _TYPES), Keywords(STEP_DEFAULTS, _TYPES)
 
 _FLAG = ("bool", False)
@@ -355,6 +357,7 @@ FLASH_ATTENTION_WITH_KVCACHE = Function(  # in the order of the core
         "attention_mask": _ATTENTION["attention_mask"],
         "return_lse": _FLAG,
         "out": _OUT,
+        "prefix": (_TYPES["prefix"], 0),
         **{name: (_TYPES[name], default) for name, default in CACHE_DEFAULTS.items()},
         "rotate": _FLAG,  # not the core's
     },
@@ -378,7 +381,7 @@ ATTENTION_STATISTICS_WITH_KVCACHE = Function(
         name: (row.annotation, row.default)
         for name, row in _OF_CACHE.items()
         if row.kind is Parameter.KEYWORD_ONLY
-        and name not in ("cu_seqlens_k_new", "v_scale", "return_lse", "out")
+        and name not in ("cu_seqlens_k_new", "v_scale", "return_lse", "out", "prefix")
     },
     "k_cache",
 )

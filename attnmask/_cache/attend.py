@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.problem import distances, mask_nodes, scale_of
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
-from attnmask._common.arguments import FARTHEST, as_array, flag, integer, integer_array, per_row
+from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer, integer_array, per_row
 from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
+
+# What depends on where keys are, which attention to a prefix does not tell.
+_BY_PLACE = ("sliding_window", "attention_chunk", "alibi_slopes", "bias", "relative_bias")
 
 
 def table_of(block_table: Array, given: object) -> Array:
@@ -40,6 +44,11 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
     `shape` is that of the mask and the bias, which may have more keys.
     """
     numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
+    for name in _BY_PLACE if operator.index(given.get("prefix", 0)) else ():
+        if given[name] is not None:
+            raise ValueError(
+                f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"
+            )
     short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
     terms = terms_of(short, Sizes(shape, (sequences,), "B", numbers))
     return (

@@ -1,7 +1,7 @@
 """Attention to a cache. Type checkers read its signature in the file beside this one, as for `flash_attention`."""
 
 from collections.abc import Sequence  # noqa: F401 (of annotations, as the next ones)
-from typing import Literal  # noqa: F401
+from typing import Literal, SupportsIndex  # noqa: F401
 
 import numpy as np  # noqa: F401
 from numpy.typing import ArrayLike, NDArray  # noqa: F401
@@ -96,6 +96,10 @@ def flash_attention_with_kvcache(*args, **given):
         Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [total, H, Dv], optional
         Write the result here, and return it.
+    prefix : int
+        The number of tokens, in whole pages, with which all sequences begin, in the same pages: keys and values of them
+        are read once for all queries, as in `flash_attention`. The bits may differ from those without a prefix, but
+        depend neither on the other sequences nor on their number. Windows, biases and masks do not go with it.
     rotate : bool
         Multiply queries, new keys, new values and the result by a normalized Hadamard matrix. Products stay the same,
         but outliers of a few channels are spread over all channels, so that quantizing costs less precision. All tokens

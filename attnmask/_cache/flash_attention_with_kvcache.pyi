@@ -2,7 +2,7 @@
 # fmt: off
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,11 +18,12 @@ def flash_attention_with_kvcache(
     block_table: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k_new: ArrayLike | None = None, k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None, attention_mask: ArrayLike | MaskInfo | None = None,
-    return_lse: Literal[False] = False, out: Array | None = None, softmax_scale: float | None = None,
-    causal: bool = True, sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
-    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
+    return_lse: Literal[False] = False, out: Array | None = None, prefix: SupportsIndex = 0,
+    softmax_scale: float | None = None, causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
+    attention_chunk: int | None = None, rotate: bool = False,
 ) -> Array: ...
 @overload
 def flash_attention_with_kvcache(
@@ -31,11 +32,12 @@ def flash_attention_with_kvcache(
     block_table: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k_new: ArrayLike | None = None, k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None, attention_mask: ArrayLike | MaskInfo | None = None,
-    return_lse: Literal[True], out: Array | None = None, softmax_scale: float | None = None,
-    causal: bool = True, sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
-    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
+    return_lse: Literal[True], out: Array | None = None, prefix: SupportsIndex = 0,
+    softmax_scale: float | None = None, causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
+    attention_chunk: int | None = None, rotate: bool = False,
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_with_kvcache(
@@ -44,11 +46,12 @@ def flash_attention_with_kvcache(
     block_table: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k_new: ArrayLike | None = None, k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None, attention_mask: ArrayLike | MaskInfo | None = None,
-    return_lse: bool = False, out: Array | None = None, softmax_scale: float | None = None,
-    causal: bool = True, sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
-    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
+    return_lse: bool = False, out: Array | None = None, prefix: SupportsIndex = 0,
+    softmax_scale: float | None = None, causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
+    attention_chunk: int | None = None, rotate: bool = False,
 ) -> Array | tuple[Array, Array]: ...
 def attention_statistics_with_kvcache(
     query: ArrayLike, k_cache: Array, *, of: Statistic | Sequence[Statistic],

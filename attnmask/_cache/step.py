@@ -218,7 +218,7 @@ class Tokens(Generic[_Given, _Found]):
             None in a latent cache, whose keys contain the values.
         return_lse : bool
         **more
-            The options of `flash_attention_with_kvcache`, `attention_mask` and `out`; all mean the same.
+            The options of `flash_attention_with_kvcache`, `attention_mask`, `out` and `prefix`; all mean the same.
 
         Returns
         -------

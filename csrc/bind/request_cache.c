@@ -367,7 +367,7 @@ static bool refuse_length(am_request *r, const am_cached *c, ptrdiff_t more, ptr
         r, AM_WRONG_VALUE, NULL,
         "cache_seqlens must be tokens that the cache has room for, %td per sequence, got %td%s at "
         "index %td",
-        c->capacity, c->layout.before[s], new_ones, s);
+        c->capacity + c->prefix, c->layout.before[s] + c->prefix, new_ones, s);
 }
 
 /* The table is copied as it is checked. */
@@ -382,7 +382,7 @@ static bool read_table(am_request *r, am_cached *c)
     char allowed[64] = "name pages of k_cache, which has none";
     if (pages) snprintf(allowed, sizeof allowed, "be from 0 to %td", pages - 1);
     return am_refuse(r, AM_WRONG_INDEX, NULL, "block_table must %s, got %lld at index (%td, %td)", allowed,
-                     (long long)wrong.page, wrong.sequence, wrong.index);
+                     (long long)wrong.page, wrong.sequence, wrong.index + (c->prefix ? c->prefix / size : 0));
 }
 
 bool am_cached_place(am_request *r, am_cached *c)

@@ -21,6 +21,9 @@ typedef struct {
 
     const ptrdiff_t *slots; /* of new tokens, where am_cached_check_slots was called */
 
+    ptrdiff_t prefix; /* tokens before those of the table and of layout, which all share */
+    const int32_t *prefix_pages;
+
     ptrdiff_t capacity; /* of a sequence */
     am_kv_cache layout;
     am_pages pages;
@@ -36,8 +39,12 @@ bool am_cached_check(am_request *r, am_cached *c);
 bool am_cached_check_slots(am_request *r, am_cached *c, const am_view *slots);
 /* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);
+/* Cuts a prefix, in pages that all sequences share, off the table and the lengths. */
+bool am_cached_cut(am_request *r, am_cached *c, ptrdiff_t prefix);
 /* Finds how many tokens each sequence has, and sets the keys of the mask. */
 bool am_cached_place(am_request *r, am_cached *c);
+/* Checks that the queries are behind the prefix, once lengths are known. */
+bool am_cached_check_prefix(am_request *r, const am_cached *c);
 /* Finds which of them queries see, and reads their pages. */
 bool am_cached_limit(am_request *r, am_cached *c);
 /* Checks that no page would be written to twice. */
@@ -55,6 +62,8 @@ am_status am_cached_append(const am_context *context, const am_cached *c);
 /* Writes them and attends: packed queries sequence by sequence if a mask counts the keys of each from 0. */
 am_status am_cached_attend(const am_context *context, am_request *r, const am_cached *c, bool one_by_one);
 
+/* Writes them and attends to the prefix, once for all, and to what is behind it. */
+am_status am_cached_attend_prefix(const am_context *context, am_request *r, const am_cached *c);
 /* Looks at the weights, likewise. */
 am_status am_cached_weigh(const am_context *context, am_request *r, const am_cached *c,
                           const am_attn_weights *weights, bool one_by_one);

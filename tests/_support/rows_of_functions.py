@@ -450,6 +450,7 @@ CACHE_OPTIONS = {
     "bias": reals("1, H, 1, 12"),
     "attention_chunk": one(1, 5, 64),
     "return_lse": True,
+    "prefix": 0,
 }
 PAGES = {
     "cache_seqlens": integers(4, 8, dtype=np.int32),
@@ -525,7 +526,7 @@ function("flash_attention_with_kvcache of four bits", halves_arguments, written=
 
 
 def cache_statistics_arguments(rng: Rng) -> Arguments:
-    hidden = ("v_cache", "v_scale", "key", "value", "cu_seqlens_k_new", "out", "return_lse")
+    hidden = ("v_cache", "v_scale", "key", "value", "cu_seqlens_k_new", "out", "return_lse", "prefix")
     arguments = {name: x for name, x in cache_arguments(rng).items() if name not in hidden}
     arguments["of"] = pick(rng, ["key_sum", ("entropy", ("top_keys", 3))])
     *batch, tokens, heads, _ = arguments["query"].shape

@@ -25,6 +25,7 @@ USUAL = {
     "products_alone": True,
     "packs_rounded": False,
     "queries_readable": True,
+    "alone": False,
     "values_readable": True,
 }
 SUMS = {"products_alone": False}  # logits are more than products: no tile is transposed
@@ -148,6 +149,11 @@ STRATEGIES = [
     ({"queries": 33, "heads_per_kv": 2, **SUMS}, "lockstep"),
     # More queries than a block has rows.
     ({"queries": 64, "q_blocks": 2}, "shared packing"),
+    # Rows that must not depend on others are packed, however few they are.
+    ({"alone": True}, "private"),
+    ({"alone": True, "heads_per_kv": 16}, "private"),
+    ({"alone": True, "queries": 32, "heads_per_kv": 4}, "lockstep"),
+    ({"alone": True, "queries": 64, "q_blocks": 2}, "shared packing"),
 ]
 
 
@@ -175,6 +181,9 @@ SPLITS = [
     ({"queries": 64, "tiles": 17}, (3, 6)),
     ({"queries": 64, "tiles": 17, "kv_heads": 15}, (3, 6)),
     ({"queries": 64, "heads_per_kv": 4}, (4, 4)),
+    ({"alone": True, "tiles": 64}, (4, 16)),
+    ({"alone": True, "tiles": 64, "kv_heads": 1024}, (4, 16)),
+    ({"alone": True, "tiles": 64, "queries": 64, "q_blocks": 16}, (4, 16)),
 ]
 
 

@@ -26,6 +26,7 @@ enum {
     ATTENTION_MASK,
     RETURN_LSE,
     OUT,
+    PREFIX,
     SOFTMAX_SCALE,
     CAUSAL,
     SLIDING_WINDOW,
@@ -50,6 +51,7 @@ typedef struct {
     double scale;
     bool with_lse;
     bool looks; /* at weights */
+    npy_intp prefix;
 } arguments;
 
 /* [tokens, heads, channels] of the queries. */
@@ -101,6 +103,16 @@ static int read_lengths(arguments *a)
     }
     am_request *r = &a->mask.request;
     return am_raise_refused(r, am_cached_read_lengths(r, &a->cached, &lengths));
+}
+
+/* Cuts off the tokens that all sequences share. */
+static int cut_prefix(arguments *a)
+{
+    if (a->prefix == 0) return 0;
+    if (a->given[ATTENTION_MASK] != Py_None)
+        return am_reject(PyExc_ValueError, "attention_mask", "None with prefix", a->given[ATTENTION_MASK]);
+    am_request *r = &a->mask.request;
+    return am_raise_refused(r, am_cached_cut(r, &a->cached, a->prefix));
 }
 
 /* --- Numbers and masks --- */
@@ -250,6 +262,14 @@ static void look_at_caches(arguments *a)
     }
 }
 
+static int place(arguments *a)
+{
+    am_cached *c = &a->cached;
+    am_request *r = &a->mask.request;
+    if (cut_prefix(a) < 0 || am_raise_refused(r, am_cached_place(r, c)) < 0) return -1;
+    return am_raise_refused(r, am_cached_check_prefix(r, c));
+}
+
 /* Checks all but what depends on pages and the mask; and if `only_check`, on lengths. */
 static int check_all(arguments *a, bool only_check)
 {
@@ -259,7 +279,7 @@ static int check_all(arguments *a, bool only_check)
     c->new_starts = a->new_starts.starts, c->new_sequences = a->new_starts.sequences;
     look_at_caches(a);
     if (read_table(a) < 0 || am_raise_refused(r, am_cached_check(r, c)) < 0) return -1;
-    if (read_lengths(a) < 0 || (!only_check && am_raise_refused(r, am_cached_place(r, c)) < 0)) return -1;
+    if (read_lengths(a) < 0 || (!only_check && place(a) < 0)) return -1;
     return read_options(a);
 }
 
@@ -282,7 +302,9 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     const am_view v = am_view_of(lse);
     r->attn.lse = am_stats_of(&v);
     const npy_intp work = is_one_by_one(a) ? NPY_MAX_INTP : am_attn_work(&r->attn);
-    if (!am_computed(module, work, am_cached_attend, r, &a->cached, is_one_by_one(a))) return NULL;
+    if (a->cached.prefix ? !am_computed(module, NPY_MAX_INTP, am_cached_attend_prefix, r, &a->cached)
+                         : !am_computed(module, work, am_cached_attend, r, &a->cached, is_one_by_one(a)))
+        return NULL;
     PyObject *result = a->out.given ? a->out.given : (PyObject *)out;
     return lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
 }
@@ -363,6 +385,7 @@ static int prepare(arguments *a, PyObject *const *args, Py_ssize_t nargs, bool o
         [ATTENTION_MASK] = {.name = "attention_mask", .convert = to_given},
         [RETURN_LSE] = {.name = "return_lse", .convert = to_given},
         [OUT] = AM_ARG(out, am_to_out),
+        [PREFIX] = AM_ARG(prefix, am_to_length),
     };
     am_request *r = &a->mask.request;
     if (take(a, params, args, nargs) < 0 || check_all(a, only_check) < 0) return -1;

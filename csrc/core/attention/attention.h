@@ -55,6 +55,7 @@ typedef struct {
     am_terms terms;
     double scale;
     bool normalize;
+    bool alone;   /* a row gets the same bits whatever other rows there are, of their number as well */
     am_array lse; /* one number for each row, of the arithmetic type; data NULL: not wanted */
 } am_attn;
 

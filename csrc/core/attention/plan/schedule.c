@@ -89,6 +89,7 @@ static am_work work_of(const am_attn_base *base, const am_sections *sections, co
         .products_alone = !(base->terms.dropout || base->terms.cap || am_adds_to_products(&base->terms)),
         .packs_rounded = base->packs_queries && base->kv_rows->queries == AM_QUERY_ROUNDED,
         .queries_readable = can_read_queries(base),
+        .alone = f->alone,
         .values_readable = can_read_values(base),
     };
 }
@@ -291,7 +292,7 @@ static ptrdiff_t step_tiles_of(const am_attn_base *base, double factor)
     const am_terms_found *terms = &base->terms;
     const bool plain = !(terms->dropout || terms->cap || am_adds_to_products(terms)) && f->normalize &&
                        factor > 0 && base->unit == 1 && !f->k_scales.array.data && !f->v_scales.array.data &&
-                       !terms->nearest_first;
+                       !terms->nearest_first && !f->alone;
     return base->arithmetic->steps && plain ? AM_STEP_TILES : 1;
 }
 

@@ -13,6 +13,7 @@ enum {
     SPLIT_TILES = 8,     /* the fewest tiles that are worth a split; fewer are if there is much work: */
     MUCH_WORK = 256,     /* tiles of all items of a section that is worth many threads */
     UNPACKED_TILES = 4,  /* of a split of unpacked keys for few rows: many heads read them in lockstep */
+    ALONE_TILES = 16,    /* of a split of rows that must not depend on others */
     FEW_SPLIT_ROWS = 12, /* of a block whose unpacked keys are split so: more have more sums to merge */
     /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
      * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
@@ -90,6 +91,7 @@ static ptrdiff_t most_unpacked_rows(const am_work *w)
 static am_strategy choose_strategy(const am_work *w, const am_shape *h)
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
+    if (w->alone) return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
     if (can_transpose(w, h) || can_transpose_one(w, h)) return AM_TRANSPOSED;
     const bool can_widen = w->k_type != AM_FLOAT8_E4M3 || w->head_dim <= AM_MOST_WIDENED;
     if (can_widen && h->rows <= most_unpacked_rows(w)) return AM_UNPACKED;
@@ -101,8 +103,8 @@ static am_strategy choose_strategy(const am_work *w, const am_shape *h)
 static bool can_leave_values(const am_work *w, const am_shape *h)
 {
     const bool always = h->one_tile || (w->panel * w->size >= LONG_PANEL && w->width == 1);
-    return h->head_blocks * h->q_blocks == 1 && h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) &&
-           w->values_readable && !w->packed_alone;
+    return !w->alone && h->head_blocks * h->q_blocks == 1 &&
+           h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) && w->values_readable && !w->packed_alone;
 }
 
 /* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
@@ -127,7 +129,8 @@ am_shape am_choose_shape(const am_work *w)
     h.one_mixed_tile = h.one_tile && h.rows <= MOST_MIXED;
     /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
      * make one infinite. */
-    const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;
+    const bool few =
+        !w->alone && h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;
     h.scales_keys = few && w->width == 1 && fabs(w->factor) <= 1;
     h.queries_direct =
         few && h.block_heads == 1 && w->queries_readable && (w->width > 1 || h.scales_keys || w->factor == 1);
@@ -151,7 +154,9 @@ void am_choose_splits(const am_work *w, am_shape *h, ptrdiff_t all, ptrdiff_t mo
 {
     const ptrdiff_t items = items_of(w, h), work = all * w->kv_heads * h->head_blocks;
     most = am_max(1, most);
-    if (h->strategy == AM_UNPACKED) {
+    if (w->alone) {
+        h->splits = am_ceil_div(most, ALONE_TILES);
+    } else if (h->strategy == AM_UNPACKED) {
         const ptrdiff_t fewest = h->rows <= FEW_SPLIT_ROWS ? UNPACKED_TILES : SPLIT_TILES;
         h->splits = am_min(am_ceil_div(most, fewest), am_max(1, ENOUGH_ITEMS / items));
     } else if (items < MANY_ITEMS)

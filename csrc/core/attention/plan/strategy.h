@@ -37,6 +37,7 @@ typedef struct {
     bool products_alone;   /* logits are products times the factor: no bias, cap or dropout */
     bool packs_rounded;    /* kernels for unpacked keys multiply queries that they round as integers */
     bool queries_readable; /* queries can be read where they lie, but for the factor */
+    bool alone;            /* as of am_attn */
     bool values_readable;  /* values can be read where they lie, in whole vectors */
 } am_work;
 
