@@ -67,18 +67,26 @@ class AttentionStatistics(NamedTuple):
         return fields_in_a_line(self)
 
 
+def as_slice(queries: object) -> slice | None:
+    """Return the slice that an integer stands for, or None; None if `queries` are an array."""
+    if queries is None or isinstance(queries, slice):
+        return queries or slice(None)
+    is_integer = isinstance(queries, int)
+    if not is_integer and not isinstance(queries, np.ndarray) and hasattr(queries, "__index__"):
+        is_integer = len(getattr(queries, "shape", ())) == 0  # a tensor may have it
+    if not is_integer:
+        return None
+    first = integer(queries, "queries")
+    if first >= 0:
+        raise ValueError(f"queries must be -{first} for the last {first}, or an array, got {queries}")
+    return slice(first, None)
+
+
 def _chosen(queries: object, count: int) -> NDArray[np.int64]:
     """Return the indices of the chosen queries, as they are given."""
-    if queries is None:
-        return np.arange(count)
-    if isinstance(queries, slice):
-        return np.arange(count)[queries]
-    has_axes = isinstance(queries, np.ndarray) or bool(getattr(queries, "shape", None))
-    if hasattr(queries, "__index__") and not has_axes:
-        last = -integer(queries, "queries")
-        if last < 1:
-            raise ValueError(f"queries must be -{-last} for the last {-last}, or an array, got {queries}")
-        return np.arange(max(count - last, 0), count)
+    part = as_slice(queries)
+    if part is not None:
+        return np.arange(count)[part]
     array = integer_array(queries, "queries")
     if array.ndim != 1:
         raise ValueError(f"queries must be one axis of indices, got {describe(array)}")
@@ -93,7 +101,7 @@ def _chosen(queries: object, count: int) -> NDArray[np.int64]:
     return chosen
 
 
-def _wanted(of: object) -> tuple[tuple[str, ...], int]:
+def wanted(of: object) -> tuple[tuple[str, ...], int]:
     """Return the names of statistics, and the number of top keys."""
     several = isinstance(of, (tuple, list)) and not (len(of) == 2 and isinstance(of[1], SupportsIndex))
     names, top = [], 0
@@ -114,7 +122,7 @@ def _wanted(of: object) -> tuple[tuple[str, ...], int]:
 def asked(given: Arguments) -> tuple[tuple[str, ...], int, bool]:
     """Return the names of statistics, the number of top keys, and whether sums are by key head."""
     one_of(given["heads"], "heads", ("query", "key"))
-    return *_wanted(given["of"]), given["heads"] == "key"
+    return *wanted(given["of"]), given["heads"] == "key"
 
 
 def _found(
