@@ -55,6 +55,18 @@ from typing import Literal, overload
 import torch
 from numpy.typing import ArrayLike
 """
+WEIGHTS = """
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from numpy.typing import ArrayLike
+
+from attnmask._attention.arguments import Diagonal
+from attnmask._attention.weights import AttentionStatistics, Queries, Statistic
+from attnmask._masks.info import MaskInfo
+from attnmask.torch._states import MaskTensors
+"""
 JAX = """
 from typing import Generic, Literal, TypeVar, Unpack, overload
 
@@ -74,7 +86,13 @@ class _Call(Call[_Flag], Generic[_Flag], total=False):
 """
 # How the libraries write types, without the libraries.
 IN_TORCH = NUMPY._replace(
-    array="torch.Tensor", state="torch.Tensor", result="torch.Tensor", dtype="torch.dtype", imports="torch"
+    array="torch.Tensor",
+    state="torch.Tensor",
+    result="torch.Tensor",
+    dtype="torch.dtype",
+    imports="torch",
+    named={"attention_statistics": "AttentionStatistics"},
+    mask="MaskInfo | MaskTensors",
 )
 IN_JAX = NUMPY._replace(
     array="ArrayLike",
@@ -192,6 +210,10 @@ STUBS = {  # path: imports, functions
         *(of_row(row, NUMPY) for row in ALL_SUMS),
     ),
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
+    PACKAGE / "torch" / "_weights.pyi": (
+        WEIGHTS,
+        *(of_row(row, IN_TORCH) for row in (attention.WEIGHTS, attention.STATISTICS)),
+    ),
     PACKAGE / "jax" / "_functions.pyi": (
         JAX,
         of_row(attention.ATTENTION, IN_JAX, "_Call"),

@@ -4,15 +4,24 @@ from typing import Any
 
 from attnmask._attention.arguments import (
     ARGUMENTS,
+    ATTENTION_STATISTICS,
+    ATTENTION_WEIGHTS,
     CACHE_DEFAULTS,
     KVCACHE_DEFAULTS,
     KVCACHE_NAMES,
     LEARNED,
     MOVED,
     OF_CACHES,
+    Function,
 )
 from attnmask._attention.batch import Batch
-from attnmask._attention.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
+from attnmask._attention.flash_attention import (
+    attention_statistics,
+    attention_weights,
+    flash_attention,
+    flash_attention_bwd,
+    flash_attention_jvp,
+)
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.jvp import second_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
@@ -86,6 +95,60 @@ ATTENTION = Row(
 [1.833, 0.833, 0.333]
 """,
     },
+)
+
+_OF_WEIGHTS = arguments("""
+of : statistics
+queries : queries [n] = None
+heads : choice ("query", "key") = "query"
+lse : data [B, H, Tq] or [H, Tq] = None
+""")
+
+
+def _fits_pair(given: Arguments, is_floating: AnyFunction) -> Batch:
+    return _fits(given | {"value": given["key"]}, is_floating)
+
+
+def _of_weights(function: Function, entry: AnyFunction, example: str, *results: Result) -> Row:
+    """Return the row of a function of the weights. Its gradient is an error, which faces raise."""
+    known = {x.name: x for x in (*ARGUMENTS, *_OF_WEIGHTS)}
+    return Row(
+        function.name,
+        [known[name] for name in function.names],
+        results,
+        places=function.places,
+        entry=entry,
+        backward=entry,
+        cast=LEARNED[:2],
+        by_name=True,
+        fits=_fits_pair,
+        examples={"torch": example},
+    )
+
+
+WEIGHTS = _of_weights(
+    ATTENTION_WEIGHTS,
+    attention_weights,
+    """
+>>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
+>>> attnmask.torch.attention_weights(query, key, causal=True, queries=-1)
+tensor([[[[0.2500, 0.2500, 0.2500, 0.2500]]]])
+""",
+    Result("weights", "[B, H, n, Tk] or [H, n, Tk]", wide=True),
+)
+STATISTICS = _of_weights(
+    ATTENTION_STATISTICS,
+    attention_statistics,
+    """
+>>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
+>>> attnmask.torch.attention_statistics(query, key, causal=True, of="key_sum").key_sum
+tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
+""",
+    Result("key_sum", "[B, H, Tk] or [H, Tk]", wide=True),
+    Result("entropy", "[B, H, n] or [H, n]", wide=True),
+    Result("max_logit", "[B, H, n] or [H, n]", wide=True),
+    Result("top_keys", "[B, H, n, top] or [H, n, top]"),
+    Result("top_weights", "[B, H, n, top] or [H, n, top]", wide=True),
 )
 
 CACHE = Row(

@@ -31,6 +31,8 @@ class Kind(Enum):
     MASK = "mask"  # an array, or a `MaskInfo`
     DIAGONAL = "diagonal"  # integers, one for all, or "bottom-right"
     WINDOW = "window"  # an integer, or two
+    QUERIES = "queries"  # an integer for the last ones, a slice, or integers
+    STATISTICS = "statistics"  # names, maybe with a number
     SCALE = "scale"  # a number; 1 / sqrt(K) for None
     NUMBER = "number"
     CHANCE = "chance"  # a probability; what is drawn depends on the index of the row
@@ -128,6 +130,7 @@ class Face(NamedTuple):
     returns_state: bool = False  # a new one, and writes to none
     dtype: str = "DTypeLike"
     named: Mapping[str, str] = {}  # the types of what functions return, by their names
+    mask: str = "MaskInfo"
 
     def type_of(self, argument: Argument) -> str:
         name = {
@@ -144,9 +147,11 @@ class Face(NamedTuple):
             Kind.TERM: self.integers,
             Kind.DATA: self.integers,
             Kind.LENGTHS: self.integers,
-            Kind.MASK: f"{self.integers} | MaskInfo",
+            Kind.MASK: f"{self.integers} | {self.mask}",
             Kind.DIAGONAL: "Diagonal",
             Kind.WINDOW: "int | tuple[int | None, int | None]",
+            Kind.QUERIES: "Queries",
+            Kind.STATISTICS: "Statistic | Sequence[Statistic]",
             Kind.CHANCE: "float",
             Kind.SEED: "SupportsIndex",
             Kind.HINT: argument.layout,
@@ -171,7 +176,7 @@ class Face(NamedTuple):
             Kind.TERM: self.given,
             Kind.DATA: self.given,
             Kind.LENGTHS: self.integers_given,
-            Kind.MASK: f"{self.given} or MaskInfo",
+            Kind.MASK: f"{self.given} or {self.mask.replace(' |', ' or')}",
             Kind.DIAGONAL: f'int, {self.integers_given}, or "bottom-right"',
         }.get(argument.kind, "bool")
         shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""

@@ -20,10 +20,13 @@ from attnmask.torch._pages import KVCache
 from attnmask.torch._ring import ring_attention
 from attnmask.torch._states import MaskTensors
 from attnmask.torch._tokens import pack, shard_sequence, unpack, unshard_sequence
+from attnmask.torch._weights import attention_statistics, attention_weights
 
 __all__ = [
     "KVCache",
     "MaskTensors",
+    "attention_statistics",
+    "attention_weights",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",
     "chunk_global_cumsum_vector",

@@ -202,7 +202,7 @@ def _folded(
     return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
 
 
-class _Differentiable(_Function):
+class Differentiable(_Function):
     def __init__(self, row: Row) -> None:
         super().__init__(row)
         of_results = [f"d{x.name}" for x in row.results]
@@ -240,11 +240,14 @@ class _Differentiable(_Function):
             self.wide = self.register(
                 wide, self.operands.schema, results, self.wide_on_cpu, self.wide_fake, rules
             )
-        # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
-        into = ", ".join(f"Tensor({letter}!) {x.name}" for letter, x in zip("ab", row.results, strict=False))
-        operators.register(
-            f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
-        )
+        if row.all or row.of(Kind.OUT):
+            # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
+            into = ", ".join(
+                f"Tensor({letter}!) {x.name}" for letter, x in zip("ab", row.results, strict=False)
+            )
+            operators.register(
+                f"{row.name}.out", f"{self.operands.schema}, *, {into}", "()", self.into, self.fake_into
+            )
         if row.jvp:
             self.jvp = operators.register(
                 f"{row.name}_jvp",
@@ -304,7 +307,8 @@ class _Differentiable(_Function):
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Return the results, and what gradients need."""
         if not self.row.keep:
-            return self.compute(given, True, tensors), []
+            found = self.compute(given, True, tensors)
+            return found if isinstance(found, tuple) else (found,), []
         more: Arguments = {self.row.all: True} if self.row.all else {}
         more = {} if self.row.by_name else more | _NO_OUT
         found, *kept = self.call(self.row.keep, given, more, tensors)
@@ -547,7 +551,7 @@ class _Writing(_Function):
 
 def torch_function(row: Row) -> Any:
     """Return what calls the function of a row, given its arguments by name and whether all results are wanted."""
-    return (_Writing if row.of(Kind.STATE) else _Differentiable)(row)
+    return (_Writing if row.of(Kind.STATE) else Differentiable)(row)
 
 
 def torch_face(row: Row) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnmask._attention.hints import check_hints
+from attnmask._attention.weights import as_slice, wanted
 from attnmask._common.arguments import (
     TOP_LEFT,
     describe,
@@ -88,6 +89,28 @@ def _window(left: int | None, right: int | None) -> object:
     return None if left is None and right is None else (left, right)
 
 
+def _of_queries(given: Arguments, name: str) -> tuple[object, ...]:
+    queries: Any = given.get(name)
+    part = as_slice(queries)
+    if part is not None:
+        return None, part.start, part.stop, part.step
+    is_empty = isinstance(queries, (list, tuple)) and len(queries) == 0
+    return operand(np.zeros(0, np.int64) if is_empty else queries), None, None, None
+
+
+def _queries(array: MaybeTensor, first: int | None, end: int | None, step: int | None) -> object:
+    return _either(array, slice(first, end, step))
+
+
+def _of_statistics(given: Arguments, name: str) -> tuple[str, int]:
+    names, top = wanted(given[name])
+    return ",".join(names), top
+
+
+def _statistics(names: str, top: int) -> object:
+    return [(name, top) if name == "top_keys" else name for name in names.split(",") if name]
+
+
 _PARTS: dict[
     Kind, tuple[str, AnyFunction, AnyFunction]
 ] = {  # operands, what makes them, and what they are made into
@@ -95,6 +118,8 @@ _PARTS: dict[
     Kind.DIAGONAL: ("Tensor? {0}, SymInt? offset", _of_diagonal, _diagonal),
     Kind.LENGTHS: ("Tensor? {0}, SymInt? cache_length", _of_lengths, _either),
     Kind.WINDOW: ("SymInt? window_left, SymInt? window_right", _of_window, _window),
+    Kind.QUERIES: ("Tensor? {0}, SymInt? first, SymInt? end, SymInt? step", _of_queries, _queries),
+    Kind.STATISTICS: ("str {0}, SymInt top", _of_statistics, _statistics),
 }
 
 
@@ -162,10 +187,10 @@ class Operands:
                 if x.optional:
                     checks[-1] = f"if given.get({x.name!r}) is not None: {checks[-1]}"
             if x.kind in _PARTS:
-                _, self._scope[f"of_{x.kind.value}"], self._scope[x.kind.value] = _PARTS[x.kind]
+                _, self._scope[f"of_{x.kind.value}"], self._scope[f"as_{x.kind.value}"] = _PARTS[x.kind]
                 operands = ", ".join(map(_name, schemas[x.name]))
                 takes.append(f"{operands} = of_{x.kind.value}(given, {x.name!r})")
-                joins.append(f"{x.name!r}: {x.kind.value}({operands})")
+                joins.append(f"{x.name!r}: as_{x.kind.value}({operands})")
                 continue
             if x.kind is Kind.HINT:
                 continue

@@ -20,6 +20,7 @@ NAMES = (
     *WITH_GRADIENTS, "flash_attention_with_kvcache", "flash_attention_with_kvcache of four bits",
     "linear_attention_step", "short_convolution_step", "write_kvcache", "write_kvcache of four bits",
 )  # fmt: skip
+LOOKING = ("attention_weights", "attention_statistics")
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
 STATES = dict.fromkeys(WITH_GRADIENTS) | {
     "flash_attention": "return_lse", "linear_attention": "return_state", "short_convolution": "return_state"

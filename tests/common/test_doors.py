@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import (
+    LOOKING,
     NAMES,
     STATES,
     WITH_GRADIENTS,
@@ -57,7 +58,8 @@ def by_torch(name: str, compiled: bool = False) -> Callable[[Arguments], Any]:
         given = changed(arguments, lambda x: tensor(torch, x))
         function = function_of(attnmask.torch, name)
         result = (in_graph("aot_eager")(function) if compiled else function)(**given)
-        made = result if isinstance(result, tuple) else () if result is None else (result,)
+        made = result if isinstance(result, tuple) else (result,)
+        made = tuple(x for x in made if x is not None)
         assert all(type(x) is torch.Tensor and x.is_contiguous() and not x.requires_grad for x in made)
         made += tuple(given[key] for key in WRITTEN if key in given)
         return digest([as_array(x, "x") for x in made])
@@ -98,11 +100,12 @@ def by_jax(name: str, compiled: bool = False, known: bool = False) -> Callable[[
 
 
 DOORS = {"torch": by_torch, "jax": by_jax, "jax.jit": lambda name: by_jax(name, True)}
-EACH = [(door, name) for door in DOORS for name in NAMES]
+EACH = [(door, name) for door in DOORS for name in NAMES] + [("torch", name) for name in LOOKING]
 DOORS["torch.compile"] = lambda name: by_torch(name, True)
 DOORS["jax.jit, known"] = lambda name: by_jax(name, True, True)
 NO_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]  # the others are compiled below
 COMPILED = [(door, name) for door in ("torch.compile", "jax.jit, known") for name in NO_GRADIENTS]
+COMPILED += [("torch.compile", name) for name in LOOKING]
 
 
 @pytest.mark.parametrize(("door", "name"), EACH + COMPILED)

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from doors import (
+    LOOKING,
     NAMES,
     WITH_GRADIENTS,
     WRITTEN,
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # by forward mode, of PyTorch itself
 ]
 WITHOUT_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]
+NAMES = (*NAMES, *LOOKING)
 
 
 def made(torch, name, seed=0):
