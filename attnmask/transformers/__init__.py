@@ -13,7 +13,7 @@ import numpy as np
 
 from attnmask._common.arguments import describe
 from attnmask._common.types import Arguments, Array
-from attnmask.torch import flash_attention
+from attnmask.torch import attention_weights, flash_attention
 from attnmask.torch._import import torch
 from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
 from attnmask.transformers._linear import first_tokens, put_back, replace, restarts
@@ -23,7 +23,10 @@ __all__ = ["PagedCache", "attention", "attention_mask", "register", "unregister"
 __dir__ = __all__.copy  # what completion offers
 
 _names: set[str] = set()
-_logger = transformers.utils.logging.get_logger(__name__)
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # in the first versions of 5
+    _collector = None
 
 
 def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.Tensor | None":
@@ -145,6 +148,14 @@ def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
     return None
 
 
+def _wants_weights(more: Arguments) -> bool:
+    """Return whether the model collects the weights of attention, which not all tell their layers."""
+    if more.get("output_attentions") or _collector is None:
+        return bool(more.get("output_attentions"))
+    collected = _collector.global_var if torch.compiler.is_dynamo_compiling() else _collector.get()
+    return any("attentions" in key for key in collected or ())
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -163,7 +174,7 @@ def attention(
     cu_seq_lens_q: "torch.Tensor | None" = None,
     cu_seq_lens_k: "torch.Tensor | None" = None,
     **more: object,
-) -> "tuple[torch.Tensor, None]":
+) -> "tuple[torch.Tensor, torch.Tensor | None]":
     """Attend as transformers models call it; `register` registers this function.
 
     Parameters
@@ -191,13 +202,13 @@ def attention(
     cu_seq_lens_q, cu_seq_lens_k : Tensor, shape [sequences + 1], optional
         Starts of packed sequences in the one batch row.
     **more
-        Ignored.
+        Ignored, but for `output_attentions`, which asks for the weights.
 
     Returns
     -------
     out : Tensor, shape [B, Tq, H, Dv]
-    weights : None
-        Always None.
+    weights : Tensor, shape [B, H, Tq, Tk], or None
+        Of the dtype of `query`, if `output_attentions` or the model asks for them.
 
     Examples
     --------
@@ -208,9 +219,12 @@ def attention(
     >>> out.flatten().tolist()
     [0.0, 0.5, 1.0]
     """
-    if more.get("output_attentions"):
-        _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
+    wants_weights = _wants_weights(more)
     pages = _pages_of(key, value) if isinstance(key, PagedTensor) else None
+    if wants_weights and pages is not None:
+        raise NotImplementedError(
+            "output_attentions must be False with a PagedCache: use a cache of transformers"
+        )
     in_step = pages is not None and pages.step.packed
     continued = in_step or (pages is not None and query.shape[2] != pages.step.longest)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -262,7 +276,11 @@ def attention(
             "attention must have no dropout in a step of a PagedCache; call model.eval()"
         )
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return flash_attention(query, key, value, bias=bias, **given), None
+    out = flash_attention(query, key, value, bias=bias, **given)
+    if not wants_weights:
+        return out, None
+    given.pop("dropout_prob", None)
+    return out, attention_weights(query, key, bias=bias, **given).to(query.dtype)
 
 
 def register(name: str = "attnmask") -> None:

@@ -403,15 +403,6 @@ def test_tensors_are_read_in_place(monkeypatch):
         assert array.strides == tuple(4 * stride for stride in x.transpose(1, 2).stride())
 
 
-def test_weights_are_not_computed(monkeypatch):
-    said = []
-    monkeypatch.setattr(attnmask.transformers._logger, "warning_once", said.append)
-    query = torch.randn(1, 2, 6, 8)
-    attention(torch.nn.Identity(), query, query, query, None, output_attentions=True)
-    assert said
-    assert "no attention weights" in said[0]
-
-
 # Bad input
 
 
