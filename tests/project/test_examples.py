@@ -92,3 +92,13 @@ def test_a_latent_cache_replaces_the_expanded_one(dtype, bound):
     expected, got = (example.generate(layer, prompt, 3) for layer in (expanded, absorbed))
     assert np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()) < bound
     assert 8 * example.bytes_per_token(absorbed.cache) < example.bytes_per_token(expanded.cache)
+
+
+def test_when_tokens_were_said():
+    """At the times that transformers finds by its eager attention."""
+    pytest.importorskip("transformers")
+    lines = []
+    found, theirs = load("whisper_timestamps").main(lines.append)
+    np.testing.assert_allclose(found, theirs, atol=1e-6)
+    assert len(lines) == len(found)
+    assert len(set(found.tolist())) > 4
