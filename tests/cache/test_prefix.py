@@ -131,7 +131,7 @@ BAD = [
     ({"prefix": 18 * SIZE}, ValueError, "prefix must be whole pages"),
     ({"prefix": -16}, ValueError, "prefix must be a non-negative integer, got -16"),
     ({"prefix": 1.5}, TypeError, "prefix must be a non-negative integer, got 1.5"),
-    ({"prefix": PREFIX + SIZE, "cache_seqlens": [99, 97, 130]}, ValueError, "prefix must be .* all sequences share, got page"),
+    ({"prefix": PREFIX + SIZE, "cache_seqlens": [99, 97, 130]}, ValueError, "prefix must be .* sequences share, got"),
     ({"cache_seqlens": [99, 79, 130]}, ValueError, "cache_seqlens must be at least prefix = 80, got 79 at index 1"),
     ({"cache_seqlens": [99, 80, 272]}, ValueError, "cache_seqlens must be tokens .* 272 per .*got 272 and 1 new"),
     ({"block_table": None}, ValueError, "prefix must be 0 without block_table, got 80"),
