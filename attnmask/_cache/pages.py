@@ -327,11 +327,11 @@ class KVCache:
         (array([64], dtype=int32), 15)
         """
         number, keep = self._outside_step(id), integer(length, "length", 0)
-        pages, there = self._sequence(number)
+        pages, there, evicted = self._sequence(number)
         if keep > there:
             raise ValueError(f"length must be at most the sequence's {there} tokens, got {describe(keep)}")
         used = -(-keep // self.page_size)
-        self._sequences[number] = SequencePages(pages[:used], keep)
+        self._sequences[number] = SequencePages(pages[:used], keep, evicted)
         self._give_back(pages[used:])
 
     def free(self, id: int) -> None:

@@ -19,6 +19,7 @@ from attnmask._attention.arguments import (
     StepCall,
 )
 from attnmask._attention.weights import AttentionStatistics, Statistic
+from attnmask._cache.evict import check_no_distances
 from attnmask._cache.flash_attention_with_kvcache import (
     attention_statistics_with_kvcache,
     flash_attention_with_kvcache,
@@ -42,6 +43,7 @@ class SequencePages(NamedTuple):
 
     pages: array.array[int]
     length: int
+    evicted: int = 0  # tokens, which count for positions
 
 
 def page_list(*numbers: int) -> array.array[int]:
@@ -75,6 +77,7 @@ class Tokens(Generic[_Given, _Found]):
         "_begun",
         "_cache",
         "_counts",
+        "_evicted",
         "_ids",
         "_layouts",
         "_packed",
@@ -115,7 +118,7 @@ class Tokens(Generic[_Given, _Found]):
             raise RuntimeError("a step can be used once; write another cache.step(ids, counts)")
         rows = list(map(cache._sequence, self._ids))
         lists, lengths, ends, added, shared = [], [], [], [], []
-        for i, ((pages, length), more) in enumerate(zip(rows, counts, strict=True)):
+        for i, ((pages, length, _), more) in enumerate(zip(rows, counts, strict=True)):
             lists.append(pages)
             lengths.append(length)
             ends.append(length + more)
@@ -136,7 +139,8 @@ class Tokens(Generic[_Given, _Found]):
             if more:
                 lists[i] = lists[i] + page_list(*islice(pool, more))
 
-        self._rows = list(map(SequencePages, lists, ends))
+        evicted = [row.evicted for row in rows]
+        self._rows, self._evicted = list(map(SequencePages, lists, ends, evicted)), any(evicted)
         self._batched: Arguments = {
             "cache_seqlens": cache._result(np.array(lengths, np.int32)),
             "block_table": cache._result(table_of(lists)),
@@ -241,7 +245,7 @@ class Tokens(Generic[_Given, _Found]):
         """
         if not more.keys() <= STEP.defaults.keys():
             _refuse(more)
-        cache, index = self._layer(layer, "attend")
+        cache, index = self._layer(layer, "attend", more)
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
             raise TypeError("value must be given, as the cache is not latent, got None")
@@ -263,9 +267,11 @@ class Tokens(Generic[_Given, _Found]):
         self._attended.add(index)
         return result
 
-    def _layer(self, layer: int, call: str) -> tuple[Any, int]:
-        """Return the cache of an open step, and the index of a layer."""
+    def _layer(self, layer: int, call: str, more: Arguments) -> tuple[Any, int]:
+        """Return the cache of an open step, and the index of a layer, for a call with some options."""
         cache = self._cache
+        if self._evicted:
+            check_no_distances(more)
         if cache._step is not self:
             raise RuntimeError(f"step.{call} must be called inside the with block of its step")
         return cache, place(layer, "layer", len(cache.k_pages))
@@ -330,7 +336,7 @@ class KVCacheStep(Tokens[ArrayLike, Array]):
         unknown = [name for name in more if name not in known or name in _OF_STEP]
         if unknown:
             reject_unknown("statistics", unknown, [name for name in known if name not in _OF_STEP])
-        cache, index = self._layer(layer, "statistics")
+        cache, index = self._layer(layer, "statistics", more)
         if index not in self._attended:
             raise RuntimeError(
                 f"step.statistics must follow step.attend of layer {index}, which appends its keys"

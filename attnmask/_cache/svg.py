@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnmask._cache.step import SequencePages
 from attnmask._masks.render import BLANK, FIRST, PALETTE, SEVERAL, cell_count
 from attnmask._masks.svg import CELL_LEVELS, Entry, frame, stroke, words_beside
 
@@ -42,7 +43,7 @@ class Pages:
 
     pages: int
     page_size: int
-    sequences: Mapping[int, tuple[Sequence[int], int]]  # pages and length of each
+    sequences: Mapping[int, SequencePages]
     taken: Sequence[int] = ()  # the pages of the open step
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ class Pages:
         self.ranks = {number: rank for rank, number in enumerate(self.sequences)}
         self.owners: list[set[int]] = [set() for _ in range(0, self.pages, self.each)]
         self.tokens = np.zeros(self.pages, np.int64)
-        for number, (held, length) in self.sequences.items():
+        for number, (held, length, _) in self.sequences.items():
             for place, page in enumerate(held):
                 self.owners[page // self.each].add(number)
                 there = min(length - place * self.page_size, self.page_size)
