@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from attnmask._cache.evict import kept_tokens, move, staying
 from attnmask._cache.quantize import Format, check_rotates, format_of
 from attnmask._cache.step import KVCacheStep, SequencePages, Tokens, numbers_of, page_list, table_of
 from attnmask._common.arguments import (
@@ -63,7 +64,7 @@ class KVCache:
                 out = step.attend(layer, query, key, value)
 
     A page may belong to several sequences after `fork`. It is free again when the last of them gives it back, by
-    `truncate` or `free`.
+    `truncate`, `evict` or `free`.
 
     All memory is allocated when the cache is made. Only one thread at a time may use a cache. Outside a step you can
     pickle it, and ``copy.deepcopy`` makes an independent copy with the same sequences and ids.
@@ -334,6 +335,56 @@ class KVCache:
         self._sequences[number] = SequencePages(pages[:used], keep, evicted)
         self._give_back(pages[used:])
 
+    def evict(self, id: int, keep: ArrayLike) -> None:
+        """Remove all tokens of a sequence but some, which each layer and head may choose for itself.
+
+        The tokens that are kept stay in their order, and later ones follow them. Whole pages that all heads and layers
+        keep stay where they are; other rows are copied, to free pages if there are enough, but never to shared ones.
+
+        Steps with such a sequence refuse what depends on distances: windows, chunks, ALiBi and relative biases. Masks
+        and biases have a number for each token that is kept.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+        keep : array_like of integers, shape [n], [kv_heads, n] or [layers, kv_heads, n]
+            Which tokens to keep, counted among those there are now; in any order, each once.
+
+        See Also
+        --------
+        attention_statistics : how much weight each key gets.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, page_size=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.ones((100, 2, 8), np.float32)
+        >>> with cache.step([a], 100) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> cache.evict(a, [[0, 1, 50, 99], [0, 7, 98, 99]])
+        >>> cache.lengths([a]), cache.positions([a]), cache.free_pages
+        (array([4], dtype=int32), array([100], dtype=int32), 15)
+        """
+        number = self._outside_step(id)
+        pages, length, evicted = self._sequence(number)
+        layers, _, _, heads = self.k_pages.shape[:4]
+        kept = kept_tokens(keep, layers, heads, length)
+        stay = staying(kept, self.page_size)
+        before, moved, stays = np.array(pages, np.int64), stay < 0, set(stay.tolist())
+        own = [page for i, page in enumerate(pages) if i not in stays and self._owners[page] == 1]
+        needed = int(moved.sum())
+        # As long as free pages are written to, a call that is interrupted leaves the sequence as it was.
+        taken = self._next_free(max(min(needed, self.free_pages), needed - len(own)), "evict")
+        after = np.append(before, -1)[stay]
+        after[moved] = [*taken, *own][:needed]
+        move(self._held().values(), kept, before, after, moved)
+        self._take(taken)
+        table, there = page_list(*after.tolist()), kept.shape[-1]
+        in_use = set(table)
+        self._give_back([page for page in pages if page not in in_use])
+        self._sequences[number] = SequencePages(table, there, evicted + length - there)
+
     def free(self, id: int) -> None:
         """Remove a sequence and free its pages.
 
@@ -372,6 +423,30 @@ class KVCache:
         array([0], dtype=int32)
         """
         return self._result(np.array([self._sequence(number).length for number in numbers_of(ids)], np.int32))
+
+    def positions(self, ids: ArrayLike) -> NDArray[np.int32]:
+        """Return the position of the next token of sequences, without those of an open step, for rotary embeddings.
+
+        It is the number of tokens, and of those that were evicted. `truncate` takes positions back, one per token.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            KeyError if there is no such sequence.
+
+        Returns
+        -------
+        ndarray of int32, shape [n]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.positions([cache.new_sequence()])
+        array([0], dtype=int32)
+        """
+        rows = map(self._sequence, numbers_of(ids))
+        return self._result(np.array([row.length + row.evicted for row in rows], np.int32))
 
     def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
         """Return the pages of sequences in token order, without those of an open step.
@@ -457,13 +532,13 @@ class KVCache:
         if self._step is not None:
             raise RuntimeError("a step of this cache is open; wait until its with block ends")
 
-    def _next_free(self, needed: int) -> list[int]:
+    def _next_free(self, needed: int, who: str = "this step") -> list[int]:
         """Return the pages to take next, in order."""
         free, pages = self.free_pages, self.k_pages.shape[1]
         if needed > free:
             verb = "is" if free == 1 else "are"
             raise MemoryError(
-                f"the cache is full: this step needs {describe(needed)} pages and {free} of {pages} {verb} free"
+                f"the cache is full: {who} needs {describe(needed)} pages and {free} of {pages} {verb} free"
             )
         again = self._returned[: -needed - 1 : -1]
         return [*again, *self._fresh[: needed - len(again)]]

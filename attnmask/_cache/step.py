@@ -343,7 +343,7 @@ class KVCacheStep(Tokens[ArrayLike, Array]):
             )
         q = self._tokens(query, "query")
         places = self._packed if q.ndim == 3 else self._batched
-        lengths = np.array([length for _, length in self._rows], np.int32)
+        lengths = np.array([row.length for row in self._rows], np.int32)
         return attention_statistics_with_kvcache(
             q,
             cache.k_pages[index],

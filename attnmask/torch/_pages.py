@@ -57,5 +57,6 @@ class KVCache(pages.KVCache):
         v_scales: torch.Tensor | None  # type: ignore[assignment, unused-ignore]
 
         def lengths(self, ids: ArrayLike) -> torch.Tensor: ...  # type: ignore[override, unused-ignore]
+        def positions(self, ids: ArrayLike) -> torch.Tensor: ...  # type: ignore[override, unused-ignore]
         def block_table(self, ids: ArrayLike) -> torch.Tensor: ...  # type: ignore[override, unused-ignore]
         def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep: ...  # type: ignore[override, unused-ignore]

@@ -95,9 +95,11 @@ row(
 for _name, _row in {
     "block_table": {"ids": one([0, 1], integers(1), [0, 0])},
     "lengths": {"ids": one([0, 1], integers(1, dtype=np.int8), [])},
+    "positions": {"ids": one([0, 1], integers(1), [])},
     "fork": {"id": one(0, 1)},
     "free": {"id": one(0, 1)},
     "truncate": {"id": one(0, 1), "length": one(0, 3, 6)},
+    "evict": {"id": one(0, 1), "keep": one([1, 5], integers(4, 0, 2), [])},
 }.items():
     target(
         f"KVCache.{_name}",

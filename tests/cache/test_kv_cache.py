@@ -91,16 +91,19 @@ class Model:
         # A quotient that is rounded may lie on another side of the middle of two quantized numbers.
         self.slack = 0.08 * (self.cache.k_scales is not None)
         self.held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.evicted: dict[int, int] = {}
         self.made: list[int] = []
 
     def new(self) -> None:
         number = self.cache.new_sequence()
         self.held[number] = tuple(np.zeros((LAYERS, 0, KV_HEADS, depth)) for depth in depths_of(self.cache))
+        self.evicted[number] = 0
         self.made.append(number)
 
     def fork(self, number: int) -> None:
         self.made.append(self.cache.fork(number))
         self.held[self.made[-1]] = self.held[number]
+        self.evicted[self.made[-1]] = self.evicted[number]
 
     def truncate(self, number: int, length: int) -> None:
         self.cache.truncate(number, length)
@@ -109,6 +112,33 @@ class Model:
     def free(self, number: int) -> None:
         self.cache.free(number)
         del self.held[number]
+
+    def evict(self, number: int, keep: np.ndarray) -> str:
+        """Evict, and say whether there were pages for it."""
+        kept = np.broadcast_to(np.sort(keep), (LAYERS, KV_HEADS, keep.shape[-1]))
+        stays = set()
+        for begin in range(0, kept.shape[-1], PAGE_SIZE):
+            rows = kept[..., begin : begin + PAGE_SIZE]
+            if (rows == rows[0, 0, 0] + np.arange(rows.shape[-1])).all() and rows[0, 0, 0] % PAGE_SIZE == 0:
+                stays.add(rows[0, 0, 0] // PAGE_SIZE)
+        tables = self.tables()
+        places = dict(enumerate(tables[number]))
+        own = [
+            place for place, page in places.items() if sum(page in table for table in tables.values()) == 1
+        ]
+        needed = -(-kept.shape[-1] // PAGE_SIZE) - len(stays) - len(set(own) - stays)
+        try:
+            self.cache.evict(number, keep)
+        except MemoryError as error:
+            assert needed > self.cache.free_pages
+            assert str(error).startswith(f"the cache is full: evict needs {needed} pages and ")  # noqa: PT017
+            return "out of pages to evict"
+        assert needed <= self.pages - len({page for table in tables.values() for page in table})
+        assert {places[place] for place in stays} <= set(self.tables()[number])
+        self.evicted[number] += self.length(number) - kept.shape[-1]
+        by_token = kept.transpose(0, 2, 1)[..., None]
+        self.held[number] = tuple(np.take_along_axis(x, by_token, axis=1) for x in self.held[number])
+        return "evict"
 
     def length(self, number: int) -> int:
         return self.held[number][0].shape[1]
@@ -150,6 +180,8 @@ class Model:
         """The cache holds what it has to, and nothing else: free pages are filled with NaN."""
         ids = list(self.held)
         assert self.cache.lengths(ids).tolist() == [self.length(number) for number in ids]
+        positions = [self.length(number) + self.evicted[number] for number in ids]
+        assert self.cache.positions(ids).tolist() == positions
         tables = self.tables()
         used = {page for table in tables.values() for page in table}
         assert self.cache.free_pages == self.pages - len(used)
@@ -258,7 +290,19 @@ def random_step(model: Model, rng) -> str:
     return "done"
 
 
-CALLS = ("new", "fork", "truncate", "free", *["step"] * 6)
+def random_keep(rng, length: int) -> np.ndarray:
+    """Some of the tokens, for all or by head or layer and head, in any order: at times whole pages and some others."""
+    shape = (LAYERS, KV_HEADS)[rng.integers(3) :]
+    keep = rng.permuted(np.broadcast_to(np.arange(length), (*shape, length)), axis=-1)
+    pages = np.flatnonzero(rng.random(length // PAGE_SIZE + 1) < rng.choice([0, 0.5, 0.9]))
+    others = np.argsort(~np.isin(keep // PAGE_SIZE, pages), axis=-1, kind="stable")
+    count = np.isin(np.arange(length) // PAGE_SIZE, pages).sum()
+    return np.take_along_axis(keep, others, axis=-1)[
+        ..., : rng.integers(count, rng.choice([count, length]) + 1)
+    ]
+
+
+CALLS = ("new", "fork", "truncate", "free", "evict", *["step"] * 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,6 +318,8 @@ def test_any_series_of_calls(kind):
             model.fork(number)
         elif call == "truncate":
             model.truncate(number, int(rng.integers(model.length(number) + 1)))
+        elif call == "evict":
+            call = model.evict(number, random_keep(rng, model.length(number)))
         elif call == "free" or len(model.held) > 8:
             model.free(number)
         else:
@@ -281,7 +327,8 @@ def test_any_series_of_calls(kind):
         seen.append(call)
         model.check()
     ends = ("out of pages", "stopped", "incomplete", "done")
-    assert min(seen.count(call) for call in ("fork", *ends)) > calls / 50
+    assert min(seen.count(call) for call in ("fork", "evict", *ends)) > calls / 50
+    assert calls < 2000 or "out of pages to evict" in seen
     for number in list(model.held):
         model.free(number)
     model.check()
@@ -535,7 +582,9 @@ def test_caches_that_cannot_be(more, error, message):
 
 
 @pytest.mark.parametrize("number", [7, -1, 2**60, "freed"])
-@pytest.mark.parametrize("method", ["fork", "truncate", "free", "lengths", "block_table", "step"])
+@pytest.mark.parametrize(
+    "method", ["fork", "truncate", "evict", "free", "lengths", "positions", "block_table", "step"]
+)
 def test_ids_of_no_sequence(method, number):
     cache = cache_of()
     grown(cache, 3)
@@ -544,6 +593,8 @@ def test_ids_of_no_sequence(method, number):
         cache.free(number)
     calls = {
         "truncate": lambda: cache.truncate(number, 0),
+        "evict": lambda: cache.evict(number, []),
+        "positions": lambda: cache.positions([0, number]),
         "lengths": lambda: cache.lengths([0, number]),
         "block_table": lambda: cache.block_table([0, number]),
         "step": lambda: cache.step([0, number], 1).__enter__(),
@@ -634,10 +685,13 @@ def test_other_calls_in_a_block():
     cache = cache_of()
     a, b = grown(cache, 3, 3)
     with cache.step([a], 1) as step:
-        for call in (lambda: cache.free(a), lambda: cache.truncate(a, 0), lambda: cache.fork(a)):
+        refused = (
+            lambda: cache.free(a), lambda: cache.truncate(a, 0), lambda: cache.evict(a, []), lambda: cache.fork(a)
+        )  # fmt: skip
+        for call in refused:
             with pytest.raises(RuntimeError, match=f"id must not be in the open step, got {a}; wait until"):
                 call()
-        cache.truncate(b, 1)
+        cache.evict(b, [1])
         c, d = cache.fork(b), cache.new_sequence()
         cache.free(b)
         assert cache.lengths([a, c, d]).tolist() == [3, 1, 0]

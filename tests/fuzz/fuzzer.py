@@ -50,6 +50,7 @@ ALSO_NAMED = {  # arguments of what an argument is handed on to, and of pullback
     "t5_relative_bias_vjp": ["dbias"],
     "qkv_cu_seqlens_to_attention_mask, out": ["cu_seqlens_kv", "max_kv_len"],
     "KVCache.lengths": ["id"],
+    "KVCache.positions": ["id"],
     "KVCache.block_table": ["id"],
     "KVCache.step": ["id"],
 } | {  # XLA's arrays have no names
