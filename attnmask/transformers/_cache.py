@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from attnmask._cache.evict import check_no_distances
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, KVCacheStep
 from attnmask._cache.quantize import dequantized, rotated
@@ -68,6 +69,8 @@ class Pages:
             elif name in ("causal_offset", "q_segment_ids"):  # pages say it
                 del given[name]
         check_no_gradient(tensors, _NAME, _TRAINED)
+        if self.step._evicted:
+            check_no_distances(given)
         rows, packed = in_place(query.detach().transpose(1, 2), "query"), self.step.packed
         try:
             out = self._attend(rows[0] if packed else rows, **given)
@@ -212,6 +215,8 @@ class _Store:
         try:
             if len(self.rows) != count:
                 raise ValueError(f"the cache has {len(self.rows)} rows, not {count}: call reset()")
+            if any(self.kv._sequence(row).evicted for row in self.rows):
+                raise ValueError("sequences with evicted tokens must be in a step, not rows of a batch")
             return self.begin(self.rows, tokens, packed=False)
         except BaseException:
             if made:
@@ -446,7 +451,7 @@ class PagedCache(Cache):
         store = self._store
         store.check_complete()
         now = store.begin(ids, counts, packed=True)
-        begins = np.repeat(now.before["cache_seqlens"], now._counts)
+        begins = np.repeat(store.kv.positions(now._ids), now._counts)
         positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
         try:
             yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], CACHE: self}

@@ -208,6 +208,50 @@ def test_forks_and_drafts():
     assert_close({"logits": again}, {"logits": got[4:6]})
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_evicted_tokens(name):
+    """The next token has its position, and attends to what is kept; windows are refused."""
+    model, (*prompt, last) = ready(name), random_ids(10)
+    cache, own = paged(model), transformers.DynamicCache()
+    a, heads = cache.kv.new_sequence(), cache.kv.k_pages.shape[3]
+    with torch.no_grad(), cache.step([a], 9) as inputs:
+        model(torch.stack(prompt)[None], **inputs)
+    keep = torch.rand(len(cache.layers), heads, 9).argsort(-1)[..., :5].sort(-1).values
+    cache.kv.evict(a, keep)
+
+    def next_token():
+        with torch.no_grad(), cache.step([a], 1) as inputs:
+            assert inputs["position_ids"].tolist() == [[9]]
+            return model(last[None, None], **inputs).logits
+
+    if name == "Mistral":
+        with pytest.raises(
+            ValueError, match="sliding_window must be None after tokens of a sequence were evicted"
+        ):
+            next_token()
+        return
+    with torch.no_grad():
+        model(torch.stack(prompt)[None], past_key_values=own)
+        for layer, kept in zip(own.layers, keep, strict=True):
+            for side in ("keys", "values"):
+                held = getattr(layer, side)
+                setattr(layer, side, held.gather(2, kept[None, ..., None].expand(-1, -1, -1, held.shape[3])))
+        right = model(last[None, None], past_key_values=own, position_ids=torch.tensor([[9]])).logits
+    assert_close({"logits": next_token()}, {"logits": right})
+
+
+def test_batches_need_all_tokens():
+    model = ready("Llama")
+    cache = paged(model)
+    with torch.no_grad():
+        model(random_ids(2, 5), past_key_values=cache)
+        cache.kv.evict(1, [0, 4])
+        with pytest.raises(
+            ValueError, match="sequences with evicted tokens must be in a step, not rows of a batch"
+        ):
+            model(random_ids(2, 1), past_key_values=cache)
+
+
 def test_a_step_that_fails_changes_nothing():
     model, prompt = ready("Llama"), random_ids(5)
     cache = paged(model, pages=4)
