@@ -82,7 +82,7 @@ def as_slice(queries: object) -> slice | None:
     return slice(first, None)
 
 
-def _chosen(queries: object, count: int) -> NDArray[np.int64]:
+def chosen_queries(queries: object, count: int) -> NDArray[np.int64]:
     """Return the indices of the chosen queries, as they are given."""
     part = as_slice(queries)
     if part is not None:
@@ -151,7 +151,7 @@ def _read(given: Arguments) -> tuple[Problem, tuple[int, ...], NDArray[np.int64]
     """Return the problem without values, its batch axes and the chosen queries."""
     key = as_array(given["key"], "key")
     problem, batch = read_problem(DEFAULTS | given | {"value": key[..., :0] if key.ndim else key})
-    return problem, batch, _chosen(given["queries"], problem.query.shape[1])
+    return problem, batch, chosen_queries(given["queries"], problem.query.shape[1])
 
 
 def weights(args: tuple[object, ...], given: Arguments) -> Array:
