@@ -59,14 +59,18 @@ WEIGHTS = """
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-from numpy.typing import ArrayLike
-
+{library}
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.weights import AttentionStatistics, Queries, Statistic
 from attnmask._masks.info import MaskInfo
-from attnmask.torch._states import MaskTensors
 """
+TORCH_WEIGHTS = (
+    WEIGHTS.format(library="import torch\nfrom numpy.typing import ArrayLike\n")
+    + "from attnmask.torch._states import MaskTensors\n"
+)
+JAX_WEIGHTS = WEIGHTS.format(
+    library="import jax\nimport numpy.typing as npt\nfrom jax.typing import ArrayLike\n"
+)
 JAX = """
 from typing import Generic, Literal, TypeVar, Unpack, overload
 
@@ -102,12 +106,16 @@ IN_JAX = NUMPY._replace(
     returns_state=True,
     dtype="npt.DTypeLike",
     imports="jax",
-    named={"flash_attention_with_kvcache": "KVCacheResult"},
+    named={
+        "flash_attention_with_kvcache": "KVCacheResult",
+        "attention_statistics": "AttentionStatistics",
+    },
 )
 IN_FACES = (
     linear.LINEAR_ATTENTION, linear.LINEAR_ATTENTION_STEP, linear.SHORT_CONVOLUTION, linear.SHORT_CONVOLUTION_STEP
 )  # fmt: skip
 TO_CACHES = attention.CACHE, attention.WRITE
+LOOKING = attention.WEIGHTS, attention.STATISTICS
 ALL_SUMS = [row for row in vars(sums).values() if isinstance(row, Row)]
 SUMMED = [row for row in ALL_SUMS if not row.returns_vjp]
 RESULT = "Array"
@@ -211,9 +219,10 @@ STUBS = {  # path: imports, functions
     ),
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
     PACKAGE / "torch" / "_weights.pyi": (
-        WEIGHTS,
-        *(of_row(row, IN_TORCH) for row in (attention.WEIGHTS, attention.STATISTICS)),
+        TORCH_WEIGHTS,
+        *(of_row(row, IN_TORCH) for row in LOOKING),
     ),
+    PACKAGE / "jax" / "_weights.pyi": (JAX_WEIGHTS, *(of_row(row, IN_JAX) for row in LOOKING)),
     PACKAGE / "jax" / "_functions.pyi": (
         JAX,
         of_row(attention.ATTENTION, IN_JAX, "_Call"),

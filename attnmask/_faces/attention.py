@@ -29,7 +29,7 @@ from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kv
 from attnmask._cache.write_kvcache import write_kvcache
 from attnmask._common.arguments import describe, integer_array
 from attnmask._common.loading import _core
-from attnmask._common.types import AnyFunction, Arguments, Array
+from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._faces.rows import Argument, Kind, Result, Row, arguments
 
 
@@ -109,7 +109,7 @@ def _fits_pair(given: Arguments, is_floating: AnyFunction) -> Batch:
     return _fits(given | {"value": given["key"]}, is_floating)
 
 
-def _of_weights(function: Function, entry: AnyFunction, example: str, *results: Result) -> Row:
+def _of_weights(function: Function, entry: AnyFunction, examples: Given, *results: Result) -> Row:
     """Return the row of a function of the weights. Its gradient is an error, which faces raise."""
     known = {x.name: x for x in (*ARGUMENTS, *_OF_WEIGHTS)}
     return Row(
@@ -122,28 +122,44 @@ def _of_weights(function: Function, entry: AnyFunction, example: str, *results: 
         cast=LEARNED[:2],
         by_name=True,
         fits=_fits_pair,
-        examples={"torch": example},
+        examples=examples,
     )
 
 
 WEIGHTS = _of_weights(
     ATTENTION_WEIGHTS,
     attention_weights,
-    """
+    {
+        "torch": """
 >>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
 >>> attnmask.torch.attention_weights(query, key, causal=True, queries=-1)
 tensor([[[[0.2500, 0.2500, 0.2500, 0.2500]]]])
 """,
+        "jax": """
+>>> query = key = jnp.zeros((1, 4, 1, 8))  # all keys weigh the same
+>>> look = jax.jit(lambda query, key: attnmask.jax.attention_weights(query, key, causal=True, queries=-1))
+>>> look(query, key).tolist()
+[[[[0.25, 0.25, 0.25, 0.25]]]]
+""",
+    },
     Result("weights", "[B, H, n, Tk] or [H, n, Tk]", wide=True),
 )
 STATISTICS = _of_weights(
     ATTENTION_STATISTICS,
     attention_statistics,
-    """
+    {
+        "torch": """
 >>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
 >>> attnmask.torch.attention_statistics(query, key, causal=True, of="key_sum").key_sum
 tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
 """,
+        "jax": """
+>>> query = key = jnp.zeros((1, 4, 1, 8))  # all keys weigh the same
+>>> look = jax.jit(lambda query, key: attnmask.jax.attention_statistics(query, key, of="key_sum"))
+>>> look(query, key).key_sum.tolist()
+[[[1.0, 1.0, 1.0, 1.0]]]
+""",
+    },
     Result("key_sum", "[B, H, Tk] or [H, Tk]", wide=True),
     Result("entropy", "[B, H, n] or [H, n]", wide=True),
     Result("max_logit", "[B, H, n] or [H, n]", wide=True),

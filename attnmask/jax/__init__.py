@@ -58,9 +58,12 @@ from attnmask.jax._functions import (
 )
 from attnmask.jax._merge import merge_attention_states
 from attnmask.jax._types import KVCacheResult
+from attnmask.jax._weights import attention_statistics, attention_weights
 
 __all__ = [
     "KVCacheResult",
+    "attention_statistics",
+    "attention_weights",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",
     "chunk_global_cumsum_vector",

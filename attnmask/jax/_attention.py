@@ -21,7 +21,7 @@ callback : flag = False
 """)
 
 
-def _four_axes(learned: ByName, batch: Batch) -> ByName:
+def four_axes(learned: ByName, batch: Batch) -> ByName:
     """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
     arranged = {name: folded(x, batch) for name, x in learned.items() if name in LEARNED[:3]}
     if "bias" in learned:
@@ -44,7 +44,7 @@ second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` o
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
         arrays, static = super().divided(given)
         for name in LEARNED[:3]:
-            if arrays[name].ndim < 3:
+            if name in arrays and arrays[name].ndim < 3:
                 raise ValueError(f"{name} must have at least three axes, got shape {arrays[name].shape}")
         return arrays, static
 
@@ -54,6 +54,6 @@ second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` o
         problem, batch = check(known)
         spec, others = specify(known, problem, batch)
         spec = spec._replace(callback=known_flag(static["callback"], "callback"))
-        results = attend(spec, _four_axes(learned, batch), others, 1 + with_all)
+        results = attend(spec, four_axes(learned, batch), others, 1 + with_all)
         results = tuple(unfolded(x, batch) for x in results)
         return results if with_all else results[0]

@@ -21,6 +21,7 @@ from attnmask.jax._arguments import Learned, Spec, Wide
 from attnmask.jax._types import ByName, Shaped
 
 WORDS = _core.xla_words()  # versions and the bits of flags
+WORDS["attention"] |= WORDS.pop("weights")
 VERSION = WORDS["attention"]["version"]
 _NODES = _core.mask_nodes()  # by their numbers in exported programs
 _TERMS = _core.term_names()  # numbered in the same way
@@ -337,3 +338,21 @@ def backward_vjp(
     arrays, said["dlse"] = [*others, *of_result, *given], len(of_result) == 4
     found = _call("attnmask_flash_backward_vjp", spec, learned, arrays, shapes, (), **said)
     return dict(zip((*LEARNED[:3], "dout", "dlse"), found, strict=True))
+
+
+def weigh(
+    spec: Spec,
+    arrays: ByName,
+    others: Sequence[jax.typing.ArrayLike],
+    queries: NDArray[np.int32],
+    shapes: Mapping[str, Shaped],
+    by_key_head: bool,
+) -> tuple[jax.Array, ...]:
+    """Return what the weights of chosen queries tell, as `shapes` names it. `arrays` are the learned ones, and lse."""
+    lse = [arrays[name] for name in ("lse",) if name in arrays]
+    said = {name: True for name in shapes if name != "top_weights"}
+    with_axes = [((*shape, *[1] * (4 - len(shape))), dtype) for shape, dtype in shapes.values()]
+    more = [*others, queries, *lse]
+    said |= {"lse": bool(lse), "by_key_head": by_key_head}
+    found = _call("attnmask_flash_weights", spec, arrays, more, with_axes, (), **said)
+    return tuple(x.reshape(shape) for x, (shape, _) in zip(found, shapes.values(), strict=True))

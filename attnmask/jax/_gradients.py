@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from attnmask._common.types import AnyFunction, Arguments
@@ -130,6 +131,35 @@ def with_derivatives(
         return Map(run, transpose, _moving(pull) if plain else refuse, like_wanted)
 
     return compute
+
+
+def without_derivatives(name: str, compute: AnyFunction) -> AnyFunction:
+    """Return a function of the same arrays by name that may stand beside a loss.
+
+    Its derivatives are errors, but only where something asks for them.
+    """
+    why = f"attnmask.jax.{name} has no gradients: use it in no loss, or write jax.lax.stop_gradient"
+
+    def run(residuals: Any, _: ByName) -> Results:
+        found: Results = compute(*residuals)
+        return found
+
+    def differentiate(residuals: Any, _: ByName, moved: ByName, __: ByName) -> Any:
+        results = Map(run, refuse, differentiate)(residuals, {})
+        like = [jax.typeof(x) for x in results]
+        floating = [jax.numpy.issubdtype(x.dtype, np.floating) for x in like]
+
+        def zeros(residuals: Any, moved: ByName) -> Results:
+            made = [jax.numpy.zeros(x.shape, x.dtype) for x, true in zip(like, floating, strict=True) if true]
+            return tuple(alike([*made, *jax.tree.leaves((residuals, moved))])[: len(made)])
+
+        found = iter(Map(zeros, refuse, refuse, refused=why)(residuals, moved))
+        return results, [next(found) if true else None for true in floating]
+
+    def refuse(*_: object) -> NoReturn:
+        raise NotImplementedError(why)
+
+    return lambda arrays: Map(run, refuse, differentiate)((arrays,), {})
 
 
 def _moving(compute: AnyFunction) -> AnyFunction:

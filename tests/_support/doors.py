@@ -21,6 +21,7 @@ NAMES = (
     "linear_attention_step", "short_convolution_step", "write_kvcache", "write_kvcache of four bits",
 )  # fmt: skip
 LOOKING = ("attention_weights", "attention_statistics")
+KNOWN = ("queries",)  # when JAX compiles a function
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
 STATES = dict.fromkeys(WITH_GRADIENTS) | {
     "flash_attention": "return_lse", "linear_attention": "return_state", "short_convolution": "return_state"

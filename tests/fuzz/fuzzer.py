@@ -54,7 +54,7 @@ ALSO_NAMED = {  # arguments of what an argument is handed on to, and of pullback
     "KVCache.block_table": ["id"],
     "KVCache.step": ["id"],
 } | {  # XLA's arrays have no names
-    name: ["arguments", "array", "buffer", "gradient", "softmax_scale", "tokens", "vmap"]
+    name: ["arguments", "array", "buffer", "gradient", "mask", "softmax_scale", "tokens", "vmap"]
     for name in TARGETS
     if name.startswith("XLA ")
 }

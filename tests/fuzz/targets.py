@@ -285,3 +285,45 @@ handler(
         ATTENDING if "key" in arrays else ATTENDING.partition(" lse ")[0] + " lse"
     )(words, **arrays),
 )
+
+# Weights
+
+WEIGHT_FLAGS = _core.xla_words()["weights"] | {"lse": _core.xla_words()["attention"]["lse"]}
+MASK_OF_ALL, BAND = (_core.mask_nodes().index(kind) for kind in ("all", "band"))
+
+
+def weights_handler_arguments(rng: Rng) -> Arguments:
+    """Of one call, or in a third of the cases of two at once, of all pairs or causal ones."""
+    dtype, n, top = pick(rng, FLOATS), int(rng.integers(1, 6)), int(rng.integers(1, 9))
+    wide, by_key_head, mapped = wide_of(dtype), coin(rng), coin(rng, 0.3)
+    shapes: Arguments = {"query": (2, 5, H, 8), "key": (2, 7, HKV, 8), "value": (2, 7, HKV, 0)}
+    given = {name: floats(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
+    given["queries"] = np.sort(rng.permutation(5)[:n]).astype(np.int32)
+    if coin(rng):
+        given["lse"] = floats(rng, 2, H, n, dtype=wide)
+    row = 2, H, n
+    made = {
+        "weights": ((*row, 7), wide),
+        "key_sum": ((2, HKV if by_key_head else H, 7, 1), wide),
+        "entropy": ((*row, 1), wide),
+        "max_logit": ((*row, 1), wide),
+        "top_keys": ((*row, top), np.dtype(np.int32)),
+        "top_weights": ((*row, top), wide),
+    }
+    asked = {name for name in (*made,)[:5] if coin(rng)} or {"key_sum"}
+    asked |= {"top_weights"} if "top_keys" in asked else set()
+    said = {*asked, *given, *(["by_key_head"] if by_key_head else [])}
+    mask = [MASK_OF_ALL] if coin(rng) else [BAND, NONE, 0, INTEGER, 0, INTEGER, 2]
+    flags = sum(flag for name, flag in WEIGHT_FLAGS.items() if name in said)
+    given = twice(rng, given, "query") if mapped else given
+    results = {
+        name: np.zeros((2,) * mapped + shape, dtype) for name, (shape, dtype) in made.items() if name in asked
+    }
+    return {"words": np.array([3, 1 | flags, bits(0.25), 3, 0, *mask])} | given | results
+
+
+handler(
+    "attention_statistics",
+    weights_handler_arguments,
+    "flash_weights: query key value queries lse -> weights key_sum entropy max_logit top_keys top_weights",
+)

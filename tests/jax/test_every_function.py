@@ -5,6 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 from doors import (
+    KNOWN,
+    LOOKING,
     NAMES,
     STATES,
     WITH_GRADIENTS,
@@ -24,6 +26,7 @@ from attnmask._attention.arguments import TRACED  # noqa: E402
 from attnmask.jax import _call  # noqa: E402
 
 WITHOUT_GRADIENTS = [name for name in NAMES if name not in WITH_GRADIENTS]
+NAMES = (*NAMES, *LOOKING)
 GRADIENTS_ALONE = [name for name in WITH_GRADIENTS if "flash" not in name and "merge" not in name]
 
 
@@ -33,10 +36,13 @@ def given(name, seed=0, **more):
     kinds = (
         learned_of(name, arguments)
         if name in WITH_GRADIENTS
-        else [key for key, x in arguments.items() if is_array(x)]
+        else [key for key, x in arguments.items() if is_array(x) and key not in KNOWN]
     )
     arrays = {key: arguments.pop(key) for key in kinds}
     return lambda arrays: function_of(attnmask.jax, name)(**arguments, **arrays), arrays
+
+
+EVERY_ARRAY = [(name, seed) for name in LOOKING for seed in range(6)]
 
 
 def in_float32(name, count):
@@ -102,12 +108,12 @@ def test_no_other_derivatives(name):
             compiled(jax.grad(norm))(arrays)
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
-def test_no_gradients(name):
-    function, arrays = given(name, in_float32(name, 1)[0])
+@pytest.mark.parametrize(("name", "seed"), [(name, 0) for name in WITHOUT_GRADIENTS] + EVERY_ARRAY)
+def test_no_gradients(name, seed):
+    function, arrays = given(name, in_float32(name, seed + 1)[seed])
     for key, x in arrays.items():
         if np.issubdtype(jax.numpy.asarray(x).dtype, np.floating):
-            loss = lambda x, key=key: jax.tree.leaves(function(arrays | {key: x}))[0].sum()  # noqa: E731
+            loss = lambda x, key=key: jax.tree.leaves(function(arrays | {key: x}))[-1].sum()  # noqa: E731
             for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss))):
                 with pytest.raises(
                     NotImplementedError, match=rf"{name.partition(' of ')[0]} has no gradients"

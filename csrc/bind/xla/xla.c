@@ -44,7 +44,8 @@
     DO(K_TANGENT, 64, "key_tangent")                                                                         \
     DO(V_TANGENT, 128, "value_tangent")                                                                      \
     DO(BIAS_TANGENT, 256, "bias_tangent")                                                                    \
-    DO(SINKS_TANGENT, 512, "softmax_aux_tangent")
+    DO(SINKS_TANGENT, 512, "softmax_aux_tangent")                                                            \
+    DO(GIVEN_LSE, 1024, "lse")
 enum { FLAGS(AM_XLA_BIT) };
 static const am_xla_word attention_words[] = {{"version", AM_XLA_VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
@@ -139,10 +140,10 @@ static bool read_part(am_xla_call *c)
     return am_check_numbers(&c->request);
 }
 
-/* The arguments that say what attention is asked for; `own` more come behind, and those that flags name. */
-static bool read_attention(am_xla_call *c, int own)
+bool am_xla_read_attention(am_xla_call *c, int own)
 {
-    static const int64_t flags[] = {GRAD_LSE, Q_TANGENT, K_TANGENT, V_TANGENT, BIAS_TANGENT, SINKS_TANGENT};
+    static const int64_t flags[] = {GRAD_LSE,     Q_TANGENT,     K_TANGENT, V_TANGENT,
+                                    BIAS_TANGENT, SINKS_TANGENT, GIVEN_LSE};
     if (!am_xla_read_numbers(c) || !am_xla_next_word(c, &c->first_array)) return false;
     c->request.attn.normalize = (c->flags & NORMALIZE) != 0;
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) own += (c->flags & flags[i]) != 0;
@@ -170,7 +171,7 @@ bool am_xla_flash_forward(am_xla_call *c)
 {
     am_attn *attn = &c->request.attn;
     am_view lse;
-    if (!read_attention(c, 0)) return false;
+    if (!am_xla_read_attention(c, 0)) return false;
     const am_view like = {.shape = {attn->batch, attn->queries, attn->heads, attn->value_dim}};
     if (!look_at_result(c, false, like, &attn->out)) return false;
     if (c->frame->results.count > 1) {
@@ -258,7 +259,7 @@ bool am_xla_flash_backward(am_xla_call *c)
     am_view learned[AM_LOGIT_KIND_COUNT];
     int64_t results = 3;
     am_attn_gradients problem;
-    if (!read_attention(c, 3)) return false;
+    if (!am_xla_read_attention(c, 3)) return false;
     for (int i = 0; i < attn->terms.count; i++) results += attn->terms.list[i].gradient != NULL;
     if (c->frame->results.count != results) return am_xla_fail(c, "there are too few results");
     if (!read_gradients(c, &problem) || !look_at_input_gradients(c, &problem)) return false;
@@ -337,7 +338,8 @@ static bool look_at_tangents(am_xla_call *c, bool wide, am_attn_tangents *proble
 bool am_xla_flash_jvp(am_xla_call *c)
 {
     am_attn_tangents problem;
-    return read_attention(c, 0) && read_tangents(c, &problem) && look_at_tangents(c, false, &problem) &&
+    return am_xla_read_attention(c, 0) && read_tangents(c, &problem) &&
+           look_at_tangents(c, false, &problem) &&
            am_refuse_status(&c->request, am_attn_jvp(&c->context, &problem));
 }
 
@@ -345,7 +347,7 @@ bool am_xla_flash_backward_vjp(am_xla_call *c)
 {
     am_attn_gradients problem;
     am_attn_tangents along;
-    return read_attention(c, 3) && read_gradients(c, &problem) && read_tangents(c, &along) &&
+    return am_xla_read_attention(c, 3) && read_gradients(c, &problem) && read_tangents(c, &along) &&
            look_at_input_gradients(c, &problem) && look_at_tangents(c, true, &along) &&
            am_refuse_status(&c->request, am_attn_backward_tangents(&c->context, &problem, &along));
 }
@@ -501,9 +503,9 @@ static PyObject *dict_of(const am_xla_word *words)
 static PyObject *xla_words(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    return Py_BuildValue("{s:N,s:N,s:N,s:N}", "attention", dict_of(attention_words), "cache",
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N}", "attention", dict_of(attention_words), "cache",
                          dict_of(am_xla_cache_words), "linear", dict_of(am_xla_linear_words), "sums",
-                         dict_of(am_xla_sum_words));
+                         dict_of(am_xla_sum_words), "weights", dict_of(am_xla_weight_words));
 }
 
 PyMethodDef am_xla_methods[] = {

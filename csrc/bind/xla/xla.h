@@ -9,7 +9,8 @@ typedef struct {
     const char *name; /* of an argument where a flag says that this is given; NULL behind the last one */
     int64_t value;
 } am_xla_word;
-extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[], am_xla_sum_words[];
+extern const am_xla_word am_xla_cache_words[], am_xla_linear_words[], am_xla_sum_words[],
+    am_xla_weight_words[];
 
 enum { AM_XLA_VERSION = 3 }; /* of the words of attention and caches: programs are exported and kept */
 
@@ -32,14 +33,18 @@ bool am_xla_read_numbers(am_xla_call *c);
 /* The terms of the logits, once shapes and places are known. */
 bool am_xla_read_terms(am_xla_call *c);
 
-/* What XLA calls as attnmask_<call>: attention (xla.c), over a cache to which new tokens are appended, writes
- * of new tokens to given slots (cache.c), linear attention and short convolutions (linear.c), cumulative sums
- * and merges (sums.c). */
+/* The arguments that say what attention is asked for; `own` more come behind, and those that flags name. */
+bool am_xla_read_attention(am_xla_call *c, int own);
+
+/* What XLA calls as attnmask_<call>: attention (xla.c), its weights (weights.c), attention over a cache to
+ * which new tokens are appended, writes of new tokens to given slots (cache.c), linear attention and short
+ * convolutions (linear.c), cumulative sums and merges (sums.c). */
 #define AM_XLA_EACH_CALL(DO)                                                                                 \
     DO(flash_forward)                                                                                        \
     DO(flash_backward)                                                                                       \
     DO(flash_jvp)                                                                                            \
     DO(flash_backward_vjp)                                                                                   \
+    DO(flash_weights)                                                                                        \
     DO(flash_kvcache)                                                                                        \
     DO(write_kvcache)                                                                                        \
     DO(linear_forward)                                                                                       \
