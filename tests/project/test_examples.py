@@ -1,6 +1,8 @@
 """The programs in examples/ run and do what they say."""
 
 import importlib.util
+import sys
+import xml.etree.ElementTree as ET
 
 import ml_dtypes
 import numpy as np
@@ -78,6 +80,28 @@ def test_a_hybrid_learns_and_writes():
             token = torch.from_numpy(characters[t : t + 1])
             alone = model(token, lambda i, mixer, x: mixer.step(x, states[i]))
             np.testing.assert_allclose(alone[0], logits[t], atol=1e-4)
+
+
+def test_a_map_of_weights(tmp_path, monkeypatch, capsys):
+    """Each cell tells its weight; a pronoun looks at its noun, and a word of its own at the start."""
+    example, out = load("weights_map"), tmp_path / "weights.svg"
+    monkeypatch.setattr(sys, "argv", ["weights_map.py", "--out", str(out)])
+    example.main()
+    assert "they       because  94%      dogs  99%" in capsys.readouterr().out.splitlines()
+    groups = ET.parse(out).getroot()
+    words, svg = [word for word, *_ in example.SENTENCE], "{http://www.w3.org/2000/svg}"
+    assert [group[0].text for group in groups] == example.HEADS
+    for group in groups:
+        titles = [title.text for title in group.iter(f"{svg}title")]
+        assert [title.partition(":")[0] for title in titles] == [f"{a} → {b}" for a in words for b in words]
+    query, key, terms = example.queries_and_keys()
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key).astype(np.float64)
+    distance = np.arange(len(words)) - np.arange(len(words))[:, None]
+    logits += terms["relative_bias"][:, np.clip(distance + 2, 0, 2)]
+    weights = np.exp(np.where(distance > 0, -np.inf, logits))
+    weights /= weights.sum(-1, keepdims=True)
+    shown = [float(cell.get("fill-opacity")) for cell in groups.iter(f"{svg}rect")]
+    np.testing.assert_allclose(shown, 0.04 + 0.96 * weights.ravel(), atol=0.006)
 
 
 @pytest.mark.parametrize(
