@@ -12,7 +12,7 @@ the rows of others are copied::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,17 +54,17 @@ def staying(kept: Kept, page_size: int) -> NDArray[np.int64]:
     return np.where(same, begin // page_size, -1)
 
 
-def move(held: Iterable[Array], kept: Kept, before: Array, after: Array, moved: NDArray[np.bool_]) -> None:
+def move(held: Sequence[Array], kept: Kept, before: Array, after: Array, moved: NDArray[np.bool_]) -> None:
     """Copy the rows of `moved` pages of the table `after` from the pages of the table `before`.
 
-    Rows of a layer are read before any is written, so that pages may be the same.
+    Rows of a layer are read before any is written, so that pages may be the same, and memory is found before that.
     """
-    for of_layers in held:
-        layers, pages, page_size, heads = of_layers.shape[:4]
-        rows = np.flatnonzero(np.repeat(moved, page_size)[: kept.shape[-1]])
-        targets = after[rows // page_size] * page_size + rows % page_size
-        by_token = of_layers.reshape(layers, pages * page_size, heads, -1)
-        read = np.empty((len(rows), *by_token.shape[2:]), by_token.dtype)
+    layers, pages, page_size, heads = held[0].shape[:4]
+    rows = np.flatnonzero(np.repeat(moved, page_size)[: kept.shape[-1]])
+    targets = after[rows // page_size] * page_size + rows % page_size
+    arrays = [of_layers.reshape(layers, pages * page_size, heads, -1) for of_layers in held]
+    buffers = [np.empty((len(rows), *by_token.shape[2:]), by_token.dtype) for by_token in arrays]
+    for by_token, read in zip(arrays, buffers, strict=True):
         for layer, tokens in zip(by_token, kept[..., rows], strict=True):
             sources = before[tokens // page_size] * page_size + tokens % page_size
             by_head = layer.reshape(pages * page_size * heads, -1)

@@ -378,7 +378,7 @@ class KVCache:
         taken = self._next_free(max(min(needed, self.free_pages), needed - len(own)), "evict")
         after = np.append(before, -1)[stay]
         after[moved] = [*taken, *own][:needed]
-        move(self._held().values(), kept, before, after, moved)
+        move([*self._held().values()], kept, before, after, moved)
         self._take(taken)
         table, there = page_list(*after.tolist()), kept.shape[-1]
         in_use = set(table)
