@@ -32,7 +32,7 @@ static bool read_queries(am_xla_call *c, am_attn_weights *to)
             return am_xla_fail(c, "queries must rise, and be below %td", to->attn.queries);
         least = queries[i] + 1;
     }
-    to->queries = queries, to->count = v.shape[0];
+    to->queries = queries, to->count = to->rows = v.shape[0], to->sums = to->attn.keys;
     return true;
 }
 
