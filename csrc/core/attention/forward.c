@@ -298,6 +298,18 @@ static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, co
            a->q == b->q && a->queries == b->queries && a->heads == b->heads;
 }
 
+/* Lets the weights of a step be taken: of the items from `it` on that see its tile. */
+static __attribute__((noinline)) void take_weights(const am_weights_taker *taker, const item *it,
+                                                   am_range keys, const am_flash_rows *const *rows,
+                                                   const am_flash_tile *tiles, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; it++) {
+        if (rows[i] != &it->rows && rows[i] != &it->split) continue;
+        taker->take(taker->arg, &it->at, keys, rows[i], tiles[i].terms.live);
+        i++;
+    }
+}
+
 /* Takes items in lockstep over the keys of a split. */
 static am_status advance_items(const forward *f, item *items, ptrdiff_t count, const position *here,
                                const position *next, am_kv_workspace *kv, am_team *team)
@@ -314,7 +326,6 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
         bool planned = false;
         for (item *first = items; first < items + count; first += per_step) {
             const am_flash_rows *rows[AM_MOST_ITEMS];
-            const am_attn_place *places[AM_MOST_ITEMS];
             am_flash_tile some[AM_MOST_ITEMS];
             ptrdiff_t live = 0;
             am_logit_terms terms;
@@ -328,7 +339,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 am_kv_tile(kv, &it->at, terms.all_keys, tile);
                 if (am_is_transposed(tile->layout) && !it->is_packed) pack_queries(f, here->section, it);
                 tile->terms = terms, tile->prefetch = &plan;
-                rows[live] = here->split > 0 ? &it->split : &it->rows, places[live] = &it->at;
+                rows[live] = here->split > 0 ? &it->split : &it->rows;
                 if (live++ > 0) continue;
                 if (!planned) plan_prefetch(f, here, next, after, count, kv, &plan);
                 planned = true;
@@ -340,8 +351,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                     ->step_unpacked(rows, some, live);
             else
                 base->arithmetic->step(rows[0], some);
-            for (ptrdiff_t n = 0; f->taker && n < live; n++)
-                f->taker->take(f->taker->arg, places[n], keys, rows[n], some[n].terms.live);
+            if (f->taker) take_weights(f->taker, first, keys, rows, some, live);
             const am_status status = am_checkpoint(team);
             if (status != AM_OK) return status;
         }
@@ -520,30 +530,35 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
            most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
 }
 
+static am_status compute(const am_context *context, forward *f)
+{
+    am_context own = *context;
+    own.threads = am_threads_for(context, am_time_alone(f->base.attn, &f->sections));
+    context = &own;
+    am_status status = am_schedule_make(&f->schedule, &f->base, &f->sections, context->threads);
+    if (status == AM_OK) status = am_sum_sinks(context, &f->base, &f->sinks);
+    f->kv = am_kv_of(&f->base, &f->sections, &f->schedule);
+    if (status == AM_OK)
+        status = am_workspaces_make(&f->workspaces, context->threads, lay_out, f, sizeof(workspace));
+    if (status == AM_OK) status = am_shared_tiles_make(&f->kv.shared, &f->schedule, most_shared(f));
+    if (status == AM_OK && f->schedule.partial_bytes > 0) {
+        f->partials = am_alloc_aligned(f->schedule.partial_bytes);
+        if (!f->partials) status = AM_NO_MEMORY;
+    }
+    if (status == AM_OK) status = run_waves(context, f);
+    am_free_aligned(f->partials, f->schedule.partial_bytes);
+    am_shared_tiles_free(&f->kv.shared);
+    am_workspaces_free(&f->workspaces);
+    free(f->sinks);
+    am_schedule_free(&f->schedule);
+    return status;
+}
+
 am_status am_attn_forward_sections(const am_context *context, const am_attn_base *base,
                                    const am_sections *sections, const am_weights_taker *taker)
 {
     forward f = {.base = *base, .sections = *sections, .taker = taker};
-    am_context own = *context;
-    own.threads = am_threads_for(context, am_time_alone(base->attn, sections));
-    context = &own;
-    am_status status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
-    if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
-    f.kv = am_kv_of(&f.base, &f.sections, &f.schedule);
-    if (status == AM_OK)
-        status = am_workspaces_make(&f.workspaces, context->threads, lay_out, &f, sizeof(workspace));
-    if (status == AM_OK) status = am_shared_tiles_make(&f.kv.shared, &f.schedule, most_shared(&f));
-    if (status == AM_OK && f.schedule.partial_bytes > 0) {
-        f.partials = am_alloc_aligned(f.schedule.partial_bytes);
-        if (!f.partials) status = AM_NO_MEMORY;
-    }
-    if (status == AM_OK) status = run_waves(context, &f);
-    am_free_aligned(f.partials, f.schedule.partial_bytes);
-    am_shared_tiles_free(&f.kv.shared);
-    am_workspaces_free(&f.workspaces);
-    free(f.sinks);
-    am_schedule_free(&f.schedule);
-    return status;
+    return compute(context, &f);
 }
 
 am_status am_attn_forward(const am_context *context, const am_attn *attn)
@@ -557,10 +572,9 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     am_status status = am_mask_prepare(context, attn->mask);
     if (status != AM_OK) return status;
     if (context->kernels->plain) return am_plain_forward(context, attn);
-    const am_attn_base base = am_attn_base_of(context, attn);
-    am_sections sections = {0};
-    status = am_sections_make(&sections, attn->mask, true);
-    if (status == AM_OK) status = am_attn_forward_sections(context, &base, &sections, NULL);
-    am_sections_free(&sections);
+    forward f = {.base = am_attn_base_of(context, attn)};
+    status = am_sections_make(&f.sections, attn->mask, true);
+    if (status == AM_OK) status = compute(context, &f);
+    am_sections_free(&f.sections);
     return status;
 }
