@@ -525,6 +525,14 @@ function("flash_attention_with_kvcache", cache_arguments, written=CACHES | {"out
 function("flash_attention_with_kvcache of four bits", halves_arguments, written=CACHES)
 
 
+def prefix_arguments(rng: Rng) -> Arguments:
+    arguments = {name: floats(rng, 2, 2, heads, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    arguments |= {name: floats(rng, 6, 4, 2, 8) for name in ("k_cache", "v_cache")}
+    table = np.array([[5, 1, -1], [5, 4, 2]], np.int32)
+    arguments |= {"block_table": table, "cache_seqlens": np.array([4, 9], np.int32), "prefix": 4}
+    return arguments | draw(rng, {"return_lse": True, "softmax_scale": 0.3}, chance=0.3)
+
+
 def cache_statistics_arguments(rng: Rng) -> Arguments:
     hidden = ("v_cache", "v_scale", "key", "value", "cu_seqlens_k_new", "out", "return_lse", "prefix")
     arguments = {name: x for name, x in cache_arguments(rng).items() if name not in hidden}
@@ -534,6 +542,7 @@ def cache_statistics_arguments(rng: Rng) -> Arguments:
     return arguments | draw(rng, {"heads": "key", "lse": lse, "rotate": True}, chance=0.3)
 
 
+function("flash_attention_with_kvcache of a prefix", prefix_arguments, written=CACHES)
 function("attention_statistics_with_kvcache", cache_statistics_arguments, written=frozenset())
 function("write_kvcache", slots_arguments, written=CACHES)
 function("write_kvcache of four bits", lambda rng: slots_arguments(rng, True), written=CACHES)

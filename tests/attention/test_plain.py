@@ -32,7 +32,8 @@ def test_caches(plain, case):
 ERRORS = {F64: (1e-13, 1e-12), F32: (2e-6, 1e-5), F16: (1e-3, 2e-3), BF16: (1e-2, 2e-2)}
 NAMES = (
     "flash_attention", "flash_attention_vjp", "flash_attention_with_kvcache",
-    "flash_attention_with_kvcache of four bits", "linear_attention", "linear_attention_vjp", "linear_attention_step",
+    "flash_attention_with_kvcache of four bits", "flash_attention_with_kvcache of a prefix", "linear_attention",
+    "linear_attention_vjp", "linear_attention_step",
 )  # fmt: skip
 
 
