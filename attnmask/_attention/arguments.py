@@ -75,6 +75,7 @@ class CacheArguments(CacheOptions, Generic[_Array], total=False):
     cu_seqlens_k_new: ArrayLike | None
     k_scale: _Array | None
     v_scale: _Array | None
+    prefix: SupportsIndex
     rotate: bool
 
 

@@ -44,7 +44,7 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
     `shape` is that of the mask and the bias, which may have more keys.
     """
     numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
-    for name in _BY_PLACE if operator.index(given.get("prefix", 0)) else ():
+    for name in _BY_PLACE if operator.index(given["prefix"]) else ():
         if given[name] is not None:
             raise ValueError(
                 f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"

@@ -52,8 +52,8 @@ def _fits_cache(given: Arguments, _: AnyFunction) -> None:
         raise ValueError(f"query must be {expected}, got {describe(given['query'])}")
 
 
-def _check_cache(*, rotate: bool, **given: Any) -> None:
-    # The bias is checked later: its keys depend on lengths.
+def _check_cache(*, rotate: bool, prefix: int, **given: Any) -> None:
+    # The bias and the prefix are checked later: they depend on lengths and pages.
     _core.check_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, (), given | {"bias": None})
 
 
@@ -189,6 +189,7 @@ k_scale, v_scale : state = None
             if row.name in CACHE_DEFAULTS or row.kind is Kind.MASK
         ),
         *arguments("""
+prefix : size = 0
 rotate : flag = False
 return_lse : all = False
 out : out = None

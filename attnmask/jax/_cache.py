@@ -87,6 +87,11 @@ class Attend(_ToCache):
 
     def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
         given = static | arrays
+        if given["prefix"]:
+            raise ValueError(
+                f"prefix must be 0 in compiled functions, got {given['prefix']}; attend to it and to what follows in "
+                "two calls, and merge their results by attnmask.jax.merge_attention_states"
+            )
         packed, first, more = "cu_seqlens_q" in arrays, self.first(arrays), Arrays()
         if packed:
             first["query"] = first["query"][None]

@@ -267,6 +267,7 @@ def _is_read_alone(given: Arguments) -> bool:
     lengths = given["cache_seqlens"]
     return (
         not any(given[name] is not None and given[name] is not False for name in _NOT_SEEN)
+        and not given["prefix"]
         and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (query, *caches))
         and all(x.dtype == query.dtype and x.is_floating_point() for x in caches)
         and (lengths is None or type(lengths) is int or not torch.compiler.is_compiling())

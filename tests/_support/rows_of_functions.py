@@ -526,7 +526,9 @@ function("flash_attention_with_kvcache of four bits", halves_arguments, written=
 
 
 def prefix_arguments(rng: Rng) -> Arguments:
-    arguments = {name: floats(rng, 2, 2, heads, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    arguments = {
+        name: floats(rng, 2, 2, heads, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))
+    }
     arguments |= {name: floats(rng, 6, 4, 2, 8) for name in ("k_cache", "v_cache")}
     table = np.array([[5, 1, -1], [5, 4, 2]], np.int32)
     arguments |= {"block_table": table, "cache_seqlens": np.array([4, 9], np.int32), "prefix": 4}

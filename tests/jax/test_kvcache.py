@@ -145,7 +145,7 @@ def test_heads_on_two_devices():
         """
         mesh = jax.make_mesh((2,), ("h",), axis_types=(AxisType.Auto,))
         pages = np.zeros((2, 9, 16, 4, 32), np.float32)
-        table = jnp.asarray([[3, 1, 4], [8, 0, 2]])
+        table = jax.numpy.asarray([[3, 1, 4], [8, 0, 2]])
         heads, shared = P(None, None, "h"), P()
 
         def step(caches, query, key, value, lengths, table):
@@ -249,3 +249,20 @@ def test_finite_keys_have_finite_scales(scales):
     out, *written = function(traced)
     np.testing.assert_allclose(out, 1, rtol=1e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(written) if x.dtype != np.uint8)
+
+
+def test_a_prefix_outside_of_compiled_functions():
+    """With NumPy's bits; compiled, an error says what to write."""
+    rng = np.random.default_rng(0)
+    query, *pages = (
+        rng.standard_normal(shape, np.float32) for shape in ((2, 1, 2, 16), *[(4, 4, 2, 16)] * 2)
+    )
+    more = {"block_table": np.array([[3, 1], [3, 2]], np.int32), "cache_seqlens": np.array([6, 8], np.int32)}
+    right = attnmask.flash_attention_with_kvcache(query, *pages, **more, prefix=4)
+    attend = functools.partial(attnmask.jax.flash_attention_with_kvcache, **more, prefix=4)
+    arrays = [jax.numpy.asarray(x) for x in (query, *pages)]
+    assert np.asarray(attend(*arrays).out).tobytes() == right.tobytes()
+    with pytest.raises(
+        ValueError, match=r"prefix must be 0 in compiled functions, got 4; .*merge_attention_states"
+    ):
+        jax.jit(attend)(*arrays)

@@ -105,3 +105,24 @@ def test_wrong_arguments(wrong, error, message):
     assert ours.lengths([0]).tolist() == [0]
     with pytest.raises(TypeError, match=r"dtype must be .* got 'int32'"):
         attnmask.torch.KVCache(1, 8, pages=1, dtype=torch.int32)
+
+
+def test_forks_attend_to_what_they_share():
+    """Once for all, also compiled, with NumPy's bits."""
+    cache = attnmask.torch.KVCache(2, 16, pages=16, page_size=4, dtype=torch.float32)
+    first, x = cache.new_sequence(), torch.randn(9, 2, 16)
+    with cache.step([first], 9) as step:
+        step.attend(0, x, x, x)
+    ids, x = [first, cache.fork(first)], torch.randn(2, 1, 2, 16)
+    with cache.step(ids, 1) as step:
+        out = step.attend(0, x, x, x, prefix=8)
+    given = {"k_cache": cache.k_pages[0], "v_cache": cache.v_pages[0]}
+    given |= {"block_table": cache.block_table(ids), "cache_seqlens": cache.lengths(ids)}
+    right = attnmask.flash_attention_with_kvcache(
+        x.numpy(), **{n: t.numpy() for n, t in given.items()}, prefix=8
+    )
+    assert out.numpy().tobytes() == right.tobytes()
+    compiled = torch.compile(attnmask.torch.flash_attention_with_kvcache, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, **given, prefix=8), out)
+    with pytest.raises(ValueError, match="prefix must be whole pages of 4 tokens"):
+        attnmask.torch.flash_attention_with_kvcache(x, **given, prefix=7)
