@@ -70,6 +70,7 @@ class Tokens(Generic[_Given, _Found]):
 
     _given: Callable[[Any, str], Any] = staticmethod(as_array)
     _with_pages: AnyFunction = staticmethod(flash_attention_with_kvcache)
+    _look: AnyFunction = staticmethod(attention_statistics_with_kvcache)
 
     __slots__ = (
         "_attended",
@@ -267,43 +268,8 @@ class Tokens(Generic[_Given, _Found]):
         self._attended.add(index)
         return result
 
-    def _layer(self, layer: int, call: str, more: Arguments) -> tuple[Any, int]:
-        """Return the cache of an open step, and the index of a layer, for a call with some options."""
-        cache = self._cache
-        if self._evicted:
-            check_no_distances(more)
-        if cache._step is not self:
-            raise RuntimeError(f"step.{call} must be called inside the with block of its step")
-        return cache, place(layer, "layer", len(cache.k_pages))
-
-    def _tokens(self, value: _Given, name: str) -> Any:
-        given = self._given(value, name)
-        shape = given.shape[:-2]
-        if shape not in self._layouts and not any(map(_equal, self._layouts, [shape, shape])):
-            expected = " or ".join(
-                f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
-            )
-            raise ValueError(f"{name} must be {expected}, got {describe(given)}")
-        return given
-
-
-class KVCacheStep(Tokens[ArrayLike, Array]):
-    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
-    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
-    >>> with cache.step(ids, 2) as step:
-    ...     step.attend(0, x, x, x).shape
-    (3, 2, 1, 8)
-    """
-
-    __slots__ = ()
-
     def statistics(
-        self, layer: int, query: ArrayLike, *, of: Statistic | Sequence[Statistic], **more: Any
+        self, layer: int, query: _Given, *, of: Statistic | Sequence[Statistic], **more: Any
     ) -> AttentionStatistics:
         """Return what the weights of one layer tell, with `attention_statistics_with_kvcache`.
 
@@ -343,8 +309,8 @@ class KVCacheStep(Tokens[ArrayLike, Array]):
             )
         q = self._tokens(query, "query")
         places = self._packed if q.ndim == 3 else self._batched
-        lengths = np.array([row.length for row in self._rows], np.int32)
-        return attention_statistics_with_kvcache(
+        lengths = cache._result(np.array([row.length for row in self._rows], np.int32))
+        found: AttentionStatistics = self._look(
             q,
             cache.k_pages[index],
             of=of,
@@ -353,6 +319,42 @@ class KVCacheStep(Tokens[ArrayLike, Array]):
             **places | {"cache_seqlens": lengths},
             **more,
         )
+        return found
+
+    def _layer(self, layer: int, call: str, more: Arguments) -> tuple[Any, int]:
+        """Return the cache of an open step, and the index of a layer, for a call with some options."""
+        cache = self._cache
+        if self._evicted:
+            check_no_distances(more)
+        if cache._step is not self:
+            raise RuntimeError(f"step.{call} must be called inside the with block of its step")
+        return cache, place(layer, "layer", len(cache.k_pages))
+
+    def _tokens(self, value: _Given, name: str) -> Any:
+        given = self._given(value, name)
+        shape = given.shape[:-2]
+        if shape not in self._layouts and not any(map(_equal, self._layouts, [shape, shape])):
+            expected = " or ".join(
+                f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
+            )
+            raise ValueError(f"{name} must be {expected}, got {describe(given)}")
+        return given
+
+
+class KVCacheStep(Tokens[ArrayLike, Array]):
+    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
+    >>> with cache.step(ids, 2) as step:
+    ...     step.attend(0, x, x, x).shape
+    (3, 2, 1, 8)
+    """
+
+    __slots__ = ()
 
 
 def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

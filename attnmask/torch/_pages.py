@@ -10,6 +10,7 @@ from attnmask.torch._attention import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_tensor
 from attnmask.torch._states import to_tensor
+from attnmask.torch._statistics import attention_statistics_with_kvcache
 
 
 def _tensor(x: Any, name: str) -> torch.Tensor:
@@ -24,6 +25,7 @@ class KVCacheStep(Tokens[torch.Tensor, torch.Tensor]):
     __slots__ = ()
     _given = staticmethod(_tensor)
     _with_pages = staticmethod(flash_attention_with_kvcache)
+    _look = staticmethod(attention_statistics_with_kvcache)
 
 
 class KVCache(pages.KVCache):
