@@ -123,6 +123,68 @@ def selected(batch: int, keys: int, count: int, name: str, seconds: float) -> li
     return [f"{count:,} of {batch} × {keys:,}, {name}", one, gathered, f"{gathered.ratio_to(one):.2f}"]
 
 
+def cache_of(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> dict[str, np.ndarray]:
+    """A cache of numbers of a type, with their scales."""
+    given = {}
+    for side in "kv":
+        x = rng.standard_normal((*shape, KV_HEADS, DEPTH), np.float32)
+        if name in ("int4", "int8", "float8"):
+            x, given[f"{side}_scale"] = attnmask.quantize_kv(x, TYPES.get(name, name), axis=-1)
+        given[f"{side}_cache"] = in_lines(x if name == "int4" else x.astype(TYPES[name]))
+    return given
+
+
+def query_of(rng: np.random.Generator, batch: int, queries: int, name: str) -> np.ndarray:
+    dtype = TYPES[name if name in ("bfloat16", "float16") else "float32"]
+    return rng.standard_normal((batch, queries, HEADS, DEPTH), np.float32).astype(dtype)
+
+
+def looked(keys: int, queries: int, name: str, seconds: float) -> list[object]:
+    """A row: what the weights of a few queries tell, beside their attention, whose lse is given."""
+    rng = np.random.default_rng(0)
+    query, given = query_of(rng, 1, queries, name), cache_of(rng, (1, keys), name)
+    _, lse = attnmask.flash_attention_with_kvcache(query, **given, return_lse=True)
+    of_keys = {"query": query} | {key: x for key, x in given.items() if key.startswith("k")} | {"lse": lse}
+    asked = {
+        "key sums": {"of": "key_sum"},
+        "by key head": {"of": "key_sum", "heads": "key"},
+        "without lse": {"of": "key_sum", "lse": None},
+        "entropy": {"of": "entropy"},
+        "16 top keys": {"of": ("top_keys", 16)},
+    }
+    calls: dict[str, Call] = {"attention": lambda: attnmask.flash_attention_with_kvcache(query, **given)}
+    calls |= {
+        told: lambda more=more: attnmask.attention_statistics_with_kvcache(**of_keys | more)
+        for told, more in asked.items()
+    }
+    sums = calls["key sums"]().key_sum.sum(axis=-1)
+    assert abs(sums - queries).max() < 2e-2 * queries
+    times = race(calls, seconds)
+    whole = times["attention"]
+    return [f"{queries} × {keys:,}, {name}", whole, *(digits(times[told].ratio_to(whole)) for told in asked)]
+
+
+def shared(batch: int, prefix: int, own: int, name: str, seconds: float) -> list[object]:
+    """A row: sequences that begin with the same pages, with and without being told."""
+    rng, size = np.random.default_rng(0), 64
+    both, each = prefix // size, own // size
+    query, given = query_of(rng, batch, 1, name), cache_of(rng, (both + batch * each, size), name)
+    table = np.empty((batch, both + each), np.int32)
+    table[:, :both] = rng.permutation(both)
+    table[:, both:] = both + np.arange(batch * each).reshape(batch, each)
+    calls: dict[str, Call] = {
+        told: lambda tokens=tokens: attnmask.flash_attention_with_kvcache(
+            query, **given, block_table=table, cache_seqlens=prefix + own, prefix=tokens
+        )
+        for told, tokens in (("without", 0), ("prefix", prefix))
+    }
+    error = difference(calls["prefix"](), calls["without"]())
+    assert error < TOLERANCE[name], error
+    times = race(calls, seconds)
+    without, told = times["without"], times["prefix"]
+    return [f"{batch} × ({prefix:,} + {own}), {name}", without, told, f"{without.ratio_to(told):.2f}"]
+
+
 def views(step: Latent, seconds: float) -> list[object]:
     """A row: a latent cache, and keys and values in arrays of their own."""
     query, latent, value = step.arrays()
@@ -278,6 +340,26 @@ def main() -> None:
     for rows, length in ((1, 512), (batch, keys), (2 * batch, keys), (8 * batch, keys)):
         if options.only in "fewer bits":
             report.row(*formats(rows, length, options.seconds))
+    report.end_table()
+    report.heading("What weights tell")
+    report.text(
+        "Of the last queries of a sequence, relative to their attention. `lse` is given, but for one column. `by key "
+        "head`: the sums of the query heads that share one."
+    )
+    told = ("key sums", "by key head", "sums without lse", "entropy", "16 top keys")
+    report.table("case", "attention", *told)
+    for name in ("float32", "bfloat16", "int8", "float8", "int4"):
+        for queries in (1, 4, 32):
+            if options.only in f"weights {name}":
+                report.row(*looked(keys, queries, name, options.seconds))
+    report.end_table()
+    report.heading("A shared prompt")
+    report.text("Sequences that begin with the same pages: `prefix` says with how many tokens.")
+    report.table("case", "without", "prefix", "ratio")
+    for name in ("float32", "bfloat16", "int8"):
+        for rows in (4, 4 * batch):
+            if options.only in f"shared {name}":
+                report.row(*shared(rows, keys // 2, max(keys // 32, 64), name, options.seconds))
     report.end_table()
     report.write()
     if peers.mistakes:
