@@ -57,12 +57,14 @@ from attnmask.jax._functions import (
     write_kvcache,
 )
 from attnmask.jax._merge import merge_attention_states
+from attnmask.jax._statistics import attention_statistics_with_kvcache
 from attnmask.jax._types import KVCacheResult
 from attnmask.jax._weights import attention_statistics, attention_weights
 
 __all__ = [
     "KVCacheResult",
     "attention_statistics",
+    "attention_statistics_with_kvcache",
     "attention_weights",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",
