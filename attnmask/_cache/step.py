@@ -324,10 +324,10 @@ class Tokens(Generic[_Given, _Found]):
     def _layer(self, layer: int, call: str, more: Arguments) -> tuple[Any, int]:
         """Return the cache of an open step, and the index of a layer, for a call with some options."""
         cache = self._cache
-        if self._evicted:
-            check_no_distances(more)
         if cache._step is not self:
             raise RuntimeError(f"step.{call} must be called inside the with block of its step")
+        if self._evicted:
+            check_no_distances(more)
         return cache, place(layer, "layer", len(cache.k_pages))
 
     def _tokens(self, value: _Given, name: str) -> Any:
