@@ -167,9 +167,9 @@ am_status am_cached_attend_prefix(const am_context *context, am_request *r, cons
     am_attn parts[2] = {*f, *f};
     am_mask mask;
     if (!prefix_of(context, r, c, &mask, &parts[0])) return r->status;
-    parts[0].out = of_results(outs[0], type, &of_all, false),
+    parts[0].out = of_results(outs[0], type, &of_all, false);
     parts[0].lse = of_results(lses[0], type, &of_all, true);
-    parts[1].out = of_results(outs[1], type, &shape, false),
+    parts[1].out = of_results(outs[1], type, &shape, false);
     parts[1].lse = of_results(lses[1], type, &shape, true);
     bool done = am_refuse_status(r, am_cached_append(context, c));
     for (int i = 0; done && i < 2; i++) done = am_refuse_status(r, am_attn_forward(context, &parts[i]));

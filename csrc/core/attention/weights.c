@@ -429,6 +429,7 @@ static am_status find_few_lse(const am_context *context, const weighing *j)
 
 /* --- Tasks --- */
 
+/* Lists the sections of few queries. */
 static void list_few(weighing *j)
 {
     for (ptrdiff_t g = 0; g < j->sections.count; g++) {
