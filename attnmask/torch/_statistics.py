@@ -55,3 +55,9 @@ def attention_statistics_with_kvcache(
         given["attention_mask"] = restored(*mask)
     found = in_numpy(**given)
     return AttentionStatistics(*(None if x is None else to_tensor(x) for x in found))
+
+
+# Said with ``fullgraph=True``.
+attention_statistics_with_kvcache._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "the shape of key_sum depends on lengths; compile without fullgraph=True, or call it outside of the graph"
+)

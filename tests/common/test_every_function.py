@@ -67,6 +67,8 @@ def test_arrays_of_any_form(name, forms):
         kept = argument in target.written or (library and argument in GIVEN_BACK.get(name, ()))
         if not isinstance(value, np.ndarray) or not value.ndim or kept:
             continue
+        if library and value.dtype.name.startswith("float8"):  # which they do not make of NumPy's arrays
+            continue
         expected = target.call(**right_again(arguments))
         for number, form in enumerate(FORMS[forms]):
             if form is subclass and not target.subclasses:

@@ -8,13 +8,10 @@ from attnmask._attention.weights import AttentionStatistics
 
 torch = pytest.importorskip("torch")
 import attnmask.torch  # noqa: E402
+from attnmask.torch._operators import in_place  # noqa: E402
 
 ALL = ("key_sum", "entropy", "max_logit", ("top_keys", 3))
 look = attnmask.torch.attention_statistics_with_kvcache
-
-
-def in_numpy(x):
-    return x.numpy() if isinstance(x, torch.Tensor) else x
 
 
 def same(found: AttentionStatistics, right: AttentionStatistics) -> None:
@@ -23,20 +20,36 @@ def same(found: AttentionStatistics, right: AttentionStatistics) -> None:
         assert got.numpy().tobytes() == expected.tobytes()
 
 
+def drawn(*shape: int) -> "torch.Tensor":
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("more", [
-    {}, {"heads": "key", "sliding_window": 3}, {"cache_seqlens": torch.tensor([5, 9])},
-    {"attention_mask": torch.rand(2, 1, 2, 12) < 0.5}, {"lse": torch.randn(2, 4, 2)}, {"rotate": True},
+    {}, {"heads": "key", "sliding_window": 3}, {"cache_seqlens": torch.tensor([0, 9])}, {"rotate": True},
+    {"attention_mask": drawn(2, 1, 2, 12) < 0.5}, {"logits_soft_cap": 2.0, "softmax_aux": drawn(4, 1)},
     {"block_table": torch.tensor([[1], [0]], dtype=torch.int32), "cache_seqlens": 7},
     {"attention_mask": attnmask.MaskInfo.causal(2, 12, offset="bottom-right")},
+    {"query": drawn(4, 4, 16), "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "cache_seqlens": 8},
 ], ids=lambda more: "-".join(more))  # fmt: skip
-def test_the_same_as_in_numpy(more):
-    query, k_cache = torch.randn(2, 2, 4, 16), torch.randn(2, 12, 2, 16)
-    right = {name: in_numpy(x) for name, x in more.items()}
-    expected = attnmask.attention_statistics_with_kvcache(query.numpy(), k_cache.numpy(), of=ALL, **right)
-    same(look(query, k_cache, of=ALL, **more), expected)
-    mask = more.get("attention_mask")
+def test_the_same_as_in_numpy(more, dtype):
+    given = {"query": drawn(2, 2, 4, 16), "k_cache": drawn(2, 12, 2, 16)} | more
+    given |= {name: given[name].to(dtype) for name in ("query", "k_cache")}
+    if "cache_seqlens" in given and "block_table" not in given:
+        given["k_cache"][:, 9:] = torch.nan
+    right = {name: in_place(x, name) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    expected = attnmask.attention_statistics_with_kvcache(**right, of=ALL)
+    same(look(**given, of=ALL), expected)
+    _, lse = attnmask.torch.flash_attention_with_kvcache(
+        **{name: x for name, x in given.items() if name != "heads"}, v_cache=given["k_cache"], return_lse=True
+    )
+    same(
+        look(**given, of=ALL, lse=lse),
+        attnmask.attention_statistics_with_kvcache(**right, of=ALL, lse=lse.numpy()),
+    )
+    mask = given.get("attention_mask")
     if isinstance(mask, attnmask.MaskInfo):
-        same(look(query, k_cache, of=ALL, attention_mask=attnmask.torch.mask_tensors(mask)), expected)
+        same(look(**given | {"attention_mask": attnmask.torch.mask_tensors(mask)}, of=ALL), expected)
 
 
 def test_a_step():
@@ -57,6 +70,11 @@ def test_between_two_graphs_and_without_gradients():
         return look(query + 1, k_cache, of="entropy").entropy * 2
 
     assert torch.equal(torch.compile(twice, backend="aot_eager")(query), twice(query))
+    torch.compiler.reset()
+    with pytest.raises(
+        Exception, match="the shape of key_sum depends on lengths; compile without fullgraph=True"
+    ):
+        torch.compile(twice, backend="aot_eager", fullgraph=True)(query)
     query.requires_grad_()
     with pytest.raises(
         RuntimeError, match="attention_statistics_with_kvcache has no gradient, and query requires one"
@@ -66,5 +84,6 @@ def test_between_two_graphs_and_without_gradients():
         look(query, k_cache, of="entropy")
     with pytest.raises(TypeError, match="query must be a tensor"):
         look(np.zeros((1, 1, 2, 16)), k_cache, of="entropy")
-    with pytest.raises(RuntimeError, match=r"is not supported|forward"):
+    words = "attention_statistics_with_kvcache .*query"
+    with pytest.raises(RuntimeError, match=words):
         torch.func.jvp(lambda x: look(x, k_cache, of="entropy").entropy, (query.detach(),), (query.detach(),))
