@@ -58,6 +58,6 @@ def attention_statistics_with_kvcache(
 
 
 # Said with ``fullgraph=True``.
-attention_statistics_with_kvcache._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+attention_statistics_with_kvcache._torchdynamo_disable_msg = (  # type: ignore[attr-defined, unused-ignore]
     "the shape of key_sum depends on lengths; compile without fullgraph=True, or call it outside of the graph"
 )
