@@ -44,8 +44,8 @@ def attention_statistics_with_kvcache(
     >>> import attnmask.jax
     >>> query, k_cache = jnp.zeros((2, 1, 1, 8)), jnp.zeros((2, 4, 1, 8))  # all keys weigh the same
     >>> look = attnmask.jax.attention_statistics_with_kvcache
-    >>> look(query, k_cache, of="key_sum", cache_seqlens=[2, 3]).key_sum.round(2).tolist()
-    [[[0.5, 0.5, 0.0, 0.0]], [[0.33000001311302185, 0.33000001311302185, 0.33000001311302185, 0.0]]]
+    >>> look(query, k_cache, of="key_sum", cache_seqlens=[2, 4]).key_sum.tolist()
+    [[[0.5, 0.5, 0.0, 0.0]], [[0.25, 0.25, 0.25, 0.25]]]
     """
     given: Arguments = {"heads": "query", "query": query, "k_cache": k_cache, "of": of, **more}
     mask = given.get("attention_mask")
