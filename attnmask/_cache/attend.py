@@ -15,7 +15,7 @@ from attnmask._common.types import Arguments, Array
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
 
-# What depends on where keys are, which attention to a prefix does not tell.
+# These depend on positions. Attention to a prefix has none: one problem has the queries of all sequences.
 _BY_PLACE = ("sliding_window", "attention_chunk", "alibi_slopes", "bias", "relative_bias")
 
 

@@ -169,8 +169,8 @@ def attention_statistics_with_kvcache(*args, **given):
     Parameters
     ----------
     query, k_cache, cache_seqlens, block_table, cu_seqlens_q, k_scale, attention_mask, softmax_scale, ..., rotate
-        As in `flash_attention_with_kvcache`: the queries are the last tokens of their sequences, all of which are in
-        the cache.
+        As in `flash_attention_with_kvcache`. The queries are the last tokens of their sequences, whose keys must be in
+        the cache already.
     of, heads, lse
         As in `attention_statistics`.
 

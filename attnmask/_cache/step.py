@@ -34,7 +34,7 @@ _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 
 
-# What a step and its cache have.
+# Arguments that a step passes on itself.
 _OF_STEP = ("query", "k_cache", "cache_seqlens", "block_table", "cu_seqlens_q", "k_scale", "rotate")
 
 

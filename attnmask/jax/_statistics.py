@@ -1,4 +1,4 @@
-"""What attention to a cache looked at, in JAX: compiled functions call back to NumPy."""
+"""Statistics of the weights of attention to a cache, for JAX. Compiled functions call back to NumPy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def attention_statistics_with_kvcache(
     Returns
     -------
     AttentionStatistics
-        Of arrays. `key_sum` has room for all tokens of the cache, or of the table, whatever the lengths.
+        Its fields are arrays. The last axis of `key_sum` is as long as the cache's capacity for a sequence.
 
     Examples
     --------

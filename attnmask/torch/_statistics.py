@@ -1,4 +1,4 @@
-"""What attention to a cache looked at, for PyTorch."""
+"""Statistics of the weights of attention to a cache, for PyTorch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def attention_statistics_with_kvcache(
     Returns
     -------
     AttentionStatistics
-        Of tensors.
+        Its fields are tensors.
 
     Examples
     --------

@@ -208,7 +208,7 @@ def attention(
     -------
     out : Tensor, shape [B, Tq, H, Dv]
     weights : Tensor, shape [B, H, Tq, Tk], or None
-        Of the dtype of `query`, if `output_attentions` or the model asks for them.
+        In the dtype of `query`. None unless `output_attentions` or the model asks for them.
 
     Examples
     --------

@@ -496,7 +496,7 @@ am_status am_cached_append(const am_context *context, const am_cached *c)
     return status;
 }
 
-/* What is computed of the sequence s, whose first query is `begin` of all. */
+/* Computes one sequence, the s-th, whose first query is the one at `begin` among all queries. */
 typedef am_status compute_one(const am_context *context, const am_attn *attn, const void *arg, ptrdiff_t s,
                               ptrdiff_t begin);
 

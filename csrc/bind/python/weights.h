@@ -1,11 +1,11 @@
-/* weights.h – results of what the weights of attention tell. */
+/* weights.h – statistics of the weights of attention, as arrays. */
 #ifndef AM_BIND_PYTHON_WEIGHTS_H
 #define AM_BIND_PYTHON_WEIGHTS_H
 
 #include "bind/python/numpy.h"
 #include "bind/request.h"
 
-/* What is asked. */
+/* Which statistics a call asks for, and of which queries. */
 typedef struct {
     PyArrayObject *lse;     /* of the chosen queries; NULL: it is found */
     const int64_t *queries; /* `count` of them, in rising order */

@@ -94,8 +94,8 @@ am_status am_attn_prepared_jvp(const am_context *context, const am_attn_tangents
 am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                     const am_attn_tangents *along);
 
-/* What the weights of some queries tell: each result is of the arithmetic type unless it says another, and
- * its numbers lie side by side but for what `rows` and `sums` say; NULL: not wanted. */
+/* The weights of some queries, and statistics of them. A result is of the arithmetic type unless it says
+ * another, and C-contiguous but that heads lie `rows` or `sums` apart. NULL: it is not wanted. */
 typedef struct {
     am_attn attn;           /* its values are not read, and its out is not written; terms drop nothing */
     am_array lse;           /* of the chosen queries */

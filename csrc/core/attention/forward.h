@@ -4,7 +4,8 @@
 
 #include "core/attention/plan/schedule.h"
 
-/* What takes the weights of sections whose keys are read where they lie, where values have no channels. */
+/* Receives the weights of each step. For sections that read keys where they lie, and values of no channels.
+ */
 typedef struct {
     void *arg;
     /* Sets what the powers of rows are relative to: `running_max`, which no logit exceeds. */
