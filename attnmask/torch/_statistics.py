@@ -7,12 +7,11 @@ from attnmask._attention.weights import AttentionStatistics, Statistic
 from attnmask._cache.flash_attention_with_kvcache import attention_statistics_with_kvcache as in_numpy
 from attnmask._common.types import Arguments
 from attnmask.torch import _operators as operators
-from attnmask.torch._import import torch
+from attnmask.torch._import import between_graphs, torch
 from attnmask.torch._masks import restored
 from attnmask.torch._states import MaskTensors, to_tensor
 
 
-@torch.compiler.disable
 def attention_statistics_with_kvcache(
     query: torch.Tensor, k_cache: torch.Tensor, *, of: Statistic | Sequence[Statistic], **more: Any
 ) -> AttentionStatistics:
@@ -57,7 +56,7 @@ def attention_statistics_with_kvcache(
     return AttentionStatistics(*(None if x is None else to_tensor(x) for x in found))
 
 
-# Said with ``fullgraph=True``.
-attention_statistics_with_kvcache._torchdynamo_disable_msg = (  # type: ignore[attr-defined, unused-ignore]
-    "the shape of key_sum depends on lengths; compile without fullgraph=True, or call it outside of the graph"
+between_graphs(
+    attention_statistics_with_kvcache,
+    "the shape of key_sum depends on lengths; compile without fullgraph=True, or call it outside of the graph",
 )

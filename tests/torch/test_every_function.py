@@ -133,13 +133,16 @@ def test_operators_on_other_devices(torch, name):
 
 
 NO_TENSORS = {"KVCache", "MaskTensors", "install", "installed", "mask_tensors", "uninstall"}  # as arguments
-ELSEWHERE = {
+ELSEWHERE = {  # test_ring, test_tokens, test_weights, test_statistics
     "ring_attention",
     "pack",
     "unpack",
     "shard_sequence",
     "unshard_sequence",
-}  # test_ring, test_tokens
+    "attention_weights",
+    "attention_statistics",
+    "attention_statistics_with_kvcache",
+}
 
 
 def test_all_functions_are_looked_at(torch):
