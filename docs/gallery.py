@@ -172,6 +172,15 @@ def bigbird():
     return mask
 
 
+def neighborhood():
+    """Neighborhood: NATTEN
+
+    Images row after row: each pixel sees those around it, here 3 × 3 of 4 × 4.
+    """
+    mask = MaskInfo.neighborhood((4, 4), 3)
+    return mask
+
+
 def dilated():
     """Dilated window: LongNet
 

@@ -17,6 +17,7 @@ starts from a base (segments or an array) and applies terms in order, each of wh
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, Literal, Never, Self
 
@@ -30,6 +31,7 @@ from attnmask._common.keywords import hides
 from attnmask._common.types import AnyFunction, Arguments, Array, Axes, BlockMask
 from attnmask._faces.habits import ask
 from attnmask._masks import derived, sources, transforms
+from attnmask._masks.neighborhood import of_neighborhood
 from attnmask._masks.other_ways import Held, OtherWays
 from attnmask._masks.program import words
 from attnmask._masks.sharding import MaskSharding, shardings
@@ -481,6 +483,65 @@ class MaskInfo(OtherWays):
                [1, 1, 1, 1]])
         """
         return cls._of(sources.of_blocks(blocks, block_size, q_len, kv_len))
+
+    @classmethod
+    def neighborhood(
+        cls,
+        shape: Sequence[int],
+        kernel: int | Sequence[int],
+        *,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        causal: bool | Sequence[bool] = False,
+        batch: int = 1,
+    ) -> Self:
+        """Let each point of a grid attend to those near it: neighborhood attention, as NATTEN defines it.
+
+        Tokens are the points in row-major order: of a sequence, an image or a video. A query sees a window of `kernel`
+        points along each axis, with itself in the middle. At the borders, the window is moved inside, so that all
+        queries see equally many keys. Attention costs what the allowed pairs cost.
+
+        ::
+
+            shape (6,), kernel 3    stride 2           dilation 2         causal
+              k 0 1 2 3 4 5       k 0 1 2 3 4 5      k 0 1 2 3 4 5      k 0 1 2 3 4 5
+            q 0 # # # . . .     q 0 # # # . . .    q 0 # . # . # .    q 0 # . . . . .
+              1 # # # . . .       1 # # # . . .      1 . # . # . #      1 # # . . . .
+              2 . # # # . .       2 . . # # # .      2 # . # . # .      2 # # # . . .
+              3 . . # # # .       3 . . # # # .      3 . # . # . #      3 . # # # . .
+              4 . . . # # #       4 . . . # # #      4 # . # . # .      4 . . # # # .
+              5 . . . # # #       5 . . . # # #      5 . # . # . #      5 . . . # # #
+
+        Parameters
+        ----------
+        shape : tuple of one to three ints
+            The points along each axis, such as (56, 56) for an image.
+        kernel : int or one for each axis
+            Odd for an axis that is not causal. 1 is legal.
+        stride : int or one for each axis
+            So many neighboring queries share the window of the one in their middle, at most `kernel`.
+        dilation : int or one for each axis
+            The distance between the keys of a window; `kernel` times this is at most the length of the axis.
+        causal : bool or one for each axis
+            The window ends with the query itself, and is cut at the first point.
+        batch : int
+            The number of batch rows.
+
+        Returns
+        -------
+        MaskInfo
+            It holds no array of tokens. All tokens of a row form one segment.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.neighborhood((3, 4), 3)
+        >>> info.attention_mask[0, 0, 5].reshape(3, 4).astype(int)  # what the point (1, 1) sees
+        array([[1, 1, 1, 0],
+               [1, 1, 1, 0],
+               [1, 1, 1, 0]])
+        """
+        return cls._of(of_neighborhood(shape, kernel, stride, dilation, causal, batch))
 
     @classmethod
     def from_function(cls, f: AnyFunction, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> Self:

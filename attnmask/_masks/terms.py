@@ -14,6 +14,7 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
                                                    low[s] <= k - q <= high[s]
     ("tiles", places, q_size, k_size, bits, q_shift, k_shift)   the tile that (q + q_shift[b], k + k_shift[b]) lies
                                                                 in is live, or has a bit for the pair that is set
+    ("neighborhood", grid, q_shift, k_shift)   point k + k_shift[b] of a grid is near point q + q_shift[b]
 
 Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
 rows; limits are such arrays too, or None for no limit. Only attention has such limits.
@@ -23,6 +24,9 @@ The keys ``at`` ``[B, Q]`` or ``[B, H, Q]`` on the diagonals of queries are int3
 Places ``[B, H, Q tiles, K tiles]`` are int32: 0 for a tile of dead pairs, 1 for one of live pairs, and 2 + i for one
 that has bits of its own, ``bits[i]``: 64 rows of 8 bytes, the lowest bit first. With any such, tiles are of 64 × 64
 pairs.
+
+A grid ``[axes, 5]`` is int64: the length, kernel, stride and dilation of each axis, and 1 if it is causal. Points are
+in row-major order.
 
 What has an index ``[b]`` or ``[h]`` is an int for all or an int64 array of one each. Axes of ids and arrays that all
 batch rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
@@ -121,6 +125,10 @@ def tiles(
     return ("tiles", places, q_size, k_size, bits, q_shift, k_shift)
 
 
+def neighborhood(grid: NDArray[np.int64]) -> Node:
+    return ("neighborhood", grid, 0, 0)
+
+
 def sequences(
     q_starts: NDArray[np.int64],
     k_starts: NDArray[np.int64],
@@ -211,10 +219,18 @@ def _checked_bits(value: object) -> NDArray[np.uint8]:
     return read_only(np.ascontiguousarray(bits))
 
 
+def _checked_grid(value: object) -> NDArray[np.int64]:
+    array = integer_array(value, GRID.words)
+    if array.ndim != 2 or not 1 <= len(array) <= 3 or array.shape[1] != 5:
+        raise ValueError(f"{GRID.words} must be [axes, 5], got {describe(array)}")
+    return frozen(array.astype(np.int64))
+
+
 ROWS = Field("an array of one value a batch row", lambda array: (len(array), None, None, None), _checked_rows)
 HEADS = Field("an array of one value a head", lambda array: (None, len(array), None, None), _checked_heads)
 PLACES = Field("the tiles", _dense_extent, _checked_places)
 BITS = Field("the bits of tiles", lambda array: (None, None, None, None), _checked_bits)
+GRID = Field("the grid of a neighborhood", lambda array: (None, None, None, None), _checked_grid)
 QUERY_IDS = Field("the query ids", lambda array: tokens_extent(array.shape, 2), _checked_ids)
 KEY_IDS = Field("the key ids", lambda array: tokens_extent(array.shape, 3), _checked_ids)
 DIAGONALS = Field("the diagonals", lambda array: tokens_extent(array.shape, 2), _checked_diagonals)
@@ -360,6 +376,11 @@ def _crop_tiles(
     return tiles(places, (q_size, k_size), bits, q_shift, k_shift)
 
 
+def _crop_neighborhood(crop: Crop, grid: Array, q_shift: PerRow, k_shift: PerRow) -> Node:
+    q_shift, k_shift = _sum(crop.of_rows(q_shift), crop.q_start), _sum(crop.of_rows(k_shift), crop.k_start)
+    return ("neighborhood", grid, q_shift, k_shift)
+
+
 def _crop_sequences(crop: Crop, q_starts: Array, k_starts: Array, *_: None) -> Node:
     """Crop sequences; rows may then begin in different ones, so ids of tokens replace them."""
     q_ids = _ids_within(q_starts, crop.q_start, crop.q_len)
@@ -398,6 +419,15 @@ def _tile_words(places: Array, q_size: int, k_size: int, bits: Array, *_: PerRow
     return f"tiles({q_size} x {k_size}{f', {len(bits)} patterns' if len(bits) else ''})"
 
 
+def _neighborhood_words(grid: Array, *_: PerRow) -> str:
+    shape, kernel, stride, dilation, causal = (" x ".join(map(str, x)) for x in grid.T.tolist())
+    parts = {"stride": stride, "dilation": dilation}
+    more = [f"{name}={value}" for name, value in parts.items() if set(value.split(" x ")) != {"1"}]
+    if grid[:, 4].any():
+        more.append("causal" if grid[:, 4].all() else f"causal={causal}")
+    return f"neighborhood({', '.join([shape, f'kernel={kernel}', *more])})"
+
+
 # The table
 
 
@@ -430,6 +460,9 @@ KINDS = {
         {"q_starts": QUERY_STARTS, "k_starts": KEY_STARTS, "low": None, "high": None},
         lambda *_: "sequences",
         _crop_sequences,
+    ),
+    "neighborhood": Kind(
+        {"grid": GRID, "q_shift": ROWS, "k_shift": ROWS}, _neighborhood_words, _crop_neighborhood
     ),
 }
 

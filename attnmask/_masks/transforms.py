@@ -317,6 +317,7 @@ def sliding_window(
     left, right = windows(sliding_window, heads)
     if index is None and mode == "decode":
         raise ValueError("index must be given with mode='decode', got None")
+    places = 0 if index is None else per_row(index, "index", batch, -FARTHEST)
     near = _near(state, (None if left is None else -left, right), offset, within_segments)
     state = _with_terms(state, *near, kind="sliding_window", extent=_extent_with(state, near))
     if mode not in ("decode", "prefill"):
@@ -327,10 +328,9 @@ def sliding_window(
         if not isinstance(sliding_window, (tuple, list)) and left is not None:
             width = min(left, keys)
         return _cropped(state, Crop(0, queries, keys - width, width))
-    assert index is not None
     if queries == 0:
         raise ValueError("mode must not be 'decode' for a mask without queries")
-    query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
+    query = _clipped(places, 0, queries - 1)
     first = 0 if left is None else _clipped(query - left, 0, keys - width)
     return _cropped(state, Crop(query, 1, first, width))
 

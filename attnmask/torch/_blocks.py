@@ -114,6 +114,26 @@ def _tiles(at: Pair, places: Tensor, q_size: int, k_size: int, bits: Tensor, *sh
     return (place == 1) | ((place > 1) & ((byte >> (k % 8)) & 1 == 1))
 
 
+def _neighborhood(at: Pair, grid: Tensor, *shifts: PerRow) -> Tensor:
+    """Ask each axis of the grid, from the last one on."""
+    rest_q, rest_k = _shifted(at, *shifts)
+    near = at.q >= 0
+    for length, kernel, stride, dilation, causal in reversed(grid.tolist()):
+        q, k = rest_q % length, rest_k % length
+        rest_q, rest_k = _floor(rest_q, length), _floor(rest_k, length)
+        place, key, phase = _floor(q, dilation), _floor(k, dilation), q % dilation
+        places = _floor(length - phase + dilation - 1, dilation)
+        leader = _floor(place, stride) * stride + (stride - 1 if causal else stride // 2)
+        leader = torch.minimum(leader, places - 1)
+        begin = torch.clamp(leader - kernel + 1 if causal else leader - kernel // 2, min=0)
+        if not causal:
+            begin = torch.minimum(begin, places - kernel)
+        near = near & (k % dilation == phase) & (key >= begin) & (key < begin + kernel)
+        if causal:
+            near = near & (key <= place)
+    return near
+
+
 _TERMS = {
     "all": _all,
     "band": _band,
@@ -123,6 +143,7 @@ _TERMS = {
     "equal": _equal,
     "dense": _dense,
     "tiles": _tiles,
+    "neighborhood": _neighborhood,
 }
 
 

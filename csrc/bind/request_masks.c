@@ -267,6 +267,52 @@ static bool read_tiles(am_request *r, am_node *node, const am_operand *o)
            reject(r, "tiles must cover the mask, and have bits where they are mixed");
 }
 
+/* [axes, 5]: length, kernel, stride, dilation and whether it is causal, of each axis. They are copied. */
+static const am_grid *read_grid(am_request *r, const am_view *v, ptrdiff_t *points)
+{
+    am_grid *grid = am_keep(r, 1, sizeof *grid);
+    bool fits =
+        grid && v->axes == 2 && v->shape[0] >= 1 && v->shape[0] <= AM_MOST_GRID_AXES && v->shape[1] == 5;
+    *points = 1;
+    for (int i = fits ? (int)v->shape[0] - 1 : -1; i >= 0; i--) {
+        am_grid_axis *a = &grid->axis[i];
+        int64_t numbers[5];
+        for (int n = 0; n < 5; n++) {
+            const char *from = v->data + i * v->stride[0] + n * v->stride[1];
+            if (!am_convert(NULL, AM_INT64, &numbers[n], v->type, from, 1)) numbers[n] = -1;
+        }
+        *a = (am_grid_axis){.length = numbers[0],
+                            .kernel = numbers[1],
+                            .stride = numbers[2],
+                            .dilation = numbers[3],
+                            .causal = numbers[4] != 0,
+                            .step = *points};
+        fits = fits && a->length >= 1 && a->length <= AM_LONGEST / *points && a->stride >= 1 &&
+               a->stride <= a->kernel && a->dilation >= 1 && a->kernel <= a->length / a->dilation;
+        if (fits) *points *= a->length;
+    }
+    if (grid) grid->axes = (int)v->shape[0];
+    if (grid && !fits)
+        reject(r, "a grid must be [axes, 5] of lengths, kernels, strides, dilations and causal");
+    return fits ? grid : NULL;
+}
+
+/* grid, shifts of the queries and of the keys */
+static bool read_neighborhood(am_request *r, am_node *node, const am_operand *o)
+{
+    ptrdiff_t points;
+    if (o[0].kind != AM_ARRAY || !am_is_integer(o[0].view.type))
+        return reject(r, "a grid must be of integers");
+    node->neighborhood.grid = read_grid(r, &o[0].view, &points);
+    if (!node->neighborhood.grid) return false;
+    if (r->mask.queries > points || r->mask.keys > points)
+        return reject(r, "a grid must have a point for each query and key");
+    node->neighborhood.q_shift = read_shift(r, &o[1], points - r->mask.queries);
+    node->neighborhood.k_shift =
+        node->neighborhood.q_shift ? read_shift(r, &o[2], points - r->mask.keys) : NULL;
+    return node->neighborhood.k_shift;
+}
+
 static bool read_all(am_request *r, am_node *node, const am_operand *o)
 {
     (void)r, (void)node, (void)o;
@@ -288,6 +334,7 @@ static const am_node_row rows[] = {
     {.name = "or", .kind = AM_OR},
     {.name = "xor", .kind = AM_XOR},
     {.name = "diagonal", .kind = AM_TERM_DIAGONAL, .operands = "ssbb", .read = read_diagonal},
+    {.name = "neighborhood", .kind = AM_TERM_NEIGHBORHOOD, .operands = "sbb", .read = read_neighborhood},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 
@@ -426,6 +473,9 @@ static bool cut_node(am_request *r, am_node *node, const am_mask *part, ptrdiff_
     case AM_TERM_TILES:
         node->tiles.map.q_shift = all_moved(r, node->tiles.map.q_shift, 1, begin, shifts);
         return node->tiles.map.q_shift;
+    case AM_TERM_NEIGHBORHOOD:
+        node->neighborhood.q_shift = all_moved(r, node->neighborhood.q_shift, 1, begin, shifts);
+        return node->neighborhood.q_shift;
     case AM_TERM_SEQUENCES: return cut_sequences(r, node, part, begin);
     case AM_TERM_EQUAL:
         node->equal.q.ids += begin;

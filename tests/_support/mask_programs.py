@@ -4,6 +4,7 @@ import numpy as np
 import reference_mask_info as ref
 from hypothesis import strategies as st
 from layouts import LAYOUTS, arrange
+from reference_masks import neighborhood
 
 from attnmask import MaskInfo
 
@@ -33,7 +34,7 @@ def mask_of(draw, batch: int, heads: int, queries: int, keys: int) -> np.ndarray
 
 BASES = [
     "segments", "segments", "per head", "mask", "inverted", "padding", "random", "packed", "blocks", "function", "full",
-    "lengths",
+    "lengths", "grid",
 ]  # fmt: skip
 
 
@@ -81,6 +82,13 @@ def bases(draw, shape=None):
         blocks = mask_of(draw, batch, heads, *counts)
         live = blocks.repeat(sizes[0], 2).repeat(sizes[1], 3)[:, :, :queries, :keys]
         info, pairs = MaskInfo.from_blocks(blocks, sizes, queries, keys), ref.Pairs.of_mask(live)
+    elif kind == "grid" and queries == keys > 0:
+        shape = draw(st.sampled_from([(queries,), (1, queries)] + [(2, queries // 2)] * (queries % 2 == 0)))
+        kernel = [draw(st.integers(0, (length - 1) // 2)) * 2 + 1 for length in shape]
+        causal = draw(st.booleans())
+        info = MaskInfo.neighborhood(shape, kernel, causal=causal, batch=batch)
+        pairs = ref.Pairs.of_lengths([queries] * batch, [keys] * batch, queries, keys)
+        pairs.live = pairs.live & neighborhood(shape, kernel, causal=causal)
     elif kind == "function":
         live = mask_of(draw, batch, heads, queries, keys)
         asked = live.astype(draw(st.sampled_from([bool, np.int64, np.uint8])))

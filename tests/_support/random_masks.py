@@ -94,6 +94,31 @@ def from_blocks(rng: Rng, shape: Shape) -> MaskInfo:
     return MaskInfo.from_blocks(blocks, size, q_len=shape[2], kv_len=shape[3])
 
 
+def grid_of(rng: Rng, points: int) -> dict[str, list]:
+    """A grid of at least so many points, and a neighborhood in it."""
+    axes, last = int(rng.integers(1, 4)), int(rng.choice([1, 2, 7, 13, 32, 56, 64, 70, 150]))
+    shape = [int(rng.integers(1, 6)) for _ in range(axes - 1)] + [last]
+    shape[0] = max(shape[0], -(-points // max(int(np.prod(shape[1:])), 1)), 1)
+    sides: dict[str, list] = {"kernel": [], "stride": [], "dilation": [], "causal": []}
+    for length in shape:
+        causal, dilation = bool(rng.random() < 0.3), int(rng.choice([1, 1, 2, 3]))
+        dilation = min(dilation, length)
+        kernel = int(rng.integers(1, min(length // dilation, int(rng.choice([3, 9, 100]))) + 1))
+        kernel -= kernel % 2 == 0 and not causal
+        numbers = (kernel, int(rng.integers(1, kernel + 1)), dilation, causal)
+        for side, number in zip(sides.values(), numbers, strict=True):
+            side.append(number)
+    return {"shape": shape} | sides
+
+
+def neighborhood(rng: Rng, shape: Shape) -> MaskInfo:
+    """Some queries and keys of a grid."""
+    starts = [int(rng.choice([0, 0, 5])) for _ in range(2)]
+    ends = [start + tokens for start, tokens in zip(starts, shape[2:], strict=True)]
+    info = MaskInfo.neighborhood(**grid_of(rng, max(ends)), batch=shape[0])
+    return info[..., starts[0] : ends[0], starts[1] : ends[1]]
+
+
 def full(shape: Shape) -> MaskInfo:
     return MaskInfo.full(*shape[2:], shape[0])
 
@@ -117,6 +142,7 @@ KINDS: dict[str, Callable[[Rng, Shape], MaskInfo]] = {
     "ids of heads": lambda rng, shape: from_ids(rng, shape, disorder=True, by_head=True),
     "function": from_function,
     "blocks": from_blocks,
+    "neighborhood": neighborhood,
     "packed": packed,
     "points": lambda rng, shape: from_array(points(rng, shape), shape),
     "bands": lambda rng, shape: from_array(band(rng, shape), shape),

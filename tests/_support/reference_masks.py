@@ -180,3 +180,33 @@ def cells(plane: np.ndarray, q_cell: int, k_cell: int) -> np.ndarray:
     if not plane.size:
         return np.zeros(list(map(len, starts)), np.int64)
     return np.add.reduceat(np.add.reduceat(plane.astype(np.int64), starts[0], axis=0), starts[1], axis=1)
+
+
+def seen_along(
+    length: int, kernel: int, stride: int = 1, dilation: int = 1, causal: bool = False
+) -> np.ndarray:
+    """Which points of one axis see which, by NATTEN's rules: each phase of a dilated axis is an axis of its own."""
+    seen = np.zeros((length, length), bool)
+    for phase in range(dilation):
+        points = np.arange(phase, length, dilation)
+        for place, point in enumerate(points):
+            group = points[place // stride * stride :][:stride]
+            if causal:
+                last = place // stride * stride + stride - 1
+                last = min(last, len(points) - 1)
+                window = points[max(last - kernel + 1, 0) : place + 1]
+            else:
+                middle = place // stride * stride + min(stride // 2, len(group) - 1)
+                begin = sorted((0, middle - kernel // 2, len(points) - kernel))[1]
+                window = points[begin : begin + kernel]
+            seen[point, window] = True
+    return seen
+
+
+def neighborhood(shape, kernel, stride=1, dilation=1, causal=False) -> np.ndarray:
+    """The pairs ``[Q, K]`` of the points of a grid."""
+    axes = [np.broadcast_to(value, len(shape)).tolist() for value in (kernel, stride, dilation, causal)]
+    pairs = np.ones((1, 1), bool)
+    for length, *along in zip(shape, *axes, strict=True):
+        pairs = np.kron(pairs, seen_along(length, *along))
+    return pairs

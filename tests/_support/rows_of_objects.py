@@ -222,6 +222,15 @@ constructor(
         {"input_ids": INPUT_IDS, "attention_mask": mask_of("2, 5")},
     ),
 )
+constructor(
+    "neighborhood",
+    shape=one((3, 4), [3, 3, 4]),
+    kernel=3,
+    stride=maybe(1),
+    dilation=maybe(1),
+    causal=maybe(True),
+    batch=2,
+)
 constructor("from_blocks", blocks=mask_of("2, 1, 2, 3"), block_size=one(4, (3, 5)), q_len=6, kv_len=11)
 
 

@@ -11,7 +11,7 @@ static const am_term_kind *term_of(const am_node *node)
         [AM_TERM_CHUNK] = &am_chunk_term,       [AM_TERM_KEYS] = &am_keys_term,
         [AM_TERM_EQUAL] = &am_equal_term,       [AM_TERM_SEQUENCES] = &am_sequences_term,
         [AM_TERM_DENSE] = &am_dense_term,       [AM_TERM_TILES] = &am_tiles_term,
-        [AM_TERM_DIAGONAL] = &am_diagonal_term,
+        [AM_TERM_DIAGONAL] = &am_diagonal_term, [AM_TERM_NEIGHBORHOOD] = &am_neighborhood_term,
     };
     return terms[node->kind];
 }

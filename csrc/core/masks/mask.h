@@ -12,8 +12,8 @@
  *
  * The first may be inexact: am_mask_keys may return too large a range. How much too large may follow from
  * other batch rows or sequences, so what alters a sum must not stand on it. am_mask_bits is exact, and so is
- * am_mask_seen. A new kind of mask is a new term: a value of am_node_kind, its functions in terms.c or
- * terms_arrays.c, its readers in bind, and its row in attnmask/_masks/terms.py.
+ * am_mask_seen. A new kind of mask is a new term: a value of am_node_kind, its functions in a file beside
+ * terms.c, its readers in bind, and its row in attnmask/_masks/terms.py.
  */
 #ifndef AM_CORE_MASKS_MASK_H
 #define AM_CORE_MASKS_MASK_H
@@ -47,7 +47,9 @@ typedef enum {
                           size */
     AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
     AM_TERM_TILES, /* the tile of (q + q_shift[b], k + k_shift[b]) is live, or has a bit that is set for it */
-    AM_TERM_DIAGONAL, /* low[b, h] <= k - at[q] <= high[b, h] */
+    AM_TERM_DIAGONAL,     /* low[b, h] <= k - at[q] <= high[b, h] */
+    AM_TERM_NEIGHBORHOOD, /* tokens are points of a grid, and along each axis point k + k_shift[b] is in the
+                             window of point q + q_shift[b] */
     AM_TERM_KINDS,
     /* Operators on the one or two operands before them. */
     AM_NOT = AM_TERM_KINDS,
@@ -78,6 +80,22 @@ typedef struct {
     const ptrdiff_t *q_shift,
         *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
 } am_tile_map;
+
+/* Points in row-major order. Along an axis, the points that are `dilation` apart see each other, as if there
+ * were no others: each `stride` of them has one window, of `kernel` points around the one in their middle,
+ * moved inside where it would leave the axis. A causal window ends with the point itself, and the last of the
+ * `stride` sees `kernel` points. */
+typedef struct {
+    ptrdiff_t length, kernel, stride, dilation; /* dilation × kernel ≤ length, stride ≤ kernel */
+    bool causal;
+    ptrdiff_t step; /* from a point to the next one, in tokens */
+} am_grid_axis;
+
+enum { AM_MOST_GRID_AXES = 3 };
+typedef struct {
+    int axes;
+    am_grid_axis axis[AM_MOST_GRID_AXES];
+} am_grid;
 
 typedef struct {
     am_node_kind kind;
@@ -124,6 +142,11 @@ typedef struct {
             const unsigned char (*bits)[AM_TILE_ROWS][8]; /* of AM_MIXED + i, a bit for each pair of a row */
             ptrdiff_t patterns;                           /* tiles that have bits */
         } tiles;
+        struct {
+            const am_grid *grid;
+            const ptrdiff_t *q_shift,
+                *k_shift; /* [batch], not negative; no shifted token is beyond the grid */
+        } neighborhood;
     };
 } am_node;
 

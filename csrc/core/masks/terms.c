@@ -36,16 +36,9 @@ static am_tile interval_tile(interval_of *interval, const am_node *node, const a
     return tile_between(interval(node, p, p->q), interval(node, p, p->q + p->rows - 1), p);
 }
 
-static uint64_t bits_of(am_range keys, const am_region *p)
-{
-    ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
-    ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
-    return am_low_bits(end) & ~am_low_bits(begin);
-}
-
 static void interval_bits(interval_of *interval, const am_node *node, const am_region *p, uint64_t *bits)
 {
-    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p, p->q + r), p);
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_live_bits(interval(node, p, p->q + r), p);
 }
 
 /* Define the functions of a term whose interval of keys is name##_interval. */
@@ -129,7 +122,7 @@ static void sequences_bits(const am_mask *mask, const am_node *node, const am_re
               s = count ? am_sequence_of(node->sequences.q_starts, count, p->q) : 0;
     for (ptrdiff_t q = p->q; q < p->q + p->rows; q++) {
         while (s + 1 < count && node->sequences.q_starts[s + 1] <= q) s++;
-        *bits++ = count ? bits_of(keys_in_sequence(node, s, q), p) : 0;
+        *bits++ = count ? am_live_bits(keys_in_sequence(node, s, q), p) : 0;
     }
 }
 
@@ -274,7 +267,7 @@ static am_tile diagonal_tile(const am_mask *mask, const am_node *node, const am_
 static void diagonal_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     const int32_t *at = diagonal_of(mask, node, p).ids + p->q;
-    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(keys_around(node, p, at[r]), p);
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_live_bits(keys_around(node, p, at[r]), p);
 }
 
 static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.head || node->diagonal.at.head; }

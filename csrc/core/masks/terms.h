@@ -3,6 +3,7 @@
 #define AM_CORE_MASKS_TERMS_H
 
 #include "core/masks/mask.h"
+#include "core/runtime/sizes.h"
 
 /* What is known of the keys that the queries of one sequence see. */
 typedef enum {
@@ -26,12 +27,20 @@ typedef struct {
 } am_term_kind;
 
 extern const am_term_kind am_all_term, am_band_term, am_chunk_term, am_keys_term, am_equal_term,
-    am_sequences_term, am_dense_term, am_tiles_term, am_diagonal_term;
+    am_sequences_term, am_dense_term, am_tiles_term, am_diagonal_term, am_neighborhood_term;
 
 /* A word whose lowest `count` bits are set, 0 ≤ count ≤ 64. */
 static inline uint64_t am_low_bits(ptrdiff_t count)
 {
     return count >= 64 ? UINT64_MAX : ((uint64_t)1 << count) - 1;
+}
+
+/* The bits of keys begin … end - 1 of a region. */
+static inline uint64_t am_live_bits(am_range keys, const am_region *p)
+{
+    ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
+    ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
+    return am_low_bits(end) & ~am_low_bits(begin);
 }
 
 /* Bit i is set if token begin + 1 + i is a multiple of `size`, for the `count` tokens after `begin`. */
