@@ -541,7 +541,8 @@ class MaskInfo(OtherWays):
                [1, 1, 1, 0],
                [1, 1, 1, 0]])
         """
-        return cls._of(of_neighborhood(shape, kernel, stride, dilation, causal, batch))
+        grid = {"shape": shape, "kernel": kernel, "stride": stride, "dilation": dilation, "causal": causal}
+        return cls._of(of_neighborhood(grid, batch))
 
     @classmethod
     def from_function(cls, f: AnyFunction, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> Self:

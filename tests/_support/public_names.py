@@ -10,6 +10,7 @@ import attnmask
 
 NEEDS = {
     "jax": ("jax",),
+    "natten": ("torch",),
     "torch": ("torch",),
     "transformers": ("torch", "transformers"),
     "ejkernel": ("jax", "ejkernel", "triton"),

@@ -1,0 +1,151 @@
+"""NATTEN's functions, for tensors on the CPU: neighborhood attention by `attnmask.MaskInfo.neighborhood`.
+
+Import it in place of ``natten``::
+
+    from attnmask.natten import na2d
+
+    out = na2d(query, key, value, kernel_size=7)  # [batch, height, width, heads, head_dim]
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import index
+from typing import Any, TypeAlias
+
+from attnmask._common.arguments import describe
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.neighborhood import of_neighborhood
+from attnmask.torch._attention import flash_attention
+from attnmask.torch._import import torch
+
+__all__ = ["na1d", "na2d", "na3d"]
+__dir__ = __all__.copy  # what completion offers
+
+Along: TypeAlias = int | Sequence[int]
+Causal: TypeAlias = bool | Sequence[bool]
+
+
+@lru_cache(64, typed=True)
+def _made(shape: tuple[int, ...], *along: object) -> MaskInfo:
+    names = ("kernel_size", "stride", "dilation", "is_causal")
+    return MaskInfo._of(of_neighborhood({"shape": shape, **dict(zip(names, along, strict=True))}, 1))
+
+
+def _mask(*given: Any) -> MaskInfo:
+    return _made(*given)
+
+
+_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]  # by assume_constant_result, which imports Dynamo
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    axes: int,
+    scale: float | None,
+    *along: object,
+) -> torch.Tensor:
+    """Attend in a grid of `axes`; `along` are the values of each axis, or one for all."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {describe(x)}")
+        if x.ndim != axes + 3:
+            raise ValueError(f"{name} must have {axes + 3} axes, {_LAYOUTS[axes]}, got {describe(x)}")
+        if x.shape[1:-2] != query.shape[1:-2]:
+            raise ValueError(
+                f"{name} must have the points of query, {tuple(query.shape[1:-2])}, got {describe(x)}"
+            )
+    # A graph is of one shape: `index` makes numbers of symbols.
+    shape = tuple(index(length) for length in query.shape[1:-2])
+    mask = _mask(shape, *(tuple(x) if isinstance(x, list) else x for x in along))
+    query, key, value = (x.flatten(1, axes) for x in (query, key, value))
+    return flash_attention(query, key, value, mask, softmax_scale=scale).unflatten(1, shape)
+
+
+_LAYOUTS = {
+    1: "[batch, length, heads, head_dim]",
+    2: "[batch, height, width, heads, head_dim]",
+    3: "[batch, depth, height, width, heads, head_dim]",
+}
+
+
+def na1d(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: Along,
+    stride: Along = 1,
+    dilation: Along = 1,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Apply neighborhood attention to sequences; it has gradients.
+
+    Parameters
+    ----------
+    query, key, value : Tensor, shape [batch, length, heads, head_dim]
+        There may be fewer key heads than heads, and another head_dim of values.
+    kernel_size : int or tuple
+        How many points each query sees: odd, unless causal.
+    stride : int or tuple
+        So many neighboring queries share the window of the one in their middle.
+    dilation : int or tuple
+        The distance between the keys of a window.
+    is_causal : bool or tuple
+        Whether the window ends with the query itself.
+    scale : float, optional
+        Defaults to ``1 / sqrt(head_dim)``.
+
+    Returns
+    -------
+    Tensor
+        The shape of `query`, with the head_dim of `value`.
+
+    See Also
+    --------
+    attnmask.MaskInfo.neighborhood : the mask, which can be joined with others.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from attnmask.natten import na1d
+    >>> query, value = torch.zeros(1, 4, 1, 8), torch.arange(4.0).reshape(1, 4, 1, 1)
+    >>> na1d(query, query, value, kernel_size=3).flatten().tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
+    return _attend(query, key, value, 1, scale, kernel_size, stride, dilation, is_causal)
+
+
+def na2d(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: Along,
+    stride: Along = 1,
+    dilation: Along = 1,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Apply neighborhood attention to images ``[batch, height, width, heads, head_dim]``: see `na1d`.
+
+    What is a tuple has an entry for each axis.
+    """
+    return _attend(query, key, value, 2, scale, kernel_size, stride, dilation, is_causal)
+
+
+def na3d(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: Along,
+    stride: Along = 1,
+    dilation: Along = 1,
+    is_causal: Causal = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Apply neighborhood attention to videos ``[batch, depth, height, width, heads, head_dim]``: see `na1d`.
+
+    What is a tuple has an entry for each axis.
+    """
+    return _attend(query, key, value, 3, scale, kernel_size, stride, dilation, is_causal)
