@@ -58,7 +58,7 @@ class Expanded:
     def __init__(self, w, tokens, dtype=np.float32):
         self.w, self.length = w, 0
         self.cache = attnmask.KVCache(
-            HEADS, NOPE + ROTARY, value_depth=VALUE, pages=-(-tokens // 64), dtype=dtype
+            HEADS, NOPE + ROTARY, value_head_dim=VALUE, pages=-(-tokens // 64), dtype=dtype
         )
         self.sequence = self.cache.new_sequence()
 
@@ -81,7 +81,7 @@ class Absorbed:
     def __init__(self, w, tokens, dtype=np.float32):
         self.w, self.length = w, 0
         self.cache = attnmask.KVCache(
-            1, RANK + ROTARY, value_depth=RANK, latent=True, pages=-(-tokens // 64), dtype=dtype
+            1, RANK + ROTARY, value_head_dim=RANK, latent=True, pages=-(-tokens // 64), dtype=dtype
         )
         self.sequence = self.cache.new_sequence()
 

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from attnmask._attention.hints import BwdParams, FwdParams, Precision
 from attnmask._common.arguments import Offsets
 from attnmask._common.graphs import left_to_python
-from attnmask._common.keywords import Keywords, reject_unknown, types_of
+from attnmask._common.keywords import Keywords, taken, types_of
 from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._faces.rows import Argument, Kind, arguments
 from attnmask._masks.info import MaskInfo
@@ -257,13 +257,12 @@ class Function:
             or len(args) > self.places
             or (len(args) < len(self.required) and not whole.keys() >= self.required)
         ):
+            if not given.keys() <= set(self.names):
+                return self.bind(args, taken(self.name, given, self.names))
             self._refuse(args, given)
         return whole
 
     def _refuse(self, args: tuple[object, ...], given: Given) -> NoReturn:
-        unknown = [key for key in given if key not in self.names]
-        if unknown:
-            reject_unknown(self.name, unknown, self.names)
         if len(args) > self.places:
             raise TypeError(
                 f"{self.name}() takes up to {self.places} positional arguments but {len(args)} were given"

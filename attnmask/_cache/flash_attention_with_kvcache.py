@@ -140,8 +140,11 @@ def flash_attention_with_kvcache(*args, **given):
             return _attend_rotated({name: whole[name] for name in KVCACHE_NAMES})
         return _core.flash_kvcache(KVCACHE_NAMES, KVCACHE_DEFAULTS, args, given)
     except (TypeError, ValueError) as error:
-        suit_hint(error, FLASH_ATTENTION_WITH_KVCACHE.bind(args, given))
-        raise
+        whole = FLASH_ATTENTION_WITH_KVCACHE.bind(args, given)
+        if given.keys() <= whole.keys():
+            suit_hint(error, whole)
+            raise
+    return flash_attention_with_kvcache(**whole)  # some had names of another spelling
 
 
 def _attend_rotated(given):

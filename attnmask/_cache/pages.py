@@ -71,7 +71,7 @@ class KVCache:
 
     Parameters
     ----------
-    kv_heads, depth : int
+    kv_heads, head_dim : int
         Hkv and D of the keys.
     layers : int
     pages : int
@@ -83,22 +83,23 @@ class KVCache:
         float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn``, ``ml_dtypes.float8_e5m2`` or
         ``"int4"``, or one of PyTorch's. Types of 8 bits have one scale per token and head, and int4 has scales of
         groups, as in `quantize_kv`.
-    value_depth : int, optional
-        Dv of the values; defaults to `depth`.
+    value_head_dim : int, optional
+        Dv of the values; defaults to `head_dim`.
     latent : bool
-        The values are the first `value_depth` channels of the keys, as in multi-head latent attention (DeepSeek, Kimi):
-        steps take no `value`, and one scale serves both.
+        The values are the first `value_head_dim` channels of the keys, as in multi-head latent attention (DeepSeek,
+        Kimi): steps take no `value`, and one scale serves both.
     group : int, optional
-        Channels that share a scale in int4: 32, 64 (the default) or 128. `depth` and `value_depth` must be multiples.
+        Channels that share a scale in int4: 32, 64 (the default) or 128. `head_dim` and `value_head_dim` must be
+        multiples.
     rotate : bool
         Pass ``rotate=True`` to `flash_attention_with_kvcache`: outliers of a few channels cost less precision.
 
     Attributes
     ----------
-    k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
+    k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, head_dim] (or value_head_dim)
         For int4 uint8, with half as many elements on the last axis.
     k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
-        Only for quantized caches; for int4 ``[layers, pages, page_size, kv_heads, depth / group, 2]``.
+        Only for quantized caches; for int4 ``[layers, pages, page_size, kv_heads, head_dim / group, 2]``.
     latent : bool
         If True, `v_pages` is a view of `k_pages`, and `v_scales` is `k_scales`.
     group : int or None
@@ -138,48 +139,48 @@ class KVCache:
     def __init__(
         self,
         kv_heads: int,
-        depth: int,
+        head_dim: int,
         *,
         layers: int = 1,
         pages: int,
         page_size: int = 64,
         dtype: DTypeLike,
-        value_depth: int | None = None,
+        value_head_dim: int | None = None,
         latent: bool = False,
         group: int | None = None,
         rotate: bool = False,
     ) -> None:
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
         shape = tuple(integer(size, name, 1) for name, size in sizes.items())
-        k_depth = integer(depth, "depth", 1)
-        v_depth = k_depth if value_depth is None else integer(value_depth, "value_depth", 1)
+        k_dim = integer(head_dim, "head_dim", 1)
+        v_dim = k_dim if value_head_dim is None else integer(value_head_dim, "value_head_dim", 1)
         tokens = shape[1] * shape[2]
         if tokens > _MOST_TOKENS:
             raise ValueError(f"pages * page_size must be at most {_MOST_TOKENS}, got {describe(tokens)}")
         form = format_of(dtype, group, floating=True)
 
         def zeros(axes: tuple[int, ...], dtype: DTypeLike) -> Array:
-            sized = f"{', '.join(sizes)} and depth"
+            sized = f"{', '.join(sizes)} and head_dim"
             return self._result(allocate((*shape, *axes), dtype, sized, _zeros_in_lines))
 
         self.page_size, self.latent = shape[2], flag(latent, "latent")
         self.group, self.rotate = form.group or None, flag(rotate, "rotate")
-        if self.latent and v_depth > k_depth:
-            raise ValueError(f"value_depth must be at most depth, {k_depth}, if latent, got {v_depth}")
+        if self.latent and v_dim > k_dim:
+            raise ValueError(f"value_head_dim must be at most head_dim, {k_dim}, if latent, got {v_dim}")
         if self.latent and self.rotate:
             raise ValueError("rotate must be False if latent, got True")
-        for channels, name in ((k_depth, "depth"), (v_depth, "value_depth")):
+        for channels, name in ((k_dim, "head_dim"), (v_dim, "value_head_dim")):
             form.check_channels(channels, name)
             if self.rotate:
                 check_rotates(channels, name)
-        self.k_pages = zeros((form.elements(k_depth),), form.dtype)
-        v_elements = form.elements(v_depth)
+        self.k_pages = zeros((form.elements(k_dim),), form.dtype)
+        v_elements = form.elements(v_dim)
         self.v_pages = self.k_pages[..., :v_elements] if latent else zeros((v_elements,), form.dtype)
         self.k_scales: NDArray[np.float32] | None = None
         self.v_scales: NDArray[np.float32] | None = None
         if form.scaled:
-            self.k_scales = zeros(form.scales(k_depth), np.float32)
-            self.v_scales = self.k_scales if latent else zeros(form.scales(v_depth), np.float32)
+            self.k_scales = zeros(form.scales(k_dim), np.float32)
+            self.v_scales = self.k_scales if latent else zeros(form.scales(v_dim), np.float32)
         self._returned: list[int] = []  # a stack: the last one is taken first
         self._fresh = range(shape[1])  # pages that were never taken
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
@@ -189,9 +190,9 @@ class KVCache:
 
     def __repr__(self) -> str:
         layers, pages, page_size, kv_heads, elements = self.k_pages.shape
-        form, v_depth = self._format, self._format.channels(self.v_pages)
-        sizes: Arguments = {"kv_heads": kv_heads, "depth": form.channels(self.k_pages)}
-        sizes |= {"value_depth": v_depth if self.v_pages.shape[-1] != elements else None}
+        form, v_dim = self._format, self._format.channels(self.v_pages)
+        sizes: Arguments = {"kv_heads": kv_heads, "head_dim": form.channels(self.k_pages)}
+        sizes |= {"value_head_dim": v_dim if self.v_pages.shape[-1] != elements else None}
         sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": form.name}
         sizes |= {"group": self.group, "rotate": self.rotate or None, "latent": self.latent or None}
         sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}

@@ -25,7 +25,7 @@ from attnmask._cache.flash_attention_with_kvcache import (
     flash_attention_with_kvcache,
 )
 from attnmask._common.arguments import as_array, describe, integer_array, per_row, place
-from attnmask._common.keywords import reject_unknown
+from attnmask._common.keywords import taken
 from attnmask._common.types import AnyFunction, Arguments, Array
 
 __all__ = ["KVCacheStep", "SequencePages", "Tokens", "numbers_of", "page_list", "table_of"]
@@ -235,7 +235,7 @@ class Tokens(Generic[_Given, _Found]):
         Examples
         --------
         >>> import numpy as np, attnmask
-        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_depth=1)
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_head_dim=1)
         >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys have the same weight
         >>> with cache.step([a], 3) as step:
         ...     step.attend(0, zeros, zeros, np.array([0.0, 1.0, 2.0]).reshape(3, 1, 1)).ravel()
@@ -245,7 +245,7 @@ class Tokens(Generic[_Given, _Found]):
         array([2.])
         """
         if not more.keys() <= STEP.defaults.keys():
-            _refuse(more)
+            more = _taken(more)
         cache, index = self._layer(layer, "attend", more)
         q, k = self._tokens(query, "query"), self._tokens(key, "key")
         if value is None and not cache.latent:
@@ -301,7 +301,7 @@ class Tokens(Generic[_Given, _Found]):
         known = ATTENTION_STATISTICS_WITH_KVCACHE.names
         unknown = [name for name in more if name not in known or name in _OF_STEP]
         if unknown:
-            reject_unknown("statistics", unknown, [name for name in known if name not in _OF_STEP])
+            more = taken("statistics", more, [name for name in known if name not in _OF_STEP])
         cache, index = self._layer(layer, "statistics", more)
         if index not in self._attended:
             raise RuntimeError(
@@ -362,12 +362,11 @@ def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
 
 
-def _refuse(more: Arguments) -> NoReturn:
-    """Refuse arguments that `KVCacheStep.attend` does not take."""
-    unknown = [name for name in more if name not in STEP.defaults]
-    if unknown[0] in FLASH_ATTENTION_WITH_KVCACHE.names:
-        raise TypeError(
-            f"attend() got an unexpected keyword argument {unknown[0]!r}; leave it out, as the cache and the step "
-            "have it"
-        )
-    reject_unknown("attend", unknown, signature(KVCacheStep.attend).parameters)
+def _taken(more: Arguments) -> Arguments:
+    """Return arguments under the names of `KVCacheStep.attend`, or refuse what it does not take."""
+    for name in more:
+        if name in FLASH_ATTENTION_WITH_KVCACHE.names and name not in STEP.defaults:
+            raise TypeError(
+                f"attend() got an unexpected keyword argument {name!r}; leave it out, as the cache and the step have it"
+            )
+    return taken("attend", more, signature(KVCacheStep.attend).parameters)

@@ -6,6 +6,7 @@ from inspect import Parameter, signature
 from typing import Any, NoReturn, TypeVar, cast
 
 from attnmask._common.types import AnyFunction, Arguments, Given
+from attnmask._common.warnings import warn_once
 
 _Function = TypeVar("_Function", bound=AnyFunction)
 
@@ -59,9 +60,9 @@ _OURS = {  # what to write, of several that which the function has; and what oth
     "k_scale=": "k_descale",
     "v_scale=": "v_descale",
     f"layers= | {_IN_CONFIG}": "num_layers num_hidden_layers",
-    f"depth= | {_IN_CONFIG}": "head_dim head_size",
+    f"head_dim= | {_IN_CONFIG}": "head_dim head_size",
     f"kv_heads= | {_IN_CONFIG}": "num_key_value_heads num_kv_heads num_heads",
-    "value_depth=": "v_head_dim",
+    "value_head_dim=": "v_head_dim",
     "pages=": "num_pages num_blocks",
     "pages=, as many as hold the tokens of all sequences": "max_cache_len max_seq_len",
     "page_size=": "block_size",
@@ -75,6 +76,15 @@ _OURS = {  # what to write, of several that which the function has; and what oth
     "normalize_qk=": "use_qk_l2norm_in_kernel use_qk_l2norm",
     "cu_seqlens=": "offsets",
 }
+# Spellings of one argument: a function has one of them, and takes the others with a warning.
+_SPELLINGS = (
+    ("head_dim", "depth"),
+    ("value_head_dim", "value_depth"),
+    ("softmax_scale", "scale"),
+    ("cum_seqlens_q", "cu_seqlens_q"),
+    ("cum_seqlens_k", "cu_seqlens_k"),
+)
+_OTHERS = {one: [other for other in names if other != one] for names in _SPELLINGS for one in names}
 _WRITE = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
 
 
@@ -90,8 +100,27 @@ def hides(name: str) -> Callable[[_Function], _Function]:
     return hide
 
 
+def taken(function: str, given: Given, parameters: Collection[str]) -> Arguments:
+    """Return keywords under the names of `parameters`: those of another spelling with a warning; others are refused."""
+    found: Arguments = {}
+    for name, value in given.items():
+        own = [name, *_OTHERS.get(name, ())]
+        ours = next((x for x in own if x in parameters), None)
+        if ours is None:
+            reject_unknown(function, [name], parameters)
+        if ours in found:
+            raise TypeError(
+                f"{function}() got {ours!r} by two names: {', '.join(x for x in own if x in given)}"
+            )
+        if ours != name:
+            warn_once(f"{function} {name}", f"{function}() takes {name!r} as {ours!r}: write {ours}=")
+        found[ours] = value
+    return found
+
+
 def advises(function: _Function) -> _Function:
-    """Say of wrong keywords what to write instead, in a function for whose calls half a microsecond is nothing."""
+    """Take keywords of another spelling and say of wrong ones what to write instead, in a function for whose calls half
+    a microsecond is nothing."""
     name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
@@ -101,9 +130,10 @@ def advises(function: _Function) -> _Function:
         except TypeError:
             parameters = signature(function).parameters
             unknown = [key for key in given if key not in parameters]
-            if unknown:
-                reject_unknown(name, unknown, parameters)
-            raise
+            if not unknown:
+                raise
+            again = taken(name, given, parameters)
+        return function(*args, **again)
 
     return cast(_Function, call)
 
@@ -152,8 +182,7 @@ class Keywords:
     def complete(self, function: AnyFunction, own: Given, more: Given) -> Arguments:
         """Return all arguments of a call: its `own`, and these; or refuse those that `function` does not take."""
         if more and not more.keys() <= self.defaults.keys():
-            unknown = [name for name in more if name not in self.defaults]
-            refuse(function, unknown)
+            more = taken(function.__name__, more, self.defaults | signature(function).parameters)
         return {**own, **self.defaults, **more}
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 from numpy.typing import ArrayLike, DTypeLike
 
 from attnmask._common.arguments import TOP_LEFT
-from attnmask._common.keywords import reject_unknown
-from attnmask._common.types import AnyFunction, Array, Given
+from attnmask._common.keywords import taken
+from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask._linear.grads import Vjp, VjpWithState
 
 
@@ -380,12 +380,17 @@ def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
     lines = (
         f"def {row.name}({', '.join(heads)}, **unknown):",
         "    if unknown:",
-        f"        reject_unknown({row.name!r}, unknown, names)",
+        "        return again(locals(), unknown)",
         f"    return call({given})",
     )
     scope: dict[str, Any] = {**face.types, row.grads.__name__: row.grads}
     defaults = {name: x.default for name, x in shown.parameters.items()}
-    scope |= {"call": call, "names": names, "defaults": defaults, "reject_unknown": reject_unknown}
+
+    def again(given: Arguments, unknown: Arguments) -> Any:
+        more = {name: x for name, x in given.items() if name in names and x is not defaults[name]}
+        return made(**taken(row.name, more | unknown, names))
+
+    scope |= {"call": call, "defaults": defaults, "again": again}
     exec(compile("\n".join(lines), f"<attnmask {row.name}>", "exec"), scope)
     made = scope[row.name]
     made.__signature__, made.__doc__ = shown, doc

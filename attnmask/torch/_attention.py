@@ -16,7 +16,7 @@ from attnmask._attention.arguments import (
     cache_keywords,
 )
 from attnmask._common.arguments import describe, flag, integer_array
-from attnmask._common.keywords import reject_unknown
+from attnmask._common.keywords import taken
 from attnmask._common.loading import _core
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION, CACHE, WRITE
@@ -226,8 +226,7 @@ def flash_attention(
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)
     if not more.keys() <= DEFAULTS.keys():
-        unknown = [name for name in more if name not in DEFAULTS]
-        reject_unknown("flash_attention", unknown, (*DEFAULTS, "return_lse"))
+        more = taken("flash_attention", more, (*DEFAULTS, "return_lse"))
     given: Arguments = {"query": query, "key": key, "value": value}
     given |= {"attention_mask": attention_mask, "bias": bias, **more}
     return _attend(given, flag(return_lse, "return_lse"))

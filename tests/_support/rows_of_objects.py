@@ -37,7 +37,7 @@ from attnmask import KVCache, MaskInfo, operations
 def used_cache(dtype: Any = np.float32) -> KVCache:
     """Sequence 0 of six tokens, 1 a fork of it, and 2 that was freed."""
     cache = KVCache(
-        SIZES["Hkv"], SIZES["D"], layers=2, pages=8, page_size=4, dtype=dtype, value_depth=SIZES["Dv"]
+        SIZES["Hkv"], SIZES["D"], layers=2, pages=8, page_size=4, dtype=dtype, value_head_dim=SIZES["Dv"]
     )
     first = cache.new_sequence()
     with cache.step([first], [6]) as step:
@@ -82,9 +82,9 @@ def step_attend(cache: KVCache, ids: Any, counts: Any, **arguments: Any) -> Any:
 row(
     "KVCache",
     one(
-        {"depth": 8, "dtype": one(np.float32, np.int8, "bfloat16"), "value_depth": one(None, 3)},
-        {"depth": 64, "dtype": "int4", "group": 32, "rotate": True},
-        {"depth": 8, "dtype": np.float16, "value_depth": 3, "latent": True},
+        {"head_dim": 8, "dtype": one(np.float32, np.int8, "bfloat16"), "value_head_dim": one(None, 3)},
+        {"head_dim": 64, "dtype": "int4", "group": 32, "rotate": True},
+        {"head_dim": 8, "dtype": np.float16, "value_head_dim": 3, "latent": True},
     ),
     kv_heads=2,
     layers=2,

@@ -20,9 +20,9 @@ FLOATS = tuple(map(np.dtype, ("float16", ml_dtypes.bfloat16, "float32", "float64
 # Errors of attention over numbers of about 1; queries are of the cache's type, or of float32 if it has scales.
 ERROR = dict(zip(FLOATS, (4e-3, 3e-2, 1e-5, 1e-13), strict=True))
 HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
-HALVES = {"dtype": "int4", "depth": 64, "value_depth": 32}
+HALVES = {"dtype": "int4", "head_dim": 64, "value_head_dim": 32}
 KINDS = {str(dtype): {"dtype": dtype} for dtype in (*FLOATS, *twin.QUANTIZED)} | {
-    "int4": HALVES | {"value_depth": 128},
+    "int4": HALVES | {"value_head_dim": 128},
     "int4, rotated": HALVES | {"group": 32, "rotate": True},
     **{f"latent, {dtype}": {"dtype": dtype, "latent": True} for dtype in ("float32", "int8")},
     "latent, int4": HALVES | {"group": 32, "latent": True},
@@ -30,7 +30,7 @@ KINDS = {str(dtype): {"dtype": dtype} for dtype in (*FLOATS, *twin.QUANTIZED)} |
 
 
 def cache_of(kind="float32", pages=24) -> KVCache:
-    sizes = {"depth": DEPTH, "value_depth": VALUE_DEPTH} | KINDS[kind]
+    sizes = {"head_dim": DEPTH, "value_head_dim": VALUE_DEPTH} | KINDS[kind]
     return KVCache(KV_HEADS, pages=pages, layers=LAYERS, page_size=PAGE_SIZE, **sizes)
 
 
@@ -42,8 +42,8 @@ def depths_of(cache: KVCache) -> list[int]:
 
 def new_tokens(rng, cache: KVCache, *counts: int) -> list[np.ndarray]:
     """A query, a key and, unless the cache is latent, a value for each."""
-    (depth, value_depth), dtype = depths_of(cache), cache.k_pages.dtype
-    sizes = [(HEADS, depth), (KV_HEADS, depth), (KV_HEADS, value_depth)][: 2 if cache.latent else 3]
+    (depth, value_head_dim), dtype = depths_of(cache), cache.k_pages.dtype
+    sizes = [(HEADS, depth), (KV_HEADS, depth), (KV_HEADS, value_head_dim)][: 2 if cache.latent else 3]
     dtype = dtype if dtype in FLOATS else np.float32
     return [rng.standard_normal((*counts, *size)).astype(dtype) for size in sizes]
 
@@ -439,16 +439,16 @@ def test_repr():
     cache = cache_of("int8")
     a, b = grown(cache, 5, 1)
     assert repr(cache) == (
-        "KVCache(kv_heads=2, depth=8, value_depth=3, layers=2, pages=24, page_size=4, dtype=int8, sequences=2, "
+        "KVCache(kv_heads=2, head_dim=8, value_head_dim=3, layers=2, pages=24, page_size=4, dtype=int8, sequences=2, "
         "free_pages=21, nbytes=7296)"
     )
     assert repr(KVCache(1, 2, pages=3, dtype="float64")) == (
-        "KVCache(kv_heads=1, depth=2, layers=1, pages=3, page_size=64, dtype=float64, sequences=0, "
+        "KVCache(kv_heads=1, head_dim=2, layers=1, pages=3, page_size=64, dtype=float64, sequences=0, "
         "free_pages=3, nbytes=6144)"
     )
     given = HALVES | {"group": 32, "rotate": True, "layers": 2, "pages": 12, "page_size": 4}
     assert repr(KVCache(2, **given)) == (
-        "KVCache(kv_heads=2, depth=64, value_depth=32, layers=2, pages=12, page_size=4, dtype=int4, group=32, "
+        "KVCache(kv_heads=2, head_dim=64, value_head_dim=32, layers=2, pages=12, page_size=4, dtype=int4, group=32, "
         "rotate=True, sequences=0, free_pages=12, nbytes=13824)"
     )
     assert "latent=True" in repr(cache_of("latent, float32"))
@@ -534,7 +534,7 @@ def test_a_step_of_no_tokens_or_of_no_sequences():
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *twin.QUANTIZED], ids=str)
 def test_arrays(dtype):
-    cache = KVCache(2, 8, layers=3, pages=5, page_size=7, dtype=dtype, value_depth=6)
+    cache = KVCache(2, 8, layers=3, pages=5, page_size=7, dtype=dtype, value_head_dim=6)
     assert (cache.k_pages.shape, cache.v_pages.shape) == ((3, 5, 7, 2, 8), (3, 5, 7, 2, 6))
     assert cache.k_pages.dtype == cache.v_pages.dtype == dtype
     if dtype in FLOATS:
@@ -555,10 +555,10 @@ def test_arrays(dtype):
     ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
     ({"pages": -1}, ValueError, "pages must be at least 1, got -1"),
     ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
-    ({"value_depth": 0}, ValueError, "value_depth must be at least 1, got 0"),
+    ({"value_head_dim": 0}, ValueError, "value_head_dim must be at least 1, got 0"),
     ({"pages": 2**27, "page_size": 16}, ValueError, r"pages \* page_size must be at most 2147483647"),
     ({"pages": 2**500}, ValueError, r"pages \* page_size .* got an integer of"),
-    ({"depth": 2**62}, MemoryError, "layers, pages, page_size, kv_heads and depth"),
+    ({"head_dim": 2**62}, MemoryError, "layers, pages, page_size, kv_heads and head_dim"),
     ({"dtype": "int32"}, TypeError, "dtype must be float16, .* or int4, got 'int32'"),
     ({"dtype": None}, TypeError, "dtype must be float16, .* got None"),
     ({"dtype": "nonsense"}, TypeError, "dtype must be float16, .* got 'nonsense'"),
@@ -567,16 +567,16 @@ def test_arrays(dtype):
     ({"dtype": "int8", "group": 64}, ValueError, "group must be None for int8, got 64"),
     (HALVES | {"group": 48}, ValueError, "group must be 32, 64 or 128, got 48"),
     (HALVES | {"group": 64.0}, TypeError, "group must be an integer, got 64.0"),
-    (HALVES | {"group": 128}, ValueError, "depth must be a multiple of group=128, got 64"),
-    (HALVES | {"value_depth": 96}, ValueError, "value_depth must be a multiple of group=64, got 96"),
+    (HALVES | {"group": 128}, ValueError, "head_dim must be a multiple of group=128, got 64"),
+    (HALVES | {"value_head_dim": 96}, ValueError, "value_head_dim must be a multiple of group=64, got 96"),
     (HALVES | {"rotate": 1, "group": 32}, TypeError, "rotate must be"),
-    (HALVES | {"rotate": True, "value_depth": 192}, ValueError, "value_depth must be a power of two to be rotated"),
+    (HALVES | {"rotate": True, "value_head_dim": 192}, ValueError, "value_head_dim must be a power of two"),
     (HALVES | {"rotate": True, "latent": True, "group": 32}, ValueError, "rotate must be False if latent"),
-    ({"latent": True, "value_depth": 9}, ValueError, "value_depth must be at most depth, 8, if latent, got 9"),
+    ({"latent": True, "value_head_dim": 9}, ValueError, "value_head_dim must be at most head_dim, 8, if latent, got 9"),
     ({"latent": "yes"}, TypeError, "latent must be"),
 ], ids=repr)  # fmt: skip
 def test_caches_that_cannot_be(more, error, message):
-    arguments = {"kv_heads": 2, "depth": 8, "pages": 4, "dtype": "float32"} | more
+    arguments = {"kv_heads": 2, "head_dim": 8, "pages": 4, "dtype": "float32"} | more
     with pytest.raises(error, match=message):
         KVCache(**arguments)
 

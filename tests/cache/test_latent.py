@@ -83,7 +83,7 @@ def test_scales_of_their_own_where_nothing_is_written():
 def test_bad_input_of_caches():
     x = np.zeros((1, 1, D), np.float32)
     caches = (
-        attnmask.KVCache(1, D, value_depth=DV, latent=latent, layers=2, pages=2, dtype="float32")
+        attnmask.KVCache(1, D, value_head_dim=DV, latent=latent, layers=2, pages=2, dtype="float32")
         for latent in (False, True)
     )
     cache = next(caches)

@@ -369,7 +369,6 @@ KEYWORDS = [
     ("flash_attention", "dropout_p", "dropout_prob="),
     ("flash_attention", "p", "dropout_prob="),
     ("flash_attention", "window_size", "sliding_window="),
-    ("flash_attention", "cu_seqlens_q", "cum_seqlens_q="),
     ("flash_attention", "return_residual", "return_lse="),
     ("flash_attention", "max_seqlen_q", "leave it out"),
     ("flash_attention_with_kvcache", "page_table", "block_table="),
@@ -379,7 +378,6 @@ KEYWORDS = [
     ("linear_attention", "output_final_state", "return_state="),
     ("linear_attention", "use_qk_l2norm_in_kernel", "normalize_qk="),
     ("linear_attention", "head_first", "x.swapaxes(1, 2)"),
-    ("linear_attention", "softmax_scale", "scale="),
     ("linear_attention", "cu_seq_lens_q", "cu_seqlens="),
     ("linear_attention_step", "g", "decay="),
     ("linear_attention_step", "ssm_state_indices", "state_indices="),
@@ -405,15 +403,64 @@ def test_keywords(face, function, keyword, instead):
     ("keyword", "instead"),
     [
         ("num_layers", "layers="),
-        ("head_dim", "depth="),
+        ("head_size", "head_dim="),
+        ("v_head_dim", "value_head_dim="),
         ("num_key_value_heads", "kv_heads="),
         ("num_blocks", "pages="),
     ],
 )
 def test_keywords_of_a_cache(keyword, instead):
-    for more in ({}, {"kv_heads": 1, "depth": 8, "pages": 4, "dtype": "float32"}):
+    for more in ({}, {"kv_heads": 1, "head_dim": 8, "pages": 4, "dtype": "float32"}):
         with pytest.raises(TypeError, match=rf"KVCache\(\) got .* '{keyword}'; write {instead}"):
             attnmask.KVCache(**more, **{keyword: 1})
+
+
+SPELLINGS = [  # the function, what is given, and its own name
+    ("flash_attention", {"scale": 0.3}, "softmax_scale"),
+    ("flash_attention", {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 1, 2]}, "cum_seqlens_q"),
+    ("flash_attention_with_kvcache", {"scale": 0.3}, "softmax_scale"),
+    ("attention_weights", {"scale": 0.3}, "softmax_scale"),
+    ("linear_attention", {"softmax_scale": 0.3}, "scale"),
+]
+
+
+@pytest.mark.parametrize(("function", "given", "own"), SPELLINGS)
+def test_other_spellings(face, function, given, own):
+    """They mean the same, and a warning says what the function calls it; both at once are an error."""
+    call = getattr(face.module, function)
+    rng = np.random.default_rng(0)
+    inputs = [face.of(rng.standard_normal((1, 2, 2, 8)).astype(np.float32)) for _ in range(3)]
+    inputs = inputs[: 2 if function == "attention_weights" else 3]
+    places = {"scale": "softmax_scale", "softmax_scale": "scale"}
+    usual = {places.get(name, name.replace("cu_", "cum_")): value for name, value in given.items()}
+    expected = call(*inputs, **usual)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = call(*inputs, **given)
+    assert any(f" as {own!r}: write {own}=" in str(x.message) for x in said)
+    assert len(said) == len(given)
+    if isinstance(found, tuple):  # JAX returns caches as well
+        found, expected = found[0], expected[0]
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    with pytest.raises(TypeError, match="by two names"):
+        call(*inputs, **usual, **given)
+
+
+def test_other_spellings_of_a_cache():
+    given = {"kv_heads": 1, "pages": 4, "dtype": "float32"}
+    with pytest.warns(
+        attnmask.AttnmaskWarning, match=r"KVCache\(\) takes 'depth' as 'head_dim': write head_dim="
+    ):
+        cache = attnmask.KVCache(**given, depth=8, value_head_dim=3)
+    assert repr(cache) == repr(attnmask.KVCache(1, 8, pages=4, dtype="float32", value_head_dim=3))
+    with pytest.raises(TypeError, match=r"KVCache\(\) got 'head_dim' by two names"):
+        attnmask.KVCache(**given, depth=8, head_dim=8)
+    ids, x = [cache.new_sequence()], np.ones((1, 1, 8), np.float32)
+    with (
+        cache.step(ids, 1) as step,
+        pytest.warns(attnmask.AttnmaskWarning, match="'scale' as 'softmax_scale'"),
+    ):
+        step.attend(0, x, x, x[..., :3], scale=0.5)
 
 
 def test_keywords_of_a_paged_cache():

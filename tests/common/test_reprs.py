@@ -9,7 +9,7 @@ from attnmask.operations import OperationOutput
 X = np.ones((1, 3, 2, 8), np.float32)
 _, VJP = attnmask.flash_attention_vjp(X, X, X, bias=np.zeros((1, 1, 3, 3), np.float32), grad_bias=True)
 CONVOLUTION = attnmask.short_convolution_vjp(X[..., 0], np.ones((2, 4), np.float32))[1](X[..., 0])
-CACHE = attnmask.KVCache(2, 8, pages=4, page_size=16, dtype="int8", value_depth=4)
+CACHE = attnmask.KVCache(2, 8, pages=4, page_size=16, dtype="int8", value_head_dim=4)
 CACHE.new_sequence()
 
 REPRS = {
@@ -41,7 +41,7 @@ REPRS = {
         "OperationOutput(attention_outputs=float32[1, 3, 2, 8], attention_weights=None, lse=None)"),
     "cache": (
         CACHE,
-        "KVCache(kv_heads=2, depth=8, value_depth=4, layers=1, pages=4, page_size=16, dtype=int8, sequences=1, "
+        "KVCache(kv_heads=2, head_dim=8, value_head_dim=4, layers=1, pages=4, page_size=16, dtype=int8, sequences=1, "
         "free_pages=4, nbytes=2560)",
     ),
     "step": (CACHE.step([0], 2), "KVCacheStep(sequences=1, tokens=2, not begun, 0 of 1 layers attended)"),

@@ -16,12 +16,12 @@ KINDS = [
     {"dtype": torch.int8},
     {"dtype": torch.float8_e5m2},
     {"dtype": "int4", "group": 32},
-    {"dtype": torch.float32, "latent": True, "value_depth": 16},
+    {"dtype": torch.float32, "latent": True, "value_head_dim": 16},
 ]
 
 
 def caches(**more):
-    given = {"kv_heads": 2, "depth": 32, "layers": 2, "pages": 16, "page_size": 4} | more
+    given = {"kv_heads": 2, "head_dim": 32, "layers": 2, "pages": 16, "page_size": 4} | more
     both = attnmask.torch.KVCache(**given), attnmask.KVCache(**given)
     for cache in both:
         cache.new_sequence(), cache.new_sequence()

@@ -128,7 +128,7 @@ def test_rotated_pages(monkeypatch):
     cache = paged(model, rotate=True)
     assert torch.equal(by_padding(model, cache), by_padding(model))
     assert cache.kv.rotate
-    with pytest.raises(ValueError, match="depth must be a power of two to be rotated, got 6"):
+    with pytest.raises(ValueError, match="head_dim must be a power of two to be rotated, got 6"):
         paged(ready("Llama", head_dim=6), rotate=True)
 
 
@@ -741,7 +741,7 @@ def test_configs():
     for config, more, error, words in (
         (None, {}, TypeError, "config must be a model's config, got None"),
         (llama, {"dtype": "int5"}, TypeError, r"dtype must be float16, .*, got 'int5'"),
-        (llama, {"dtype": "int4"}, ValueError, "depth must be a multiple of group=64, got 8"),
+        (llama, {"dtype": "int4"}, ValueError, "head_dim must be a multiple of group=64, got 8"),
         (llama, {"dtype": torch.int32}, TypeError, r"dtype must be float16, .*, got 'int32'"),
         (llama, {"pages": 0}, ValueError, "pages must be at least 1, got 0"),
         (llama, {"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
