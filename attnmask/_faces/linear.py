@@ -26,7 +26,7 @@ cu_seqlens : starts [N + 1] = None
 normalize_qk : flag = False
     Divide each query and key by ``sqrt(sum(x**2) + 1e-6)`` first.
 chunk_size : size = 64
-    A hint, a power of two from 16 to 256. It changes rounding only.
+    A hint, a power of two up to 256; below 16 it is 16. It changes rounding only.
 return_state : all = False
     Return the state after each sequence as well.
 out : out = None
@@ -43,6 +43,7 @@ LINEAR_ATTENTION = Row(
     backward=_core.linear_backward,
     grads=LinearAttentionGrads,
     cast=("query", "key", "value"),
+    wide="initial_state",
     handler="attnmask_linear",
     examples={
         "torch": """
@@ -97,6 +98,7 @@ out : out = None
     check=_core.check_linear_attention_step,
     trained="linear_attention",
     cast=("query", "key", "value"),
+    wide="state",
     handler="attnmask_linear_step",
     examples={
         "torch": """

@@ -223,7 +223,8 @@ class Row:
     position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one
     has none, and `examples` are those of other libraries. If `by_name`, the core's functions above take arguments by
     name, and `backward` also whether the gradient of each term is wanted. If `saved`, what gradients need are the
-    results, which `keep` returns as they are before they are rounded. ``fits(arguments, is_floating)`` refuses shapes
+    results, which `keep` returns as they are before they are rounded. `wide` is the argument in the type of sums, which
+    PyTorch may hold in 16 bits. ``fits(arguments, is_floating)`` refuses shapes
     and types that do not fit each other, where there is more to say than that layouts do not, and returns the batch
     axes where there may be several.
     """
@@ -249,6 +250,7 @@ class Row:
         trained: str = "",
         by_name: bool = False,
         saved: Sequence[str] = (),
+        wide: str = "",
         fits: Any = None,
     ) -> None:
         self.name, self.results, self.places = name, tuple(results), places
@@ -257,6 +259,7 @@ class Row:
         self.jvp, self.moved, self.second = jvp, tuple(moved), second
         self.cast, self.handler, self.examples = cast, handler, examples or {}
         self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
+        self.wide = wide
         self.returns_vjp = False
         self.own: tuple[Argument, ...] = ()  # that only one face has
         self.all = "".join(self.of(Kind.ALL))

@@ -554,6 +554,9 @@ def torch_function(row: Row) -> Any:
     return (_Writing if row.of(Kind.STATE) else Differentiable)(row)
 
 
+_NARROW = (torch.float16, torch.bfloat16)
+
+
 def torch_face(row: Row) -> Callable[..., Any]:
     """Return the function of tensors of a row."""
     *names, last = (f"`{name}`" for name in row.cast or ("",))
@@ -573,7 +576,15 @@ declares that it writes to `{state}`. {cast}, but not `{state}`."""
     compute = torch_function(row)
 
     def call(given: Arguments) -> Any:
-        return compute(given, flag(given.pop(row.all), row.all) if row.all else False)
+        with_all = flag(given.pop(row.all), row.all) if row.all else False
+        narrow, first = given.get(row.wide), given[row.arguments[0].name]
+        if getattr(narrow, "dtype", None) not in _NARROW or not isinstance(first, torch.Tensor):
+            return compute(given, with_all)
+        given[row.wide] = narrow.to(operators.wide_dtype(first.dtype))
+        found = compute(given, with_all)
+        if state:  # which is written to
+            narrow.copy_(given[row.wide])
+        return found
 
     made = function(row, TORCH, call, library_doc(row, TORCH, about))
     made.__module__ = "attnmask.torch"

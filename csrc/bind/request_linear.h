@@ -21,6 +21,8 @@ bool am_has_numbers(const am_view *v); /* false for no array, too */
 /* The slot of each of `rows` batch rows, from -1, which leaves a row out, to slots - 1, each at most once. */
 const ptrdiff_t *am_read_slots(am_request *r, const am_view *indices, ptrdiff_t rows, ptrdiff_t slots);
 
+enum { AM_LINEAR_LEAST_CHUNK = 16, AM_LINEAR_MOST_CHUNK = 256 }; /* tokens */
+
 enum { AM_QUERY, AM_KEY, AM_VALUE, AM_DECAY, AM_BETA, AM_STATE, AM_LINEAR_INPUTS };
 /* Checks the inputs, of which the last three may be no arrays, and sets all but scale, chunk and `normalize`.
  * Packed sequences are in `linear` already. */

@@ -257,7 +257,7 @@ VALUES = {
     **dict.fromkeys(("dropout_prob", "prob"), BAD_CHANCES),
     **dict.fromkeys(("output_dtype", "out_dtype"), (bool, complex, object, "S4", "M8[s]")),
     **dict.fromkeys(("fwd_params", "bwd_params"), ("x", 64, (64, 64))),
-    **{f"linear_attention{x} chunk_size": [*BAD_SIZES, 8, 48, 512] for x in ("", "_vjp")},
+    **{f"linear_attention{x} chunk_size": [*BAD_SIZES, 12, 48, 512] for x in ("", "_vjp")},
     "activation": ["gelu", True, 1],
     **dict.fromkeys(("causal", "normalize_output", "return_lse", "return_state"), (None,)),
     **dict.fromkeys(("max_rows", "max_cols", "q_len", "kv_len", "qseq", "num_reps"), (-1,)),

@@ -94,3 +94,45 @@ def test_wrong_states_of_steps_of_numpy(torch, name, first):
         function(**given | {"state": tensor(torch, held)})
     with pytest.raises(TypeError, match=r"^state must be a NumPy array or None, got .*list"):
         function(**given | {"state": [1.0]})
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_states_of_16_bits(torch, narrow):
+    """They are taken as float32, with a gradient in their own type; steps write to them."""
+    dtype = getattr(torch, narrow)
+    rng = np.random.default_rng(0)
+    query, key, value = (torch.from_numpy(rng.standard_normal((2, 9, 2, 8), np.float32)) for _ in range(3))
+    state = torch.from_numpy(rng.standard_normal((2, 2, 8, 8), np.float32)).to(dtype).requires_grad_()
+    wide = state.detach().float().requires_grad_()
+    results = []
+    for given in (state, wide):
+        out, last = attnmask.torch.linear_attention(
+            query, key, value, initial_state=given, chunk_size=4, return_state=True
+        )
+        (out.sum() + last.sum()).backward()
+        results.append((out, last))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(state.grad, wide.grad.to(dtype))
+    token = query[:, 0], key[:, 0], value[:, 0]
+    state, wide = state.detach(), wide.detach().clone()
+    for _ in range(2):
+        before = state.float()
+        out = attnmask.torch.linear_attention_step(*token, state, state_indices=[1, 0])
+        assert torch.equal(out, attnmask.torch.linear_attention_step(*token, before, state_indices=[1, 0]))
+        assert torch.equal(state, before.to(dtype))
+    step = torch.compile(attnmask.torch.linear_attention_step, backend="aot_eager", fullgraph=True)
+    other = state.clone()
+    assert torch.equal(step(*token, other), attnmask.torch.linear_attention_step(*token, state))
+    assert torch.equal(other, state)
+    with pytest.raises(ValueError, match="state must be an array of float32"):
+        attnmask.torch.linear_attention_step(*token, state.short())
+
+
+def test_short_chunks(torch):
+    """A hint below the shortest chunk is that."""
+    query = torch.randn(1, 50, 2, 8)
+    one, other = (attnmask.torch.linear_attention(query, query, query, chunk_size=size) for size in (4, 16))
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="chunk_size must be a power of two up to 256, got 12"):
+        attnmask.torch.linear_attention(query, query, query, chunk_size=12)

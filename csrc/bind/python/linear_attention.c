@@ -25,8 +25,10 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
 {
     npy_intp *chunk = dst;
     if (am_to_count(object, name, dst) < 0) return -1;
-    if (*chunk >= 16 && *chunk <= 256 && (*chunk & (*chunk - 1)) == 0) return 0;
-    return am_reject(PyExc_ValueError, name, "a power of two from 16 to 256", object);
+    if (*chunk < 1 || *chunk > AM_LINEAR_MOST_CHUNK || (*chunk & (*chunk - 1)))
+        return am_reject(PyExc_ValueError, name, "a power of two up to 256", object);
+    *chunk = am_max(*chunk, AM_LINEAR_LEAST_CHUNK);
+    return 0;
 }
 
 static int wide_type(const arguments *a)

@@ -57,8 +57,9 @@ static bool begin(problem *p)
     if (!am_xla_read_flags(c, VERSION) || !am_xla_next_word(c, &bits) || !am_xla_next_word(c, &p->chunk))
         return false;
     memcpy(&p->scale, &bits, sizeof bits);
-    if (isnan(p->scale) || p->chunk < 16 || p->chunk > 256 || (p->chunk & (p->chunk - 1)))
+    if (isnan(p->scale) || p->chunk < 1 || p->chunk > AM_LINEAR_MOST_CHUNK || (p->chunk & (p->chunk - 1)))
         return am_xla_fail(c, "words: a number is out of its range");
+    p->chunk = am_max(p->chunk, AM_LINEAR_LEAST_CHUNK);
     p->batch = p->sequences = c->request.mask.batch;
     /* Sequences and states by index are those of one call. */
     return !am_xla_one_by_one(c, has(p, STARTS | INDICES));
