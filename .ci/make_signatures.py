@@ -5,7 +5,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 
 from attnmask._attention import arguments as table
-from attnmask._faces import attention, linear, rows, sums
+from attnmask._faces import attention, flash_attn, linear, rows, sums
 from attnmask._faces.rows import NUMPY, Face, Row
 
 PACKAGE = Path(__file__).parents[1] / "attnmask"
@@ -98,6 +98,7 @@ IN_TORCH = NUMPY._replace(
     named={"attention_statistics": "AttentionStatistics"},
     mask="MaskInfo | MaskTensors",
 )
+IN_FLASH_ATTN = IN_TORCH._replace(integers="torch.Tensor")
 IN_JAX = NUMPY._replace(
     array="ArrayLike",
     state="ArrayLike",
@@ -130,7 +131,8 @@ def declared(
         if more and row.kind is Parameter.KEYWORD_ONLY:
             continue
         annotation, default = row.annotation, "" if row.default is Parameter.empty else f" = {row.default!r}"
-        if row.kind is Parameter.KEYWORD_ONLY and not by_name:
+        required = row.name == flag and value is True  # so that none before it may have a default
+        if (row.kind is Parameter.KEYWORD_ONLY or required) and not by_name:
             parts.append("*")
             by_name = True
         if row.name == flag and value is not None:
@@ -221,6 +223,10 @@ STUBS = {  # path: imports, functions
     PACKAGE / "torch" / "_weights.pyi": (
         TORCH_WEIGHTS,
         *(of_row(row, IN_TORCH) for row in LOOKING),
+    ),
+    PACKAGE / "flash_attn" / "_functions.pyi": (
+        "\nfrom typing import Literal, overload\n\nimport torch\n",
+        *(of_row(row, IN_FLASH_ATTN) for row in (*flash_attn.ATTENTION, flash_attn.CACHE)),
     ),
     PACKAGE / "jax" / "_weights.pyi": (JAX_WEIGHTS, *(of_row(row, IN_JAX) for row in LOOKING)),
     PACKAGE / "jax" / "_functions.pyi": (

@@ -178,7 +178,7 @@ __all__ = [
     "write_kvcache",
 ]
 
-_MODULES = ("ejkernel", "jax", "natten", "operations", "torch", "transformers")
+_MODULES = ("ejkernel", "flash_attn", "jax", "natten", "operations", "torch", "transformers")
 
 
 def __dir__() -> list[str]:

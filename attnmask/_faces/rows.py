@@ -178,6 +178,8 @@ class Face(NamedTuple):
             Kind.LENGTHS: self.integers_given,
             Kind.MASK: f"{self.given} or {self.mask.replace(' |', ' or')}",
             Kind.DIAGONAL: f'int, {self.integers_given}, or "bottom-right"',
+            Kind.HINT: argument.layout,
+            Kind.CHANCE: "float",
         }.get(argument.kind, "bool")
         shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""
         shape = "" if argument.broadcasts else shape
