@@ -6,11 +6,11 @@ from attnmask._faces.rows import Argument, Result, Row, arguments
 
 _STARTS = """
 cu_seqlens{0} : starts [sequences + 1]
-    Where {1} of each sequence start.
+    Where each sequence starts among the {1}, and the end of the last.
 """
 _LENGTHS = """
 max_seqlen{0} : size
-    Accepted without effect: lengths follow from where sequences start.
+    Without effect: lengths follow from where sequences start.
 """
 _DROPOUT = """
 dropout_p : chance = 0.0
@@ -32,9 +32,9 @@ alibi_slopes : data [H] or [B, H] = None
 """
 _LAST = """
 deterministic : flag = False
-    Accepted without effect: results are the same bits in every run.
+    Without effect: results are the same bits in every run.
 return_attn_probs : all = False
-    Also return `softmax_lse` and `S_dmask`.
+    If True, `softmax_lse` and `S_dmask` are returned too.
 """
 _PAGES = """
 block_table : slots [sequences, max_pages] = None
@@ -53,9 +53,9 @@ rotary_cos, rotary_sin : learned [T, R / 2] = None
 cache_seqlens : hint int | torch.Tensor = None
     The number of tokens in the cache before the call: one, or one per sequence. Defaults to all.
 cache_batch_idx : slots [B] = None
-    The row of the cache that each sequence has.
+    The row of the cache for each sequence.
 cache_leftpad : slots [B] = None
-    The number of tokens at the start of each row of the cache that are padding.
+    How many tokens each sequence begins with that are padding.
 block_table : slots [B, max_pages] = None
     The pages of each sequence, in order.
 {_SCALE}
@@ -63,9 +63,9 @@ rotary_interleaved : flag = True
     Rotate channels 2i and 2i + 1 together, rather than i and i + R / 2.
 {_ALIBI}
 num_splits : size = 0
-    Accepted without effect.
+    Without effect.
 return_softmax_lse : all = False
-    Also return the logsumexp of each row.
+    If True, `softmax_lse` is returned too.
 """
 
 
@@ -73,7 +73,7 @@ def _arguments(text: str) -> tuple[Argument, ...]:
     return arguments("\n".join(line for line in text.splitlines() if line))
 
 
-def _row(name: str, inputs: str, lengths: str = "", last: str = "") -> Row:
+def _row(name: str, example: str, inputs: str, lengths: str = "", last: str = "") -> Row:
     """Return a row of attention. `inputs` have {0} tokens, {1} queries and {2} keys, packed if `lengths` are given."""
     tokens, queries, keys = ("total", "total_q", "total_k") if lengths else ("B, T", "B, Tq", "B, Tk")
     parts = inputs.format(tokens, queries, keys), lengths, _DROPOUT, _SCALE, _ALIBI, _LAST, last
@@ -83,7 +83,8 @@ def _row(name: str, inputs: str, lengths: str = "", last: str = "") -> Row:
         Result("softmax_lse", "[H, total_q]" if lengths else "[B, H, Tq]", wide=True),
         Result("S_dmask", "[B, H, Tq, Tk]", wide=True),
     )
-    return Row(name, given, results, places=len(given), entry=flash_attention)
+    examples = {"flash_attn": example}
+    return Row(name, given, results, places=len(given), entry=flash_attention, examples=examples)
 
 
 _QKV = """
@@ -98,20 +99,78 @@ q : learned [{1}, H, D]
 k : learned [{2}, Hkv, D]
 v : learned [{2}, Hkv, Dv]
 """
-_OF_ONE = _STARTS.format("", "the tokens") + _LENGTHS.format("")
+_OF_ONE = _STARTS.format("", "tokens") + _LENGTHS.format("")
 _OF_BOTH = (
-    _STARTS.format("_q", "the queries")
-    + _STARTS.format("_k", "the keys")
-    + _LENGTHS.format("_q, max_seqlen_k")
+    _STARTS.format("_q", "queries") + _STARTS.format("_k", "keys") + _LENGTHS.format("_q, max_seqlen_k")
 )
 
+_STARTING = """
+>>> starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+"""
+
 ATTENTION = (
-    _row("flash_attn_func", _Q_K_V),
-    _row("flash_attn_kvpacked_func", _KV),
-    _row("flash_attn_qkvpacked_func", _QKV),
-    _row("flash_attn_varlen_func", _Q_K_V, _OF_BOTH, _PAGES),
-    _row("flash_attn_varlen_kvpacked_func", _KV, _OF_BOTH),
-    _row("flash_attn_varlen_qkvpacked_func", _QKV, _OF_ONE),
+    _row(
+        "flash_attn_func",
+        """
+>>> q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
+>>> v = torch.arange(4.0).reshape(1, 4, 1, 1)
+>>> flash_attn_func(q, k, v, causal=True).flatten().tolist()
+[1.0, 1.5]
+""",
+        _Q_K_V,
+    ),
+    _row(
+        "flash_attn_kvpacked_func",
+        """
+>>> q, kv = torch.zeros(1, 3, 4, 8), torch.zeros(1, 5, 2, 1, 8)  # four heads, one of keys
+>>> flash_attn_kvpacked_func(q, kv, causal=True).shape
+torch.Size([1, 3, 4, 8])
+""",
+        _KV,
+    ),
+    _row(
+        "flash_attn_qkvpacked_func",
+        """
+>>> qkv = torch.zeros(1, 5, 3, 4, 8)
+>>> flash_attn_qkvpacked_func(qkv, window_size=(2, 0)).shape
+torch.Size([1, 5, 4, 8])
+""",
+        _QKV,
+    ),
+    _row(
+        "flash_attn_varlen_func",
+        _STARTING
+        + """
+>>> q, v = torch.zeros(5, 1, 8), torch.arange(5.0).reshape(5, 1, 1)
+>>> flash_attn_varlen_func(q, q, v, starts, starts, 3, 3, causal=True).flatten().tolist()
+[0.0, 0.5, 2.0, 2.5, 3.0]
+""",
+        _Q_K_V,
+        _OF_BOTH,
+        _PAGES,
+    ),
+    _row(
+        "flash_attn_varlen_kvpacked_func",
+        _STARTING
+        + """
+>>> q, kv = torch.zeros(5, 4, 8), torch.zeros(5, 2, 1, 8)
+>>> flash_attn_varlen_kvpacked_func(q, kv, starts, starts, 3, 3).shape
+torch.Size([5, 4, 8])
+""",
+        _KV,
+        _OF_BOTH,
+    ),
+    _row(
+        "flash_attn_varlen_qkvpacked_func",
+        _STARTING
+        + """
+>>> qkv = torch.zeros(5, 3, 4, 8)
+>>> flash_attn_varlen_qkvpacked_func(qkv, starts, 3, causal=True).shape
+torch.Size([5, 4, 8])
+""",
+        _QKV,
+        _OF_ONE,
+    ),
 )
 _OF_CACHE = _arguments(_WITH_KVCACHE)
 CACHE = Row(
@@ -120,4 +179,12 @@ CACHE = Row(
     (Result("out", "[B, Tq, H, Dv]"), Result("softmax_lse", "[B, H, Tq]", wide=True)),
     places=len(_OF_CACHE),
     entry=flash_attention_with_kvcache,
+    examples={
+        "flash_attn": """
+>>> k_cache, v_cache = torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 1)
+>>> k, v = torch.zeros(1, 3, 1, 8), torch.arange(3.0).reshape(1, 3, 1, 1)
+>>> flash_attn_with_kvcache(k, k_cache, v_cache, k, v, cache_seqlens=0, causal=True).flatten().tolist()
+[0.0, 0.5, 1.0]
+""",
+    },
 )

@@ -64,6 +64,7 @@ def _terms(given: Arguments) -> Arguments:
             )
     if slopes is not None:
         found["alibi_slopes"] = slopes
+    window = window.tolist() if isinstance(window, torch.Tensor) else window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window_size must be (left, right), with -1 for no limit, got {describe(window)}")
     if tuple(window) != (-1, -1):
@@ -83,7 +84,8 @@ def attention(row: Row) -> Call:
     starts = row.of(Kind.STARTS)
 
     def compute(given: Arguments) -> Any:
-        pages = given.get("block_table")
+        attend: Any = flash_attention
+        pages, dropout, returned = given.get("block_table"), given["dropout_p"], given["return_attn_probs"]
         tensors: list[torch.Tensor] = []
         for name, layout, axes, parts in inputs:
             x = given[name]
@@ -91,35 +93,43 @@ def attention(row: Row) -> Call:
             if (x.ndim != axes and pages is None) or (parts > 1 and x.shape[-3] != parts):
                 raise ValueError(f"{name} must be {layout}, got {describe(x)}")
             tensors += x.unbind(-3) if parts > 1 else (x,)
-        terms = _terms(given)
-        returned, dropout = given["return_attn_probs"], given["dropout_p"]
-        drawn: Arguments = {}
+        if pages is not None and (dropout != 0 or _learns(tensors)):  # caches have neither
+            tensors[1:] = (_of_pages(x, pages, given["cu_seqlens_k"]) for x in tensors[1:])
+            pages = None
+        query, key, _ = tensors
+        terms, drawn = _terms(given), {} if dropout == 0 else {"dropout_prob": dropout}
         if pages is not None:
-            if dropout != 0:
-                raise ValueError(f"dropout_p must be 0.0 with block_table, got {describe(dropout)}")
+            attend = flash_attention_with_kvcache
             terms |= {"causal": given["causal"], "block_table": pages, "cu_seqlens_q": given["cu_seqlens_q"]}
             terms["cache_seqlens"] = torch.diff(given["cu_seqlens_k"])
-            found = flash_attention_with_kvcache(*tensors, **terms, return_lse=returned)
         else:
             if given["causal"] is not False:
                 terms["causal"] = given["causal"]
             if len(terms) > 1:
-                lengths = tensors[0].shape[1], tensors[1].shape[1]
-                terms["causal_offset"] = "bottom-right" if starts else lengths[1] - lengths[0]
+                terms["causal_offset"] = "bottom-right" if starts else key.shape[1] - query.shape[1]
             if starts:
                 terms |= {"cum_seqlens_q": given[starts[0]], "cum_seqlens_k": given[starts[-1]]}
-            if dropout != 0:
-                drawn["dropout_prob"] = dropout
-                if returned:
-                    drawn["dropout_seed"] = seed_of(dropout, None)
-            found = flash_attention(*tensors, **terms, **drawn, return_lse=returned)
+            if drawn and returned:
+                drawn["dropout_seed"] = seed_of(dropout, None)
+        found = attend(*tensors, **terms, **drawn, return_lse=returned)
         if not returned:
             return found
         out, lse = found
-        weights = _signed(*tensors[:2], terms, drawn) if drawn else out.new_empty(0)
-        return out, _without_keys(lse), weights
+        return out, _without_keys(lse), _signed(query, key, terms, drawn) if drawn else out.new_empty(0)
 
     return _with_names(row, compute)
+
+
+def _learns(tensors: list[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _of_pages(x: torch.Tensor, table: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return the packed tokens that lie in pages."""
+    row = torch.repeat_interleave(torch.diff(cu_seqlens))
+    place = torch.arange(len(row)) - cu_seqlens[row]
+    page, slot = place // x.shape[1], place % x.shape[1]
+    return x[table[row, page].long(), slot]
 
 
 def _signed(query: torch.Tensor, key: torch.Tensor, terms: Arguments, drawn: Arguments) -> torch.Tensor:

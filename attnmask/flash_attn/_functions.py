@@ -10,27 +10,29 @@ from attnmask.torch._faces import TORCH
 _FACE = TORCH._replace(integers="torch.Tensor", integers_given="Tensor of integers")
 
 
-def _made(row: Row) -> Any:
-    with_cache = row is CACHE
+def _doc(row: Row) -> str:
+    first, *others = row.results
+    of_others = {
+        "softmax_lse": "The logsumexp of each row, +inf if a row has no keys.",
+        "S_dmask": "With dropout the weights, negative where they are dropped; otherwise empty.",
+    }
     lines = [
-        f"Attend as FlashAttention 2.8 does, on the CPU: `attnmask.torch.{row.entry.__name__}` under its names.",
-        "",
-        "Parameters",
-        "----------",
-        *parameters(row.arguments, _FACE),
-        "",
-        "Returns",
-        "-------",
-        f"out : Tensor, shape {row.results[0].layout}",
-        f"softmax_lse : Tensor, shape {row.results[1].layout}",
-        f"    Only with `{row.all}`: the logsumexp of each row, +inf if a row has no keys.",
+        f"FlashAttention 2.8's function of this name on the CPU, by `attnmask.torch.{row.entry.__name__}`.",
+        *("", "Parameters", "----------", *parameters(row.arguments, _FACE)),
+        *("", "Returns", "-------", f"out : Tensor, shape {first.layout}"),
+        *(
+            line
+            for x in others
+            for line in (f"{x.name} : Tensor, shape {x.layout}", f"    {of_others[x.name]}")
+        ),
+        *("", "Examples", "--------", ">>> import torch", f">>> from attnmask.flash_attn import {row.name}"),
+        *(line for line in row.examples["flash_attn"].splitlines() if line),
     ]
-    if not with_cache:
-        lines += [
-            "S_dmask : Tensor",
-            f"    Only with `{row.all}`: with dropout the weights, negative where they are dropped; otherwise empty.",
-        ]
-    made = function(row, _FACE, (cache if with_cache else attention)(row), "\n    ".join(lines) + "\n    ")
+    return "\n    ".join(lines) + "\n    "
+
+
+def _made(row: Row) -> Any:
+    made = function(row, _FACE, (cache if row is CACHE else attention)(row), _doc(row))
     made.__module__ = "attnmask.flash_attn"
     return made
 

@@ -1,6 +1,6 @@
 """FlashAttention's functions that take padding out of a batch, and put it back."""
 
-import torch
+from attnmask.torch._import import torch
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 __dir__ = __all__.copy  # what completion offers

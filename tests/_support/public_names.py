@@ -12,6 +12,8 @@ NEEDS = {
     "jax": ("jax",),
     "natten": ("torch",),
     "torch": ("torch",),
+    "flash_attn": ("torch",),
+    "flash_attn.bert_padding": ("torch",),
     "transformers": ("torch", "transformers"),
     "ejkernel": ("jax", "ejkernel", "triton"),
 }
