@@ -6,6 +6,8 @@ from itertools import pairwise
 from math import inf
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from attnmask import dropout_keep_mask
 from attnmask._common.arguments import describe
 from attnmask._common.types import Arguments
@@ -68,7 +70,9 @@ def _terms(given: Arguments) -> Arguments:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window_size must be (left, right), with -1 for no limit, got {describe(window)}")
     if tuple(window) != (-1, -1):
-        found["sliding_window"] = tuple(None if isinstance(x, int) and x < 0 else x for x in window)
+        found["sliding_window"] = tuple(
+            None if isinstance(x, (int, np.integer)) and x < 0 else x for x in window
+        )
     return found
 
 
@@ -96,7 +100,6 @@ def attention(row: Row) -> Call:
         if pages is not None and (dropout != 0 or _learns(tensors)):  # caches have neither
             tensors[1:] = (_of_pages(x, pages, given["cu_seqlens_k"]) for x in tensors[1:])
             pages = None
-        query, key, _ = tensors
         terms, drawn = _terms(given), {} if dropout == 0 else {"dropout_prob": dropout}
         if pages is not None:
             attend = flash_attention_with_kvcache
@@ -106,16 +109,17 @@ def attention(row: Row) -> Call:
             if given["causal"] is not False:
                 terms["causal"] = given["causal"]
             if len(terms) > 1:
-                terms["causal_offset"] = "bottom-right" if starts else key.shape[1] - query.shape[1]
+                fixed = tensors[1].shape[1] - tensors[0].shape[1]
+                terms["causal_offset"] = "bottom-right" if starts else fixed
             if starts:
                 terms |= {"cum_seqlens_q": given[starts[0]], "cum_seqlens_k": given[starts[-1]]}
-            if drawn and returned:
-                drawn["dropout_seed"] = seed_of(dropout, None)
+            if drawn and returned is True:
+                return _with_dropped(tensors, terms, dropout)
         found = attend(*tensors, **terms, **drawn, return_lse=returned)
         if not returned:
             return found
         out, lse = found
-        return out, _without_keys(lse), _signed(query, key, terms, drawn) if drawn else out.new_empty(0)
+        return out, _without_keys(lse), out.new_empty(0)
 
     return _with_names(row, compute)
 
@@ -132,23 +136,29 @@ def _of_pages(x: torch.Tensor, table: torch.Tensor, cu_seqlens: torch.Tensor) ->
     return x[table[row, page].long(), slot]
 
 
-def _signed(query: torch.Tensor, key: torch.Tensor, terms: Arguments, drawn: Arguments) -> torch.Tensor:
-    """Return the weights, below 0 where they are dropped. Of packed sequences, each has its own."""
+def _with_dropped(tensors: list[torch.Tensor], terms: Arguments, dropout: float) -> tuple[torch.Tensor, ...]:
+    """Return the results with dropout, and the weights, negative where they are dropped."""
+    attend: Any = flash_attention
+    seed, (query, key, _) = seed_of(dropout, None), tensors
+    out, lse = attend(*tensors, **terms, dropout_prob=dropout, dropout_seed=seed, return_lse=True)
     weights = attention_weights(query.detach(), key.detach(), **terms).to(query.dtype)
     weights = weights.reshape(-1, *weights.shape[-3:])
-    keep = dropout_keep_mask(drawn["dropout_seed"], drawn["dropout_prob"], tuple(weights.shape))
+    keep = dropout_keep_mask(seed, dropout, tuple(weights.shape))
     weights = torch.where(torch.from_numpy(keep), weights, -weights)
-    if query.ndim == 4:
-        return weights
+    return out, _without_keys(lse), weights if query.ndim == 4 else _by_sequence(weights[0], terms)
+
+
+def _by_sequence(weights: torch.Tensor, terms: Arguments) -> torch.Tensor:
+    """Return the weights [sequences, H, Tq, Tk] of packed sequences."""
     queries, keys = (list(pairwise(terms[f"cum_seqlens_{x}"].tolist())) for x in "qk")
     sizes = [max((end - start for start, end in pairs), default=0) for pairs in (queries, keys)]
-    found = weights.new_zeros(len(queries), weights.shape[1], *sizes)
+    found = weights.new_zeros(len(queries), weights.shape[0], *sizes)
     for row, (q, q_end), (k, k_end) in zip(found, queries, keys, strict=True):
-        row[:, : q_end - q, : k_end - k] = weights[0, :, q:q_end, k:k_end]
+        row[:, : q_end - q, : k_end - k] = weights[:, q:q_end, k:k_end]
     return found
 
 
-between_graphs(_signed, "leave return_attn_probs out with dropout_p, or do not compile its call")
+between_graphs(_with_dropped, "leave return_attn_probs out with dropout_p, or do not compile its call")
 
 
 def _rotated(x: torch.Tensor, tables: list[torch.Tensor], places: torch.Tensor, pairs: bool) -> torch.Tensor:
