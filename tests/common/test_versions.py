@@ -27,6 +27,7 @@ CASES = [
     ("jax", "import jax; del jax.enable_x64", "attnmask.jax needs JAX 0.8 or later, got "),
     ("transformers", None, f"{TRANSFORMERS}, which is not installed"),
     *(("transformers", x, f"{TRANSFORMERS} from 5.0 to below 6, got {x}") for x in ("4.57.6", "6.0.0")),
+    ("flash_attn", "sys.modules['torch'] = None", f"{TORCH}, which is not installed: pip install torch"),
     ("ejkernel", None, "attnmask.ejkernel needs ejkernel, which cannot be imported"),
     ("ejkernel", "0.0.30", "attnmask.ejkernel needs ejkernel 0.0.31 or later, got 0.0.30"),
 ]  # fmt: skip

@@ -58,7 +58,9 @@ def test_the_reference_has_everything_public():
                 named.append(f"{module}.{line.split()[2]}")
     offered = {}
     for module in NEEDS:  # read, since a framework may not be installed
-        tree = ast.parse((Path(attnmask.__path__[0]) / module / "__init__.py").read_text(encoding="utf-8"))
+        path = Path(attnmask.__path__[0]).joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         lists = [node.value for node in tree.body if ast.unparse(node).startswith("__all__")]
         offered[module] = ast.literal_eval(lists[0])
     frameworks = {f"attnmask.{module}.{name}" for module, names in offered.items() for name in names}
