@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from math import inf
+from math import inf, nan
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -78,7 +78,7 @@ def _terms(given: Arguments) -> Arguments:
 
 def _without_keys(lse: torch.Tensor) -> torch.Tensor:
     """Return the logsumexp, infinity in rows without keys."""
-    return lse.masked_fill(lse == -inf, inf)
+    return torch.nan_to_num(lse, nan, inf, inf)
 
 
 def attention(row: Row) -> Call:

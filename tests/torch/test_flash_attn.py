@@ -162,6 +162,13 @@ def test_types(torch, flash_attn, dtype, tolerance):
     assert found[1].dtype == (torch.float64 if dtype == "float64" else torch.float32)
 
 
+def test_nan_is_no_row_without_keys(torch, flash_attn):
+    q, k, v = (x.detach() for x in inputs(torch, 3, 2, batch=1, heads=1, kv_heads=1))
+    q[0, 1, 0, 0] = math.nan
+    _, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (lse[0, 0, 0] == math.inf, lse[0, 0, 1].isnan(), lse[0, 0, 2].isfinite()) == (True, True, True)
+
+
 @pytest.mark.parametrize("name", TERMS)
 def test_the_bits_of_attention(torch, flash_attn, name):
     """Those of `attnmask.torch.flash_attention`, also with keys and values in one tensor, and with all three."""
