@@ -20,6 +20,7 @@ def ring_cases(length: int, packed: np.ndarray) -> list[dict]:
     """
     alone = MaskInfo.from_segments(np.zeros((1, length), int))
     segments = MaskInfo.from_segments(np.repeat([0, 1, -1, 2], [60, 30, 10, length - 100])[None])
+    grid = MaskInfo.neighborhood((-(-length // 10), 10), (5, 3))
     dense = MaskInfo.from_random(1, length, sparsity=0.7, seed=3)
     slopes = np.arange(20.0).reshape(5, 4) / 9
     relative = {"relative_bias": np.linspace(-1, 1, 84, dtype=np.float32).reshape(4, 21), "relative_low": -20}
@@ -45,6 +46,7 @@ def ring_cases(length: int, packed: np.ndarray) -> list[dict]:
         {"attention_mask": segments},
         {"attention_mask": dense},
         {"attention_mask": alone.apply_chunked(32)},
+        {"attention_mask": grid[..., :length, :length]},
         {"attention_mask": alone.apply_sliding_window(np.array([5, 9, 70, 1]))},
         {"attention_mask": dense, "causal": True, "batch": 2, "alibi_slopes": slopes[:2]},
         {"attention_mask": segments, "cu_seqlens": packed, "sliding_window": 9},
