@@ -1,6 +1,7 @@
 """Functions of CPU tensors, with gradients, in graphs and under transforms: see `flash_attention`."""
 
 from attnmask.torch._attention import flash_attention, flash_attention_with_kvcache, write_kvcache
+from attnmask.torch._handed_back import InstallReport, install_report
 from attnmask.torch._install import install, installed, uninstall
 from attnmask.torch._linear import (
     chunk_global_cumsum,
@@ -24,6 +25,7 @@ from attnmask.torch._tokens import pack, shard_sequence, unpack, unshard_sequenc
 from attnmask.torch._weights import attention_statistics, attention_weights
 
 __all__ = [
+    "InstallReport",
     "KVCache",
     "MaskTensors",
     "attention_statistics",
@@ -38,6 +40,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_with_kvcache",
     "install",
+    "install_report",
     "installed",
     "linear_attention",
     "linear_attention_step",

@@ -2,19 +2,20 @@
 
 ``torch.nn.attention.varlen`` uses ``aten::_flash_attention_forward`` and related operators, which PyTorch implements
 only for other devices. ``scaled_dot_product_attention`` on the CPU uses
-``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies, and with more than four axes
+``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies, and otherwise its formula,
 ``aten::_scaled_dot_product_attention_math``. `install` registers kernels for all of them, in PyTorch's slot for
 implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then returns ``"attnmask"``.
 
-First derivatives are those that PyTorch has of its operators. For tangents and second derivatives, which it does not
-have, kernels before these call `flash_attention`.
+First derivatives are those that PyTorch has of its operators, and `_Learning` for calls of the formula. For tangents
+and second derivatives, which the operators do not have, kernels before these call `flash_attention`.
 """
 
+import itertools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,16 @@ from numpy.typing import NDArray
 from torch.nn import attention
 
 from attnmask._attention.arguments import LEARNED
-from attnmask._attention.batch import broadcasts
 from attnmask._attention.flash_attention import flash_attention_bwd, flash_attention_fwd
+from attnmask._attention.forward import attend_for_gradients, dropout_keep_mask
 from attnmask._attention.problem import both_starts
 from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
 from attnmask._common.arguments import as_array, describe, integers
 from attnmask._common.types import AnyFunction, Arguments
 from attnmask.torch import _operators as operators
 from attnmask.torch._attention import _attend, flash_attention
+from attnmask.torch._gradients import spread
+from attnmask.torch._handed_back import SERVED, TRANSFORM, TYPE, counts, readable, reason_of
 from attnmask.torch._import import torch
 from attnmask.torch._operators import in_place, needs_operator
 from attnmask.torch._states import to_tensor
@@ -37,23 +40,11 @@ from attnmask.torch._types import MaybeTensor
 
 _NAME = "attnmask"
 _SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # where PyTorch begins to transform
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _swapped(x: torch.Tensor) -> torch.Tensor:
-    """Swap PyTorch's order [B, H, T, D] with [B, T, H, D]."""
-    return x.transpose(1, 2)
-
-
-# scaled_dot_product_attention
-
-
-def _applies(tensors: Iterable[MaybeTensor], dropout: float) -> bool:
-    """Return whether the core can read these in place; a mask among them is a bias."""
-    return dropout == 0 and all(
-        x is None or (x.dtype in _TYPES and x.layout is torch.strided and not x.is_neg()) for x in tensors
-    )
+# Where PyTorch would use its own flash attention: with four axes, no dropout, and a mask that needs no gradient
 
 
 def _or_own(name: str, key: str, inputs: int, choose: AnyFunction) -> AnyFunction:
@@ -70,8 +61,10 @@ def _or_own(name: str, key: str, inputs: int, choose: AnyFunction) -> AnyFunctio
     ) -> tuple[torch.Tensor, ...]:
         tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
         given = (*tensors, attn_mask)
-        chosen = choose(given) if _active and _applies(given, dropout) else None
+        chosen = choose(given) if _active and dropout == 0 and readable(given) else None
         if chosen is None:
+            if _active and key == "CPU" and name == _FLASH:
+                counts[TYPE] += 1
             return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
         return chosen(*given, causal=causal, causal_offset=0, softmax_scale=scale)
 
@@ -79,22 +72,48 @@ def _or_own(name: str, key: str, inputs: int, choose: AnyFunction) -> AnyFunctio
 
 
 def _array(x: MaybeTensor) -> Any:
-    return None if x is None else in_place(x.detach(), "a tensor")
+    return None if x is None else in_place(x.detach() if x.requires_grad else x, "a tensor")
 
 
-def _sdpa(*tensors: MaybeTensor, **more: Any) -> tuple[torch.Tensor, ...]:
+def _tokens_first(tensors: Iterable[torch.Tensor], axes: int, bias: MaybeTensor) -> list[Any]:
+    """Return [..., H, T, D] as [B, T, H, D]: with one batch axis, unless the bias may have several."""
+    if axes == 4 or (axes > 4 and bias is not None and bias.ndim > 3):
+        return [_array(x).swapaxes(-3, -2) for x in tensors]
+    return [x.reshape(prod(x.shape[:-3]), *x.shape[-3:]).swapaxes(1, 2) for x in map(_array, tensors)]
+
+
+def _heads_first(array: Any, batch: Sequence[int]) -> Any:
+    array = array.swapaxes(-3, -2)
+    return array if array.ndim == 3 + len(batch) else array.reshape(*batch, *array.shape[1:])
+
+
+def _attend_into(out: torch.Tensor, tensors: Sequence[Any], more: Arguments) -> Any:
+    """Write the result to `out` and return the logsumexp."""
     *inputs, bias = tensors
-    out = torch.empty_like(inputs[0])
-    query, key, value, into = (_array(x).swapaxes(1, 2) for x in (*inputs, out))
-    _, lse = flash_attention_fwd(query, key, value, bias=_array(bias), **more, out=into)
+    query, key, value, into = _tokens_first((*inputs, out), out.ndim, bias)
+    counts[SERVED] += 1
+    return flash_attention_fwd(query, key, value, bias=_array(bias), **more, out=into)[1]
+
+
+def _gradients(*tensors: Any, **more: Any) -> tuple[MaybeTensor, ...]:
+    """Return the gradients of query, key, value and bias."""
+    *inputs, lse, bias = tensors
+    arrays = _tokens_first(inputs, inputs[0].ndim, bias)
+    *grads, of_bias, _, _ = flash_attention_bwd(*arrays, _array(lse), bias=_array(bias), **more)
+    batch = inputs[0].shape[:-3]
+    return *(to_tensor(_heads_first(x, batch)) for x in grads), None if of_bias is None else to_tensor(
+        of_bias
+    )
+
+
+def _sdpa(*tensors: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+    out = torch.empty_like(tensors[0])
+    lse = _attend_into(out, tensors, more)
     return out, to_tensor(np.ascontiguousarray(lse.swapaxes(1, 2)).swapaxes(1, 2))  # as PyTorch has it
 
 
-def _sdpa_backward(*tensors: MaybeTensor, **more: Any) -> tuple[torch.Tensor, ...]:
-    *inputs, lse, bias = map(_array, tensors)
-    dout, query, key, value, out = (x.swapaxes(1, 2) for x in inputs)
-    grads = flash_attention_bwd(dout, query, key, value, out, lse, bias=bias, **more)
-    return tuple(to_tensor(grad.swapaxes(1, 2)) for grad in grads[:3])
+def _sdpa_backward(*tensors: Any, **more: Any) -> tuple[MaybeTensor, ...]:
+    return _gradients(*tensors, **more)[:3]
 
 
 # What PyTorch has no derivatives for, before it refuses them
@@ -113,10 +132,16 @@ def _sdpa_backward_moved(tensors: Sequence[MaybeTensor]) -> AnyFunction | None:
     return _sdpa_backward_again if _moved(tensors) or (learns and not needs_operator(tensors)) else None
 
 
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """Swap PyTorch's order [..., H, T, D] with [..., T, H, D]."""
+    return x.transpose(-3, -2)
+
+
 def _sdpa_with_tangents(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, **more: Any
 ) -> tuple[torch.Tensor, ...]:
     query, key, value = map(_swapped, (query, key, value))
+    counts[SERVED] += 1
     out, lse = flash_attention(query, key, value, bias=bias, return_lse=True, **more)
     return _swapped(out), lse
 
@@ -126,33 +151,64 @@ def _sdpa_backward_again(dout: torch.Tensor, *tensors: Any, **more: Any) -> tupl
     given = dict(zip(LEARNED, (*map(_swapped, inputs), bias), strict=False)) | {"attention_mask": None}
     wanted = [name in LEARNED[:3] for name in _attend.learned]
     # PyTorch's own node does not know that it got no gradient of a result.
-    results = _swapped(dout), None, _swapped(out.detach()), lse.detach()
+    results = _swapped(dout), None, _swapped(out.detach()), lse.detach().reshape(out.shape[:-1])
     return tuple(map(_swapped, _attend.learn_backward(*results, *_attend.operands.of(given | more), wanted)))
 
 
-# With more than four axes it asks for `_scaled_dot_product_attention_math`, and takes the first result alone.
+# All other calls come to PyTorch's formula, `_scaled_dot_product_attention_math`, of which it takes the first result.
 
 
-def _computes_the_same(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, gqa: bool
-) -> bool:
-    """Return whether `flash_attention` computes the same, and PyTorch may use its own flash attention otherwise."""
-    tensors = (query, key, value, bias)
-    heads, kv_heads = query.shape[-3], key.shape[-3]
+class _Learning(torch.autograd.Function):
+    """A call whose gradients attnmask computes, and the formula gradients of these where attnmask has none."""
+
+    @staticmethod
+    def forward(ctx: Any, gqa: bool, more: Arguments, *tensors: Any) -> torch.Tensor:
+        *inputs, bias = tensors
+        given = dict(zip(LEARNED, (*_tokens_first(inputs, inputs[0].ndim, bias), _array(bias)), strict=False))
+        counts[SERVED] += 1
+        result, lse, wide = attend_for_gradients(given | {"attention_mask": None} | more)
+        batch = inputs[0].shape[:-3]
+        out = to_tensor(np.ascontiguousarray(_heads_first(result, batch)))
+        kept = out if wide is result else to_tensor(_heads_first(wide, batch))
+        ctx.gqa, ctx.more = gqa, more
+        ctx.save_for_backward(*inputs, kept, to_tensor(lse), bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[MaybeTensor, ...]:
+        if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
+            return torch.compiler.disable(_Learning.backward)(ctx, dout)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        batched = torch._C._functorch.is_legacy_batchedtensor(
+            dout
+        )  # by is_grads_batched, for which no operator has rules
+        again = torch.is_grad_enabled() or operators.in_forward_mode() or needs_operator((dout, *saved))
+        if batched or (again and (wanted[3] or dout.ndim == 3)):
+            return None, None, *_by_formula(dout, (*saved[:3], saved[-1]), wanted, ctx.gqa, ctx.more)
+        if again:
+            return None, None, *_sdpa_backward_again(dout, *saved, **ctx.more), None
+        return None, None, *_gradients(dout, *saved, **ctx.more, grad_bias=wanted[3])
+
+
+def _by_formula(
+    dout: torch.Tensor, tensors: tuple[Any, ...], wanted: Sequence[bool], gqa: bool, more: Arguments
+) -> list[MaybeTensor]:
+    """Return gradients as PyTorch computes them, with the dropout of the forward pass."""
+    query, key, value, _ = tensors
     pairs = (*query.shape[:-1], key.shape[-2])
-    return (
-        _applies(tensors, 0)
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[:-3] == key.shape[:-3]
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[-1] == key.shape[-1]
-        and (heads == kv_heads or (gqa and kv_heads > 0 and heads % kv_heads == 0))
-        and (bias is None or (bias.ndim > 0 and broadcasts(bias.shape, pairs)))
-        and torch.backends.cuda.flash_sdp_enabled()
-    )
+    chance, seed = more.get("dropout_prob", 0.0), more.get("dropout_seed", 0)
+    kept = dropout_keep_mask(seed, chance, (prod(pairs[:-3]), *pairs[-3:]))
+    keeps = torch.from_numpy(kept).reshape(pairs)
+    formula, options = getattr(torch.ops.aten, _MATH), (0.0, more["causal"], keeps)
+    with torch.enable_grad():
+        _, weights = formula(*tensors, *options, scale=more["softmax_scale"], enable_gqa=gqa)
+        shared = value.repeat_interleave(query.shape[-3] // max(value.shape[-3], 1), -3)
+        out = (weights * keeps / (1 - chance)) @ shared
+    learned = itertools.compress(tensors, wanted)
+    return spread(torch.autograd.grad(out, learned, dout, create_graph=torch.is_grad_enabled()), wanted)
 
 
-def _more_axes() -> AnyFunction:
+def _formula() -> AnyFunction:
     own = torch.library.get_kernel(f"aten::{_MATH}", "CPU")
 
     def attend(
@@ -168,29 +224,22 @@ def _more_axes() -> AnyFunction:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        usual = (
-            query.ndim > 4
-            and query.ndim == key.ndim == value.ndim
-            and not dropout_p
-            and dropout_mask is None
-            and not operators.in_forward_mode()
-            and not needs_operator((query, key, value, attn_mask))
-        )
-        if not (_active and usual and _computes_the_same(query, key, value, attn_mask, enable_gqa)):
-            more = {"scale": scale, "enable_gqa": enable_gqa}
-            given = (query, key, value, attn_mask, dropout_p, is_causal, dropout_mask)
-            return own.call_boxed(keyset, *given, **more)
-        return _heads_first(query, key, value, attn_mask, is_causal, scale), query.new_empty(0)
+        tensors, options = (query, key, value, attn_mask), (dropout_p, is_causal, dropout_mask)
+        reason = reason_of(tensors, dropout_p, dropout_mask, enable_gqa) if _active else SERVED
+        if reason is not None:
+            counts[reason] += _active
+            return own.call_boxed(keyset, *tensors, *options, scale=scale, enable_gqa=enable_gqa)
+        more: Arguments = {"causal": is_causal, "causal_offset": 0, "softmax_scale": scale}
+        if dropout_p:
+            more |= {"dropout_prob": dropout_p, "dropout_seed": operators.seed_of(dropout_p, None)}
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            out = _Learning.apply(enable_gqa, more, *tensors)
+        else:
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            _attend_into(out, tensors, more)
+        return out, query.new_empty(0)
 
     return attend
-
-
-def _heads_first(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: MaybeTensor, causal: bool, scale: Any
-) -> torch.Tensor:
-    query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
-    out = flash_attention(query, key, value, bias=bias, causal=causal, causal_offset=0, softmax_scale=scale)
-    return out.transpose(-3, -2)
 
 
 # `torch.func` calls `scaled_dot_product_attention` itself before its parts.
@@ -220,20 +269,18 @@ def _transformed() -> AnyFunction:
         usual = (
             _active
             and _derives_again()
-            and not operators.has_modes()
-            and query.is_cpu
             and query.ndim > 3
-            and query.ndim == key.ndim == value.ndim
             and not dropout_p
             and (attn_mask is None or not (is_causal or attn_mask.requires_grad))
         )
         bias = attn_mask
         if usual and bias is not None and bias.dtype == torch.bool:
             bias = torch.where(bias, 0.0, -inf).to(query.dtype)
-        if not (usual and _computes_the_same(query, key, value, bias, enable_gqa)):
+        if not (usual and reason_of((query, key, value, bias), 0.0, None, enable_gqa) == TRANSFORM):
             given = (query, key, value, attn_mask, dropout_p, is_causal)
             return own.call_boxed(keyset, *given, scale=scale, enable_gqa=enable_gqa)
-        return _heads_first(query, key, value, bias, is_causal, scale)
+        options: Arguments = {"causal": is_causal, "causal_offset": 0, "softmax_scale": scale}
+        return _sdpa_with_tangents(query, key, value, bias, **options)[0]
 
     return attend
 
@@ -376,21 +423,20 @@ def _register() -> _Handle:
         library, differentiated, transformed = (
             torch.library.Library("aten", "IMPL", key) for key in ("CPU", "AutogradCPU", _FUNCTORCH)
         )
-        sdpa = "_scaled_dot_product_flash_attention_for_cpu"
         own = (
-            (library, "CPU", sdpa, 3, lambda _: _sdpa),
-            (library, "CPU", f"{sdpa}_backward", 6, lambda _: _sdpa_backward),
-            (differentiated, "AutogradCPU", sdpa, 3, _sdpa_moved),
-            (differentiated, "AutogradCPU", f"{sdpa}_backward", 6, _sdpa_backward_moved),
+            (library, "CPU", _FLASH, 3, lambda _: _sdpa),
+            (library, "CPU", f"{_FLASH}_backward", 6, lambda _: _sdpa_backward),
+            (differentiated, "AutogradCPU", _FLASH, 3, _sdpa_moved),
+            (differentiated, "AutogradCPU", f"{_FLASH}_backward", 6, _sdpa_backward_moved),
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for each, key, name, inputs, choose in own:
                 each.impl(name, _or_own(name, key, inputs, choose), with_keyset=True)
             transformed.impl(_SDPA, _transformed(), with_keyset=True)
-            more_axes = _more_axes()
+            formula = _formula()
             for each in (library, differentiated):
-                each.impl(_MATH, more_axes, with_keyset=True)
+                each.impl(_MATH, formula, with_keyset=True)
         for name, kernel in (
             ("_flash_attention_forward", _varlen),
             ("_flash_attention_forward_no_dropout_inplace", _varlen_into),
@@ -398,6 +444,7 @@ def _register() -> _Handle:
         ):
             library.impl(name, _or_none(name, kernel))
         _registered = (library, differentiated, transformed)
+    counts.update(dict.fromkeys(counts, 0))
     _active = True
     return _Handle()
 
@@ -418,10 +465,10 @@ def install() -> None:
     """Run PyTorch's own attention on attnmask on the CPU, until `uninstall`. Installing again has no effect.
 
     ``torch.nn.attention.varlen.varlen_attn``, which PyTorch supports only on GPUs, then runs on the CPU. For CPU
-    tensors, ``torch.nn.functional.scaled_dot_product_attention`` runs on attnmask wherever PyTorch would use its own
-    flash attention, and outside of graphs with more than four axes, such as queries ``[B, N, H, T, D]`` and a mask
-    ``[B, 1, H, T, T]``. With dropout, or a mask of a call with four axes that needs a gradient, PyTorch still computes
-    it. Both keep PyTorch's semantics. Other devices are not affected.
+    tensors, ``torch.nn.functional.scaled_dot_product_attention`` runs on attnmask: with three axes or more, such as
+    queries ``[B, N, H, T, D]`` and a mask ``[B, 1, H, T, T]``, with masks that need a gradient, and with dropout, whose
+    seed PyTorch's generator draws. Graphs have it where PyTorch would use its own flash attention. `install_report`
+    tells what PyTorch still computes. Both keep PyTorch's semantics. Other devices are not affected.
 
     ``scaled_dot_product_attention`` then has tangents and second derivatives, for which PyTorch itself needs its
     formula (``SDPBackend.MATH``).
@@ -429,6 +476,7 @@ def install() -> None:
     See Also
     --------
     installed : the same as a context manager.
+    install_report : what ran on attnmask, and why other calls did not.
 
     Examples
     --------

@@ -10,6 +10,7 @@ from attnmask._common.arguments import as_array, check_kind_of_tensor, describe,
 from attnmask._common.types import AnyFunction, Arguments, Array, Given
 from attnmask.torch._import import torch
 from attnmask.torch._states import MaskTensors
+from attnmask.torch._types import MaybeTensor
 
 _forward_ad = torch.autograd.forward_ad
 _EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
@@ -47,8 +48,14 @@ _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def has_modes() -> bool:
-    return _modes() > 0
+def is_traced() -> bool:
+    """Return whether PyTorch makes a graph, or a mode sees what its dispatcher is called with."""
+    return torch.jit.is_tracing() or _modes() > 0 or _is_key_included(_EARLY)
+
+
+def are_plain(tensors: Iterable[MaybeTensor]) -> bool:
+    """Return whether these are CPU tensors of no other class. Transforms of `torch.func` do not show."""
+    return all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in tensors)
 
 
 def needs_operator(arguments: Iterable[object]) -> bool:
