@@ -85,7 +85,8 @@ counts = dict.fromkeys((SERVED, *_REASONS), 0)
 
 def reason_of(tensors: tuple[Any, ...], dropout: float, dropout_mask: MaybeTensor, gqa: bool) -> str | None:
     """Return why PyTorch computes a call, if it does."""
-    call = _Call(tensors, *(tuple(x.shape) for x in tensors[:3]), dropout, dropout_mask, gqa)
+    query, key, value = (tuple(x.shape) for x in tensors[:3])
+    call = _Call(tensors, query, key, value, dropout, dropout_mask, gqa)
     for reason, applies in _REASONS.items():
         if applies(call):
             return reason

@@ -98,12 +98,10 @@ def _attend_into(out: torch.Tensor, tensors: Sequence[Any], more: Arguments) -> 
 def _gradients(*tensors: Any, **more: Any) -> tuple[MaybeTensor, ...]:
     """Return the gradients of query, key, value and bias."""
     *inputs, lse, bias = tensors
-    arrays = _tokens_first(inputs, inputs[0].ndim, bias)
-    *grads, of_bias, _, _ = flash_attention_bwd(*arrays, _array(lse), bias=_array(bias), **more)
-    batch = inputs[0].shape[:-3]
-    return *(to_tensor(_heads_first(x, batch)) for x in grads), None if of_bias is None else to_tensor(
-        of_bias
-    )
+    dout, query, key, value, out = _tokens_first(inputs, inputs[0].ndim, bias)
+    found = flash_attention_bwd(dout, query, key, value, out, _array(lse), bias=_array(bias), **more)
+    grads = (to_tensor(_heads_first(grad, inputs[0].shape[:-3])) for grad in found[:3])
+    return *grads, None if found.bias is None else to_tensor(found.bias)
 
 
 def _sdpa(*tensors: Any, **more: Any) -> tuple[torch.Tensor, ...]:
