@@ -578,7 +578,11 @@ declares that it writes to `{state}`. {cast}, but not `{state}`."""
     def call(given: Arguments) -> Any:
         with_all = flag(given.pop(row.all), row.all) if row.all else False
         narrow, first = given.get(row.wide), given[row.arguments[0].name]
-        if getattr(narrow, "dtype", None) not in _NARROW or not isinstance(first, torch.Tensor):
+        if (
+            not isinstance(narrow, torch.Tensor)
+            or narrow.dtype not in _NARROW
+            or not isinstance(first, torch.Tensor)
+        ):
             return compute(given, with_all)
         given[row.wide] = narrow.to(operators.wide_dtype(first.dtype))
         found = compute(given, with_all)
