@@ -101,7 +101,7 @@ format: $(VENV)/lint.txt ## put C and Python in order
 stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
 # Of others: they need theirs; a property in C, a hidden parameter; a default that can be told from 0.
-	printf '%s\n' 'attnmask[.]_?(ejkernel|flash_attn|jax|torch|transformers).*' '.*(MaskInfo|Held|ShardPlan)[.](_tensors|apply_sliding_window)' \
+	printf '%s\n' 'attnmask[.]_?(ejkernel|flash_attn|jax|natten|torch|transformers).*' '.*(MaskInfo|Held|ShardPlan)[.](_tensors|apply_sliding_window)' \
 	    '.*flash_attention[.](flash_attention_(bwd|fwd|bwd_vjp)|attention_(weights|statistics))' '.*(KVCacheStep|Tokens)[.]attend' '.*[.](write|attention_statistics_with)_kvcache' \
 	    | $(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist /dev/stdin \
 	        --ignore-unused-allowlist attnmask
