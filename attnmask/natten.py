@@ -5,6 +5,8 @@ Import it in place of ``natten``::
     from attnmask.natten import na2d
 
     out = na2d(query, key, value, kernel_size=7)  # [batch, height, width, heads, head_dim]
+
+or call `install` before a program imports ``natten``.
 """
 
 from collections.abc import Sequence
@@ -13,12 +15,13 @@ from operator import index
 from typing import Any, TypeAlias
 
 from attnmask._common.arguments import describe
+from attnmask._common.importable import Importable
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.neighborhood import of_neighborhood
 from attnmask.torch._attention import flash_attention
 from attnmask.torch._import import torch
 
-__all__ = ["na1d", "na2d", "na3d"]
+__all__ = ["install", "na1d", "na2d", "na3d", "uninstall"]
 __dir__ = __all__.copy  # what completion offers
 
 Along: TypeAlias = int | Sequence[int]
@@ -149,3 +152,43 @@ def na3d(
     What is a tuple has an entry for each axis.
     """
     return _attend(query, key, value, 3, scale, kernel_size, stride, dilation, is_causal)
+
+
+_FUNCTIONS = (na1d, na2d, na3d)
+_name = Importable("natten", "0.20.0", "attnmask.natten", {"": _FUNCTIONS, ".functional": _FUNCTIONS})
+
+
+def install() -> None:
+    """Make ``import natten`` import these functions, where NATTEN is not installed, until `uninstall`.
+
+    There are then ``natten``, with a ``__version__`` of 0.20, and ``natten.functional``. Installing again has no
+    effect.
+
+    Raises
+    ------
+    RuntimeError
+        If there is another ``natten``, which stays.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.natten
+    >>> attnmask.natten.install()
+    >>> from natten import na2d
+    >>> na2d(*torch.zeros(3, 1, 5, 6, 2, 8), kernel_size=3).shape
+    torch.Size([1, 5, 6, 2, 8])
+    >>> attnmask.natten.uninstall()
+    """
+    _name.install()
+
+
+def uninstall() -> None:
+    """Undo `install`. What was imported from ``natten`` meanwhile still works.
+
+    Examples
+    --------
+    >>> import attnmask.natten
+    >>> attnmask.natten.install()
+    >>> attnmask.natten.uninstall()
+    """
+    _name.uninstall()

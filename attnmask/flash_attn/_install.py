@@ -1,26 +1,14 @@
 """Make this package importable as ``flash_attn``."""
 
-import sys
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
-
+from attnmask._common.importable import Importable
 from attnmask.flash_attn import _functions, bert_padding
 
-_NAME = "flash_attn"
-_PARTS = {"": _functions, ".flash_attn_interface": _functions, ".bert_padding": bert_padding}
-_VERSION = "2.8.3"  # whose functions these are
-
-_installed: dict[str, ModuleType] = {}
-
-
-def _module(name: str, source: ModuleType) -> ModuleType:
-    made = ModuleType(name, f"attnmask.flash_attn under FlashAttention's name. {source.__doc__}")
-    made.__spec__ = ModuleSpec(name, None, origin=source.__file__, is_package=name == _NAME)
-    made.__package__ = _NAME
-    public = getattr(source, "__all__", [x for x in vars(source) if x.startswith(_NAME)])
-    vars(made).update({x: getattr(source, x) for x in public}, __all__=public, __version__=_VERSION)
-    return made
+_FUNCTIONS = [x for name, x in vars(_functions).items() if name.startswith("flash_attn")]
+_PADDING = [getattr(bert_padding, name) for name in bert_padding.__all__]
+_PARTS = {"": _FUNCTIONS, ".flash_attn_interface": _FUNCTIONS, ".bert_padding": _PADDING}
+_name = Importable(
+    "flash_attn", "2.8.3", "attnmask.flash_attn", _PARTS
+)  # the version whose functions these are
 
 
 def install() -> None:
@@ -44,17 +32,7 @@ def install() -> None:
     torch.Size([1, 5, 2, 8])
     >>> attnmask.flash_attn.uninstall()
     """
-    if _installed:
-        return
-    if sys.modules.get(_NAME) is not None or find_spec(_NAME) is not None:
-        raise RuntimeError("flash_attn is installed, and stays: call the functions of attnmask.flash_attn")
-    _installed.update({_NAME + part: _module(_NAME + part, source) for part, source in _PARTS.items()})
-    package = _installed[_NAME]
-    package.__path__ = []  # so that it is one, without other parts
-    for part in _PARTS:
-        if part:
-            setattr(package, part[1:], _installed[_NAME + part])
-    sys.modules.update(_installed)
+    _name.install()
 
 
 def uninstall() -> None:
@@ -66,7 +44,4 @@ def uninstall() -> None:
     >>> attnmask.flash_attn.install()
     >>> attnmask.flash_attn.uninstall()
     """
-    for name, module in _installed.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    _installed.clear()
+    _name.uninstall()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from environment import import_paths, python
 from reference_masks import neighborhood
 
 torch = pytest.importorskip("torch")
@@ -102,3 +103,37 @@ def test_bad_input(error, words, change):
     natten.na2d(**given)
     with pytest.raises(error, match=words):
         natten.na2d(**given | change)
+
+
+def test_install():
+    result = python(
+        """
+import importlib.util, sys
+import attnmask.natten as ours
+for _ in range(2):
+    ours.install()
+    ours.install()
+    import natten
+    from natten import na1d, na2d, na3d
+    from natten.functional import na2d as functional
+    assert functional is na2d is ours.na2d
+    assert natten.__version__.startswith("0.20")
+    assert sorted(natten.__all__) == sorted(natten.functional.__all__) == ["na1d", "na2d", "na3d"]
+    for name in ("natten", "natten.functional"):
+        assert importlib.util.find_spec(name) is sys.modules[name].__spec__
+    assert importlib.util.find_spec("natten.backends") is None
+    ours.uninstall()
+    ours.uninstall()
+    assert importlib.util.find_spec("natten") is None
+sys.modules["natten"] = other = type(sys)("natten")
+try:
+    ours.install()
+except RuntimeError as error:
+    print(error)
+ours.uninstall()
+assert sys.modules["natten"] is other
+""",
+        **import_paths(),
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "natten is installed, and stays: call the functions of attnmask.natten\n"
