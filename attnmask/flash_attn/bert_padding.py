@@ -29,7 +29,7 @@ def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis
     >>> index_put_first_axis(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 2]), 4).flatten().tolist()
     [1.0, 0.0, 3.0, 0.0]
     """
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(

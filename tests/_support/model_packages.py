@@ -9,6 +9,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+# What the core is called by, for the doors of each way to it.
+DOORS = {
+    "flash_attn": ("attnmask.flash_attn._compute", "flash_attention"),
+    "natten": ("attnmask.natten", "flash_attention"),
+    "sdpa": ("attnmask.torch._install", "_sdpa"),
+}
+
 
 class _Lazy(ModuleType):
     """A package whose own code is not run: it imports each name when it is asked for, from where its code would."""

@@ -2,10 +2,11 @@
 
 import contextlib
 import importlib
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from model_packages import packages
+from model_packages import DOORS, packages
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("attnmask.torch")
@@ -13,13 +14,6 @@ pytest.importorskip("attnmask.torch")
 import attnmask.flash_attn  # noqa: E402
 import attnmask.natten  # noqa: E402
 import attnmask.torch  # noqa: E402
-
-# What the core is called by, for the doors of each way to it.
-DOORS = {
-    "flash_attn": ("attnmask.flash_attn._compute", "flash_attention"),
-    "natten": ("attnmask.natten", "flash_attention"),
-    "sdpa": ("attnmask.torch._install", "_sdpa"),
-}
 
 
 class Client(NamedTuple):
@@ -76,7 +70,7 @@ def of_documents(model, x):
     if "Flash" in type(model.backend).__name__:
         return model(x, cu_doc_lens=STARTS, max_doc_len=7)
     rows, starts = x.flatten(0, 1)[None], STARTS.tolist()
-    parts = [model(rows[:, start:end]) for start, end in zip(starts, starts[1:], strict=False)]
+    parts = [model(rows[:, start:end]) for start, end in pairwise(starts)]
     return torch.cat(parts, 1).view_as(x)
 
 
@@ -96,6 +90,19 @@ def timm(of, **more):
         return model
 
     return make
+
+
+def stable_audio(module, fast):
+    """It attends in float16, whatever it is of: its slow path reads the same rounded numbers."""
+    if not fast:
+
+        def dense(q, k, v, causal, window_size):
+            wide = (x.double().transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=bool(causal))
+            return out.transpose(1, 2).half()
+
+        module.flash_attn_func = dense
+    return module.ContinuousTransformer(64, 2, dim_heads=32, cross_attend=True, cond_token_dim=64)
 
 
 def na_vit(module, fast):
@@ -182,11 +189,11 @@ CLIENTS = [
         "stable_audio_tools.models.transformer",
         "flash_attn",
         4,  # 2 layers, each with cross attention
-        lambda m, _: m.ContinuousTransformer(64, 2, dim_heads=32, cross_attend=True, cond_token_dim=64),
+        stable_audio,
         lambda: (torch.randn(2, 9, 64), torch.randn(2, 5, 64)),
         lambda model, x, context: model(x, context=context, use_checkpointing=False),
         **AUDIO,
-        tolerance=5e-3,  # it attends in float16
+        tolerance=5e-3,
     ),
     Client(
         "k-diffusion",
@@ -296,24 +303,6 @@ CLIENTS = [
 ]
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """How often each door has called the core."""
-    counts = dict.fromkeys(DOORS, 0)
-
-    def counted(door, function):
-        def call(*given, **more):
-            counts[door] += 1
-            return function(*given, **more)
-
-        return call
-
-    for door, (module, name) in DOORS.items():
-        module = importlib.import_module(module)
-        monkeypatch.setattr(module, name, counted(door, getattr(module, name)))
-    return counts
-
-
 @contextlib.contextmanager
 def installed(door):
     if door == "sdpa":
@@ -395,3 +384,47 @@ def test_beside_the_slow_path(client, served, monkeypatch):
     assert served[client.door] == once
     assert_close(actual, expected, client.tolerance)
     assert_close({"out": out}, {"out": expected["out"]}, client.tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dropout_of_flash_attn(served):
+    """Its random numbers are others than those of a formula: the gradient belongs to what forward drew."""
+    row = next(client for client in CLIENTS if client.name == "olmo-gqa")
+    with installed("flash_attn"):
+        model = made(row, True)
+        model.backend.dropout_p = 0.4
+    x, step = torch.randn(2, 2, 11, 32, dtype=torch.float64)
+
+    def loss(x, seed):
+        torch.manual_seed(seed)
+        return model(x).square().sum()
+
+    x.requires_grad_()
+    value = loss(x, 5)
+    assert torch.equal(loss(x, 5), value)
+    assert not torch.equal(loss(x, 6), value)
+    (gradient,) = torch.autograd.grad(value, x)
+    with torch.no_grad():
+        slope = (loss(x + 1e-5 * step, 5) - loss(x - 1e-5 * step, 5)) / 2e-5
+    torch.testing.assert_close((gradient * step).sum(), slope, rtol=1e-7, atol=0)
+    assert served["flash_attn"] == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["x-transformers-causal", "timm-vit"])
+def test_dropout_of_sdpa(name, served):
+    """PyTorch computes it, to the same bits."""
+    row = next(client for client in CLIENTS if client.name == name)
+    model = made(row, True).train()
+    for part in model.modules():
+        if hasattr(part, "sdp_context_manager"):
+            part.dropout = 0.4
+        if hasattr(part, "fused_attn"):
+            part.attn_drop.p = 0.4
+    expected = results(row, model)
+    model.zero_grad()
+    with installed("sdpa"):
+        actual = results(row, model)
+    assert served["sdpa"] == 0
+    assert all(torch.equal(actual[key], expected[key]) for key in actual)
+    assert not torch.equal(results(row, model.eval())["out"], actual["out"])

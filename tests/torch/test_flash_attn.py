@@ -540,6 +540,7 @@ def test_padding(torch, flash_attn, unused):
     assert (type(longest), longest) == (int, 4 if unused else 3)
     assert used.tolist() == [3, 0, 3]
     back = padding.pad_input(packed, indices, 3, 5)
+    assert torch.equal(padding.pad_input(packed, indices.int(), 3, 5), back)
     assert torch.equal(back, x * whole[..., None, None])
     weights = torch.randn_like(x)
     (gradient,) = torch.autograd.grad(back, x, weights)
