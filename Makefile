@@ -50,7 +50,7 @@ frameworks-quick-installed:
 	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed
 
 frameworks: frameworks-installed # with the package that is built where it lies
-	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/torch tests/jax tests/transformers tests/ejkernel \
+	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/torch tests/jax tests/transformers tests/clients tests/ejkernel \
 	    tests/sequences/test_padding.py tests/common/test_reprs.py tests/sharded/test_shards.py \
 	    tests/common/test_doors.py tests/common/test_versions.py \
 	    tests/common/test_signatures.py::test_completion_shows_public_names_only \
@@ -58,7 +58,10 @@ frameworks: frameworks-installed # with the package that is built where it lies
 	    tests/cache/test_latent.py::test_tensors tests/cache/test_latent.py::test_graphs tests/cache/test_write.py::test_tensors \
 	    tests/attention/test_accuracy.py::test_beside_torch
 
-frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
+frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt $(VENV)/clients.txt
+
+$(VENV)/clients.txt: $(VENV)/frameworks.txt
+$(VENV)/clients.txt: private PIP += --no-deps
 
 fuzz: $(VENV)/installed $(VENV)/test.txt ## compare attention under random masks, and call all with hostile arguments
 	$(BIN)/python tests/fuzz/masks.py $(MASK_ARGS)
