@@ -133,6 +133,14 @@ def na2d(
     """Apply neighborhood attention to images ``[batch, height, width, heads, head_dim]``: see `na1d`.
 
     What is a tuple has an entry for each axis.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from attnmask.natten import na2d
+    >>> image = torch.randn(1, 8, 9, 2, 16)
+    >>> na2d(image, image, image, kernel_size=(3, 5), dilation=(2, 1)).shape
+    torch.Size([1, 8, 9, 2, 16])
     """
     return _attend(query, key, value, 2, scale, kernel_size, stride, dilation, is_causal)
 
@@ -150,6 +158,14 @@ def na3d(
     """Apply neighborhood attention to videos ``[batch, depth, height, width, heads, head_dim]``: see `na1d`.
 
     What is a tuple has an entry for each axis.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from attnmask.natten import na3d
+    >>> video = torch.randn(1, 4, 5, 6, 2, 8)
+    >>> na3d(video, video, video, kernel_size=3, is_causal=(True, False, False)).shape  # causal in time
+    torch.Size([1, 4, 5, 6, 2, 8])
     """
     return _attend(query, key, value, 3, scale, kernel_size, stride, dilation, is_causal)
 

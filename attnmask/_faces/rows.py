@@ -133,57 +133,66 @@ class Face(NamedTuple):
     mask: str = "MaskInfo"
 
     def type_of(self, argument: Argument) -> str:
-        name = {
-            Kind.LEARNED: self.array,
-            Kind.STATE: self.state,
-            Kind.STARTS: self.integers,
-            Kind.SLOTS: self.integers,
-            Kind.SCALE: "float",
-            Kind.NUMBER: "float",
-            Kind.SIZE: "int",
-            Kind.DTYPE: self.dtype,
-            Kind.CHOICE: "Literal[{}]".format(", ".join(repr(x) for x in argument.choices if x)),
-            Kind.OUT: "Array",
-            Kind.TERM: self.integers,
-            Kind.DATA: self.integers,
-            Kind.LENGTHS: self.integers,
-            Kind.MASK: f"{self.integers} | {self.mask}",
-            Kind.DIAGONAL: "Diagonal",
-            Kind.WINDOW: "int | tuple[int | None, int | None]",
-            Kind.QUERIES: "Queries",
-            Kind.STATISTICS: "Statistic | Sequence[Statistic]",
-            Kind.CHANCE: "float",
-            Kind.SEED: "SupportsIndex",
-            Kind.HINT: argument.layout,
-        }.get(argument.kind, "bool")
+        choices = ", ".join(repr(x) for x in argument.choices if x)
+        name = _TYPES.get(argument.kind, "bool").format(self, layout=argument.layout, choices=choices)
         return f"{name} | None" if argument.optional else name
 
     def described(self, argument: Argument) -> str:
         """Return the type of an argument as it is documented."""
         choices = ", ".join(f'"{x}"' if x else "None" for x in argument.choices)
-        name = {
-            Kind.LEARNED: self.given,
-            Kind.STATE: self.returned,
-            Kind.STARTS: self.integers_given,
-            Kind.SLOTS: self.integers_given,
-            Kind.SCALE: "float",
-            Kind.NUMBER: "float",
-            Kind.SIZE: "int",
-            Kind.SEED: "int",
-            Kind.DTYPE: "dtype",
-            Kind.CHOICE: f"{{{choices}}}",
-            Kind.OUT: self.returned,
-            Kind.TERM: self.given,
-            Kind.DATA: self.given,
-            Kind.LENGTHS: self.integers_given,
-            Kind.MASK: f"{self.given} or {self.mask.replace(' |', ' or')}",
-            Kind.DIAGONAL: f'int, {self.integers_given}, or "bottom-right"',
-            Kind.HINT: argument.layout,
-            Kind.CHANCE: "float",
-        }.get(argument.kind, "bool")
+        masks = self.mask.replace(" |", " or")
+        name = _WORDS.get(argument.kind, "bool").format(
+            self, layout=argument.layout, choices=choices, masks=masks
+        )
         shape = f", shape {argument.layout}" if argument.layout.startswith("[") else ""
         shape = "" if argument.broadcasts else shape
         return name + shape + (", optional" if argument.optional and not argument.choices else "")
+
+
+# Of kinds of arguments, as a face {0} writes them: types, and words of the documentation. Other kinds are flags.
+_TYPES = {
+    Kind.LEARNED: "{0.array}",
+    Kind.STATE: "{0.state}",
+    Kind.STARTS: "{0.integers}",
+    Kind.SLOTS: "{0.integers}",
+    Kind.SCALE: "float",
+    Kind.NUMBER: "float",
+    Kind.SIZE: "int",
+    Kind.DTYPE: "{0.dtype}",
+    Kind.CHOICE: "Literal[{choices}]",
+    Kind.OUT: "Array",
+    Kind.TERM: "{0.integers}",
+    Kind.DATA: "{0.integers}",
+    Kind.LENGTHS: "{0.integers}",
+    Kind.MASK: "{0.integers} | {0.mask}",
+    Kind.DIAGONAL: "Diagonal",
+    Kind.WINDOW: "int | tuple[int | None, int | None]",
+    Kind.QUERIES: "Queries",
+    Kind.STATISTICS: "Statistic | Sequence[Statistic]",
+    Kind.CHANCE: "float",
+    Kind.SEED: "SupportsIndex",
+    Kind.HINT: "{layout}",
+}
+_WORDS = {
+    Kind.LEARNED: "{0.given}",
+    Kind.STATE: "{0.returned}",
+    Kind.STARTS: "{0.integers_given}",
+    Kind.SLOTS: "{0.integers_given}",
+    Kind.SCALE: "float",
+    Kind.NUMBER: "float",
+    Kind.SIZE: "int",
+    Kind.SEED: "int",
+    Kind.DTYPE: "dtype",
+    Kind.CHOICE: "{{{choices}}}",
+    Kind.OUT: "{0.returned}",
+    Kind.TERM: "{0.given}",
+    Kind.DATA: "{0.given}",
+    Kind.LENGTHS: "{0.integers_given}",
+    Kind.MASK: "{0.given} or {masks}",
+    Kind.DIAGONAL: 'int, {0.integers_given}, or "bottom-right"',
+    Kind.HINT: "{layout}",
+    Kind.CHANCE: "float",
+}
 
 
 NUMPY = Face(

@@ -17,8 +17,8 @@ from attnmask._common.types import Arguments, Array, Given, Tree
 from attnmask._faces.attention import ATTENTION
 from attnmask._faces.rows import Argument, Kind, Row
 from attnmask._masks.info import MaskInfo
-from attnmask._masks.program import Leaf, Program, mapped
-from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
+from attnmask._masks.program import LONGEST, Leaf, Program, mapped
+from attnmask._masks.terms import GRID, KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 from attnmask.jax._types import AnyArray
 
 
@@ -151,10 +151,14 @@ def mask_like(info: MaskInfo) -> MaskInfo:
     ]
     for node in program:
         for field, operand in operands(node):
-            if isinstance(operand, Leaf) and field in (QUERY_STARTS, KEY_STARTS):
-                known[operand.place] = starts_like(
-                    leaves[operand.place], queries if field is QUERY_STARTS else keys
-                )
+            if not isinstance(operand, Leaf):
+                continue
+            leaf = leaves[operand.place]
+            if field in (QUERY_STARTS, KEY_STARTS):
+                known[operand.place] = starts_like(leaf, queries if field is QUERY_STARTS else keys)
+            elif field is GRID:  # of one line that each point sees alone
+                known[operand.place] = np.ones(leaf.shape, np.int64)
+                known[operand.place][0, 0] = LONGEST
     return MaskInfo.tree_unflatten(aux, tuple(known))
 
 

@@ -217,6 +217,10 @@ def told_alike(one: str, other: str) -> bool:
     return same or (None not in names and (len({x[1] for x in names} - {"lses"}) <= 1))  # of two, either
 
 
+# States that PyTorch may hold in 16 bits.
+NARROW_STATES = {("linear_attention", "initial_state"), ("linear_attention_step", "state")}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("door", "name"), EACH)
 def test_what_numpy_refuses(door, name):
@@ -224,6 +228,8 @@ def test_what_numpy_refuses(door, name):
     call, unlike = DOORS[door](name), []
     for argument, arguments in right(name):
         for x in other_forms(argument, arguments[argument]) if is_array(arguments[argument]) else ():
+            if door == "torch" and (name, argument) in NARROW_STATES and x.dtype.itemsize == 2:
+                continue
             given = arguments | {argument: x}
             with np.errstate(all="ignore"):
                 expected, got = outcome(by_numpy(name), given), outcome(call, given)
