@@ -52,7 +52,7 @@ frameworks-quick-installed:
 frameworks: frameworks-installed # with the package that is built where it lies
 	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/torch tests/jax tests/transformers tests/clients tests/ejkernel \
 	    tests/sequences/test_padding.py tests/common/test_reprs.py tests/sharded/test_shards.py \
-	    tests/common/test_doors.py tests/common/test_versions.py \
+	    tests/common/test_doors.py tests/common/test_versions.py tests/project/test_examples.py \
 	    tests/common/test_signatures.py::test_completion_shows_public_names_only \
 	    tests/common/test_every_function.py::test_arrays_of_any_form \
 	    tests/cache/test_latent.py::test_tensors tests/cache/test_latent.py::test_graphs tests/cache/test_write.py::test_tensors \

@@ -102,6 +102,12 @@ class InstallReport(NamedTuple):
         How many calls ran on attnmask.
     handed_back : dict of str to int
         How many PyTorch computed, by reasons that say what to change.
+
+    Examples
+    --------
+    >>> print(attnmask.torch.InstallReport(served=2, handed_back={"a tensor is sparse": 1}))
+            2  calls ran on attnmask
+            1  a tensor is sparse
     """
 
     served: int

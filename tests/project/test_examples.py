@@ -126,3 +126,12 @@ def test_when_tokens_were_said():
     np.testing.assert_allclose(found, theirs, atol=1e-6)
     assert len(lines) == len(found)
     assert len(set(found.tolist())) > 4
+
+
+def test_packed_texts_have_the_scores_of_padded_ones():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    lines = []
+    padded, packed = load("rerank").main(40, 16, lines.append)
+    np.testing.assert_allclose(packed, padded, atol=1e-5)
+    assert lines[-1].endswith("the best ten are the same: True")
