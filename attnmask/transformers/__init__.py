@@ -4,7 +4,8 @@
 another makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of the usual mask
 array and a `MaskInfo` as its attribute ``info``. It is written out only if the model computes with it.
 
-It also replaces the functions of linear attention that models take from other packages by name.
+It also replaces the functions of linear attention that models take from other packages by name, and lets
+``generate_batch`` take its names.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from attnmask._common.arguments import describe
 from attnmask._common.types import Arguments, Array
 from attnmask.torch import attention_weights, flash_attention
 from attnmask.torch._import import torch
+from attnmask.transformers import _batching
 from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
 from attnmask.transformers._linear import first_tokens, put_back, replace, restarts
 from attnmask.transformers._masks import SymbolicMask, is_traced, masking_utils, symbolic_mask, transformers
@@ -202,7 +204,8 @@ def attention(
     cu_seq_lens_q, cu_seq_lens_k : Tensor, shape [sequences + 1], optional
         Starts of packed sequences in the one batch row.
     **more
-        Ignored, but for `output_attentions`, which asks for the weights.
+        Ignored, but for `output_attentions`, which asks for the weights, and what ``generate_batch`` says of its pages:
+        `block_table`, `k_cache` and `v_cache`.
 
     Returns
     -------
@@ -219,6 +222,11 @@ def attention(
     >>> out.flatten().tolist()
     [0.0, 0.5, 1.0]
     """
+    batching = "read_index" in more  # of `generate_batch`
+    if batching:
+        attention_mask = None  # some versions make one, as if the tokens were one sequence
+    if batching and more.get("cache") is not None:
+        key, value, cu_seq_lens_k, more = _batching.updated(module, key, value, cu_seq_lens_k, more)
     wants_weights = _wants_weights(more)
     pages = _pages_of(key, value) if isinstance(key, PagedTensor) else None
     if wants_weights and pages is not None:
@@ -258,8 +266,13 @@ def attention(
         bias = attention_mask if bias is None else bias + attention_mask
     else:
         given["attention_mask"] = attention_mask
+    in_pages = more.get("block_table") is not None
     if packed:
-        given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
+        starts = {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
+        if batching and not in_pages:  # it pads what it compiles
+            ends = _batching.to_the_end
+            starts = {"cum_seqlens_q": ends(cu_seq_lens_q, query), "cum_seqlens_k": ends(cu_seq_lens_k, key)}
+        given |= starts
     elif causal and not complete and not continued and not is_traced():
         given["q_segment_ids"] = _sequences(position_ids, query, key)
     if dropout:
@@ -271,6 +284,8 @@ def attention(
     }
     if pages is not None and not dropout and not packed and given.get("q_segment_ids") is None:
         return pages.attend(query, bias=bias, **given), None
+    if in_pages:
+        return _batching.attend_to_pages(query, key, value, more, given), None
     if in_step:
         raise NotImplementedError(
             "attention must have no dropout in a step of a PagedCache; call model.eval()"
@@ -283,12 +298,24 @@ def attention(
     return out, attention_weights(query, key, bias=bias, **given).to(query.dtype)
 
 
+def _rows(name: str) -> list[tuple[Any, str, Any]]:
+    """Return what is registered for a name: the interfaces of transformers, names and functions."""
+    rows = [
+        (transformers.AttentionInterface, name, attention),
+        (transformers.AttentionMaskInterface, name, attention_mask),
+    ]
+    if _batching.PREFIX is not None:
+        rows.append((transformers.AttentionInterface, _batching.PREFIX + name, attention))
+    return rows
+
+
 def register(name: str = "attnmask") -> None:
     """Register attnmask as an attention implementation of transformers.
 
     Then ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)``
-    accept the name. Registering it again has no effect. Linear attention needs no name: all models use attnmask for
-    what they would take from flash-linear-attention, causal-conv1d and mamba-ssm.
+    accept the name, and ``model.generate_batch`` accepts such models. Registering it again has no effect. Linear
+    attention needs no name: all models use attnmask for what they would take from flash-linear-attention, causal-conv1d
+    and mamba-ssm.
 
     Parameters
     ----------
@@ -312,19 +339,16 @@ def register(name: str = "attnmask") -> None:
         raise TypeError(f"name must be a str, got {describe(name)}")
     if not name or any(part in name for part in ("flash", "/", "|")):
         raise ValueError(f"name must not be empty or contain 'flash', '/' or '|', got {name!r:.200}")
-    pairs = (
-        (transformers.AttentionInterface, attention),
-        (transformers.AttentionMaskInterface, attention_mask),
-    )
-    for interface, function in pairs:
-        if interface().get(name, function) is not function:
+    for interface, key, function in _rows(name):
+        if interface().get(key, function) is not function:
             raise ValueError(
                 f"name must not be taken by another implementation in transformers, got {name!r:.200}"
             )
-    for interface, function in pairs:
-        interface.register(name, function)
+    for interface, key, function in _rows(name):
+        interface.register(key, function)
     _names.add(name)
     replace()
+    _batching.let_through(_names)
 
 
 def unregister(name: str = "attnmask") -> None:
@@ -345,7 +369,8 @@ def unregister(name: str = "attnmask") -> None:
     """
     if name in _names:
         _names.remove(name)
-        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
-            interface._global_mapping.pop(name, None)
+        for interface, key, _ in _rows(name):
+            interface._global_mapping.pop(key, None)
     if not _names:
         put_back()
+        _batching.put_back()
