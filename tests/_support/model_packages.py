@@ -13,7 +13,7 @@ from types import ModuleType
 DOORS = {
     "flash_attn": ("attnmask.flash_attn._compute", "flash_attention"),
     "natten": ("attnmask.natten", "flash_attention"),
-    "sdpa": ("attnmask.torch._install", "_sdpa"),
+    "sdpa": ("attnmask.torch._install", "_attend_into", "attend_for_gradients"),
 }
 
 

@@ -18,7 +18,8 @@ def served(monkeypatch):
 
         return call
 
-    for door, (module, name) in DOORS.items():
+    for door, (module, *names) in DOORS.items():
         module = importlib.import_module(module)
-        monkeypatch.setattr(module, name, counted(door, getattr(module, name)))
+        for name in names:
+            monkeypatch.setattr(module, name, counted(door, getattr(module, name)))
     return counts
