@@ -114,11 +114,11 @@ def _tiles(at: Pair, places: Tensor, q_size: int, k_size: int, bits: Tensor, *sh
     return (place == 1) | ((place > 1) & ((byte >> (k % 8)) & 1 == 1))
 
 
-def _neighborhood(at: Pair, grid: Tensor, *shifts: PerRow) -> Tensor:
+def _neighborhood(at: Pair, grid: list[list[int]], *shifts: PerRow) -> Tensor:
     """Ask each axis of the grid, from the last one on."""
     rest_q, rest_k = _shifted(at, *shifts)
     near = at.q >= 0
-    for length, kernel, stride, dilation, causal in reversed(grid.tolist()):
+    for length, kernel, stride, dilation, causal in reversed(grid):
         q, k = rest_q % length, rest_k % length
         rest_q, rest_k = _floor(rest_q, length), _floor(rest_k, length)
         place, key, phase = _floor(q, dilation), _floor(k, dilation), q % dilation
@@ -153,10 +153,13 @@ def _mask_mod(program: Program) -> Callable[..., Tensor]:
     def held(operand: Any) -> Any:
         return to_tensor(operand.copy()) if isinstance(operand, np.ndarray) else operand
 
-    nodes = [
-        ("equal", *ids_of_sequences(*node[1:3]), False) if node[0] == "sequences" else node
-        for node in program
-    ]
+    def known(node: Any) -> Any:
+        """Return sequences as ids, and a grid as a list, whose numbers a graph knows."""
+        if node[0] == "sequences":
+            return ("equal", *ids_of_sequences(*node[1:3]), False)
+        return (node[0], node[1].tolist(), *node[2:]) if node[0] == "neighborhood" else node
+
+    nodes = map(known, program)
     terms = [node if isinstance(node, str) else (_TERMS[node[0]], *map(held, node[1:])) for node in nodes]
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

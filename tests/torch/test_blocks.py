@@ -99,3 +99,15 @@ def test_bad_input(torch):
         MaskInfo().to_block_mask()
     with pytest.raises(TypeError, match="block_mask must be a BlockMask, got None"):
         MaskInfo.from_block_mask(None)
+
+
+def test_a_neighborhood_in_a_graph(torch):
+    """FlexAttention compiles it: the numbers of its grid are known."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = MaskInfo.neighborhood((12, 16), (3, 5), dilation=(1, 2))
+    query = torch.randn(1, 2, 192, 16)
+    attend = torch.compile(flex_attention, backend="aot_eager")
+    out = attend(query, query, query, block_mask=mask.to_block_mask())
+    expected = attnmask.torch.flash_attention(*[query.transpose(1, 2)] * 3, mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
