@@ -128,10 +128,11 @@ def test_when_tokens_were_said():
     assert len(set(found.tolist())) > 4
 
 
-def test_packed_texts_have_the_scores_of_padded_ones():
+def test_reranking():
+    """Scores are those of padded batches; the program compares them."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     lines = []
-    padded, packed = load("rerank").main(40, 16, lines.append)
-    np.testing.assert_allclose(packed, padded, atol=1e-5)
-    assert lines[-1].endswith("the best ten are the same: True")
+    found = load("rerank").main(70, lines.append)
+    assert len(lines) == 2 + len(found)
+    assert all(len(scores) == 70 and scores.std() > 0.1 for scores in found.values())
