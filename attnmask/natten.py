@@ -24,18 +24,21 @@ from attnmask.torch._import import torch
 __all__ = ["install", "na1d", "na2d", "na3d", "uninstall"]
 __dir__ = __all__.copy  # what completion offers
 
-Along: TypeAlias = int | Sequence[int]
-Causal: TypeAlias = bool | Sequence[bool]
+PerAxis: TypeAlias = int | Sequence[int]
+FlagPerAxis: TypeAlias = bool | Sequence[bool]
 
 
 @lru_cache(64, typed=True)
-def _made(shape: tuple[int, ...], *along: object) -> MaskInfo:
+def _made(shape: tuple[int, ...], *by_axis: object) -> MaskInfo:
     names = ("kernel_size", "stride", "dilation", "is_causal")
-    return MaskInfo._of(of_neighborhood({"shape": shape, **dict(zip(names, along, strict=True))}, 1))
+    return MaskInfo._of(of_neighborhood({"shape": shape, **dict(zip(names, by_axis, strict=True))}, 1))
 
 
 def _mask(*given: Any) -> MaskInfo:
-    return _made(*given)
+    try:
+        return _made(*given)
+    except TypeError:  # of what has no hash: its error names the argument
+        return _made.__wrapped__(*given)
 
 
 _mask._dynamo_marked_constant = True  # type: ignore[attr-defined]  # by assume_constant_result, which imports Dynamo
@@ -47,9 +50,9 @@ def _attend(
     value: torch.Tensor,
     axes: int,
     scale: float | None,
-    *along: object,
+    *by_axis: object,
 ) -> torch.Tensor:
-    """Attend in a grid of `axes`; `along` are the values of each axis, or one for all."""
+    """Attend in a grid of `axes`; `by_axis` are the values of each axis, or one for all."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {describe(x)}")
@@ -61,7 +64,7 @@ def _attend(
             )
     # A graph is of one shape: `index` makes numbers of symbols.
     shape = tuple(index(length) for length in query.shape[1:-2])
-    mask = _mask(shape, *(tuple(x) if isinstance(x, list) else x for x in along))
+    mask = _mask(shape, *(tuple(x) if isinstance(x, list) else x for x in by_axis))
     query, key, value = (x.flatten(1, axes) for x in (query, key, value))
     return flash_attention(query, key, value, mask, softmax_scale=scale).unflatten(1, shape)
 
@@ -77,10 +80,10 @@ def na1d(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    kernel_size: Along,
-    stride: Along = 1,
-    dilation: Along = 1,
-    is_causal: Causal = False,
+    kernel_size: PerAxis,
+    stride: PerAxis = 1,
+    dilation: PerAxis = 1,
+    is_causal: FlagPerAxis = False,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Apply neighborhood attention to sequences; it has gradients.
@@ -96,7 +99,7 @@ def na1d(
     dilation : int or tuple
         The distance between the keys of a window.
     is_causal : bool or tuple
-        Whether the window ends with the query itself.
+        Whether a query sees no points after itself.
     scale : float, optional
         Defaults to ``1 / sqrt(head_dim)``.
 
@@ -124,15 +127,15 @@ def na2d(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    kernel_size: Along,
-    stride: Along = 1,
-    dilation: Along = 1,
-    is_causal: Causal = False,
+    kernel_size: PerAxis,
+    stride: PerAxis = 1,
+    dilation: PerAxis = 1,
+    is_causal: FlagPerAxis = False,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Apply neighborhood attention to images ``[batch, height, width, heads, head_dim]``: see `na1d`.
 
-    What is a tuple has an entry for each axis.
+    Tuples have one entry for each axis.
 
     Examples
     --------
@@ -149,15 +152,15 @@ def na3d(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    kernel_size: Along,
-    stride: Along = 1,
-    dilation: Along = 1,
-    is_causal: Causal = False,
+    kernel_size: PerAxis,
+    stride: PerAxis = 1,
+    dilation: PerAxis = 1,
+    is_causal: FlagPerAxis = False,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Apply neighborhood attention to videos ``[batch, depth, height, width, heads, head_dim]``: see `na1d`.
 
-    What is a tuple has an entry for each axis.
+    Tuples have one entry for each axis.
 
     Examples
     --------
@@ -171,7 +174,7 @@ def na3d(
 
 
 _FUNCTIONS = (na1d, na2d, na3d)
-_name = Importable("natten", "0.20.0", "attnmask.natten", {"": _FUNCTIONS, ".functional": _FUNCTIONS})
+_library = Importable("natten", "0.20.0", "attnmask.natten", {"": _FUNCTIONS, ".functional": _FUNCTIONS})
 
 
 def install() -> None:
@@ -195,7 +198,7 @@ def install() -> None:
     torch.Size([1, 5, 6, 2, 8])
     >>> attnmask.natten.uninstall()
     """
-    _name.install()
+    _library.install()
 
 
 def uninstall() -> None:
@@ -207,4 +210,4 @@ def uninstall() -> None:
     >>> attnmask.natten.install()
     >>> attnmask.natten.uninstall()
     """
-    _name.uninstall()
+    _library.uninstall()

@@ -149,7 +149,7 @@ class Face(NamedTuple):
         return name + shape + (", optional" if argument.optional and not argument.choices else "")
 
 
-# Of kinds of arguments, as a face {0} writes them: types, and words of the documentation. Other kinds are flags.
+# How a face, {0}, writes each kind of argument in signatures, and in the documentation. Other kinds are flags.
 _TYPES = {
     Kind.LEARNED: "{0.array}",
     Kind.STATE: "{0.state}",

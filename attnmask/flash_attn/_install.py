@@ -6,9 +6,8 @@ from attnmask.flash_attn import _functions, bert_padding
 _FUNCTIONS = [x for name, x in vars(_functions).items() if name.startswith("flash_attn")]
 _PADDING = [getattr(bert_padding, name) for name in bert_padding.__all__]
 _PARTS = {"": _FUNCTIONS, ".flash_attn_interface": _FUNCTIONS, ".bert_padding": _PADDING}
-_name = Importable(
-    "flash_attn", "2.8.3", "attnmask.flash_attn", _PARTS
-)  # the version whose functions these are
+# The version whose functions these are.
+_library = Importable("flash_attn", "2.8.3", "attnmask.flash_attn", _PARTS)
 
 
 def install() -> None:
@@ -32,7 +31,7 @@ def install() -> None:
     torch.Size([1, 5, 2, 8])
     >>> attnmask.flash_attn.uninstall()
     """
-    _name.install()
+    _library.install()
 
 
 def uninstall() -> None:
@@ -44,4 +43,4 @@ def uninstall() -> None:
     >>> attnmask.flash_attn.install()
     >>> attnmask.flash_attn.uninstall()
     """
-    _name.uninstall()
+    _library.uninstall()

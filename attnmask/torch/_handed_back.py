@@ -1,4 +1,4 @@
-"""What `install` hands back to PyTorch, and why.
+"""The calls that `install` hands back to PyTorch, and why.
 
 Calls of ``scaled_dot_product_attention`` that PyTorch would compute by its formula go through the table of reasons. To
 add a reason, add its row.

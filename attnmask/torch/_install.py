@@ -153,7 +153,7 @@ def _sdpa_backward_again(dout: torch.Tensor, *tensors: Any, **more: Any) -> tupl
     return tuple(map(_swapped, _attend.learn_backward(*results, *_attend.operands.of(given | more), wanted)))
 
 
-# All other calls come to PyTorch's formula, `_scaled_dot_product_attention_math`, of which it takes the first result.
+# PyTorch sends all other calls to its formula, `_scaled_dot_product_attention_math`, and uses the first result.
 
 
 class _Learning(torch.autograd.Function):

@@ -16,7 +16,7 @@ from attnmask.transformers._masks import transformers
 
 __all__ = ["PREFIX", "attend_to_pages", "let_through", "put_back", "to_the_end", "updated"]
 
-# What the first versions put before a name; None in later ones.
+# The prefix of names in the first versions; None in later ones.
 PREFIX = "paged|" if "paged|sdpa" in transformers.AttentionInterface._global_mapping else None
 
 

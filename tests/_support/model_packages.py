@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-# What the core is called by, for the doors of each way to it.
+# The functions that call the core for each door: a module and names in it.
 DOORS = {
     "flash_attn": ("attnmask.flash_attn._compute", "flash_attention"),
     "natten": ("attnmask.natten", "flash_attention"),

@@ -88,6 +88,8 @@ def test_strides_of_tensors():
         (ValueError, "kernel_size must be odd for axis 1", {"kernel_size": (3, 4)}),
         (ValueError, "stride must be at most 3, the kernel_size of axis 0, got 5", {"stride": 5}),
         (ValueError, "dilation must be at most 1 for axis 0, .* got 2", {"dilation": 2}),
+        (TypeError, "kernel_size must be an integer, got", {"kernel_size": np.array([3, 3])}),
+        (TypeError, "stride must be an integer, got", {"stride": {1: 2}}),
         (TypeError, "is_causal must be True or False, got 1", {"is_causal": 1}),
         (ValueError, "kernel_size must be one value, or one for each of the 2 axes", {"kernel_size": (3,) * 3}),
         (ValueError, r"key must have the points of query, \(5, 7\)", {"key": torch.zeros(2, 5, 8, 4, 8)}),

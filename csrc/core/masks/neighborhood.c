@@ -88,7 +88,7 @@ static am_tile neighborhood_tile(const am_mask *mask, const am_node *node, const
     return full ? AM_FULL : AM_MIXED;
 }
 
-/* Whether the points of one line see some of those of another. Lines lie along the last axis. */
+/* Whether the points of a line see the line of `keys` by all axes but the last, along which lines lie. */
 static bool line_sees(const am_grid *grid, ptrdiff_t line, ptrdiff_t keys)
 {
     for (int i = grid->axes - 2; i >= 0; i--) {
