@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest --durations=$(SLOWEST)
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
+.PHONY: help demo test test-quick test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lib install-lib lint format stubs faults sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -75,6 +75,13 @@ docs: $(VENV)/installed $(VENV)/docs.txt ## make the documentation, in build/doc
 	@echo 'attnmask: making the documentation, in about a minute'
 	@$(BIN)/sphinx-build -W --keep-going --quiet -d build/doctrees -b html docs build/docs
 	@echo 'Open build/docs/index.html'
+
+# They need no Python. SANITIZE=address,undefined or thread builds them for a test, DEBUG=1 for a debugger.
+lib: ## build the C library, in build/lib: libattnmask for include/attnmask.h
+	@$(MAKE) --no-print-directory -j $(JOBS) -f csrc/lib.mk
+
+install-lib: lib ## install the C library with its header (PREFIX=/usr/local, DESTDIR=)
+	@$(MAKE) --no-print-directory -f csrc/lib.mk install
 
 # The wheel is made from the source distribution, and tested where there are no sources and no compiler.
 WHEEL := build/wheel

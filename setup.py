@@ -35,68 +35,28 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-# Floating-point contraction stays off: a result must not depend on where a vector ends and its tail begins.
-CFLAGS = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-pthread"]
 
-# Level -> flags, in the order in which the dispatcher climbs them.
-AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-AVX512VNNI = [*AVX512, "-mavx512vnni"]
-AVX512BF16 = [*AVX512VNNI, "-mavx512bf16"]
-AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
-X86_LEVELS = {
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512vnni": AVX512VNNI,
-    "avx512bf16": AVX512BF16,
-    "amx": AMX,
-}
-ARM_LEVELS = {"neondot": ["-march=armv8.2-a+dotprod"], "neonbf16": ["-march=armv8.2-a+bf16"]}
-# What a level has of its own, a file among kernels each; core/runtime/isa.c takes the rest from the level below.
-ALL = [
-    "arrays",
-    "flash_f32",
-    "flash_f64",
-    "kv_f32",
-    "kv_f16",
-    "kv_bf16",
-    "kv_i8",
-    "kv_f8",
-    "conv_f32",
-    "conv_f64",
-    "linear",
-]
+def read_rules() -> dict[str, list[str]]:
+    """Return the words of each line of csrc/rules.mk, which says what is compiled, and how."""
+    rules: dict[str, list[str]] = {}
+    for line in (ROOT / "csrc/rules.mk").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, words = line.split(" := ")
+            given = [rules[word[2:-1]] if word.startswith("$(") else [word] for word in words.split()]
+            rules[name] = [word for some in given for word in some]
+    return rules
+
+
+RULES = read_rules()
+LEVELS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 TOPICS = {
-    "baseline": ALL,
-    "avx2": [*ALL, "kv_i16x2"],
-    "avx512": [*ALL, "kv_i16x2"],
-    "avx512vnni": ["kv_i16x2"],
-    "neondot": ["kv_i16x2"],
+    level: RULES[f"TOPICS_{level}"]
+    for level in ("baseline", *RULES["LEVELS_x86_64"], *RULES["LEVELS_aarch64"])
 }
-BF16X2 = ["flash_bf16x2", "kv_bf16x2", "linear_bf16x2"]  # also emulated at the baseline, in builds for tests
-TOPICS |= {"avx512bf16": [*BF16X2, "kv_f8x2"], "amx": ["flash_amx"], "neonbf16": BF16X2}
-# GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
-ARM_BASELINE = ["-fno-schedule-insns"]
-# Else code elsewhere decides where in a line of the cache a kernel's loops begin, and how fast they are: positions of
-# tokens took 0.134 or 0.152 ms.
-ALIGNED = ["-falign-functions=64", "-falign-loops=64"]
-# An outer loop runs the padding before its inner loop each time, and in these files inner loops are short. Time with
-# these flags: at the baseline 0.87 for 8 and 16 rows over float32 caches, 0.75 for one row over int4 caches; at avx2
-# 0.985 for 8 rows over bfloat16 caches.
-LOOPS_IN_LOOPS = {
-    "baseline/kv_f32": ["-falign-loops=1", "-ftree-pre"],
-    "baseline/kv_i8": ["-falign-loops=1", "-ftree-pre"],
-    "avx2/kv_bf16": ["-falign-loops=32"],
-}
-# Partial redundancy elimination takes a fifteenth of a build, and makes no kernels faster but those of arrays.
-NO_PRE = ["-fno-tree-pre"]
-# What assemblers may not know that are older than their compiler.
-INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
-INSTRUCTIONS |= {"neondot": "sdot v0.4s, v0.16b, v0.16b", "neonbf16": "bfdot v0.4s, v0.8h, v0.8h"}
+ARM = RULES["LEVELS_aarch64"]
 # About how long a file takes to compile: the longest begin first, and a person is told how long all may take.
 SECONDS = {
-    **{f"baseline/{topic}": 1.8 for topic in ALL},
+    **{f"baseline/{topic}": 1.8 for topic in TOPICS["baseline"]},
     **{f"avx2/{topic}": 1.8 for topic in TOPICS["avx2"]},
     **{f"avx512/{topic}": 2.3 for topic in TOPICS["avx512"]},
     **{f"{level}/{topic}": 2.5 for level in ("avx512bf16", "neonbf16") for topic in TOPICS[level]},
@@ -221,7 +181,7 @@ class BuildExt(build_ext):
         record.write_text(linked)
 
     def units_of(self, ext: Extension) -> list[Unit]:
-        flags, of_kernels = list(CFLAGS), ["-fno-lto"]
+        flags, of_kernels = list(RULES["CFLAGS_CORE"]), list(RULES["CFLAGS_KERNELS"])
         sanitizers = os.environ.get("ATTNMASK_SANITIZE")
         symbols = any(map(switch, ("ATTNMASK_SYMBOLS", "ATTNMASK_DEBUG", "ATTNMASK_SANITIZE")))
         ext.extra_link_args += [] if symbols or sys.platform == "darwin" else ["-Wl,--strip-all"]
@@ -267,19 +227,21 @@ class BuildExt(build_ext):
 
         # Where speed matters least, or is the same, as loops are written out.
         less = [] if switch("ATTNMASK_DEBUG") or sanitizers else ["-O2"]
-        topics = TOPICS | ({"baseline": [*ALL, *BF16X2]} if "-DAM_EMULATE" in macros else {})
+        topics = dict(TOPICS)
+        if "-DAM_EMULATE" in macros:
+            topics["baseline"] = [*TOPICS["baseline"], *TOPICS["neonbf16"]]
 
-        no_pre = NO_PRE if self.understands(NO_PRE) else []
+        no_pre = self.understood(RULES["FLAGS_NO_PRE"])
         files_of_topics = {
             Path(path).stem: path for path in sources("csrc/**/*.c") if "kernels" in Path(path).parts
         }
 
         def kernel(topic: str, level: str) -> Unit:
-            written_out = level in ("baseline", *ARM_LEVELS) and topic != "arrays"
+            written_out = level in ("baseline", *ARM) and topic != "arrays"
             its_flags = [*of_kernels, *(less if written_out else []), *(no_pre if topic != "arrays" else [])]
             its_flags += [*levels[level], f"-DLEVEL={level}"]
-            if ALIGNED[1] in its_flags and no_pre:
-                its_flags += LOOPS_IN_LOOPS.get(f"{level}/{topic}", [])
+            if RULES["FLAGS_ALIGNED"][1] in its_flags and no_pre:
+                its_flags += RULES.get(f"FLAGS_OF_{level}/{topic}", [])
             return unit(files_of_topics[topic], *its_flags, level=level)
 
         kernels = [kernel(topic, level) for level in levels for topic in topics[level]]
@@ -288,15 +250,15 @@ class BuildExt(build_ext):
     def levels(self, sanitizers: str | None) -> dict[str, list[str]]:
         """The levels of instruction sets that the compiler knows, and their flags."""
         levels: dict[str, list[str]] = {"baseline": []}
-        machine = platform.machine().lower()
-        above: dict[str, list[str]] = X86_LEVELS if machine in ("x86_64", "amd64") else {}
-        if machine in ("aarch64", "arm64"):
-            levels["baseline"] = ARM_BASELINE if self.understands(ARM_BASELINE) else []
-            above = {level: [*levels["baseline"], *flags] for level, flags in ARM_LEVELS.items()}
+        machine = LEVELS.get(platform.machine().lower(), "")
+        above = {level: RULES[f"FLAGS_{level}"] for level in RULES.get(f"LEVELS_{machine}", [])}
+        if machine == "aarch64":
+            levels["baseline"] = self.understood(RULES["FLAGS_ARM"])
+            above = {level: [*levels["baseline"], *flags] for level, flags in above.items()}
         known = {
             level: flags
             for level, flags in above.items()
-            if self.understands(flags, INSTRUCTIONS.get(level, ""))
+            if self.understands(flags, " ".join(RULES.get(f"INSTRUCTION_{level}", [])))
         }
         levels |= known
         if missing := [level for level in above if level not in known]:
@@ -306,7 +268,7 @@ class BuildExt(build_ext):
             )
         if sanitizers == "thread":  # kernels know nothing of threads
             levels = {level: levels[level] for level in ("baseline", "avx2") if level in levels}
-        aligned = ALIGNED if self.understands(ALIGNED) else []
+        aligned = self.understood(RULES["FLAGS_ALIGNED"])
         return {level: [*flags, *aligned] for level, flags in levels.items()}
 
     def check_tools(self) -> None:
@@ -320,6 +282,9 @@ class BuildExt(build_ext):
                 "attnmask needs the headers of Python (Python.h): "
                 "apt install python3-dev, or dnf install python3-devel"
             )
+
+    def understood(self, flags: list[str]) -> list[str]:
+        return flags if self.understands(flags) else []
 
     def understands(self, flags: list[str], instruction: str = "", before: str = "") -> bool:
         """Whether the compiler knows `flags`, its assembler the instruction, and both what comes before."""
@@ -359,7 +324,7 @@ setup(
             sources=[
                 path
                 for path in sources("csrc/**/*.c")
-                if not {"kernels", "testing"}.intersection(Path(path).parts) and path != "csrc/faults.c"
+                if not {"kernels", "testing", "c"}.intersection(Path(path).parts) and path != "csrc/faults.c"
             ],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[
