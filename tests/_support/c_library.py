@@ -95,7 +95,7 @@ def struct(name: str, **fields: Any) -> ctypes.Structure:
     """
     of = STRUCTS[f"attnmask_{name}"]
     made = of()
-    made.kept = []
+    made.arrays, made.alive = fields, []
     if of._fields_[0][0] == "size":
         made.size = ctypes.sizeof(of)
     for field, value in fields.items():
@@ -105,10 +105,10 @@ def struct(name: str, **fields: Any) -> ctypes.Structure:
         elif kind is STRUCTS["attnmask_operand"]:
             value = operand(value)
         elif kind is ctypes.c_void_p and value is not None:
-            made.kept.append(value)
+            made.alive.append(value)
             value = ctypes.addressof(value)
         setattr(made, field, value)
-        made.kept.append(value)
+        made.alive.append(value)
     return made
 
 
@@ -118,15 +118,15 @@ def array(given: Array | None) -> ctypes.Structure:
         return made if given is None else given
     made.data, made.type, made.axes = given.ctypes.data, _DTYPES[given.dtype.name], given.ndim
     made.shape[: given.ndim], made.stride[: given.ndim] = given.shape, given.strides
-    made.kept = given
+    made.alive = given
     return made
 
 
 def operand(given: Any) -> ctypes.Structure:
     made = STRUCTS["attnmask_operand"]()
     if isinstance(given, np.ndarray):
-        made.kept = array(given)
-        made.given, made.array = 2, ctypes.addressof(made.kept)
+        made.alive = array(given)
+        made.given, made.array = 2, ctypes.addressof(made.alive)
     elif given is not None:
         made.given, made.number = 1, int(given)
     return made
@@ -149,7 +149,7 @@ def mask(program: Program = (), **fields: Any) -> ctypes.Structure:
     made, count, kept = nodes(program)
     given = struct("mask", node_count=count, **fields)
     given.nodes = ctypes.addressof(made)
-    given.kept += [made, kept]
+    given.alive += [made, kept]
     return given
 
 
@@ -157,7 +157,7 @@ def terms(*given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a call that hold its terms, each given by its kind and fields."""
     made = [struct("term", **{**term, "kind": number(term["kind"])}) for term in given]
     together = (STRUCTS["attnmask_term"] * max(len(made), 1))(*made)
-    together.kept = made
+    together.alive = made
     return {"terms": together, "term_count": len(made)}
 
 

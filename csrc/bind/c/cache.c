@@ -32,14 +32,14 @@ static bool read_limits(am_c_call *c, const attnmask_cached_attention *call, con
     if (low.kind == AM_ARRAY || high.kind == AM_ARRAY || low.number < -farthest || low.number > farthest ||
         high.number < -farthest || high.number > farthest)
         return am_refuse(r, AM_WRONG_VALUE, NULL, "low and high must be numbers from -2**59 to 2**59");
-    if (call->chunk < 0 || call->chunk > farthest)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "chunk must be from 0 to 2**59, got %lld",
+    if (call->chunk < 0)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "chunk must be at least 0, got %lld",
                          (long long)call->chunk);
     cached->limits = (am_kv_limits){.has_low = low.kind != AM_NOTHING,
                                     .has_high = high.kind != AM_NOTHING,
                                     .low = low.number,
                                     .high = high.number,
-                                    .chunk = call->chunk};
+                                    .chunk = call->chunk < farthest ? call->chunk : farthest};
     return true;
 }
 

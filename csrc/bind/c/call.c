@@ -132,7 +132,7 @@ static bool is_none(const attnmask_array *a)
     return memcmp(a, &none, sizeof none) == 0;
 }
 
-/* Whether the bytes from the first element to the last can be counted. */
+/* Whether the bytes from the first element to the last are as few as any memory has. */
 static bool has_extent(const attnmask_array *a, ptrdiff_t size)
 {
     ptrdiff_t before = 0, behind = size;
@@ -143,7 +143,7 @@ static bool has_extent(const attnmask_array *a, ptrdiff_t size)
             __builtin_add_overflow(*end, a->stride[i] < 0 ? -reach : reach, end))
             return false;
     }
-    return before <= PTRDIFF_MAX - behind;
+    return before <= AM_LONGEST && behind <= AM_LONGEST;
 }
 
 static bool check_array(am_c_call *c, const attnmask_array *a, const char *name)
