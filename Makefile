@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PYTEST := $(BIN)/pytest --durations=$(SLOWEST)
-SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
+SOURCES := $(sort $(shell find csrc include tests/c -name '*.[ch]' -o -name '*.cpp'))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lib install-lib lint format stubs faults sanitize tsan werror clean
@@ -151,8 +151,9 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults a
 	$(call need,test -e "$$(gcc -print-file-name=libasan.so)",make sanitize needs gcc and its sanitizers: apt install gcc)
 	CC=gcc ATTNMASK_FAULTS=1 ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
+	@$(MAKE) --no-print-directory -s -j $(JOBS) -f csrc/lib.mk CC=gcc SANITIZE=address,undefined LEVELS=baseline
 	@# It leaves the sanitizer's report to be seen. mypy, which takes long here, does not call the core.
-	$(SANITIZED) $(PYTEST) --capture=sys --ignore=tests/common/test_types.py $(PYTEST_ARGS)
+	ATTNMASK_C_LIBRARY=build/lib-address $(SANITIZED) $(PYTEST) --capture=sys --ignore=tests/common/test_types.py $(PYTEST_ARGS)
 
 # Python is not instrumented, nor is the OpenMP runtime: archer, which comes with LLVM's, tells what it orders. Children of
 # processes with threads are beyond the sanitizer.

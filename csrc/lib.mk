@@ -3,12 +3,12 @@
 
 include csrc/rules.mk
 
+comma := ,
 PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 BUILD := build/lib$(if $(SANITIZE),-$(firstword $(subst $(comma), ,$(SANITIZE))))$(if $(DEBUG),-debug)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MAJOR := $(firstword $(subst ., ,$(VERSION)))
-comma := ,
 MACHINE := $(patsubst arm64,aarch64,$(patsubst amd64,x86_64,$(firstword $(subst -, ,$(shell $(CC) -dumpmachine)))))
 DARWIN := $(findstring darwin,$(shell $(CC) -dumpmachine))
 

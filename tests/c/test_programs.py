@@ -23,8 +23,10 @@ ASAN = ["-fsanitize=address,undefined"] if "address" in c.BUILD.name else []
 ABI = ROOT / "tests/c/abi.txt"
 
 
-def run(*command, **options):
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, **options)
+def run(*command, env=os.environ, **options):
+    own = {name: value for name, value in env.items() if name != "LD_PRELOAD"}  # programs have their own sanitizer
+    command = list(map(str, command))
+    result = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
