@@ -2,6 +2,8 @@
 
 import importlib.util
 import inspect
+import itertools
+import json
 import re
 import sys
 import textwrap
@@ -133,12 +135,48 @@ class Arguments(Directive):
                     ),
                 )
             )
-        lines = [".. list-table::", "   :class: arguments", "   :header-rows: 1", ""]
-        for row in rows:
-            lines += [f"   {'  ' if i else '* '}- {cell}" for i, cell in enumerate(row)]
-        table = nodes.Element()
-        self.state.nested_parse(StringList(lines), self.content_offset, table)
-        return table.children
+        return list_table(self, rows, "arguments")
+
+
+class Levels(Directive):
+    """``.. levels:: FILE`` makes tables of what `python -m attnmask.bench --json` has written to benchmarks/results."""
+
+    required_arguments = 1
+
+    def run(self):
+        path = Path(__file__).parent.parent / "benchmarks" / "results" / self.arguments[0]
+        self.state.document.settings.record_dependencies.add(str(path))
+        report = json.loads(path.read_text(encoding="utf-8"))
+        made = [
+            nodes.paragraph(
+                text=f"{report['date'][:10]}, {report['processor']}, {report['system']}, {report['threads']} threads; "
+                f"attnmask {report['attnmask']} by {report['compiler']}, Python {report['python']}, "
+                f"NumPy {report['numpy']}, PyTorch {report['torch']}."
+            )
+        ]
+        for function, group in itertools.groupby(report["cases"], lambda case: case["function"]):
+            cases = list(group)
+            rows = [("", *(case["type"] for case in cases))]
+            for name in (*report["levels"], "PyTorch"):
+                times = [case["times"].get(name) for case in cases]
+                if any(times):
+                    shown = (f"{row['ms']:#.3g} ms, {row['of_peak']:.0%}" if row else "–" for row in times)
+                    rows.append((f"**{name}**" if name == report["level"] else name, *shown))
+            rows.append(("peak", *(f"{case['times']['peak']['rate']:.0f} {case['unit']}" for case in cases)))
+            made.append(nodes.rubric(text=function.capitalize()))
+            made.append(nodes.paragraph(text=f"{cases[0]['about'].capitalize()}.".replace(" x ", " × ")))
+            made += list_table(self, rows, "levels")
+        return made
+
+
+def list_table(directive, rows, name):
+    """A table of cells in reStructuredText, the first row of which is its head."""
+    lines = [".. list-table::", f"   :class: {name}", "   :header-rows: 1", ""]
+    for row in rows:
+        lines += [f"   {'  ' if i else '* '}- {cell}" for i, cell in enumerate(row)]
+    table = nodes.Element()
+    directive.state.nested_parse(StringList(lines), directive.content_offset, table)
+    return table.children
 
 
 def name_types(app, what, name, obj, options, signature, returns):
@@ -163,6 +201,7 @@ def setup(app):
     app.add_directive("mask", Mask)
     app.add_directive("gallery", Gallery)
     app.add_directive("arguments", Arguments)
+    app.add_directive("levels", Levels)
     app.add_directive("path-of-a-call", PathOfACall)
     app.connect("autodoc-process-signature", name_types)
     app.connect("missing-reference", find_name)

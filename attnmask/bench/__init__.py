@@ -1,0 +1,1 @@
+"""Measure what each instruction set of this processor gives: ``python -m attnmask.bench``."""
