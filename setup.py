@@ -134,14 +134,12 @@ def compile_units(units: Sequence[Unit]) -> None:
             while left:
                 passed = time.monotonic() - begin
                 running = [unit for future, unit in left.items() if future.running()]
-                remains = sum(unit.seconds for unit in left.values()) - sum(
-                    unit.seconds / 2 for unit in running
-                )
-                remains *= (
-                    max(passed / (work - remains), 1 / processors) if remains < work else 1 / processors
-                )
+                waiting = sum(unit.seconds for unit in left.values())
+                remains = waiting - sum(unit.seconds / 2 for unit in running)
                 at = len(units) - len(left) + max(1, len(running))
-                line = f"attnmask: compiling {at} of {len(units)} files, about {max(remains, 1):.0f} s left"
+                line = f"attnmask: compiling {at} of {len(units)} files"
+                if waiting < 0.9 * work:  # the first files say little
+                    line += f", about {max(remains * passed / (work - remains), 1):.0f} s left"
                 if terminal or passed - said >= 10:
                     print(f"\r{line:60}" if terminal else line, end="" if terminal else "\n", file=sys.stderr)
                     sys.stderr.flush()
