@@ -1,4 +1,4 @@
-"""Flash attention by the number of tokens and by the share of a mask that is live, beside its peers, with a chart.
+"""Flash attention by the number of tokens and by the share of a mask that is allowed, beside its peers, with a chart.
 
 python benchmarks/bench_curves.py [--quick] [--only TEXT] [--threads N]
 """
@@ -58,12 +58,22 @@ def lengths(bench: Bench) -> None:
 
 def shares(bench: Bench) -> None:
     places = {share: Case(f"share {share}", tokens=4096, density=share) for share in SHARES}
-    text = "4,096 tokens, 16 heads, D=64, float32, a dense mask by the share of its blocks of 128 × 128 that is live."
-    curve(bench, "Time by the live share of a mask", text, "live share", places, "attnmask", lambda case: {})
+    text = (
+        "4,096 tokens, 16 heads, D=64, float32, a dense mask by the allowed share of its blocks of 128 × 128."
+    )
+    curve(
+        bench,
+        "Time by the allowed share of a mask",
+        text,
+        "allowed share",
+        places,
+        "attnmask",
+        lambda case: {},
+    )
 
 
 def main() -> None:
-    bench = Bench(__doc__, "curves", "Flash attention by tokens and by the live share of a mask")
+    bench = Bench(__doc__, "curves", "Flash attention by tokens and by the allowed share of a mask")
     unit = "Milliseconds"
     if CLOCK == "process_time":
         unit += " of processor time, on a machine that did other work meanwhile"
@@ -71,7 +81,9 @@ def main() -> None:
         f"{unit}; median over the rounds, in which all take turns; `~` marks rounds that differ widely or that other "
         "processes disturbed. Every library runs in a process of its own and in the layout that suits it."
     )
-    bench.report.text("![The tables below as a chart.](curves.svg)")
+    bench.report.text(
+        "![Time by tokens.](curves_tokens.svg) ![Time by the allowed share of a mask.](curves_share.svg)"
+    )
     try:
         lengths(bench)
         shares(bench)

@@ -1,4 +1,8 @@
-"""Draws the tables of results/curves*.md as SVG beside them: python benchmarks/chart.py"""
+"""Draws tables of results/ as SVG beside them, each with what it shows as its title: python benchmarks/chart.py
+
+A picture is as wide as half of GitHub's column, so that two stand side by side, and its letters can be read where a
+telephone shows it 400 pixels wide.
+"""
 
 import math
 import re
@@ -19,8 +23,38 @@ LINES = {  # colours and widths
     "OpenVINO": (PALETTE[1], 1.5),
 }
 OTHER = ("currentColor", 1.5)
-WIDTH, HEIGHT = 820, 392
-LEFT, TOP, WIDE, HIGH, APART = 52, 52, 320, 240, 400  # of a panel, and from one to the next
+NAMES = {"torch": "PyTorch", "flex": "FlexAttention"}
+WIDTH, HEIGHT = 410, 332
+LEFT, TOP, WIDE, HIGH = 52, 80, 190, 200  # where curves are
+FONT = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="12"'
+APART = 15  # pixels between labels
+NARROW = 34  # pixels of a number on the axis
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the title of a chart says: of a place on its axis, beside some peers."""
+
+    suffix: str
+    text: str
+    place: float
+    ours: str
+    peers: tuple[str, ...]
+
+
+CLAIMS = {  # by heading
+    "Time by tokens": Claim("tokens", "Causal attention, 8,192 tokens", 8192, "attnmask, causal", ("torch",)),
+    "Time by the allowed share of a mask": Claim(
+        "share", "A mask 90 % empty", 0.1, "attnmask", ("torch", "flex")
+    ),
+}
+LINEAR = (  # rows of linear.md, and the peer that the title names
+    "gated delta rule, 2,048 tokens, 16 heads",
+    "KDA, 2,048 tokens, 16 heads",
+    "Mamba-2, 2,048 tokens, 32 heads",
+)
+LINEAR_PEER = "ONNX Runtime"
+BEYOND = 300  # milliseconds: longer bars are broken
 
 Series = dict[str, list[tuple[float, float]]]  # by name: places and milliseconds
 
@@ -69,26 +103,65 @@ class Scale:
         return self.begin + share * (self.end - self.begin)
 
 
-def panel(left: float, title: str, axis: str, series: Series, low: float, high: float) -> str:
-    """Curves over a grid; `low` and `high` are powers of ten, of milliseconds."""
+def shown(ms: float) -> str:
+    """In a title."""
+    return f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
+
+
+def heads(what: str, times: dict[str, float], below: str) -> str:
+    """The claim in two lines, and what it was measured with."""
+    unit = " ms" if len(times) < 3 else ""  # there is no room for all
+    said = f"{unit}, ".join(f"{NAMES.get(name, name)} {shown(ms)}" for name, ms in times.items()) + " ms"
+    return (
+        f'<text x="12" y="24" font-size="14" font-weight="bold">{escape(what)}:</text>\n'
+        f'<text x="12" y="42" font-size="14" font-weight="bold">{escape(said)}</text>\n'
+        f'<text x="12" y="59" font-size="11">{escape(below)}</text>\n'
+    )
+
+
+def spread(places: list[float]) -> list[float]:
+    """Heights of labels near the wanted ones, which are in order, so far apart that they can be read."""
+    places = list(places)
+    for _ in range(200):
+        for i in range(len(places) - 1):
+            if (lacking := APART - places[i + 1] + places[i]) > 0:
+                places[i] -= lacking / 2
+                places[i + 1] += lacking / 2
+    return places
+
+
+def curves(axis: str, series: Series) -> str:
+    """Curves over a grid, with their names at the right."""
+    times = [ms for points in series.values() for _, ms in points]
+    low, high = 10.0 ** math.floor(math.log10(min(times))), 10.0 ** math.ceil(math.log10(max(times)))
     places = sorted({place for points in series.values() for place, _ in points})
-    x, y = Scale(places[0], places[-1], left, left + WIDE), Scale(low, high, TOP + HIGH, TOP)
+    x, y = Scale(places[0], places[-1], LEFT, LEFT + WIDE), Scale(low, high, TOP + HIGH, TOP)
     decades = [10.0**n for n in range(round(math.log10(low)), round(math.log10(high)) + 1)]
-    grid = "".join(f"M{left} {y.at(ms):.1f}h{WIDE}" for ms in decades)
+    grid = "".join(f"M{LEFT} {y.at(ms):.1f}h{WIDE}" for ms in decades)
     grid += "".join(f"M{x.at(place):.1f} {TOP}v{HIGH}" for place in places)
-    drawn = f'<text x="{left}" y="{TOP - 16}" font-weight="bold">{escape(title)}</text>\n'
-    drawn += f'<path stroke="currentColor" stroke-opacity=".15" d="{grid}"/>\n'
+    drawn = f'<path stroke="currentColor" stroke-opacity=".15" d="{grid}"/>\n'
     for ms in decades:
-        drawn += f'<text x="{left - 6}" y="{y.at(ms) + 4:.1f}" text-anchor="end">{ms:g}</text>\n'
+        drawn += f'<text x="{LEFT - 6}" y="{y.at(ms) + 4:.1f}" text-anchor="end">{ms:,g}</text>\n'
+    drawn += f'<text x="{LEFT - 6}" y="{TOP + HIGH + 38}" text-anchor="end">ms</text>\n'
     for place in places:
+        if 0 < x.at(places[-1]) - x.at(place) < NARROW:
+            continue
         name = f"{place:,.0f}" if places[-1] > 1 else f"{place:.0%}"
-        drawn += f'<text x="{x.at(place):.1f}" y="{TOP + HIGH + 16}" text-anchor="middle">{name}</text>\n'
-    drawn += f'<text x="{left + WIDE / 2}" y="{TOP + HIGH + 34}" text-anchor="middle">{axis}</text>\n'
+        drawn += f'<text x="{x.at(place):.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{name}</text>\n'
+    drawn += f'<text x="{LEFT + WIDE / 2}" y="{TOP + HIGH + 38}" text-anchor="middle">{axis}</text>\n'
+    ends = sorted((y.at(points[-1][1]), name) for name, points in series.items())
+    heights = dict(zip((name for _, name in ends), spread([height for height, _ in ends]), strict=True))
     for name in sorted(series, key=lambda name: name.startswith("attnmask")):  # on top of its peers
         points = series[name]
         colour, width = LINES.get(name, OTHER)
         data = "L".join(f"{x.at(place):.1f} {y.at(ms):.1f}" for place, ms in points)
         drawn += f'<path fill="none" stroke="{colour}" stroke-width="{width}" d="M{data}"/>\n'
+        right, height = LEFT + WIDE, heights[name]
+        leader = f"M{right + 3} {y.at(points[-1][1]):.1f}L{right + 17} {height:.1f}"
+        drawn += f'<path fill="none" stroke="{colour}" d="{leader}"/>\n'
+        weight = ' font-weight="bold"' * (name == "attnmask")
+        label = escape(NAMES.get(name, name))
+        drawn += f'<text x="{right + 20}" y="{height + 4:.1f}"{weight}>{label}</text>\n'
         for place, ms in points:
             drawn += (
                 f'<circle cx="{x.at(place):.1f}" cy="{y.at(ms):.1f}" r="{1.2 * width:.1f}" fill="{colour}">'
@@ -97,36 +170,72 @@ def panel(left: float, title: str, axis: str, series: Series, low: float, high: 
     return drawn
 
 
-def legend(names: list[str]) -> str:
-    """Lines and their names: attnmask's, and below them the others."""
-    drawn = ""
-    for row, ours in enumerate((True, False)):
-        x, y = LEFT, TOP + HIGH + 60 + 20 * row
-        for name in (name for name in names if name.startswith("attnmask") == ours):
-            colour, width = LINES.get(name, OTHER)
-            drawn += f'<path stroke="{colour}" stroke-width="{width}" d="M{x} {y}h18"/>\n'
-            drawn += f'<text x="{x + 24}" y="{y + 4}">{escape(name)}</text>\n'
-            x += 48 + 7 * len(name)
-    return drawn
+def machine(text: str) -> str:
+    """Processor and threads: of the title, where it names one."""
+    named = re.search("^# .* on (.+)$", text, re.MULTILINE) or re.search("^([^|#].*?),", text, re.MULTILINE)
+    threads = re.search(r"\d+ threads?", text)
+    assert named
+    assert threads
+    return f"{named[1].replace('(R)', '').removesuffix(' Processor')}, {threads[0]}"
 
 
-def draw(text: str) -> str:
-    """The tables of a results file, one beside the other."""
-    panels = tables(text)
-    times = [ms for _, series in panels.values() for points in series.values() for _, ms in points]
-    low, high = 10.0 ** math.floor(math.log10(min(times))), 10.0 ** math.ceil(math.log10(max(times)))
-    body = "".join(
-        panel(LEFT + number * APART, f"{title}, milliseconds", axis, series, low, high)
-        for number, (title, (axis, series)) in enumerate(panels.items())
+def draw(text: str) -> dict[str, str]:
+    """A picture for each table of a results file that has a claim, by the claim's suffix."""
+    pictures = {}
+    for heading, (axis, series) in tables(text).items():
+        claim = CLAIMS[heading]
+        named = {name: series[name] for name in (claim.ours, *claim.peers) if name in series}
+        times = {name: dict(points)[claim.place] for name, points in named.items()}
+        times = {"attnmask": times.pop(claim.ours)} | times
+        case = re.search(rf"^## {re.escape(heading)}\n\n(.*?float32)", text, re.MULTILINE)
+        assert case
+        title = heads(claim.text, times, f"{case[1]}; {machine(text)}")
+        pictures[claim.suffix] = card(WIDTH, HEIGHT, f"<g {FONT}>\n{title}{curves(axis, series)}</g>\n")
+    return pictures
+
+
+def draw_linear(text: str) -> str:
+    """Bars of the first table of linear.md: the milliseconds of each library."""
+    (_, *names), _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.split("## One thread")[1].split("\n\n")[1].splitlines()
     )
-    names = dict.fromkeys(name for _, series in panels.values() for name in series if name != "attnmask")
-    font = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="12"'
-    return card(WIDTH, HEIGHT, f"<g {font}>\n{body}{legend(list(names))}</g>\n")
+    drawn, y, claimed = "", 84, {}
+    scale = (WIDTH - 112 - 70) / BEYOND  # pixels of a millisecond
+    for case, *cells in rows:
+        if case not in LINEAR:
+            continue
+        drawn += f'<text x="12" y="{y}" font-weight="bold">{escape(case[0].upper() + case[1:])}</text>\n'
+        times = {
+            name: float(number[1])
+            for name, cell in zip(names, cells, strict=True)
+            if name not in ("error", "of limit") and (number := re.match(r"~?([\d.]+)", cell))
+        }
+        if case == LINEAR[0]:
+            claimed = {name: times[name] for name in ("attnmask", LINEAR_PEER)}
+        for name, ms in times.items():
+            y += 17
+            wide = min(ms, BEYOND) * scale
+            ours = name == "attnmask"
+            colour = f'fill="{PALETTE[0]}"' if ours else 'fill-opacity=".35"'
+            weight = ' font-weight="bold"' * ours
+            drawn += f'<text x="12" y="{y}"{weight}>{name}</text>\n'
+            drawn += f'<rect x="112" y="{y - 10}" width="{wide:.1f}" height="12" {colour}/>\n'
+            if ms > BEYOND:
+                drawn += f'<path class="cut" d="M{112 + wide - 24:.1f} {y + 3}l6 -14h5l-6 14z"/>\n'
+            drawn += f'<text x="{112 + wide + 5:.1f}" y="{y}"{weight}>{shown(ms)} ms</text>\n'
+        y += 26
+    title = heads("Gated delta rule, 2,048 tokens", claimed, "Linear attention, float32; Zen 5, 1 thread")
+    style = ".cut{fill:#fff}@media(prefers-color-scheme:dark){.cut{fill:#151b23}}"
+    return card(WIDTH, y - 10, f"<g {FONT}>\n{title}{drawn}</g>\n", style)
 
 
 def main() -> None:
     for path in RESULTS.glob("curves*.md"):
-        path.with_suffix(".svg").write_text(draw(path.read_text(encoding="utf-8")), encoding="utf-8")
+        for suffix, picture in draw(path.read_text(encoding="utf-8")).items():
+            path.with_name(f"{path.stem}_{suffix}.svg").write_text(picture, encoding="utf-8")
+    linear = RESULTS / "linear.md"
+    linear.with_suffix(".svg").write_text(draw_linear(linear.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Charts show the numbers of their results files: by benchmarks/chart.py."""
 
+import itertools
 import re
 import runpy
 
@@ -46,8 +47,9 @@ def test_tables_are_read(chart):
 
 
 def test_every_number_is_drawn_where_it_belongs(chart):
-    picture = chart["draw"](TABLES)
-    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" .*<title>(.*)</title>', picture)
+    (_, series), (share, of_shares) = chart["tables"](TABLES).values()
+    picture, other = chart["curves"]("tokens", series), chart["curves"](share, of_shares)
+    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" .*<title>(.*)</title>', picture + other)
     assert [title for *_, title in points] == [
         "torch, 1024: 5.15 ms",
         "torch, 2048: 17 ms",
@@ -56,17 +58,50 @@ def test_every_number_is_drawn_where_it_belongs(chart):
         "attnmask, 0.1: 0.5 ms",
         "attnmask, 1: 50 ms",
     ]
-    (torch, _), (_, slow) = ([float(number) for number in point[:2]] for point in (points[0], points[-1]))
-    left, top, wide, high, apart = (chart[name] for name in ("LEFT", "TOP", "WIDE", "HIGH", "APART"))
+    (torch, _), (right, slow) = ([float(number) for number in point[:2]] for point in (points[0], points[-1]))
+    left, top, wide, high = (chart[name] for name in ("LEFT", "TOP", "WIDE", "HIGH"))
     assert torch == left
     assert slow == pytest.approx(top + high * 0.1003, abs=0.1)  # 50 of 0.1 to 100, by logarithms
-    assert float(points[-1][0]) == left + apart + wide
+    assert right == left + wide
+    assert re.findall(r'<text x="\d+" y="[\d.]+">(PyTorch|attnmask, causal)</text>', picture) == [
+        "PyTorch",
+        "attnmask, causal",
+    ]
+
+
+def test_labels_are_apart(chart):
+    apart = chart["APART"]
+    placed = chart["spread"]([100.0, 101.0, 103.0, 200.0])
+    assert all(below - above > apart - 0.1 for above, below in itertools.pairwise(placed))
+    assert placed[3] == 200
+    assert sum(placed[:3]) / 3 == pytest.approx(304 / 3)
+
+
+def charts(chart):
+    """By path: what the chart should be."""
+    for path in sorted(chart["RESULTS"].glob("curves*.md")):
+        for suffix, picture in chart["draw"](path.read_text(encoding="utf-8")).items():
+            yield path.with_name(f"{path.stem}_{suffix}.svg"), picture
+    linear = chart["RESULTS"] / "linear.md"
+    yield linear.with_suffix(".svg"), chart["draw_linear"](linear.read_text(encoding="utf-8"))
 
 
 def test_charts_show_their_tables(chart):
-    tables = sorted(chart["RESULTS"].glob("curves*.md"))
-    assert tables
-    for path in tables:
-        assert path.with_suffix(".svg").read_text(encoding="utf-8") == chart["draw"](
-            path.read_text(encoding="utf-8")
-        )
+    drawn = dict(charts(chart))
+    assert len(drawn) == 5
+    for path, picture in drawn.items():
+        assert path.read_text(encoding="utf-8") == picture
+    assert set(drawn) == set(chart["RESULTS"].glob("*.svg"))
+
+
+def test_titles_claim_what_tables_say(chart):
+    tables = (chart["RESULTS"] / "curves_zen5.md").read_text(encoding="utf-8")
+    changed = tables.replace("| 8,192 | 89.1 |", "| 8,192 | 1234 |").replace(
+        "| 0.1 | 10.9 |", "| 0.1 | 1.23 |"
+    )
+    assert changed.count("1234") == changed.count("1.23 |") == 1
+    pictures = chart["draw"](changed)
+    assert ">attnmask 1,234 ms, PyTorch 229 ms<" in pictures["tokens"]
+    assert ">attnmask 1.2, PyTorch 232, FlexAttention 23 ms<" in pictures["share"]
+    linear = (chart["RESULTS"] / "linear.md").read_text(encoding="utf-8")
+    assert ">attnmask 23 ms, ONNX Runtime 58 ms<" in chart["draw_linear"](linear)
