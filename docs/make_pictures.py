@@ -1,9 +1,11 @@
 """The pictures of the README, made anew: python docs/make_pictures.py"""
 
 import io
+import itertools
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from html import escape
@@ -20,6 +22,8 @@ from chart import card
 
 HERE = Path(__file__).parent
 PROMPT = "$ python -m attnmask"
+COLUMNS = 56  # so that its letters can be read where a telephone shows it 400 pixels wide
+TYPED, SHORTEST, LONGEST = 0.8, 0.05, 1.5  # seconds before the first line, and between lines
 LETTER, LINE, MARGIN = 7.8, 18, 16  # pixels of a letter's width, of a line's height, and around them
 COLOURS = {painted("", colour).removesuffix("\033[39m"): colour for colour in PALETTE}
 
@@ -33,12 +37,20 @@ def mask() -> str:
 
 
 class Terminal(io.StringIO):
-    """Takes text as a terminal does, colours too."""
+    """Takes text as a terminal does, colours too, and knows when lines began."""
 
     encoding = "utf-8"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = [time.monotonic()]
+
     def isatty(self) -> bool:
         return True
+
+    def write(self, text: str) -> int:
+        self.times += text.count("\n") * [time.monotonic()]
+        return super().write(text)
 
 
 def spans(line: str) -> Iterator[str]:
@@ -54,23 +66,33 @@ def spans(line: str) -> Iterator[str]:
             column += len(part)
 
 
+def delays(times: list[float]) -> Iterator[float]:
+    """When lines appear, in seconds: as they did, but none at once with the last, and none after a long wait."""
+    passed = TYPED
+    for last, now in itertools.pairwise([times[0], *times]):
+        passed += min(max(now - last, SHORTEST), LONGEST)
+        yield passed
+
+
 def terminal() -> str:
-    """What the demo shows of masks, attention and NaN."""
+    """What the demo shows of masks and attention, line by line as it did."""
     with (
-        patch.dict(os.environ, COLUMNS="80", TERM="xterm", NO_COLOR=""),
+        patch.dict(os.environ, COLUMNS=str(COLUMNS), TERM="xterm", NO_COLOR=""),
         redirect_stdout(Terminal()) as shown,
     ):
-        demo.show((demo.mask, demo.attention, demo.nan))
-    lines = [PROMPT, *shown.getvalue().splitlines()]
-    body = "".join(
-        f'<text y="{MARGIN + LINE * number + 13}">{"".join(spans(line))}</text>\n'
-        for number, line in enumerate(lines)
-        if line
-    )
-    style = "text{white-space:pre}"
+        demo.show((demo.mask, demo.attention))
+    lines = shown.getvalue().splitlines()
+    body = f'<text y="{MARGIN + 13}">{"".join(spans(PROMPT))}</text>\n'
+    for number, (line, delay) in enumerate(zip(lines, delays(shown.times), strict=False), 1):
+        if line:
+            style = f'style="animation-delay:{delay:.2f}s"'
+            body += f'<text class="line" {style} y="{MARGIN + LINE * number + 13}">{"".join(spans(line))}</text>\n'
+    # Without animations, or where a reader wants none, all lines are there from the beginning.
+    style = "text{white-space:pre}@keyframes appear{from{opacity:0}}.line{animation:appear .01s backwards}"
+    style += "@media(prefers-reduced-motion:reduce){.line{animation:none}}"
     font = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
     group = f'<g fill="currentColor" font-family="{font}" font-size="13">\n{body}</g>\n'
-    return card(80 * LETTER + 2 * MARGIN, LINE * len(lines) + 2 * MARGIN, group, style)
+    return card(COLUMNS * LETTER + 2 * MARGIN, LINE * (len(lines) + 1) + 2 * MARGIN, group, style)
 
 
 def main() -> None:
