@@ -13,7 +13,9 @@ import numpy as np
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.ext.autodoc.mock import _MockObject
+from sphinx.util.docutils import SphinxDirective
 
 import attnmask
 from attnmask._attention import arguments
@@ -102,6 +104,26 @@ class Gallery(Directive):
             section += nodes.figure("", nodes.raw("", picture, format="html"), *caption, classes=["mask"])
             sections.append(section)
         return [nodes.raw("", f'<div class="gallery">{grid}</div>', format="html"), *sections]
+
+
+class Keywords(SphinxDirective):
+    """``.. keywords:: WORD, WORDS`` lets a search find a page by what others call its subject."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self):
+        words = " ".join(self.arguments[0].split()).split(", ")
+        target = nodes.target("", "", ids=[f"keywords-{nodes.make_id(self.env.docname)}"])
+        self.state.document.note_explicit_target(target)
+        entries = [
+            ("single", word, target["ids"][0], "main", None) for word in words
+        ]  # before all other hits
+        return [
+            nodes.meta("", name="keywords", content=", ".join(words)),
+            addnodes.index(entries=entries, inline=False),
+            target,
+        ]
 
 
 class PathOfACall(Directive):
@@ -201,6 +223,7 @@ def setup(app):
     app.add_directive("mask", Mask)
     app.add_directive("gallery", Gallery)
     app.add_directive("arguments", Arguments)
+    app.add_directive("keywords", Keywords)
     app.add_directive("levels", Levels)
     app.add_directive("path-of-a-call", PathOfACall)
     app.connect("autodoc-process-signature", name_types)

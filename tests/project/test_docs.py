@@ -173,6 +173,31 @@ def test_links_of_see_also(html):
     assert not [name for name in names if "<a " not in name]
 
 
+FOUND = {  # what people search for, and the page that should come first
+    "GQA": "flash",
+    "MQA": "flash",
+    "SDPA": "torch",
+    "varlen": "flash_attn",
+    "sliding window": "mask_info",
+    "KV cache": "cache",
+    "continuous batching": "transformers",
+    "flex": "guides/moving",
+    "FAQ": "questions",
+}
+
+
+def test_a_search_finds_words_of_others(html):
+    """Words of `.. keywords::` come before all other hits, which those do that are marked as main."""
+    index = json.loads(re.search(r"\((.*)\)", (html / "searchindex.js").read_text("utf-8"), re.S)[1])
+    for word, page in FOUND.items():
+        ((number, _, main),) = index["indexentries"][word.lower()]
+        assert (index["docnames"][number], main) == (page, True), word
+        assert re.search(
+            rf'<meta content="[^"]*\b{word}\b[^"]*" name="keywords"',
+            (html / f"{page}.html").read_text("utf-8"),
+        ), word
+
+
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium")
 def test_no_page_is_wider_than_the_screen(html):
     pages = [f"{name.removesuffix('.rst')}.html" for name in TEXTS]
