@@ -25,6 +25,7 @@ from attnmask.bench.race import PEAK, TORCH, Case, Contenders, error, noisy
 WIDTH = 96
 SECONDS, QUICK_SECONDS = 2.5, 0.3  # a case, about
 BUSY = 0.05  # of the processors, by other processes
+TELLING = 4  # cases after which the time left is estimated from them
 NAME, CELLS = 12, (8, 8, 6)  # widths of columns: the first, and those of each type
 
 Report = dict[str, Any]
@@ -203,13 +204,17 @@ class Others:
 class Progress:
     """A line that says how far it is, on a terminal only."""
 
-    def __init__(self, cases: int) -> None:
-        self.cases, self.begin, self.shown = cases, time.perf_counter(), sys.stderr.isatty()
+    def __init__(self, cases: int, seconds: float) -> None:
+        self.cases, self.planned, self.begin = cases, seconds, time.perf_counter()
+        self.shown = sys.stderr.isatty()
 
-    def say(self, done: int, name: str, seconds: float) -> None:
+    def say(self, done: int, name: str) -> None:
         if self.shown:
+            if not done:
+                self.begin = time.perf_counter()
             passed = time.perf_counter() - self.begin
-            left = (passed / done if done else 1.3 * seconds) * (self.cases - done)
+            each = passed / done if done >= TELLING else self.planned
+            left = max(each * (self.cases - done), 1)
             text = f"{done + 1} of {self.cases}: {name}, about {left:.0f} s left"
             print(f"\r{text:{WIDTH - 1}}", end="", file=sys.stderr, flush=True)
 
@@ -228,8 +233,8 @@ def run(options: argparse.Namespace) -> Report:
         for kind in function.types
         if known(kind)
     ]
-    progress, others = Progress(len(cases)), Others()
-    progress.say(0, "starting", seconds)
+    progress, others = Progress(len(cases), 1.2 * seconds), Others()
+    progress.say(0, "starting")
     with Contenders(report["levels"], bool(report["torch"]), options.threads) as contenders:
         missing = dict(contenders.missing)
         if not known("bfloat16"):
@@ -238,7 +243,7 @@ def run(options: argparse.Namespace) -> Report:
         print(heading(report, missing), flush=True)
         report["cases"] = []
         for number, case in enumerate(cases):
-            progress.say(number, f"{case.function}, {case.type}", seconds)
+            progress.say(number, f"{case.function}, {case.type}")
             report["cases"].append(measure(contenders, case, report["level"], seconds))
             made = [each for each in report["cases"] if each["function"] == case.function]
             if case is cases[-1] or cases[number + 1].function != case.function:

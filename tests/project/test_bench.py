@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -157,6 +158,32 @@ def test_wrong_arguments(arguments, message):
     result = run(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.endswith(f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("problem", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenProcessPool(), 1, "python -m attnmask.bench: error: a process that measures has died"),
+    ],
+)
+def test_what_ends_it_early(problem, status, message, monkeypatch, capsys):
+    def run(options):
+        raise problem
+
+    monkeypatch.setattr(bench, "run", run)
+    assert bench.main([]) == status
+    assert capsys.readouterr().err.strip().startswith(message)
+
+
+def test_a_terminal_shows_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    progress = bench.Progress(8, 2.0)
+    progress.say(0, "one")
+    progress.clear()
+    shown = capsys.readouterr().err
+    assert "\r1 of 8: one, about 16 s left" in shown
+    assert max(map(len, shown.split("\r"))) < bench.WIDTH
 
 
 def test_it_is_not_imported_with_the_package():
