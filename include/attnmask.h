@@ -174,8 +174,9 @@ typedef struct {
 /* Who attends to whom: all that is given holds at once. */
 typedef struct {
     size_t size;
-    /* low <= k - q - offset <= high. high 0 is a causal mask, low -128 a window of 128 keys to the left.
-     * offset: one for each batch row or sequence, such as Tk - Tq if the last query is at the last key. */
+    /* low <= k - q - offset <= high: high 0 is a causal mask, low -128 a window of 128 keys to the left. One
+     * for all, or low and high [H], or [N] of packed sequences; offset one for each batch row or sequence,
+     * such as Tk - Tq if the last query is at the last key. */
     attnmask_operand low, high, offset;
     /* Packed sequences of queries and keys; of keys may be left out if they are those of queries. */
     attnmask_array cum_seqlens_q, cum_seqlens_k;

@@ -29,7 +29,9 @@ needs_make = pytest.mark.skipif(
     reason="the C library is built by make and a C compiler, of the sources",
 )
 
-_CODE = re.sub(r"/\*.*?\*/|^ *#.*?$(?<!\\)", "", HEADER.read_text(), flags=re.S | re.M) if HEADER.exists() else ""
+_CODE = (
+    re.sub(r"/\*.*?\*/|^ *#.*?$(?<!\\)", "", HEADER.read_text(), flags=re.S | re.M) if HEADER.exists() else ""
+)
 _TYPES: dict[str, Any] = {
     "size_t": ctypes.c_size_t,
     "double": ctypes.c_double,
@@ -41,7 +43,10 @@ _TYPES: dict[str, Any] = {
 
 def _read_enums() -> dict[str, dict[str, int]]:
     found = re.findall(r"typedef enum \{(.*?)\} (\w+);", _CODE, re.S)
-    return {name: {one.strip(): i for i, one in enumerate(names.strip(" \n,").split(","))} for names, name in found}
+    return {
+        name: {one.strip(): i for i, one in enumerate(names.strip(" \n,").split(","))}
+        for names, name in found
+    }
 
 
 def _fields(lines: str) -> Iterator[tuple[str, Any]]:
@@ -51,7 +56,13 @@ def _fields(lines: str) -> Iterator[tuple[str, Any]]:
         kind, names = re.fullmatch(r"\s*(?:const )?(\w+)(.*)", line, re.S).groups()
         for name in names.split(","):
             pointer, own, length = re.fullmatch(r"\s*(\*?)(\w+)(?:\[(\d+)\])?", name).groups()
-            of = ctypes.c_char_p if pointer and kind == "char" else ctypes.c_void_p if pointer else _TYPES[kind]
+            of = (
+                ctypes.c_char_p
+                if pointer and kind == "char"
+                else ctypes.c_void_p
+                if pointer
+                else _TYPES[kind]
+            )
             yield own, of * int(length) if length else of
 
 
@@ -65,7 +76,9 @@ ENUMS = _read_enums()
 STRUCTS = _read_structs()
 FUNCTIONS = sorted(re.findall(r"ATTNMASK_API \w+ (\w+)\(", _CODE))
 _NUMBERS = {name: number for enum in ENUMS.values() for name, number in enum.items()}
-_DTYPES = {name.removeprefix("ATTNMASK_").lower(): number for name, number in ENUMS.get("attnmask_type", {}).items()}
+_DTYPES = {
+    name.removeprefix("ATTNMASK_").lower(): number for name, number in ENUMS.get("attnmask_type", {}).items()
+}
 _DTYPES |= {"float8_e4m3fn": _DTYPES.get("float8_e4m3")}
 
 
@@ -165,7 +178,9 @@ def call(function: str, *arguments: Any) -> None:
     """Calls a function, and raises ValueError with the name of the status and the message unless that is OK."""
     message = STRUCTS["attnmask_message"]()
     of = getattr(library(), f"attnmask_{function}")
-    status = of(*(a if a is None or isinstance(a, int) else ctypes.byref(a) for a in arguments), ctypes.byref(message))
+    status = of(
+        *(a if a is None or isinstance(a, int) else ctypes.byref(a) for a in arguments), ctypes.byref(message)
+    )
     names = {number: name for name, number in ENUMS["attnmask_status"].items()}
     if status:
         raise ValueError(f"{names[status]}: {message.text.decode()}")

@@ -27,7 +27,8 @@ static void *zeros(int64_t count, size_t size)
 static float *numbers(int64_t count, int64_t seed)
 {
     float *x = (float *)zeros(count, sizeof *x);
-    for (int64_t i = 0; i < count; i++) x[i] = (float)((double)((seed * 7919 + i * 104729) % 2001 - 1000) / 500);
+    for (int64_t i = 0; i < count; i++)
+        x[i] = (float)((double)((seed * 7919 + i * 104729) % 2001 - 1000) / 500);
     return x;
 }
 
@@ -52,10 +53,10 @@ enum { B = 2, TQ = 50, TK = 70, H = 4, KV = 2, D = 16, QUERIES = B * TQ * H * D,
 /* A causal mask, or a prefix of 10 keys, within a window; ALiBi; and the gradients. */
 static void attention(void)
 {
-    float *q = numbers(QUERIES, 1), *k = numbers(KEYS, 2), *v = numbers(KEYS, 3), *d_out = numbers(QUERIES, 4),
-          *out = (float *)zeros(QUERIES, sizeof *out), *lse = (float *)zeros(B * H * TQ, sizeof *lse),
-          *d_q = (float *)zeros(QUERIES, sizeof *d_q), *d_k = (float *)zeros(KEYS, sizeof *d_k),
-          *d_v = (float *)zeros(KEYS, sizeof *d_v);
+    float *q = numbers(QUERIES, 1), *k = numbers(KEYS, 2), *v = numbers(KEYS, 3),
+          *d_out = numbers(QUERIES, 4), *out = (float *)zeros(QUERIES, sizeof *out),
+          *lse = (float *)zeros(B * H * TQ, sizeof *lse), *d_q = (float *)zeros(QUERIES, sizeof *d_q),
+          *d_k = (float *)zeros(KEYS, sizeof *d_k), *d_v = (float *)zeros(KEYS, sizeof *d_v);
     const double slopes[H] = {0.5, 0.25, 0.125, 0};
     const int64_t of_heads[4] = {1, H, 1, 1}, rows[3] = {B, H, TQ};
     const attnmask_node nodes[] = {
@@ -101,8 +102,9 @@ static void decoding(void)
 {
     enum { PAGES = 5, PAGE = 8, NEW = 5, SEQUENCES = 1, CACHE = PAGES * PAGE * KV };
     int8_t *k_cache = (int8_t *)zeros(CACHE * D, 1), *v_cache = (int8_t *)zeros(CACHE * D, 1);
-    float *k_scale = (float *)zeros(CACHE, sizeof *k_scale), *v_scale = (float *)zeros(CACHE, sizeof *v_scale),
-          *q = numbers(NEW * H * D, 5), *k = numbers(35 * KV * D, 6), *v = numbers(35 * KV * D, 7),
+    float *k_scale = (float *)zeros(CACHE, sizeof *k_scale),
+          *v_scale = (float *)zeros(CACHE, sizeof *v_scale), *q = numbers(NEW * H * D, 5),
+          *k = numbers(35 * KV * D, 6), *v = numbers(35 * KV * D, 7),
           *out = (float *)zeros(NEW * H * D, sizeof *out);
     const int32_t table[PAGES] = {3, 1, 4, 0, 2};
     int64_t slot[30];
@@ -142,8 +144,7 @@ static void linear(void)
     enum { T = 40, STATES = 2 * H * D * D };
     float *q = numbers(T * H * D, 8), *k = numbers(T * H * D, 9), *v = numbers(T * H * D, 10),
           *beta = numbers(T * H, 11), *state = (float *)zeros(STATES, sizeof *state),
-          *out = (float *)zeros(T * H * D, sizeof *out), *d_q = (float *)zeros(T * H * D, sizeof *d_q),
-          *kept;
+          *out = (float *)zeros(T * H * D, sizeof *out), *d_q = (float *)zeros(T * H * D, sizeof *d_q), *kept;
     const int32_t starts[3] = {0, 25, 40};
     const int64_t of_beta[3] = {1, T, H};
     int64_t shape[2];
@@ -212,6 +213,7 @@ int main(int count, char **arguments)
     linear();
     tokens();
     if (attnmask_forward(NULL, &message) != ATTNMASK_INVALID) return 5;
-    printf("%s %s %d: %s\n", configuration.version, configuration.level, (int)attnmask_threads(), message.text);
+    printf("%s %s %d: %s\n", configuration.version, configuration.level, (int)attnmask_threads(),
+           message.text);
     return fclose(results) ? 3 : 0;
 }

@@ -1,5 +1,5 @@
-// program.cpp – calls the C library from several threads at once in C++: all get the same bits, which are written to
-// a file for test_programs.py.
+// program.cpp – calls the C library from several threads at once in C++: all get the same bits, which are
+// written to a file for test_programs.py.
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int64_t batch = 2, tokens = 150, heads = 4, channels = 32, count = batch * tokens * heads * channels;
+constexpr int64_t batch = 2, tokens = 150, heads = 4, channels = 32,
+                  count = batch * tokens * heads * channels;
 
 std::vector<float> numbers(int64_t seed)
 {

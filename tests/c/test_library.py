@@ -77,7 +77,7 @@ def program_of(mask):
 
 
 def same(got, wanted):
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     assert got.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
@@ -168,9 +168,7 @@ def test_terms_and_their_gradients(name, dtype):
         elif one in ("relative bias", "sinks"):
             given[-1]["gradient"] = np.full((4, term["array"].shape[-1]), 7.0)
     call, out, lse, out_wide = attend(q, k, v, mask=c.mask(high=0, offset=10), **c.terms(*given))
-    learned = {
-        f"grad_{one}": one in arguments for one in ("bias", "relative_bias", "softmax_aux")
-    }
+    learned = {f"grad_{one}": one in arguments for one in ("bias", "relative_bias", "softmax_aux")}
     wanted, vjp = attnmask.flash_attention_vjp(q, k, v, **arguments, **learned)
     same(out, wanted)
     same(out_wide.astype(dtype), wanted)
@@ -262,7 +260,11 @@ def cached_call(case, arguments):
     query = arguments["query"]
     shape = (*query.shape[:-1], case.depths[1])
     out = np.full(shape, 7, query.dtype)
-    heads_first = (query.shape[1], query.shape[0]) if query.ndim == 3 else (query.shape[0], query.shape[2], query.shape[1])
+    heads_first = (
+        (query.shape[1], query.shape[0])
+        if query.ndim == 3
+        else (query.shape[0], query.shape[2], query.shape[1])
+    )
     lse = np.full(heads_first, 7, wide(query.dtype))
     call = c.struct(
         "cached_attention",
@@ -288,7 +290,14 @@ def _pair(window):
 OVER_CACHES = [replace(case, rotate=False) for case in [*CASES[::3], *every_format()]]
 # C has aligned arrays alone.
 OVER_CACHES = [
-    replace(case, **{layout: "contiguous" for layout in ("layout", "token_layout") if getattr(case, layout) == "misaligned"})
+    replace(
+        case,
+        **{
+            layout: "contiguous"
+            for layout in ("layout", "token_layout")
+            if getattr(case, layout) == "misaligned"
+        },
+    )
     for case in OVER_CACHES
 ]
 
@@ -318,7 +327,9 @@ def test_writes_to_slots(kind):
             return [np.zeros((3, 8, 2, 32), F32) for _ in range(2)], [None, None]
         channels, scale = (32, (3, 8, 2, 1)) if kind == "int8" else (16, (3, 8, 2, 1, 2))
         dtype = np.int8 if kind == "int8" else np.uint8
-        return [np.zeros((3, 8, 2, channels), dtype) for _ in range(2)], [np.ones(scale, F32) for _ in range(2)]
+        return [np.zeros((3, 8, 2, channels), dtype) for _ in range(2)], [
+            np.ones(scale, F32) for _ in range(2)
+        ]
 
     (k, v), (k_scale, v_scale) = caches()
     attnmask.write_kvcache(k, v, key, value, slots, k_scale=k_scale, v_scale=v_scale)
@@ -344,13 +355,23 @@ def test_linear_attention(dtype, decay, beta, packed):
     batch, tokens, heads, key_heads, key_dim, value_dim = 1 if packed else 2, 90, 4, 2, 16, 24
     q, k = (numbers(rng, batch, tokens, key_heads, key_dim, dtype=dtype) for _ in range(2))
     v = numbers(rng, batch, tokens, heads, value_dim, dtype=dtype)
-    shapes = {"[H]": (heads,), "[B, T, H]": (batch, tokens, heads), "[B, T, H, K]": (batch, tokens, heads, key_dim)}
+    shapes = {
+        "[H]": (heads,),
+        "[B, T, H]": (batch, tokens, heads),
+        "[B, T, H, K]": (batch, tokens, heads, key_dim),
+    }
     gates = {"decay": None if decay is None else -abs(numbers(rng, *shapes[decay], dtype=dtype)) / 4}
     gates["beta"] = 1 / (1 + np.exp(-numbers(rng, batch, tokens, heads).astype(dtype))) if beta else None
     starts = np.array([0, 30, 30, 90]) if packed else None
     sequences = 3 if packed else batch
     state = numbers(rng, sequences, heads, key_dim, value_dim, dtype=wide(dtype))
-    arguments = {**gates, "initial_state": state, "cu_seqlens": starts, "normalize_qk": beta, "chunk_size": 32}
+    arguments = {
+        **gates,
+        "initial_state": state,
+        "cu_seqlens": starts,
+        "normalize_qk": beta,
+        "chunk_size": 32,
+    }
     (wanted, last), vjp = attnmask.linear_attention_vjp(q, k, v, **arguments, return_state=True)
 
     out, own_last = np.full_like(v, 7), np.full_like(state, 7)

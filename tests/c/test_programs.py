@@ -24,7 +24,9 @@ ABI = ROOT / "tests/c/abi.txt"
 
 
 def run(*command, env=os.environ, **options):
-    own = {name: value for name, value in env.items() if name != "LD_PRELOAD"}  # programs have their own sanitizer
+    own = {
+        name: value for name, value in env.items() if name != "LD_PRELOAD"
+    }  # programs have their own sanitizer
     command = list(map(str, command))
     result = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300, **options)
     assert result.returncode == 0, result.stderr
@@ -34,7 +36,9 @@ def run(*command, env=os.environ, **options):
 def compiled(folder, source, *flags, static=False):
     program = folder / "program"
     build = c.built()
-    link = [build / "libattnmask.a", "-lm", "-pthread", "-fopenmp"] if static else [f"-L{build}", "-lattnmask"]
+    link = (
+        [build / "libattnmask.a", "-lm", "-pthread", "-fopenmp"] if static else [f"-L{build}", "-lattnmask"]
+    )
     compiler = CXX if source.suffix == ".cpp" else CC
     run(compiler, *flags, *STRICT, *ASAN, source, "-o", program, *link, f"-Wl,-rpath,{build}")
     return program
