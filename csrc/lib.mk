@@ -5,6 +5,7 @@ include csrc/rules.mk
 
 comma := ,
 PREFIX ?= /usr/local
+OBJCOPY ?= objcopy
 LIBDIR ?= $(PREFIX)/lib
 BUILD := build/lib$(if $(SANITIZE),-$(firstword $(subst $(comma), ,$(SANITIZE))))$(if $(DEBUG),-debug)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -69,7 +70,7 @@ $(SHARED): $(OBJECTS)
 $(STATIC): $(OBJECTS)
 	@rm -f $@
 	$(LD) -r -o $(BUILD)/attnmask.o $(OBJECTS)
-	$(if $(DARWIN),,objcopy --localize-hidden $(BUILD)/attnmask.o)
+	$(if $(DARWIN),,$(OBJCOPY) --localize-hidden $(BUILD)/attnmask.o)
 	$(AR) rcs $@ $(BUILD)/attnmask.o
 
 install: all
