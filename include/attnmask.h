@@ -269,7 +269,9 @@ typedef struct {
     const attnmask_mask *mask;      /* without offset and cum_seqlens_k; keys of its terms are those of the
                                      * longest sequence, each counted from 0 */
     int64_t chunk;                  /* keys of the same chunk of so many positions alone; 0: none */
-    const attnmask_term *terms;     /* a bias may have more keys than there are tokens */
+    int64_t prefix; /* tokens at the beginning that all sequences share, in whole pages: read once for all.
+                     * Not with nodes, low, chunk, a bias, or terms of distances */
+    const attnmask_term *terms; /* a bias may have more keys than there are tokens */
     int64_t term_count;
     attnmask_array out; /* [B, Tq, H, Dv], or [total, H, Dv], of the type of query */
     attnmask_array lse; /* [B, H, Tq], or [H, total]; float64 for float64, else float32 */

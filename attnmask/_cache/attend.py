@@ -37,6 +37,17 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
     return np.full(batch, given, np.int64) if isinstance(given, int) else given
 
 
+def prefix_of(given: Arguments) -> int:
+    """Return the number of tokens that all sequences share, with which some arguments do not go."""
+    prefix = operator.index(given["prefix"])
+    for name in _BY_PLACE if prefix else ():
+        if given[name] is not None:
+            raise ValueError(
+                f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"
+            )
+    return prefix
+
+
 def options(query: Array, shape: Shape, sequences: int, channels: int, given: Arguments) -> tuple[Any, ...]:
     """Return the scale, the terms of the logits, limits of distances, the tokens of a chunk or 0, and whether the
     logsumexp is wanted.
@@ -44,11 +55,7 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
     `shape` is that of the mask and the bias, which may have more keys.
     """
     numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
-    for name in _BY_PLACE if operator.index(given["prefix"]) else ():
-        if given[name] is not None:
-            raise ValueError(
-                f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"
-            )
+    prefix_of(given)
     short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
     terms = terms_of(short, Sizes(shape, (sequences,), "B", numbers))
     return (

@@ -14,6 +14,7 @@ from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
 from attnmask._common.arguments import (
     as_array,
+    describe,
     integer_array,
     is_floating,
     wide_dtype,
@@ -87,10 +88,10 @@ class Attend(_ToCache):
 
     def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
         given = static | arrays
-        if given["prefix"]:
+        if given["prefix"] and given["attention_mask"] is not None:
+            came = describe(given["attention_mask"])
             raise ValueError(
-                f"prefix must be 0 in compiled functions, got {given['prefix']}; attend to it and to what follows in "
-                "two calls, and merge their results by attnmask.jax.merge_attention_states"
+                f"attention_mask must be None with prefix, got {came}; leave prefix out to have both"
             )
         packed, first, more = "cu_seqlens_q" in arrays, self.first(arrays), Arrays()
         if packed:
@@ -146,11 +147,13 @@ def _words(given: Given, known: Given, shape: tuple[int, int, int, int], arrays:
     before, table = given["cache_seqlens"], given["block_table"]
     rows = known["k_cache"].shape[1]
     keys = _keys(known, rows if table is None else rows * np.shape(table)[1])
+    prefix = kvcache.prefix_of(given)
     scale, terms, low, high, chunk, _ = kvcache.options(
         known["query"], (batch, heads, queries, keys), sequences, channels, {**given, **known}
     )
     said = {name: given[name] is not None for name in call.WORDS["cache"]} | {
-        "return_lse": given["return_lse"]
+        "return_lse": given["return_lse"],
+        "prefix": prefix > 0,
     }
     if is_traced(before):
         before = before.reshape(-1)
@@ -169,6 +172,8 @@ def _words(given: Given, known: Given, shape: tuple[int, int, int, int], arrays:
     words = call.first_words(call.flags_of("cache", said), scale)
     for operand in operands:
         words += call.operand_words(arrays.place(operand))
+    if prefix:
+        words.append(prefix)
     if said["attention_mask"] or said["bias"]:
         words.append(keys)
     bias = given["bias"][..., : max(keys, 1)] if is_traced(given["bias"]) else given["bias"]

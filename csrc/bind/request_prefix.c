@@ -54,7 +54,7 @@ bool am_cached_cut(am_request *r, am_cached *c, ptrdiff_t prefix)
     const ptrdiff_t size = am_max(1, c->caches[0].shape[1]), count = prefix / size;
     if (!c->table.data)
         return am_refuse(r, AM_WRONG_VALUE, NULL, "prefix must be 0 without block_table, got %td", prefix);
-    if (prefix % size || count > c->table.shape[1])
+    if (prefix < 0 || prefix % size || count > c->table.shape[1])
         return am_refuse(r, AM_WRONG_VALUE, NULL,
                          "prefix must be whole pages of %td tokens, up to the %td of block_table, got %td",
                          size, c->table.shape[1], prefix);

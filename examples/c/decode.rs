@@ -54,6 +54,7 @@ struct CachedAttention {
     scale: f64,
     mask: *const Mask,
     chunk: i64,
+    prefix: i64,
     terms: *const c_void,
     term_count: i64,
     out: Array,

@@ -62,7 +62,9 @@ def linear(**fields):
     return c.struct("linear_attention", **({"query": X, "key": X, "value": X, "out": X.copy()} | fields))
 
 
+SLOPES = np.ones((1, 2, 1, 1))
 SLOTS = np.arange(9, 17)
+TABLE = np.array([[0, 1], [0, 1]], np.int32)
 SUMS = {"x": X, "out": X.copy()}
 FEW = np.zeros((2, 8, 2, 8), F32)
 # The function, how its arguments are made, and words of the message.
@@ -180,6 +182,22 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
     "a chunk below 0": ("cached_forward", lambda: [cached(chunk=-1)], "chunk must be at least 0"),
     "a page that is not there": (
         "cached_forward", lambda: [cached(block_table=np.array([[0], [2]], np.int32))], "must be from 0 to 1",
+    ),
+    "a prefix without pages": ("cached_forward", lambda: [cached(prefix=8)], "prefix must be 0 without block_table"),
+    "a prefix below 0": (
+        "cached_forward", lambda: [cached(prefix=-16, block_table=TABLE)], "prefix must be whole pages",
+    ),
+    "a window with a prefix": (
+        "cached_forward",
+        lambda: [cached(prefix=16, block_table=TABLE, mask=c.mask(low=-3))],
+        "low must not be given with prefix",
+    ),
+    "slopes with a prefix": (
+        "cached_forward",
+        lambda: [cached(
+            prefix=16, block_table=TABLE, cache_seqlens=24, **c.terms({"kind": "ALIBI", "array": SLOPES}),
+        )],
+        "terms must be caps or sinks with prefix",
     ),
     "new keys without values": ("cached_forward", lambda: [cached(key=X)], "value must be given with key"),
     "caches of integers": (

@@ -316,6 +316,24 @@ def test_caches(case):
             assert own[name].tobytes() == arguments[name].tobytes(), name
 
 
+def test_a_prefix_of_all_sequences():
+    rng = np.random.default_rng(10)
+    query, key = numbers(rng, 3, 2, 4, 16), numbers(rng, 3, 2, 2, 16)
+    caches = [numbers(rng, 8, 16, 2, 16) for _ in range(2)]
+    table, lengths = np.array([[5, 0, 1], [5, 0, 2], [5, 0, 7]], np.int32), np.array([34, 32, 40])
+    own, out = [x.copy() for x in caches], np.full_like(query, 7)
+    wanted = attnmask.flash_attention_with_kvcache(
+        query, *caches, key, key, cache_seqlens=lengths, block_table=table, causal=True, prefix=32
+    )
+    call = c.struct(
+        "cached_attention", query=query, k_cache=own[0], v_cache=own[1], key=key, value=key, cache_seqlens=lengths,
+        block_table=table, mask=c.mask(high=0), prefix=32, out=out,
+    )  # fmt: skip
+    c.call("cached_forward", call)
+    same(out, wanted)
+    same(own[0], caches[0])
+
+
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
 def test_writes_to_slots(kind):
     rng = np.random.default_rng(6)

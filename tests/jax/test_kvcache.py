@@ -251,18 +251,53 @@ def test_finite_keys_have_finite_scales(scales):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(written) if x.dtype != np.uint8)
 
 
-def test_a_prefix_outside_of_compiled_functions():
-    """With NumPy's bits; compiled, an error says what to write."""
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_a_prefix(packed, new):
+    """With NumPy's bits, compiled or not; and under vmap, where each call has pages of its own."""
     rng = np.random.default_rng(0)
-    query, *pages = (
-        rng.standard_normal(shape, np.float32) for shape in ((2, 1, 2, 16), *[(4, 4, 2, 16)] * 2)
-    )
-    more = {"block_table": np.array([[3, 1], [3, 2]], np.int32), "cache_seqlens": np.array([6, 8], np.int32)}
-    right = attnmask.flash_attention_with_kvcache(query, *pages, **more, prefix=4)
-    attend = functools.partial(attnmask.jax.flash_attention_with_kvcache, **more, prefix=4)
-    arrays = [jax.numpy.asarray(x) for x in (query, *pages)]
-    assert np.asarray(attend(*arrays).out).tobytes() == right.tobytes()
-    with pytest.raises(
-        ValueError, match=r"prefix must be 0 in compiled functions, got 4; .*merge_attention_states"
-    ):
-        jax.jit(attend)(*arrays)
+    query = rng.standard_normal((3, 2, 16) if packed else (2, 1, 2, 16), np.float32)
+    pages = rng.standard_normal((2, 4, 4, 2, 16), np.float32)
+    given = {"block_table": np.array([[3, 1], [3, 2]], np.int32), "cache_seqlens": np.array([6, 7], np.int32)}
+    if packed:
+        given |= {"cu_seqlens_q": np.array([0, 2, 3], np.int32)}
+    if new:
+        given |= {"key": query[..., :2, :], "value": query[..., :2, :] + 1}
+        given["cache_seqlens"] = given["cache_seqlens"] - 2 if packed else given["cache_seqlens"]
+    own = [x.copy() for x in pages]
+    out, lse = attnmask.flash_attention_with_kvcache(query, *own, **given, prefix=4, return_lse=True)
+
+    def attend(query, pages, given):
+        return attnmask.jax.flash_attention_with_kvcache(query, *pages, **given, prefix=4, return_lse=True)
+
+    for function in (attend, jax.jit(attend)):
+        got = function(jax.numpy.asarray(query), jax.numpy.array(pages), given)
+        assert np.asarray(got.out).tobytes() == out.tobytes()
+        assert np.asarray(got.lse).tobytes() == lse.tobytes()
+        if new:
+            assert np.asarray(got.k_cache).tobytes() == own[0].tobytes()
+    queries, both = np.stack([query, query * 2]), np.stack([pages, pages * 2])
+    mapped = jax.jit(jax.vmap(lambda query, pages: attend(query, pages, given).out))(queries, both)
+    for got, query, pages in zip(mapped, queries, both, strict=True):
+        right = attnmask.flash_attention_with_kvcache(query, *pages.copy(), **given, prefix=4)
+        assert np.asarray(got).tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prefix": 3}, "prefix must be whole pages of 4 tokens"),
+        ({"prefix": 8}, "cache_seqlens must be at least prefix = 8, got 6 at index 0"),
+        ({"block_table": np.array([[3, 1], [0, 2]], np.int32)}, "prefix must be .* sequences share"),
+        ({"attention_mask": np.ones((1, 1, 1, 8), bool)}, "attention_mask must be None with prefix, got"),
+        ({"sliding_window": 9}, "sliding_window must be None with prefix, got 9"),
+    ],
+)  # fmt: skip
+def test_a_wrong_prefix(wrong, message):
+    query, pages = np.ones((2, 1, 2, 16), np.float32), np.ones((4, 4, 2, 16), np.float32)
+    given = {"block_table": np.array([[3, 1], [3, 2]], np.int32), "cache_seqlens": np.array([6, 8], np.int32)}
+    given |= {"prefix": 4, **wrong}
+    for compiled in (False, True):
+        attend = functools.partial(attnmask.jax.flash_attention_with_kvcache, **given)
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+            jax.block_until_ready((jax.jit(attend) if compiled else attend)(query, pages, pages))

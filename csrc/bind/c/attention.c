@@ -140,8 +140,8 @@ attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const attnmask_arr
 #define SAME(kind, number)                                                                                   \
     _Static_assert((int)ATTNMASK_##kind == (int)AM_LOGIT_##number, "kinds have the same numbers");
 SAME(BIAS, BIAS)
-SAME(ALIBI, ALIBI) SAME(RELATIVE_BIAS, RELATIVE_BIAS) SAME(SOFT_CAP, SOFT_CAP) SAME(DROPOUT, DROPOUT)
-    SAME(SINKS, SINKS)
+SAME(ALIBI, ALIBI)
+SAME(RELATIVE_BIAS, RELATIVE_BIAS) SAME(SOFT_CAP, SOFT_CAP) SAME(DROPOUT, DROPOUT) SAME(SINKS, SINKS)
 
     /* Looks at the array that takes the gradient of the last term. */
     static bool look_at_gradient(am_c_call *c, const attnmask_term *given)

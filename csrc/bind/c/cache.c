@@ -4,6 +4,7 @@
 #include "bind/c/call.h"
 #include "bind/request_cache.h"
 #include "core/arrays/convert.h"
+#include "core/attention/terms/terms.h"
 
 static bool look_at_caches(am_c_call *c, am_cached *cached, const attnmask_array *const arrays[6])
 {
@@ -60,8 +61,14 @@ static bool read_cache(am_c_call *c, const attnmask_cached_attention *call, cons
         !am_c_read_starts(c, &call->cum_seqlens_new, "cum_seqlens_new", cached->rows[0].shape[0],
                           &cached->new_starts, &cached->new_sequences))
         return false;
+    if (call->prefix && (mask->node_count || mask->low.given || call->chunk))
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must not be given with prefix",
+                         mask->node_count  ? "nodes"
+                         : mask->low.given ? "low"
+                                           : "chunk");
     if (!am_cached_check(r, cached) || !am_cached_read_lengths(r, cached, &lengths) ||
-        !am_cached_place(r, cached) || !am_cached_limit(r, cached))
+        (call->prefix && !am_cached_cut(r, cached, call->prefix)) || !am_cached_place(r, cached) ||
+        !am_cached_check_prefix(r, cached) || !am_cached_limit(r, cached))
         return false;
     return !cached->rows[0].data || am_cached_check_pages(r, cached);
 }
@@ -104,9 +111,15 @@ static bool attend(am_c_call *c, const attnmask_cached_attention *from, am_cache
     const bool one_by_one = cached->q_starts && mask.node_count;
     if (!read_mask(c, &mask, cached, one_by_one)) return false;
     am_cached_describe(r, cached);
-    return am_c_scale(c, call.scale, r->attn.head_dim, &r->attn.scale) &&
-           am_c_read_terms(c, call.terms, call.term_count, false) && look_at_results(c, &call, cached) &&
-           am_cached_attend(&c->context, r, cached, one_by_one) == AM_OK && !am_is_refused(r);
+    if (!am_c_scale(c, call.scale, r->attn.head_dim, &r->attn.scale) ||
+        !am_c_read_terms(c, call.terms, call.term_count, false) || !look_at_results(c, &call, cached))
+        return false;
+    const am_terms_found found = am_find_terms(&r->attn);
+    if (call.prefix && am_adds_to_products(&found))
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "terms must be caps or sinks with prefix");
+    const am_status status = call.prefix ? am_cached_attend_prefix(&c->context, r, cached)
+                                         : am_cached_attend(&c->context, r, cached, one_by_one);
+    return status == AM_OK && !am_is_refused(r);
 }
 
 attnmask_status attnmask_cached_forward(const attnmask_cached_attention *call, attnmask_message *message)

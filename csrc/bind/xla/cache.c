@@ -2,8 +2,8 @@
  *
  * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
  * the limits of distances, and the tokens of a chunk or none; cache_seqlens, block_table, cu_seqlens_q if
- * PACKED, and cu_seqlens_k_new if NEW_PACKED; if MASKED or BIASED the number of keys that mask and bias have;
- * the terms of the logits; and if MASKED the mask.
+ * PACKED, and cu_seqlens_k_new if NEW_PACKED; if PREFIX the tokens that all sequences share; if MASKED or
+ * BIASED the number of keys that mask and bias have; the terms of the logits; and if MASKED the mask.
  *
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale and v_scale if there are; and
  * the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
@@ -25,7 +25,8 @@
     DO(K_SCALE, 16, "k_scale")                                                                               \
     DO(V_SCALE, 32, "v_scale")                                                                               \
     DO(BIASED, 64, "bias")                                                                                   \
-    DO(NEW_PACKED, 128, "cu_seqlens_k_new")
+    DO(NEW_PACKED, 128, "cu_seqlens_k_new")                                                                  \
+    DO(PREFIX, 256, "prefix")
 enum { FLAGS(AM_XLA_BIT) };
 const am_xla_word am_xla_cache_words[] = {FLAGS(AM_XLA_WORD){NULL, 0}};
 
@@ -104,6 +105,8 @@ static bool read_arguments(problem *p)
     am_cached *cached = &p->cached;
     am_request *r = &c->request;
     am_operand lengths, table;
+    int64_t prefix = 0;
+    if (has(p, PREFIX) && am_xla_one_by_one(c, true)) return false; /* sequences of one call share pages */
     if (!look_at_tokens(p, &cached->query, has(p, PACKED)) ||
         !look_at_caches(p, has(p, PACKED) || has(p, NEW_PACKED)) || !read_limits(p) ||
         !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
@@ -115,9 +118,11 @@ static bool read_arguments(problem *p)
     if (has(p, NEW_PACKED) &&
         !read_starts(p, "cu_seqlens_k_new", &cached->rows[0], &cached->new_starts, &cached->new_sequences))
         return false;
+    if (has(p, PREFIX) && !am_xla_next_word(c, &prefix)) return false;
     cached->table = table.view;
     return am_cached_check(r, cached) && am_cached_read_lengths(r, cached, &lengths) &&
-           am_cached_place(r, cached) && am_cached_limit(r, cached) &&
+           (prefix == 0 || am_cached_cut(r, cached, prefix)) && am_cached_place(r, cached) &&
+           am_cached_check_prefix(r, cached) && am_cached_limit(r, cached) &&
            (!has(p, APPEND) || am_cached_check_pages(r, cached));
 }
 
@@ -199,6 +204,7 @@ static bool read_results(problem *p)
 static bool compute(problem *p)
 {
     am_xla_call *c = p->c;
+    if (p->cached.prefix) return am_cached_attend_prefix(&c->context, &c->request, &p->cached) == AM_OK;
     return am_cached_attend(&c->context, &c->request, &p->cached, is_one_by_one(p)) == AM_OK;
 }
 
