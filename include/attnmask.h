@@ -1,16 +1,12 @@
-/* attnmask.h – attention on CPUs, from C and C++: masks, exact attention and its gradients, caches for
+/* attnmask.h - attention on CPUs, from C and C++: masks, exact attention and its gradients, caches for
  * decoding, linear attention, and sums over tokens. Link with -lattnmask.
  *
- *     float query[2 * 128 * 8 * 64], key[…], value[…], out[…]; // 2 rows of 128 tokens, 8 heads, 64 channels
- *     const int64_t shape[] = {2, 128, 8, 64};
- *     const attnmask_mask causal = {.size = sizeof causal, .high = attnmask_number(0)};
- *     const attnmask_attention call = {
- *         .size = sizeof call,
- *         .query = attnmask_array_of(query, ATTNMASK_FLOAT32, 4, shape),
- *         .key = attnmask_array_of(key, ATTNMASK_FLOAT32, 4, shape),
- *         .value = attnmask_array_of(value, ATTNMASK_FLOAT32, 4, shape),
- *         .mask = &causal,
- *         .out = attnmask_array_of(out, ATTNMASK_FLOAT32, 4, shape),
+ *     float query[2 * 128 * 8 * 64], key[...], value[...], out[...]; // 2 rows of 128 tokens, 8 heads, 64
+ * channels const int64_t shape[] = {2, 128, 8, 64}; const attnmask_mask causal = {.size = sizeof causal,
+ * .high = attnmask_number(0)}; const attnmask_attention call = { .size = sizeof call, .query =
+ * attnmask_array_of(query, ATTNMASK_FLOAT32, 4, shape), .key = attnmask_array_of(key, ATTNMASK_FLOAT32, 4,
+ * shape), .value = attnmask_array_of(value, ATTNMASK_FLOAT32, 4, shape), .mask = &causal, .out =
+ * attnmask_array_of(out, ATTNMASK_FLOAT32, 4, shape),
  *     };
  *     attnmask_message message;
  *     if (attnmask_forward(&call, &message) != ATTNMASK_OK) puts(message.text);
@@ -154,9 +150,10 @@ typedef enum {
     ATTNMASK_SEQUENCES, /* cum_seqlens_q, cum_seqlens_k, low, high, offset: both are in the same sequence, and
                          * in a band as counted from its start; the last three one, or [N] */
     ATTNMASK_DENSE,     /* array, q_shift, k_shift: its number is not 0; [B, H, Tq, Tk], axes 1 if shared */
-    ATTNMASK_TILES,     /* places, q_size, k_size, bits, q_shift, k_shift: the tile of the pair, of q_size ×
-                         * k_size, is 1 in places [B, H, tiles, tiles] of int32, where 0 is dead and 2 + i has
-                         * a bit for each pair: bits [patterns, 64, 8] of uint8, the first pair the lowest bit */
+    ATTNMASK_TILES,     /* places, q_size, k_size, bits, q_shift, k_shift: pairs lie in tiles of q_size times
+                         * k_size. places [B, H, tiles, tiles] of int32 has 0 for one of dead pairs, 1 for one
+                         * of live pairs, and 2 + i where each pair has a bit: bits [patterns, 64, 8] of uint8,
+                         * the first pair the lowest bit */
     ATTNMASK_NEIGHBORHOOD, /* grid, q_shift, k_shift: tokens are points of a grid in row-major order, and
                             * along each axis the key is in the query's window. grid [axes, 5]: of each axis
                             * its length, kernel, stride, dilation, and 1 if it is causal */
@@ -186,7 +183,12 @@ typedef struct {
     int64_t node_count;
 } attnmask_mask;
 
-/* Writes whether each pair is allowed, as 1 or 0, to out [B, H, Tq, Tk], of bool or uint8. */
+/* Writes whether each pair is allowed, as 1 or 0, to out [B, H, Tq, Tk], of bool or uint8:
+ *
+ *     uint8_t pairs[1 * 1 * 5 * 5];
+ *     const int64_t shape[] = {1, 1, 5, 5};
+ *     const attnmask_array out = attnmask_array_of(pairs, ATTNMASK_UINT8, 4, shape);
+ *     attnmask_fill_mask(&causal, &out, &message); // pairs[q * 5 + k] is k <= q */
 ATTNMASK_API attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const attnmask_array *out,
                                                 attnmask_message *message);
 
@@ -195,7 +197,7 @@ ATTNMASK_API attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const
 /* What else changes logits and weights; at most one of each kind. */
 typedef enum {
     ATTNMASK_BIAS,          /* array [B, H, Tq, Tk] of floats, axes 1 if shared: added to logits */
-    ATTNMASK_ALIBI,         /* array [1, H, 1, 1]: adds -slope |k - q - offset| */
+    ATTNMASK_ALIBI,         /* array [B or N, H, 1, 1], axes 1 if shared: adds -slope |k - q - offset| */
     ATTNMASK_RELATIVE_BIAS, /* array [1, H, 1, L], integer: adds the number of k - q - offset - integer, or
                              * the nearest that there is */
     ATTNMASK_SOFT_CAP,      /* number: logits become number tanh(logit / number) */
@@ -214,8 +216,9 @@ typedef struct {
     attnmask_array gradient;
 } attnmask_term;
 
-/* out[q] = Σ softmax(query[q]·key[k] scale + terms) value[k] over the keys that q may see; 0 if it sees none.
- * Needed: query, key, value and out. */
+/* out[q] is the sum of w[k] value[k] over the keys that q may see, where w is the softmax of the logits
+ * scale query[q] key[k], with the terms; 0 if q sees none. Needed: query, key, value and out. An example is
+ * at the top of this file. */
 typedef struct {
     size_t size;
     attnmask_array query;      /* [B, Tq, H, D], float16, bfloat16, float32 or float64 */
@@ -233,7 +236,11 @@ typedef struct {
 ATTNMASK_API attnmask_status attnmask_forward(const attnmask_attention *call, attnmask_message *message);
 
 /* The gradients of a call, whose out (or wide_out) and lse are what attnmask_forward has written. Needed: all
- * but d_lse. */
+ * but d_lse:
+ *
+ *     attnmask_gradients gradients = {.size = sizeof gradients, .call = &call, .d_out = ...};
+ *     gradients.d_query = attnmask_array_of(d_query, ATTNMASK_FLOAT32, 4, shape); // d_key, d_value likewise
+ *     attnmask_backward(&gradients, &message); */
 typedef struct {
     size_t size;
     const attnmask_attention *call;
@@ -254,11 +261,16 @@ ATTNMASK_API attnmask_status attnmask_backward(const attnmask_gradients *gradien
  * for each channel [1, 1, Hkv, D]; or of uint8, two numbers of four bits in a byte, with a scale and an
  * offset for each group of 32, 64 or 128 channels, float32 or float16 [B or pages, tokens, Hkv, D / group,
  * 2]. New tokens are rounded to them. Values may be some channels of the keys, in the same memory (latent
- * attention): new tokens then have no value. */
+ * attention): new tokens then have no value.
+ *
+ *     attnmask_cached_attention step = {.size = sizeof step, .mask = &causal};
+ *     step.query = attnmask_array_of(query, ATTNMASK_FLOAT32, 4, one_token); // key, value and out likewise
+ *     step.k_cache = attnmask_array_of(k_cache, ATTNMASK_FLOAT32, 4, longest); // and v_cache
+ *     step.cache_seqlens = attnmask_number(tokens);
+ *     attnmask_cached_forward(&step, &message); // the cache has tokens + 1 now */
 typedef struct {
     size_t size;
-    attnmask_array
-        query; /* [B, Tq, H, D]; with mask.cum_seqlens_q [total, H, D], and likewise key and value */
+    attnmask_array query; /* [B, Tq, H, D]; with cum_seqlens_q of mask [total, H, D], as key and value then */
     attnmask_array k_cache, v_cache, k_scale, v_scale;
     attnmask_array key, value;      /* [B, Tnew, Hkv, D] and Dv: written behind what the cache has */
     attnmask_array cum_seqlens_new; /* of packed new tokens; not given: as of queries */
@@ -280,8 +292,12 @@ typedef struct {
 ATTNMASK_API attnmask_status attnmask_cached_forward(const attnmask_cached_attention *call,
                                                      attnmask_message *message);
 
-/* Writes keys and values [T, Hkv, D] to slots [T] of a cache: page × page_size + place; -1: not at all.
- * Needed: k_cache, v_cache, key and slots; and value, unless values are channels of the keys. */
+/* Writes keys and values [T, Hkv, D] to slots [T] of a cache: page * page_size + place; -1: not at all.
+ * Needed: k_cache, v_cache, key and slots; and value, unless values are channels of the keys.
+ *
+ *     attnmask_cache_rows rows = {.size = sizeof rows, .k_cache = step.k_cache, .v_cache = step.v_cache};
+ *     rows.slots = attnmask_array_of(slots, ATTNMASK_INT64, 1, &count); // and key, value
+ *     attnmask_write_cache(&rows, &message); */
 typedef struct {
     size_t size;
     attnmask_array k_cache, v_cache, k_scale, v_scale;
@@ -292,9 +308,13 @@ ATTNMASK_API attnmask_status attnmask_write_cache(const attnmask_cache_rows *row
 
 /* --- Linear attention --- */
 
-/* A state S [Dk, Dv] of each head, for each token S ← exp(decay) S + key (value)ᵀ, and out = scale Sᵀ query;
- * with beta the delta rule: value becomes beta (value - exp(decay) Sᵀ key). Needed: query, key, value and
- * out. */
+/* Each head has a state S [Dk, Dv]. For each token it becomes exp(decay) S + key value', the outer product,
+ * and out is scale query' S. With beta, which is the delta rule, value is beta (value - exp(decay) key' S)
+ * there. Needed: query, key, value and out:
+ *
+ *     attnmask_linear_attention call = {.size = sizeof call, .query = ..., .key = ..., .value = ..., .out =
+ * ...}; call.decay = attnmask_array_of(decay, ATTNMASK_FLOAT32, 1, &heads); attnmask_linear_forward(&call,
+ * &message); */
 typedef struct {
     size_t size;
     attnmask_array query, key;    /* [B, T, Hk, Dk] */
@@ -314,12 +334,21 @@ typedef struct {
 ATTNMASK_API attnmask_status attnmask_linear_forward(const attnmask_linear_attention *call,
                                                      attnmask_message *message);
 
-/* Finds the shape of `kept`, whose type is that of a state. The call needs no results for this. */
+/* Finds the shape of `kept`, whose type is that of a state. The call needs no results for this:
+ *
+ *     int64_t shape[2];
+ *     attnmask_linear_kept(&call, shape, &message);
+ *     call.kept = attnmask_array_of(malloc(shape[0] * shape[1] * sizeof(float)), ATTNMASK_FLOAT32, 2, shape);
+ */
 ATTNMASK_API attnmask_status attnmask_linear_kept(const attnmask_linear_attention *call, int64_t shape[2],
                                                   attnmask_message *message);
 
 /* The gradients of a call, whose `kept` attnmask_linear_forward has written. Needed: call and d_out.
- * Gradients that are not given are not computed. */
+ * Gradients that are not given are not computed:
+ *
+ *     attnmask_linear_gradients gradients = {.size = sizeof gradients, .call = &call, .d_out = ...};
+ *     gradients.d_query = attnmask_array_of(d_query, ATTNMASK_FLOAT32, 4, of_query);
+ *     attnmask_linear_backward(&gradients, &message); */
 typedef struct {
     size_t size;
     const attnmask_linear_attention *call;
@@ -331,13 +360,19 @@ ATTNMASK_API attnmask_status attnmask_linear_backward(const attnmask_linear_grad
                                                       attnmask_message *message);
 
 /* One token of each batch row: T = 1. initial_state is a pool [slots, H, Dk, Dv], which is read and written
- * in place; indices [B] name the slot of each row, -1 for none, and need not be given if row i has slot i. */
+ * in place; indices [B] name the slot of each row, -1 for none, and may be NULL if row i has slot i:
+ *
+ *     call.initial_state = attnmask_array_of(states, ATTNMASK_FLOAT32, 4, of_states);
+ *     attnmask_linear_step(&call, NULL, &message); */
 ATTNMASK_API attnmask_status attnmask_linear_step(const attnmask_linear_attention *call,
                                                   const attnmask_array *indices, attnmask_message *message);
 
 /* --- Tokens --- */
 
-/* Sums over time that begin again with each sequence and chunk. Needed: x and out. */
+/* Sums over time that begin again with each sequence and chunk. Needed: x and out:
+ *
+ *     const attnmask_sums sums = {.size = sizeof sums, .x = of_x, .chunk = 64, .out = of_out};
+ *     attnmask_cumsum(&sums, &message); */
 typedef struct {
     size_t size;
     attnmask_array x;           /* [B, T, H] or [B, T, H, S]; integers or floating-point */
@@ -352,7 +387,10 @@ ATTNMASK_API attnmask_status attnmask_cumsum(const attnmask_sums *sums, attnmask
 
 /* From segment ids [B, T] or [T], where negative ones are padding, to cum_seqlens [N + 1], int32 or int64:
  * the tokens of id 0, then of id 1 and so on. Ids are below N. And back: the number of its sequence for each
- * token, to ids [T]. */
+ * token, to ids [T]:
+ *
+ *     attnmask_segment_ids_to_cu_seqlens(&ids, &starts, &message); // 0 0 1 1 1 -1 -> 0 2 5, for N = 2
+ *     attnmask_cu_seqlens_to_segment_ids(&starts, &ids, &message); // 0 2 5 -> 0 0 1 1 1 */
 ATTNMASK_API attnmask_status attnmask_segment_ids_to_cu_seqlens(const attnmask_array *segment_ids,
                                                                 const attnmask_array *cum_seqlens,
                                                                 attnmask_message *message);
@@ -367,7 +405,10 @@ ATTNMASK_API attnmask_status attnmask_cu_seqlens_to_segment_ids(const attnmask_a
 ATTNMASK_API int32_t attnmask_threads(void);
 ATTNMASK_API attnmask_status attnmask_set_threads(int32_t threads, attnmask_message *message);
 
-/* What computes here. The environment variable ATTNMASK_ISA names another level before the first call. */
+/* What computes here. The environment variable ATTNMASK_ISA names another level before the first call.
+ *
+ *     attnmask_configuration here = {.size = sizeof here};
+ *     if (attnmask_config(&here, NULL) == ATTNMASK_OK) printf("%s on %s\n", here.version, here.level); */
 typedef struct {
     size_t size;
     const char *version;
