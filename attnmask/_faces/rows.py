@@ -215,29 +215,43 @@ NUMPY = Face(
 
 
 class Row:
-    """A public function: its arguments in the order of its signature and of the core, and its results.
+    """A public function: its results, and its arguments in the order of its signature and of the core.
 
-    Functions of the core take all arguments by position: `entry` those of the NumPy function; `check`, which computes
-    nothing, those of the problem, which are all but flags of results and `out`. Differentiable functions have more:
+    Functions of the core take all arguments by position. `entry` takes those of the NumPy function. `check` computes
+    nothing, and takes the arguments of the problem: all but `out` and flags of results. Differentiable functions have
+    more functions of the core:
 
     ``keep(*problem, all results, out)``
-        what `entry` returns, and what gradients need; None if they need nothing
+        Return what `entry` returns, and what gradients need. None if they need nothing.
     ``backward(*problem, *kept, dout, dstate)``
-        the gradients, which are `grads`
+        Return the gradients, which are `grads`.
     ``jvp(*problem, all results, tangents)``
-        all results and their tangents, from those of the arguments that `moved` names; None if there is no forward mode
+        Return all results and their tangents. `tangents` are those of the arguments that `moved` names. None if there
+        is no forward mode.
     ``second(*problem, *kept, dout, dstate, cotangents)``
-        the gradients of dout, dstate and the learned arguments. `cotangents` are those of the gradients that `backward`
-        returns; terms have none. None if there are no second derivatives
+        Return the gradients of dout, dstate and the learned arguments. `cotangents` belong to the gradients that
+        `backward` returns; terms have none. None if there are no second derivatives.
 
-    `cast` are the arguments that PyTorch's autocast casts, `places` the number of arguments that may be given by
-    position, `handler` begins the names of XLA's handlers, `trained` names the function that has gradients if this one
-    has none, and `examples` are those of other libraries. If `by_name`, the core's functions above take arguments by
-    name, and `backward` also whether the gradient of each term is wanted. If `saved`, what gradients need are the
-    results, which `keep` returns as they are before they are rounded. `wide` is the argument in the type of sums, which
-    PyTorch may hold in 16 bits. ``fits(arguments, is_floating)`` refuses shapes
-    and types that do not fit each other, where there is more to say than that layouts do not, and returns the batch
-    axes where there may be several.
+    `cast`
+        the arguments that PyTorch's autocast casts
+    `places`
+        the number of arguments that may be given by position
+    `handler`
+        how the names of XLA's handlers begin
+    `trained`
+        the name of the function that has gradients, if this one has none
+    `examples`
+        the examples of other libraries
+    `by_name`
+        The functions of the core above take arguments by name, and `backward` also takes whether the gradient of each
+        term is wanted.
+    `saved`
+        Gradients need the results. `keep` returns them before they are rounded.
+    `wide`
+        the argument in the type of sums, which PyTorch may hold in 16 bits
+    ``fits(arguments, is_floating)``
+        Refuse shapes and types that do not fit each other, where layouts alone do not tell. Return the batch axes if
+        there may be several.
     """
 
     def __init__(

@@ -173,8 +173,8 @@ def segments_of(
 ) -> Segments | None:
     """Return the segments of a plane, if they are known and informative.
 
-    Where a mask is an array its labels may number rows that are alike: these are segments only if live pairs keep to
-    them, as far as cells tell, or if there are at least long runs of equal ones.
+    If the mask is an array, labels may number rows that are alike. Such labels are segments only if they have long
+    runs, or if no cell shows a live pair between two of them.
     """
     labels = info.labels(batch, head) if counts.size else None
     if labels is None:
@@ -346,8 +346,9 @@ def visualize(
 
 
 def text(info: Drawable, words: str) -> str:
-    """Draw the first plane of a mask as wide as the terminal, below a line that says what it is made of; only the line
-    if there is nothing to draw.
+    """Draw the first plane of a mask as wide as the terminal, below a line that describes the mask.
+
+    A mask without pairs gets only the line.
     """
     if all((*info.shape, info.heads)):
         return visualize(info, max_cols=_terminal().columns, charset=_charset(), words=words)

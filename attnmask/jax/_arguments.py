@@ -1,5 +1,6 @@
-"""Arguments of attention some of which are traced by JAX: checked as they are in eager calls, and divided into what is
-known when a function is compiled and the arrays that are not.
+"""Arguments of attention when JAX traces some of them.
+
+They are checked like those of eager calls, and divided into what is known at compile time and traced arrays.
 """
 
 from collections.abc import Iterator

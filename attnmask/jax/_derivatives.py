@@ -1,13 +1,14 @@
 """Attention with first and second derivatives in both modes, from four calls of C.
 
-The tangent of the result is linear in the tangents of inputs. Its transpose is the gradient, which is linear in the
-gradients of results. Both depend on query, key and value, and second derivatives are what they do as these move:
+The tangent of the result is linear in the tangents of the inputs. The transpose of this map is the gradient, which is
+linear in the gradients of the results. Both maps depend on query, key and value. Second derivatives say how they change
+when these inputs move:
 
-* of the gradient, two maps that are one call of C, ``flash_backward_vjp``, as second derivatives are symmetric: the one
-  for forward mode, where the gradients of inputs move, and its transpose for reverse mode;
-* of the tangent, a map that has only a transpose, again that call.
+* The change of the gradient is a map for forward mode, and its transpose for reverse mode. Second derivatives are
+  symmetric, so both are one call of C, ``flash_backward_vjp``.
+* The change of the tangent is a map that only has a transpose: this call again.
 
-The result and its logsumexp are functions of query, key and value, so that as residuals they do not move.
+The result and its logsumexp are functions of query, key and value. So they do not move when they are residuals.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Functions of JAX arrays, made from their rows: with gradients, or without, which return what they write to.
+"""Functions of JAX arrays, made from their rows. Some have gradients. Others write to arguments and return them.
 
-A function knows from its row which arguments may be traced and which must be known when a function is compiled, what
-stands for arrays where types and shapes are checked, what is written in place, and what has gradients. Compiled
-functions call C through XLA's foreign function interface (``csrc/bind/xla``); the words that a handler reads beside
-arrays are made here for linear attention, convolutions and sums, and in ``_attention.py`` and ``_cache.py`` for the
-others. Eager calls go to the functions of NumPy arrays.
+The row of a function says which arguments may be traced and which must be known at compile time. It says what stands
+for arrays when types and shapes are checked, what is written in place, and what has gradients.
+
+Compiled functions call C through XLA's foreign function interface (``csrc/bind/xla``). Beside arrays, a handler reads
+words. They are made here for linear attention, convolutions and sums, and in ``_attention.py`` and ``_cache.py`` for
+the other functions. Eager calls go to the functions of NumPy arrays.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Functions of arrays that know their derivatives: what both modes of differentiation are made of.
+"""Functions of arrays that know their derivatives. Both modes of differentiation are made of them.
 
-JAX takes reverse mode from forward mode, by transposing what is linear in the tangents. It has no public way to say how
-a call of C is transposed that also works under ``vmap`` and can be differentiated again:
+JAX derives reverse mode from forward mode: it transposes the part that is linear in the tangents. So a call of C needs
+a transpose that works under ``vmap`` and can be differentiated again. JAX has no public way to give it one.
 ``jax.custom_derivatives.linear_call`` does neither, and loops lose the rules of ``jax.custom_jvp`` when they are
-differentiated. So there is one primitive, whose parameter is the function:
+differentiated. So there is one primitive, whose parameter is a function:
 
-* computed where tangents are known, it is the call for forward mode;
-* transposed, it is the call for reverse mode, and what it would compute costs nothing;
-* differentiated, it is itself of other tangents, and another function where its residuals move;
-* mapped, it is the same primitive of the mapped function, for which all of this holds again.
+* computed, it is the call for forward mode;
+* transposed, it is the call for reverse mode, and forward mode is never computed;
+* differentiated, it is the primitive of the new tangents; if residuals move, it is also another function;
+* mapped, it is the primitive of the mapped function, and all these rules hold again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from attnmask.jax._types import ByName, Results
 
 
 class Map(NamedTuple):
-    """A map of residuals and of arrays by name, in which it is linear; there may be none.
+    """A map of residuals and of arrays by name. It is linear in the arrays; there may be none.
 
-    Residuals are a tree whose first branch are arrays by name. Only these move: others have no derivatives, or are
-    functions of these.
+    Residuals are a tree whose first branch is a dict of arrays. Only these arrays move: other residuals have no
+    derivatives, or are functions of them.
 
     ``compute(residuals, arrays)``
         Return the results.
     ``transpose(residuals, names, cotangents)``
         Return the cotangents of the arrays of these names. Cotangents of results are None where they are zero.
     ``differentiate(residuals, arrays, moved, moved_arrays)``
-        Return the results and their tangents, None where they are zero, as some of the first branch and of the arrays
-        move.
+        Return the results and their tangents when some arrays move, also those of the first branch. A zero tangent may
+        be None.
     ``like(residuals, arrays)``
-        Return arrays that are like the results, which is faster than to trace what computes them.
+        Return arrays with the shapes and types of the results. This is faster than tracing `compute`.
     """
 
     compute: AnyFunction

@@ -1,18 +1,19 @@
 """`ring_attention` for JAX: collectives of a mesh's devices, and each device's own attention in between.
 
 `_sharded.ring` decides at trace time what is computed and sent. As in PyTorch, keys and values go straight from their
-owner to those whose queries see them: in round d from device s to device s + d, and gradients back.
+owner to the devices whose queries see them. In round d they go from device s to device s + d, and gradients go back.
 
 All devices run one program, yet each has its own rectangles. Two designs were considered:
 
-* arrays with a row for each device (where sequences begin, offsets, segment ids), of which a device takes its own: the
-  program is as long as there are rounds, but a mask that is no array (chunks, windows by head, tiles) has no such form;
-* ``lax.switch`` over the devices, each branch with what is known of one device: any mask, and the very calls that
-  PyTorch makes. The program has a call for each pair of devices of which one sees keys of the other.
+* Arrays with a row for each device: where sequences begin, offsets, segment ids. A device takes its own row. The
+  program has one call per round. But some masks are no arrays (chunks, windows by head, tiles), and do not fit this
+  form.
+* ``lax.switch`` over the devices, with a branch for each. A branch knows its device, so it supports any mask, and makes
+  the very calls that PyTorch makes. The program has a call for each pair of devices of which one sees the other's keys.
 
-This is the second one. With 8 devices it has up to 64 calls, which with their gradients take one second to trace and
-three to compile. In a round, every device sends as much as the one that sends most, because shapes are those of the
-program.
+This is the second design. With 8 devices it has up to 64 calls. With their gradients, these take one second to trace
+and three to compile. In a round, every device sends as much as the one that sends most, because the program fixes the
+shapes.
 """
 
 from collections.abc import Iterator, Sequence
