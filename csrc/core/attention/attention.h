@@ -13,9 +13,9 @@
 /* One term of the logits, as kinds.h has them. */
 typedef struct {
     am_logit_kind kind;
-    am_array array;  /* its numbers by batch row or sequence, head, query and key: strides are 0 along
-                      * axes that are shared. double, and side by side along the last axis; a bias is of any
-                      * type and has any strides, and neighbouring batch rows may share one of its rows */
+    am_array array;  /* its numbers by batch row or sequence, head, query and key. Shared axes have a stride
+                      * of 0. Numbers are double, and side by side along the last axis. A bias has any type
+                      * and strides, and neighbouring batch rows may share one of its rows */
     double number;   /* of a soft cap, the cap; of dropout, the probability, below 1 */
     int64_t integer; /* of a relative bias, the distance that it begins with; of dropout, the seed */
     void *gradient;  /* of a bias, C-contiguous as its array and of its type; else double [heads][length]
@@ -87,10 +87,10 @@ am_status am_attn_jvp(const am_context *context, const am_attn_tangents *problem
 /* The same, of a mask that is prepared. */
 am_status am_attn_prepared_jvp(const am_context *context, const am_attn_tangents *problem);
 
-/* The gradients as inputs move by tangents: d_q, d_k and d_v take the tangents of these gradients, and d_out
- * and d_lse of `along`, both wanted, those of the results. As second derivatives are symmetric, that is the
- * gradient of the sum of d_q, d_k and d_v, each times the tangent given with it. Of tangents only q, k and v
- * have some, of terms none has a gradient, and results are normalized. */
+/* The tangents of the gradients as inputs move. d_q, d_k and d_v take the tangents of these gradients. d_out
+ * and d_lse of `along`, both wanted, take the tangents of the results. Second derivatives are symmetric, so
+ * this is also the gradient of the sum of d_q, d_k and d_v, each times the tangent given with it. Only q, k
+ * and v have tangents, no term has a gradient, and results are normalized. */
 am_status am_attn_backward_tangents(const am_context *context, const am_attn_gradients *problem,
                                     const am_attn_tangents *along);
 

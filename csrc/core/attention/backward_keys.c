@@ -51,8 +51,9 @@ static void clear_sums(const am_backward_plan *p, am_key_sums to, ptrdiff_t keys
     memset(to.d_v, 0, (size_t)(v.rows * v.stride * p->base.size));
 }
 
-/* Tells a step where to sum up this split of the i-th tile: as the total, if that is the task's own and has
- * none yet; else the last step of the split adds it there. */
+/* Tells a step where to sum up this split of the i-th tile. If splits are tasks, or the total is still empty,
+ * the split is summed up in the total. Otherwise it is summed up apart, and its last step adds it to the
+ * total. */
 static void open_sums(const am_backward_plan *p, const am_key_task *task, ptrdiff_t i, bool last,
                       const am_backward_workspace *s, am_backward_tile *tile)
 {
@@ -253,9 +254,9 @@ static void take_step(const am_backward_plan *p, block_walk *walk, const am_back
     p->base.arithmetic->backward_tangents(&walk->rows, tile, t);
 }
 
-/* Plans to prefetch what follows the last block of a section: the gradients of a tile, which are written
- * then, and what is read after it, keys and values of a tile and the rows of a block. Short sequences have no
- * other block during which that could be. */
+/* Plans what to prefetch during the last block of a section: the gradients of a tile, which are written next,
+ * then keys and values of the next tile and the rows of its first block. Short sequences have no other block
+ * during which to prefetch. */
 static void plan_end(const am_backward_plan *p, const block_walk *walk, am_range keys, am_prefetch_plan *plan)
 {
     const am_attn *f = p->base.attn;
@@ -330,8 +331,8 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
     return any;
 }
 
-/* Where a step adds to d_q itself: it makes a whole sum, which is not the first one, and its turn has come.
- */
+/* Where a step adds to d_q itself, or NULL. It may if it makes a whole sum that is not the first one, and the
+ * semaphore has reached the number of this sum. */
 static char *result_of_step(const am_backward_plan *p, const am_attn_place *at, const am_rows_state *state,
                             ptrdiff_t sum)
 {

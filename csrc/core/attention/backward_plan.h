@@ -175,8 +175,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
 am_backward_tangents am_begin_backward_tangents(const am_backward_plan *p, const am_attn_place *at,
                                                 const am_backward_workspace *s);
 
-/* The tasks, in the order in which they run: the statistics of a block; the keys of a task; the sum of their
- * splits, where these were tasks; and d_q of a block, where it was added up in another type. */
+/* The tasks, in the order in which they run. The first computes the statistics of a block, and the second d_k
+ * and d_v of a few tiles. The third adds the splits of these sums, if each split was a task. The last
+ * converts d_q of a block, if it was added up in another type. */
 am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team);
 am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team);
 am_status am_add_splits(void *arg, ptrdiff_t index, am_team *team);

@@ -1,5 +1,5 @@
-/* backward_rows.c – what attention backward computes of each row before its keys: the statistics from which
- * kernels compute P and dS; and the gradient of the sinks, which follows from them. */
+/* backward_rows.c – what attention backward computes for each row before it visits keys. Kernels compute P
+ * and dS from the statistics of a row. The gradient of the sinks follows from these statistics, too. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -91,8 +91,8 @@ static double given_row_stat(const am_backward_plan *p, const am_array *row_stat
     return am_number(&p->base, am_token(row_stats, at->b, at->head, at->q + row), 0);
 }
 
-/* Finds of each row, sinks included, the greatest logit as AM_ROW_BASE, the sum of powers relative to it as
- * AM_ROW_REST, and the number of logits that are as great as AM_ROW_SHARE. */
+/* Finds three numbers for each row, sinks included: AM_ROW_BASE is the greatest logit, AM_ROW_REST the sum of
+ * powers relative to it, and AM_ROW_SHARE the number of logits equal to it. */
 static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place *at,
                                  const am_backward_workspace *s, am_range tiles, am_team *team)
 {

@@ -1,8 +1,8 @@
 /* forward.c – attention forward: takes each block of query rows over its keys.
  *
- * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
- * keys. It steps over tiles of up to 64 keys. The schedule tells how tiles are read, and which blocks a task
- * takes; where blocks are few, it splits the keys of each, and the accumulators of the splits are merged. */
+ * A block is up to 64 query rows of one head. With few queries, it has rows of several heads that share keys.
+ * It steps over tiles of up to 64 keys. The schedule says how tiles are read, and which blocks a task takes.
+ * With few blocks, it splits the keys of each block, and the accumulators of the splits are merged. */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -124,8 +124,8 @@ static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index
 
 /* --- Items --- */
 
-/* Makes the i-th item in lockstep. If unpacked, all items take one step, and have at most as many rows as one
- * full block; else they step one after the other, each with the whole memory for a tile. */
+/* Makes the i-th item in lockstep. Unpacked, all items take one step together, and have at most the rows of
+ * one full block. Otherwise they step one after the other, and each uses the whole memory for a tile. */
 static void make_item(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
                       ptrdiff_t i, item *it)
 {

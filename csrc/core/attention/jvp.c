@@ -4,8 +4,8 @@
  *     lsė = Σ p logiṫ,   ouṫ = Σ p logiṫ v + Σ p v̇ - lsė out
  *
  * with p = e^(logit - lse). A task takes a few blocks of up to 64 rows of one head over the tiles that they
- * see, packs each tile once, and keeps three sums of a row, that of `out` among them. How blocks are dealt to
- * tasks alters no sum. What is 16 bits wide is computed in float32. */
+ * see. It packs each tile once, and keeps three sums per row, one of them for `out`. How blocks are dealt to
+ * tasks changes no sum. Types of 16 bits are computed in float32. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,13 +1,13 @@
-/* weights.c – the weights of chosen queries, and what they tell, from the logsumexp of each row, which is
- * found by a pass of its own unless it is given. There are never more weights at once than a tile has, unless
- * they are the result.
+/* weights.c – the weights of chosen queries, and their statistics. Both need the logsumexp of each row, which
+ * a pass of its own finds unless the caller gives it. Weights exist one tile at a time, unless they are the
+ * result.
  *
- * What belongs to a query is found by tasks of a few blocks of one head, which go over the tiles that these
- * see. Sums over queries, of each key, are found by tasks of a few tiles of one key head, which go over the
- * blocks that see them, in their order: so they are the same for any number of threads. What is 16 bits wide
- * or quantized is computed in float32.
+ * Results of a query are found by tasks of a few blocks of one head. Such a task goes over the tiles that its
+ * blocks see. The sum of a key over all queries is found by tasks of a few tiles of one key head. Such a task
+ * goes over the blocks that see its tiles, in order, so the number of threads changes no bit. Types of 16
+ * bits and quantized ones are computed in float32.
  *
- * In sections of few queries these sums, and the logsumexp, come of attention forward itself, without values:
+ * In sections of few queries, attention forward itself computes these sums and the logsumexp, without values:
  * it reads the keys where they lie. */
 #include <stdlib.h>
 #include <string.h>

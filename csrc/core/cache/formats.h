@@ -22,8 +22,8 @@ static inline bool am_kv_is_group(ptrdiff_t channels)
     return channels == AM_KV_LEAST_GROUP || channels == 64 || channels == AM_KV_MOST_GROUP;
 }
 
-/* Converts `count` numbers that lie side by side to the nearest of the format; beyond the largest to that,
- * and NaN to anything, as its scale is NaN. */
+/* Converts `count` numbers that lie side by side to the nearest of the format. Larger numbers become the
+ * largest. NaN may become anything, because its scale is NaN. */
 typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
 
 /* Kernels may read a format faster than these functions (`kv` of am_arithmetic). What no kernel of a level
@@ -89,10 +89,10 @@ static inline float am_kv_scale_of(const am_kv_format *format, float most)
 /* The lesser of two numbers, or either if one is NaN. Unlike fminf it is not a call. */
 static inline float am_lesser(float a, float b) { return a < b ? a : b; }
 
-/* Writes the scale and the offset of a group of numbers, and replaces each number by its place from the least
- * (0) to the greatest (15), not rounded. All become NaN if one of them is not finite. What is beyond the
- * scales' type, or spans more than float32 where `saturates`, becomes the nearest number that there is: the
- * sixteen that a group stands for are finite. */
+/* Writes the scale and the offset of a group of numbers, and replaces each number by its place between the
+ * least (0) and the greatest (15), not rounded. All become NaN if one of them is not finite. A scale or an
+ * offset beyond its type becomes the nearest number of the type. With `saturates`, so does a span of more
+ * than float32. So the sixteen numbers that a group can hold are finite. */
 static inline void am_kv_scale_group(const am_kv_scales *s, char *at, float *numbers, bool saturates)
 {
     enum { LANES = 8 }; /* side by side, as vectors take them */

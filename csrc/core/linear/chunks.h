@@ -108,8 +108,9 @@ void am_linear_plan_values(const am_linear_place *at, const am_array *values, am
  * -inf. */
 void am_linear_load_tokens(const am_linear_place *at, am_linear_chunk *chunk);
 
-/* Before a chunk is taken token by token, what its products gave is put aside; and behind that, what of it is
- * finite comes back. `tokens` rows of `out`, which may be none, and a state. */
+/* A chunk with results that are not finite is computed again token by token. Before that, the results of its
+ * products are put aside: `tokens` rows of `out`, which may be none, and a state. Afterwards the finite ones
+ * are put back. */
 void am_linear_put_aside(const am_linear_place *at, ptrdiff_t tokens, const void *out, const void *state);
 void am_linear_put_back(const am_linear_place *at, ptrdiff_t tokens, void *out, void *state);
 

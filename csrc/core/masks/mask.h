@@ -10,8 +10,8 @@
  *     is this tile dead, full or mixed?                am_mask_bits
  *     which of its pairs are live?                     am_mask_bits
  *
- * The first may be inexact: am_mask_keys may return too large a range. How much too large may follow from
- * other batch rows or sequences, so what alters a sum must not stand on it. am_mask_bits is exact, and so is
+ * am_mask_keys may return too large a range. How much too large may depend on other batch rows or sequences,
+ * so nothing that changes a sum may depend on it. am_mask_bits is exact, and so is
  * am_mask_seen. A new kind of mask is a new term: a value of am_node_kind, its functions in a file beside
  * terms.c, its readers in bind, and its row in attnmask/_masks/terms.py.
  */
@@ -81,10 +81,10 @@ typedef struct {
         *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
 } am_tile_map;
 
-/* Points in row-major order. Along an axis, the points that are `dilation` apart see each other, as if there
- * were no others: each `stride` of them has one window, of `kernel` points around the one in their middle,
- * moved inside where it would leave the axis. A causal window ends with the point itself, and the last of the
- * `stride` sees `kernel` points. */
+/* Points in row-major order. Along an axis, points see only points that are a multiple of `dilation` away, as
+ * if there were no others. Of these, `stride` neighbours share one window: `kernel` points around the middle
+ * one, moved inside where the window would leave the axis. A causal window ends with the point itself, and
+ * the last of the `stride` neighbours sees `kernel` points. */
 typedef struct {
     ptrdiff_t length, kernel, stride, dilation; /* dilation × kernel ≤ length, stride ≤ kernel */
     bool causal;

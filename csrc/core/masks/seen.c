@@ -1,5 +1,6 @@
-/* seen.c – which keys are seen and which queries see any, exactly, for any expression: am_mask_keys
- * tells where to look, and tiles at the ends of its range are read until one has a live pair. */
+/* seen.c – which keys are seen, and which queries see any key. The answers are exact for every expression:
+ * am_mask_keys says where to look, and tiles are read from both ends of this range until one has a live
+ * pair. */
 #include "core/masks/mask.h"
 
 #include "core/runtime/sizes.h"

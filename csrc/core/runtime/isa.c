@@ -98,10 +98,11 @@ static am_vendor vendor(void) { return AM_ANY_VENDOR; }
 
 bool am_prefetch_near;
 
-/* Levels, and whose processors have better kernels at the level below. Intel's start a dot product of
- * bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of float32 every cycle, which are as many
- * products in half the time. Measured without tiles: attention takes 1.3 to 1.5 times as long as by float32.
- * So no kernels at `amx`, which only Intel's processors have, are of bf16x2 but for what tiles share. */
+/* Levels, and the vendor whose processors have better kernels at the level below. Intel's processors start a
+ * dot product of bfloat16 (vdpbf16ps) every other cycle. They start two multiply-adds of float32 every cycle,
+ * which do as many products in half the time. Measured without tiles, attention takes 1.3 to 1.5 times as
+ * long as by float32. Only Intel's processors have `amx`, so this level has no kernels of bf16x2 except those
+ * that tiles share. */
 static const struct {
     const char *name;
     am_vendor unless; /* AM_ANY_VENDOR: nobody */

@@ -65,9 +65,9 @@ struct am_team {
 /* The number of threads that are calling loops large enough for a team. */
 static atomic_int callers;
 
-/* The threads that wait for the next loops of their callers, of all callers, and the most that there have
- * been or could have been at a time: so many need not be tried again. `own_threads`: how many a caller has.
- */
+/* `waiting_threads`: of all callers, the threads that wait for the next loop. `possible_threads`: the most
+ * that have existed or could have existed at a time, so that so many need not be tried again. `own_threads`:
+ * how many a caller has. */
 static atomic_int waiting_threads, possible_threads;
 static pthread_key_t own_threads;
 
@@ -232,11 +232,11 @@ static int this_processor(void)
 #    endif
 }
 
-/* Where other programs keep the processors busy, Linux wakes a thread on the processor of the thread that
- * wakes it, and leaves it there: the two share one processor, call after call (next to 2 busy processes on 2
- * cores, sums of 8 MB take 0.24 ms instead of 0.14, decoding by 256 keys 0.134 ms instead of 0.048). So a
- * thread that finds itself on the caller's processor removes that from its affinity mask, which moves it to
- * another processor, and then restores the mask. */
+/* If other programs keep the processors busy, Linux wakes a thread on the processor of its waker, and leaves
+ * it there. Then two threads share one processor, call after call. Next to 2 busy processes on 2 cores, sums
+ * of 8 MB take 0.24 ms instead of 0.14, and decoding by 256 keys 0.134 ms instead of 0.048. So a thread that
+ * finds itself on the caller's processor removes that from its affinity mask, which moves it to another
+ * processor. Then it restores the mask. */
 static void leave_callers_processor(const am_team *team)
 {
 #    ifdef __linux__
@@ -344,9 +344,10 @@ static int creatable_threads(int wanted)
     return count;
 }
 
-/* The size of a region that the calling thread can begin: runtimes end the process if they cannot create a
- * thread. They keep those of the caller's last region until it ends, so only what it did not have is tried,
- * and only where more threads are to wait than ever before: to create 63 threads takes milliseconds. */
+/* The size of a region that the calling thread can begin. If a runtime cannot create a thread, it ends the
+ * process, so threads are created on trial first. A runtime keeps the threads of the caller's last region
+ * until the caller ends. So only additional threads are tried, and only if more threads will wait than ever
+ * before: creating 63 threads takes milliseconds. */
 static int possible_members(int members)
 {
     const int own = (int)(intptr_t)pthread_getspecific(own_threads);
@@ -412,11 +413,11 @@ static void run_team(am_team *team)
     }
 }
 
-/* The number of threads for a loop whose tasks are dealt out in `grains` portions. A team has as many
- * threads as OpenMP gives even if there are fewer portions, since GNU's runtime ends the threads that a
- * smaller team leaves out, and creating them again takes longer than waking them (2 cores, teams of 8 and 2
- * alternating: 0.15 to 1.9 ms a region, always of 8: 0.07 ms). Only threads in excess of what OpenMP gives
- * are left out. */
+/* The number of threads for a loop whose tasks are dealt out in `grains` portions. Even with fewer portions,
+ * a team has as many threads as OpenMP gives: GNU's runtime destroys the threads that a smaller team leaves
+ * idle, and creating threads takes longer than waking them. On 2 cores, a region takes 0.07 ms with teams of
+ * 8, and 0.15 to 1.9 ms if teams of 8 and 2 alternate. Only threads in excess of what OpenMP gives are left
+ * out. */
 static int team_size(const am_context *context, ptrdiff_t grains)
 {
     if (grains < 2 || context->threads < 2) return 1;

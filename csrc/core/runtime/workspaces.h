@@ -31,10 +31,10 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
  * these. */
 typedef ptrdiff_t am_lay_out(const void *job, char *memory, void *parts);
 
-/* A workspace for each thread of a call, laid out once: the loops that use them run with no more threads than
- * they were made for, which am_thread_number counts. A thread has the same one in every task, so that it
- * stays in its caches; and in every call of the same shape, so that it lies in the memory of the node that
- * touched it first. */
+/* A workspace for each thread of a call, laid out once. Loops that use workspaces run with no more threads
+ * than there are workspaces, and am_thread_number counts the threads. A thread keeps one workspace for all
+ * tasks, so it stays in the thread's caches. In calls of equal shape the thread gets it again, so it lies in
+ * the memory of the node that touched it first. */
 typedef struct {
     char *memory;           /* of each the addresses of its parts, and then these */
     ptrdiff_t bytes, count; /* the length of each, and their number */

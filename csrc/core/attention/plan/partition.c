@@ -109,9 +109,9 @@ static void claim_all(row_sections *row)
     }
 }
 
-/* Joins the last section with those whose keys lie between its first and its last key, and with all sections
- * between these and it. A section has all keys between its ends, so each key is claimed once, and a section
- * that is met is joined: the time is that of reading the keys, whatever their order. */
+/* Joins the last section with each section that has keys between its first and its last key, and with all
+ * sections in between. A section owns all keys between its ends. So each key is claimed once, and the time is
+ * that of reading the keys, in any order. */
 static void join_keys(const row_sections *row)
 {
     am_section *list = row->sections->list;
@@ -202,8 +202,8 @@ static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdi
 
 /* --- Blocks and tiles --- */
 
-/* Where the range of a section ends that begins there: it is a large part between two boundaries, or as many
- * small ones as fit, or a piece of a long one. */
+/* Where the range that begins at `begin` ends. Boundaries cut a section into parts. A range is one large
+ * part, or as many small parts as fit, or a piece of a long part. */
 static ptrdiff_t range_end(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
 {
     const ptrdiff_t last = am_min(begin + MOST, limit);

@@ -74,8 +74,8 @@ am_task_items am_items_of(const am_scheduled *section, ptrdiff_t task);
 am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections,
                             const am_scheduled *section, ptrdiff_t item);
 
-/* The tiles that an item takes: those that its block sees; of a section's only block, which items of several
- * heads take in lockstep, those that any head sees. */
+/* The tiles that an item takes: those that its block sees. If the section has one block, items of several
+ * heads take it in lockstep, and then these are the tiles that any head sees. */
 am_range am_item_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
                        const am_attn_place *at);
 

@@ -14,9 +14,9 @@ typedef struct {
 } am_key_run;
 am_key_run am_key_run_of(const am_attn *attn, const am_array *tokens, const am_attn_place *at, am_range keys);
 
-/* Where the rows of a whole tile begin in each page, for kernels that read them there: runs of `*rows` each,
- * and behind them that of the next tile, to prefetch, or NULL if there is none. False if pages are too short
- * or too long, or the tile does not begin with one. */
+/* Finds where the rows of a whole tile begin in each page, for kernels that read them there. Each run has
+ * `*rows` rows. Behind the runs comes the first one of the next tile, to prefetch, or NULL if there is none.
+ * Returns false if pages are too short or too long, or the tile does not begin with a page. */
 bool am_find_runs(const am_attn *attn, const am_array *tokens, const am_attn_place *at, am_range keys,
                   const void *runs[AM_MOST_RUNS], ptrdiff_t *rows);
 
