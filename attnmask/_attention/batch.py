@@ -41,10 +41,10 @@ def _divided(sizes: Batch, batch: Batch) -> int:
 
 
 def one_batch(array: Any, batch: Batch, divides: bool, broadcast_to: AnyFunction = np.broadcast_to) -> Any:
-    """Return what broadcasts to [*batch, H, Tq, Tk] with four axes, as a view if it shares no batch axis, or all.
+    """Return an array that broadcasts to [*batch, H, Tq, Tk] with four axes.
 
-    If it `divides`, neighbouring batch rows may share one of its rows: then it is a view, too, if it shares the last
-    batch axes alone.
+    It is a view if the batch shares none of its axes, or all of them. With `divides`, neighbouring batch rows may share
+    a row of the array. Then it is a view, too, if the batch shares only the last axes.
     """
     missing = len(batch) + 3 - array.ndim
     array = array.reshape(*[1] * missing, *array.shape) if missing > 0 else array
@@ -109,7 +109,7 @@ def _axes_hint(array: Array, name: str, shape: Pairs) -> str:
 
 
 def four_axes(array: Array, name: str, shape: Pairs, divides: bool = False) -> Array:
-    """Return what broadcasts to [*batch, H, Tq, Tk] with four axes, as `one_batch` does."""
+    """Return an array that broadcasts to [*batch, H, Tq, Tk] with four axes: see `one_batch`."""
     if array.ndim > len(shape) or not broadcasts(array.shape, shape):
         axes = "B" if len(shape) == 4 else "*batch"
         expected = f"broadcast to [{axes}, H, Tq, Tk] = {shape}"

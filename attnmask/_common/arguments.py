@@ -1,4 +1,4 @@
-"""Check what users pass, where it comes in: errors name the argument, what it must be and what came."""
+"""Check arguments where users pass them. Errors name the argument, what it must be and what came."""
 
 import operator
 import re

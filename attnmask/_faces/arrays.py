@@ -24,7 +24,7 @@ def numpy_face(row: Row) -> Callable[[AnyFunction], Any]:
 
 
 def with_gradient(row: Row) -> Row:
-    """Return the row of a function that returns what that of `row` does, and what computes its gradients."""
+    """Return the row of a function that returns the results of `row` and a function for their gradients."""
     arrays = [(i, x.name, x.kind is Kind.STARTS) for i, x in enumerate(row.problem) if x.kind in ARRAYS]
 
     def compute(*arguments: Any) -> tuple[Any, AnyFunction]:

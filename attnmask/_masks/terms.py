@@ -1,6 +1,6 @@
-"""The kinds of terms that masks are made of: what Python has to know of each. What they answer is known to the core.
+"""The kinds of terms that masks are made of, as Python knows them. The core computes their answers.
 
-A term is a tuple of its kind and its operands; it speaks of query `q` and key `k` of batch row `b` and head `h`::
+A term is a tuple of its kind and its operands. It is about query `q` and key `k` of batch row `b` and head `h`::
 
     ("all",)                               every pair
     ("band", low, high, offset)            low[h] <= k - q - offset[b] <= high[h]; None for no limit
@@ -16,22 +16,22 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
                                                                 in is live, or has a bit for the pair that is set
     ("neighborhood", grid, q_shift, k_shift)   point k + k_shift[b] of a grid is near point q + q_shift[b]
 
-Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
-rows; limits are such arrays too, or None for no limit. Only attention has such limits.
+Sequence s has the tokens from ``starts[s]`` to ``starts[s + 1] - 1``. Starts are int64 arrays that hold for all batch
+rows. Limits are such arrays too, or None for no limit. Only attention has limits of sequences.
 
-The keys ``at`` ``[B, Q]`` or ``[B, H, Q]`` on the diagonals of queries are int32, and may lie beyond both ends.
+``at`` ``[B, Q]`` or ``[B, H, Q]`` is int32: the keys on the diagonals of queries. They may lie beyond both ends.
 
-Places ``[B, H, Q tiles, K tiles]`` are int32: 0 for a tile of dead pairs, 1 for one of live pairs, and 2 + i for one
-that has bits of its own, ``bits[i]``: 64 rows of 8 bytes, the lowest bit first. With any such, tiles are of 64 × 64
-pairs.
+Places ``[B, H, Q tiles, K tiles]`` are int32: 0 for a tile of dead pairs, 1 for a tile of live pairs, and 2 + i for a
+mixed tile. ``bits[i]`` are its pairs: 64 rows of 8 bytes, the lowest bit first. A mask with mixed tiles has tiles of
+64 × 64 pairs.
 
 A grid ``[axes, 5]`` is int64: the length, kernel, stride and dilation of each axis, and 1 if it is causal. Points are
 in row-major order.
 
-What has an index ``[b]`` or ``[h]`` is an int for all or an int64 array of one each. Axes of ids and arrays that all
-batch rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
+An operand with an index ``[b]`` or ``[h]`` is one int for all, or an int64 array. Ids and arrays have the length 1
+along axes that all batch rows, heads, queries or keys share. Arrays are read-only, so programs share them.
 
-A new kind is a constructor and a line of `KINDS` here, beside what it is in the core.
+A new kind is a constructor and a line of `KINDS` here, and a term in the core.
 """
 
 from collections.abc import Callable, Iterator

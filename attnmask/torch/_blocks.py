@@ -154,7 +154,7 @@ def _mask_mod(program: Program) -> Callable[..., Tensor]:
         return to_tensor(operand.copy()) if isinstance(operand, np.ndarray) else operand
 
     def known(node: Any) -> Any:
-        """Return sequences as ids, and a grid as a list, whose numbers a graph knows."""
+        """Return sequences as ids, and a grid as a list, so that the graph knows the numbers."""
         if node[0] == "sequences":
             return ("equal", *ids_of_sequences(*node[1:3]), False)
         return (node[0], node[1].tolist(), *node[2:]) if node[0] == "neighborhood" else node

@@ -76,7 +76,7 @@ def _array(x: MaybeTensor) -> Any:
 
 
 def _tokens_first(tensors: Iterable[torch.Tensor], axes: int, bias: MaybeTensor) -> list[Any]:
-    """Return [..., H, T, D] as [B, T, H, D]: with one batch axis, unless the bias may have several."""
+    """Return [..., H, T, D] as [B, T, H, D]. There is one batch axis, unless the bias may have several."""
     if axes == 4 or (axes > 4 and bias is not None and bias.ndim > 3):
         return [_array(x).swapaxes(-3, -2) for x in tensors]
     return [x.reshape(prod(x.shape[:-3]), *x.shape[-3:]).swapaxes(1, 2) for x in map(_array, tensors)]

@@ -8,8 +8,8 @@
 /* Numbers of another type that lie apart take a detour, so many of them at a time. */
 enum { DETOUR_BYTES = 1 << 13, DETOUR_COLUMNS = 256 };
 
-/* Rows whose numbers lie in turn, as those of a state do: the kernel of a few rows, or one that transposes.
- */
+/* Copies rows whose numbers alternate in memory, like those of a state: by the kernel for a few rows, or by
+ * one that transposes. */
 static bool turn(const am_kernels *k, am_direction way, const am_array *a, ptrdiff_t size, void *numbers,
                  ptrdiff_t stride)
 {

@@ -1,18 +1,18 @@
 /* backward.c – attention backward, from out and lse, with logits computed again.
  *
- * A task takes a few tiles of keys of one key head, more where each block sees few, and loops over the blocks
- * of 64 query rows that see them; it accumulates d_k and d_v for itself. Each block of d_q is shared by the
- * tasks of all keys that its rows attend to: sums of a few tiles each, which are added in the order of the
- * keys. Tasks begin in that order too, so a task waits only for one that is running. Tasks that share a bias
- * add to its gradient in order, too.
+ * A task takes a few tiles of keys of one key head, or more tiles if each block sees few. It loops over the
+ * blocks of 64 query rows that see them, and accumulates d_k and d_v on its own. Each block of d_q gets sums
+ * from the tasks of all keys that its rows attend to. A sum covers a few tiles, and sums are added in the
+ * order of the keys. Tasks begin in this order too, so a task waits only for one that is running. Tasks that
+ * share a bias add to its gradient in order, too.
  *
- * Where a section has too few keys and heads to keep many threads busy, the blocks that see a tile are
- * divided into splits. Each split is summed up from zero, and splits are added in order; so tasks can take
- * one split each, for many threads, or all of them.
+ * If a section has too few keys and heads to keep many threads busy, the blocks that see a tile are divided
+ * into splits. Each split is summed up from zero, and splits are added in order. So a task can take one
+ * split, for many threads, or all of them.
  *
- * How many tiles a sum of d_q has, and how many blocks a split, follows from the section alone, so that
- * gradients are the same whatever they are computed with; how tiles and splits are dealt to tasks alters no
- * sum. Nothing is as large as queries times keys, unless the bias is. */
+ * How many tiles a sum of d_q has, and how many blocks a split has, follows from the section alone. How tiles
+ * and splits are dealt to tasks changes no sum. So the rest of a call changes no gradient. Nothing is as
+ * large as queries times keys, unless the bias is. */
 #include <stdlib.h>
 
 #include "core/attention/backward_plan.h"
@@ -143,9 +143,9 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
     const am_logit_term *bias = am_find_terms(f).bias;
     if (!am_is_learned(bias) || bias->array.shape.batch == f->batch)
         return compute_gradients(context, problem, along, true);
-    /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
-     * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that
-     * they have without that of the bias. */
+    /* Batch rows that share a bias add to its gradient with equal blocks and tiles. If the mask has
+     * sequences that begin elsewhere in some rows, a second pass computes the other gradients, with the bits
+     * that they have without the gradient of the bias. */
     bool whole;
     am_status status = find_whole_rows(f->mask, &whole);
     if (status == AM_OK) status = compute_gradients(context, problem, along, false);

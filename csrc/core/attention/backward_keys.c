@@ -177,8 +177,8 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
 
-/* The i-th key head that is begun. Threads in the same batch row take heads far from each other, as rows of
- * neighbouring heads share cache lines, for which writers would contend. Heads that share a bias are begun in
+/* The i-th key head that is begun. Rows of neighbouring heads share cache lines, and their writers would
+ * contend. So threads in one batch row take heads far from each other. Heads that share a bias are begun in
  * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
 static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
 {

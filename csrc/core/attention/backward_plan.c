@@ -156,9 +156,9 @@ static ptrdiff_t end_task(am_backward_plan *p, am_key_task *task, am_key_task *t
     return count;
 }
 
-/* Divides the tiles that the sections of a batch row see into tasks of whole sums; returns the number of
- * tasks, and lists them unless `to` is NULL. Unless p->in_order, a section that does not fit into the rest of
- * a task begins a new one, so that the tasks of a divided section never wait for those of the section before
+/* Divides the tiles that the sections of a batch row see into tasks of whole sums. Returns the number of
+ * tasks, and lists them unless `to` is NULL. If a section does not fit into the rest of a task, it begins a
+ * new one, unless p->in_order. So the tasks of a divided section never wait for those of the section before
  * it. */
 static ptrdiff_t divide_row(am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
 {

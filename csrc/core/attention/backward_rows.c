@@ -122,15 +122,15 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
     return AM_OK;
 }
 
-/* Whether P is computed from the row's maximum, not from its lse, whose rounding is the relative error of P.
- */
+/* Whether P is computed from the row's maximum, not from its lse. The rounding of the lse is the relative
+ * error of P. */
 static bool uses_row_max(const am_backward_plan *p, const am_attn_place *at, ptrdiff_t row)
 {
     double size = fabs(given_row_stat(p, &p->problem->lse, at, row));
     return !p->base.attn->normalize || (size > FAR && size < INFINITY);
 }
 
-/* What tangents of gradients follow from, beside the statistics of gradients. */
+/* The statistics that tangents of gradients need in addition to those of gradients. */
 static void find_tangent_stats(const am_backward_plan *p, const am_attn_place *at,
                                const am_backward_workspace *s)
 {

@@ -71,10 +71,10 @@ typedef struct {
     ptrdiff_t sequence, index; /* sequence -1: there is none */
 } am_kv_entry;
 
-/* Copies the entries that tell where the call reads and writes from a table of pages of `size` tokens, at
- * least 1: int32 or int64, whose batch rows are sequences, and tokens are pages. Checks the copies: other
- * threads may write to the caller's table at any time. Sets `wrong` to the first entry that is not from 0 to
- * `pages` - 1. */
+/* Copies the entries of a table of pages that decide where the call reads and writes. A page has `size`
+ * tokens, at least 1. The table holds int32 or int64; its batch rows are sequences, and its tokens are pages.
+ * Checks the copies, since other threads may write to the caller's table at any time. Sets `wrong` to the
+ * first entry that is not from 0 to `pages` - 1. */
 am_status am_kv_cache_read_table(am_kv_cache *cache, const am_array *from, ptrdiff_t size, ptrdiff_t pages,
                                  am_kv_entry *wrong);
 

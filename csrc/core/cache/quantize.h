@@ -17,8 +17,9 @@ typedef struct {
                      * else their scale is not finite */
 } am_quantized_row;
 
-/* Find the scale of the row, or that of each group and its offset from `at` on; or take that of each channel,
- * which lie `stride` bytes apart. */
+/* Quantize a row. The first finds its scale. The second finds a scale and an offset for each group, and
+ * writes them from `at` on. The third takes a given scale for each channel; these lie `stride` bytes apart.
+ */
 am_status am_quantize_row(const am_quantized_row *row, float *scale);
 am_status am_quantize_groups(const am_quantized_row *row, const am_kv_scales *groups, char *at);
 am_status am_quantize_by_channel(const am_quantized_row *row, const char *scales, ptrdiff_t stride);

@@ -165,8 +165,8 @@ typedef struct {
     ptrdiff_t own_heads; /* heads that may see different keys: all, or only the first */
 } am_mask;
 
-/* Makes the summaries that the questions need, before the first question, as the functions that compute with
- * a mask do. am_mask_release frees them, also after a failure. */
+/* Makes the summaries that the questions need. Call it before the first question; the functions that compute
+ * with a mask do. am_mask_release frees the summaries, also after a failure. */
 am_status am_mask_prepare(const am_context *context, am_mask *mask);
 void am_mask_release(am_mask *mask);
 
@@ -196,8 +196,8 @@ uint64_t am_mask_seen_in(const am_mask *mask, const am_region *tile, am_side sid
 uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
                      ptrdiff_t columns);
 
-/* Exact, whatever terms the mask has: the range from the first key that any of the queries sees in any of the
- * heads to the last one, at most rounded outwards to multiples of `grain` ≤ AM_TILE_COLUMNS. */
+/* The range from the first to the last key that any of the queries sees in any of the heads. It is exact for
+ * all terms, but may be rounded outwards to multiples of `grain` ≤ AM_TILE_COLUMNS. */
 typedef struct {
     am_range keys;
     bool by_last; /* the last of the queries is known to see a key */

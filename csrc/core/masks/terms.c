@@ -322,9 +322,9 @@ static bool disjoint(const am_id_block *a, const am_id_block *b)
 }
 static bool is_within(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
 
-/* The part of a range of keys from the first to the last that has an id. Where ids are in disorder, as many
- * blocks are read as the range has, for each span of queries: whole words, so that it takes long only for
- * hundreds of thousands of them. */
+/* Narrows a range of keys to the part from the first to the last key that has an id. If ids are in disorder,
+ * each span of queries may read all blocks of the range. It reads whole words, so this takes long only for
+ * hundreds of thousands of keys. */
 static am_range keys_with(const am_mask *mask, const id_view *keys, int32_t id, am_range range)
 {
     for (ptrdiff_t stop; range.begin < range.end; range.begin = stop) {

@@ -24,8 +24,8 @@ int am_isa_best_of(int highest, am_vendor vendor);
 /* The topic and level from which a word of the table of a level comes; NULL if it is 0. */
 const char *am_isa_origin(const am_kernels *kernels, const void *word);
 
-/* The level called `name`, or NULL if it is unknown or does not run here. Beside those above there is
- * `plain`, whose attention is core/attention/plain.c, and whose other kernels are those of level 0. */
+/* The level called `name`, or NULL if it is unknown or does not run here. There is one more level, `plain`:
+ * its attention is core/attention/plain.c, and its other kernels are those of level 0. */
 const am_kernels *am_isa_find(const char *name);
 
 #endif

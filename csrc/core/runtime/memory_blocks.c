@@ -1,8 +1,8 @@
-/* memory_blocks.c – allocates large blocks in large pages, and keeps some that were freed.
+/* memory_blocks.c – allocates large blocks in large pages, and keeps some freed blocks for later calls.
  *
- * The first access to a 4 KB page takes four times as long as writing the page; that to a 2 MB page takes a
- * seventh of the time to write it. Programs that call in a loop need blocks of the same sizes again. So a few
- * freed blocks are kept: their pages are mapped, and may still be in the cache.
+ * The first access to a 4 KB page takes four times as long as writing the page. With a 2 MB page, it takes a
+ * seventh of the time to write the page. Programs that call in a loop need blocks of the same sizes again. So
+ * a few freed blocks are kept: their pages are mapped, and may still be in the cache.
  */
 #include "core/runtime/memory_blocks.h"
 

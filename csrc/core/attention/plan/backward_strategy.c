@@ -37,8 +37,8 @@ am_backward_sums am_choose_sums(const am_backward_work *w)
     /* Under a causal mask the last tasks are of few tiles. One thread gains as much by adding each tile to
      * d_q at once as it loses. */
     if (see_more && w->kv_heads * w->tiles <= MANY_SUMS) s.tiles = 1;
-    /* Splits follow from what is seen of the section, and not from what it has behind that: padding does not
-     * alter how its sums are divided. */
+    /* Splits follow from the part of the section that is seen. So padding behind it does not change how its
+     * sums are divided. */
     const ptrdiff_t sums = w->kv_heads * am_count_parts(w->begin, w->end, s.tiles),
                     visits = w->heads * w->visits[s.tiles];
     const bool of_one_tile = s.tiles == 1 && see_more;

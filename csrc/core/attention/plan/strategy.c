@@ -107,10 +107,10 @@ static bool can_leave_values(const am_work *w, const am_shape *h)
            h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) && w->values_readable && !w->packed_alone;
 }
 
-/* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
- * multiply-adds of float32 instead of one of bf16x2. Zen 4 and 5 start as many of either, so that the
- * products of four rows take about 0.1 cycles a byte of keys and values, half of what memory takes to deliver
- * it to a core. Intel's processors start four times as many of float32. */
+/* Whether weights of a block stay float32 although other blocks round them to bfloat16. A pair of values then
+ * takes two multiply-adds of float32 instead of one of bf16x2. Zen 4 and 5 start as many of either kind. So
+ * the products of four rows take about 0.1 cycles per byte of keys and values, half of what memory takes to
+ * deliver it to a core. Intel's processors start four times as many of float32. */
 static bool has_float_weights(const am_work *w, const am_shape *h)
 {
     if (w->width == 1 || h->strategy != AM_UNPACKED) return false;
