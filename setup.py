@@ -64,6 +64,9 @@ SECONDS = {
     "amx/flash_amx": 0.5,
 }
 
+# One build for every Python from 3.11 on, which costs a call 1 to 2 % (docs/install.rst). Free-threaded ones lack it.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
 
 def sources(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
@@ -161,6 +164,8 @@ class BuildExt(build_ext):
             self.build_temp = "build/editable"  # else every object is made again
         switches = ("ATTNMASK_DEBUG", "ATTNMASK_SANITIZE", "ATTNMASK_FAULTS")
         self.for_tests = self.editable_mode or self.inplace or any(map(switch, switches))
+        for ext in self.distribution.ext_modules:  # in place, builds of several machines may lie side by side
+            ext.py_limited_api = LIMITED_API and not (self.editable_mode or self.inplace)
         super().finalize_options()
 
     def build_extension(self, ext: Extension) -> None:
@@ -329,8 +334,10 @@ setup(
                 ("AM_VERSION", f'"{VERSION}"'),
                 ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
                 ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"),
+                *([("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []),
             ],
         )
     ],
     cmdclass={"build_ext": BuildExt, "check_tools": CheckTools},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},
 )

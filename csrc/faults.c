@@ -1,5 +1,6 @@
 /* faults.c – counts allocations, and lets those fail that a test names. The core's own have a site; those of
  * Python and NumPy come through their hooks, and count in the thread that calls am_faults_call. */
+#undef Py_LIMITED_API /* which has no hooks of allocations */
 #include "bind/python/numpy.h"
 
 #include <errno.h>

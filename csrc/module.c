@@ -34,7 +34,7 @@ static const am_kernels *find_kernels(const char *source, const char *name)
 
 static PyObject *use_isa(PyObject *module, PyObject *name)
 {
-    const char *text = PyUnicode_AsUTF8(name);
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
     const am_kernels *kernels = text ? find_kernels("name", text) : NULL;
     if (!kernels) return NULL;
     return PyUnicode_FromString(atomic_exchange(&am_state_of(module)->kernels, kernels)->name);
@@ -98,7 +98,7 @@ static int initial_threads(int *threads)
     *threads = 0;
     if (!wanted || !*wanted) return 0;
     am_owned PyObject *text = PyUnicode_FromString(wanted),
-                      *number = text ? PyLong_FromUnicodeObject(text, 10) : NULL;
+                      *number = text ? PyLong_FromString(wanted, NULL, 10) : NULL;
     if (text && !number && PyErr_ExceptionMatches(PyExc_ValueError))
         am_reject(PyExc_ValueError, "ATTNMASK_NUM_THREADS", "a positive integer", text);
     return number ? to_threads(number, "ATTNMASK_NUM_THREADS", threads) : -1;
@@ -124,7 +124,7 @@ static int module_exec(PyObject *module)
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)module_exec},
-#if PY_VERSION_HEX >= 0x030c0000
+#ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* nor does NumPy */
 #endif
 #ifdef Py_mod_gil

@@ -47,8 +47,8 @@ static bool unless_false(PyObject *answer)
  * does not tell; also true, with an exception, if it does not say. */
 static bool is_more_than_memory(PyObject *bound, PyObject *object)
 {
-    return unless_false(PyObject_GetAttr(object, PyTuple_GET_ITEM(bound, GRADIENT))) ||
-           unless_false(PyObject_CallMethodNoArgs(object, PyTuple_GET_ITEM(bound, NEGATIVE)));
+    return unless_false(PyObject_GetAttr(object, PyTuple_GetItem(bound, GRADIENT))) ||
+           unless_false(PyObject_CallMethodObjArgs(object, PyTuple_GetItem(bound, NEGATIVE), NULL));
 }
 
 /* False, and maybe with an exception, unless the tensor can be taken as it is. */
@@ -152,18 +152,20 @@ static bool compute(PyObject *module, call *c, result *r)
 
 static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs)
 {
-    const am_dl_exchange *exchange = PyCapsule_GetPointer(PyTuple_GET_ITEM(bound, EXCHANGE), TABLE);
+    const am_dl_exchange *exchange = PyCapsule_GetPointer(PyTuple_GetItem(bound, EXCHANGE), TABLE);
     call c = {0};
     if (!exchange) return NULL;
     if (!read_call(exchange, bound, args, nargs, &c)) {
         PyErr_Clear(); /* the other function says what is wrong */
-        return PyObject_Vectorcall(PyTuple_GET_ITEM(bound, OTHER), args, (size_t)nargs, NULL);
+        am_owned PyObject *all = PyTuple_New(nargs);
+        for (Py_ssize_t i = 0; all && i < nargs; i++) PyTuple_SetItem(all, i, Py_NewRef(args[i]));
+        return all ? PyObject_CallObject(PyTuple_GetItem(bound, OTHER), all) : NULL;
     }
     const am_attn *attn = &c.request.attn;
     result *r = new_result((npy_intp[]){attn->batch, attn->queries, attn->heads, attn->value_dim}, c.type);
     void *tensor = NULL;
     if (!r) return PyErr_NoMemory();
-    if (compute(PyTuple_GET_ITEM(bound, MODULE), &c, r))
+    if (compute(PyTuple_GetItem(bound, MODULE), &c, r))
         return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;
     release(&r->managed);
     return NULL;
@@ -192,7 +194,7 @@ AM_FUNCTION(tensor_attention, bind(module, a), AM_ARG(exchange, am_to_object), A
 
 static PyObject *call_one(PyObject *function, PyObject *object)
 {
-    return PyObject_CallOneArg(function, object);
+    return PyObject_CallFunctionObjArgs(function, object, NULL);
 }
 
 static PyMethodDef call_method = {"call", call_one, METH_O, NULL};

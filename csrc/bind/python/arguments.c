@@ -106,9 +106,10 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
 /* Types of ml_dtypes, which may not be installed, are recognized by their names. */
 static bool is_of_ml_dtypes(PyArray_Descr *dtype, const char *wanted, npy_intp size)
 {
-    const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
-    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == size &&
-           strcmp(dot ? dot + 1 : name, wanted) == 0;
+    if (dtype->type_num < NPY_USERDEF || PyDataType_ELSIZE(dtype) != size) return false;
+    am_owned PyObject *name = PyType_GetName(dtype->typeobj);
+    if (!name) PyErr_Clear();
+    return name && PyUnicode_CompareWithASCIIString(name, wanted) == 0;
 }
 
 PyObject *am_names(const char *name_of(ptrdiff_t i))
@@ -189,18 +190,19 @@ static int to_readable(PyObject *object, const char *name, bool allow_same, PyAr
     am_owned PyArrayObject *array =
         PyArray_Check(object) ? (PyArrayObject *)Py_NewRef(object) : convert_array_like(object, name);
     /* A new array has one reference: nobody else can change it. */
-    if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT(array) > 1)))
-        Py_SETREF(array, plain_view(array));
+    if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT((PyObject *)array) > 1)))
+        am_replace(&array, plain_view(array));
     if (!array) return -1;
     if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
         PyArrayObject *copy =
             native ? am_of_memory(PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0)) : NULL;
         if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
-        Py_SETREF(array, copy);
+        am_replace(&array, copy);
     }
-    *dst = (PyArrayObject *)Py_XNewRef(array);
-    return array ? 0 : -1;
+    if (!array) return -1;
+    *dst = am_ref(array);
+    return 0;
 }
 
 /* As am_to_array, but with `allow_same` the result may be the caller's own object. */
@@ -211,7 +213,7 @@ static int to_array(PyObject *object, const char *name, bool allow_same, PyArray
     if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER)
         return am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
                          array);
-    *dst = (PyArrayObject *)Py_NewRef(array);
+    *dst = am_ref(array);
     return 0;
 }
 
@@ -232,7 +234,7 @@ int am_to_mask(PyObject *object, const char *name, void *dst)
         PyArray_Check(object) ? plain_view((PyArrayObject *)object) : convert_array_like(object, name);
     if (!array) return -1;
     if (PyArray_DESCR(array)->kind == 'f' && am_dtype_of(PyArray_DESCR(array)) == AM_OTHER)
-        Py_SETREF(array, (PyArrayObject *)am_ask(AM_MASK_ARRAY, "(Os)", array, name));
+        am_replace(&array, am_ask(AM_MASK_ARRAY, "(Os)", array, name));
     return array ? am_to_array((PyObject *)array, name, dst) : -1;
 }
 
@@ -259,8 +261,7 @@ int am_to_state(PyObject *object, const char *name, void *dst)
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     if (!out->given) return am_new_array(ndim, shape, dtype);
-    return am_check_out(out->array, "out", ndim, shape, dtype) < 0 ? NULL
-                                                                   : (PyArrayObject *)Py_NewRef(out->array);
+    return am_check_out(out->array, "out", ndim, shape, dtype) < 0 ? NULL : am_ref(out->array);
 }
 
 PyObject *am_returned(const am_out *out, PyArrayObject *target)
@@ -273,7 +274,7 @@ PyObject *am_new_like(int count, PyArrayObject *const *of, PyArrayObject **made)
     PyObject *tuple = PyTuple_New(count);
     for (int i = 0; tuple && i < count; i++) {
         made[i] = of[i] ? am_new_array(PyArray_NDIM(of[i]), PyArray_DIMS(of[i]), PyArray_DESCR(of[i])) : NULL;
-        PyTuple_SET_ITEM(tuple, i, of[i] ? (PyObject *)made[i] : Py_NewRef(Py_None));
+        PyTuple_SetItem(tuple, i, of[i] ? (PyObject *)made[i] : Py_NewRef(Py_None));
         if (of[i] && !made[i]) Py_CLEAR(tuple);
     }
     return tuple;
@@ -343,7 +344,7 @@ int am_to_dtype(PyObject *object, const char *name, void *dst)
         return am_fail(PyExc_TypeError,
                        "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
                        name, dtype);
-    *(PyArray_Descr **)dst = (PyArray_Descr *)Py_NewRef(dtype);
+    *(PyArray_Descr **)dst = am_ref(dtype);
     return 0;
 }
 
@@ -365,7 +366,7 @@ int am_to_object(PyObject *object, const char *name, void *dst)
 int am_to_text(PyObject *object, const char *name, void *dst)
 {
     const char **text = dst;
-    *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
+    *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : NULL;
     if (*text) return 0;
     return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
 }
@@ -417,7 +418,7 @@ int am_read_starts(am_starts *s, PyObject *object, const char *name)
 {
     /* A view, which takes 40 ns, is not needed: the array is looked at once. */
     if (to_array(object, name, true, &s->array) < 0) return -1;
-    s->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(s->array));
+    s->dtype = am_ref(PyArray_DESCR(s->array));
     if (am_entries_of(s->array, &s->entries) && s->entries.shape[0] > 0) return 0;
     /* An empty list becomes float64, but its length is what is wrong with it. */
     const bool wrong_shape = PyArray_NDIM(s->array) != 1 || PyArray_SIZE(s->array) == 0;

@@ -61,7 +61,7 @@ bool am_heads_seem_first(const am_attn *attn)
 static bool read_inputs(arguments *a)
 {
     const am_view q = am_view_of(a->query), k = am_view_of(a->key), v = am_view_of(a->value);
-    a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(a->query));
+    a->dtype = am_ref(PyArray_DESCR(a->query));
     return am_read_inputs(&a->mask.request, &q, &k, &v);
 }
 
@@ -86,7 +86,7 @@ static PyArray_Descr *result_dtype(const arguments *a)
 {
     PyArray_Descr *dtype = a->dtype;
     const bool widens = a->part != Py_None && am_dtype_of(dtype) != AM_FLOAT64;
-    return widens ? PyArray_DescrFromType(NPY_FLOAT32) : (PyArray_Descr *)Py_NewRef(dtype);
+    return widens ? PyArray_DescrFromType(NPY_FLOAT32) : am_ref(dtype);
 }
 
 /* What takes the result in the type of the arithmetic: an array of its own, or `out`. */
@@ -94,7 +94,7 @@ static PyArrayObject *wide_result(PyArrayObject *out)
 {
     const am_dtype type = am_dtype_of(PyArray_DESCR(out));
     return type == AM_FLOAT16 || type == AM_BFLOAT16 ? am_new_array_of(4, PyArray_DIMS(out), NPY_FLOAT32)
-                                                     : (PyArrayObject *)Py_NewRef(out);
+                                                     : am_ref(out);
 }
 
 static PyObject *compute(PyObject *module, arguments *a)
@@ -134,8 +134,10 @@ static int to_problem(PyObject *object, const char *name, void *dst)
     arguments *a = dst;
     am_request *r = &a->mask.request;
     if (!PyTuple_Check(object)) return am_reject(PyExc_TypeError, name, "a Problem", object);
-    return am_parse("Problem", ((PyTupleObject *)object)->ob_item, PyTuple_GET_SIZE(object), fields, FIELDS,
-                    a) < 0 ||
+    PyObject *given[FIELDS];
+    const Py_ssize_t count = PyTuple_Size(object);
+    for (Py_ssize_t i = 0; i < count && i < FIELDS; i++) given[i] = PyTuple_GetItem(object, i);
+    return am_parse("Problem", given, count, fields, FIELDS, a) < 0 ||
                    am_raise_refused(r, read_inputs(a)) < 0 || am_read_nodes(&a->mask, a->nodes) < 0 ||
                    am_to_places(r, a->places) < 0 || read_numbers(a) < 0 ||
                    am_to_terms(r, a->terms, a->term_arrays) < 0
@@ -148,8 +150,8 @@ static void release_problem(void *dst)
     arguments *a = dst;
     am_release_params(fields, FIELDS, a);
     am_free_mask(&a->mask);
-    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
-    Py_XDECREF(a->dtype);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) am_release(&a->term_arrays[i]);
+    am_release(&a->dtype);
 }
 #define PROBLEM {.name = "problem", .convert = to_problem, .release = release_problem}
 
@@ -191,7 +193,7 @@ static bool usual_tokens(PyObject *object, PyArrayObject **array)
 
 bool am_usual_scale(PyObject *object, npy_intp head_dim, double *scale)
 {
-    *scale = object != Py_None ? PyFloat_CheckExact(object) ? PyFloat_AS_DOUBLE(object) : INFINITY
+    *scale = object != Py_None ? PyFloat_CheckExact(object) ? PyFloat_AsDouble(object) : INFINITY
              : head_dim > 0    ? 1 / sqrt((double)head_dim)
                                : 1;
     return fabs(*scale) < 1e30;
@@ -222,13 +224,19 @@ static const char *const usual_names[USUAL] = {"query",         "key",         "
                                                "out",           "return_lse",  "normalize_output",
                                                "dropout_prob",  "relative_low"};
 
-/* Takes an argument, unless it is unusual. Python interns the names in calls and in tables, so that they are
- * the same objects. */
-static bool take_usual(PyObject *name, PyObject *value, PyObject *names, PyObject **taken)
+/* Python interns the names in calls and in tables, so that they are the same objects. */
+static bool is_one_of(PyObject *names, PyObject *name)
 {
-    Py_ssize_t at = 0;
-    while (at < PyTuple_GET_SIZE(names) && PyTuple_GET_ITEM(names, at) != name) at++;
-    if (at == PyTuple_GET_SIZE(names)) return false;
+    const Py_ssize_t count = PyTuple_Size(names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyTuple_GetItem(names, i) == name) return true;
+    }
+    return false;
+}
+
+/* Takes an argument, unless it is unusual. */
+static bool take_usual(PyObject *name, PyObject *value, PyObject **taken)
+{
     for (int i = 0; i < USUAL; i++) {
         if (PyUnicode_CompareWithASCIIString(name, usual_names[i]) != 0) continue;
         if (taken[i]) return false;
@@ -242,12 +250,13 @@ static bool take_usual(PyObject *name, PyObject *value, PyObject *names, PyObjec
 static bool find_usual(PyObject *names, PyObject *args, PyObject *given, PyObject **taken)
 {
     PyObject *name, *value;
-    if (PyTuple_GET_SIZE(args) > PyTuple_GET_SIZE(names)) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
-        if (!take_usual(PyTuple_GET_ITEM(names, i), PyTuple_GET_ITEM(args, i), names, taken)) return false;
+    const Py_ssize_t by_place = PyTuple_Size(args);
+    if (by_place > PyTuple_Size(names)) return false;
+    for (Py_ssize_t i = 0; i < by_place; i++) {
+        if (!take_usual(PyTuple_GetItem(names, i), PyTuple_GetItem(args, i), taken)) return false;
     }
     for (Py_ssize_t i = 0; PyDict_Next(given, &i, &name, &value);) {
-        if (!take_usual(name, value, names, taken)) return false;
+        if (!is_one_of(names, name) || !take_usual(name, value, taken)) return false;
     }
     return taken[QUERY] && taken[KEY] && taken[VALUE];
 }
@@ -259,7 +268,7 @@ static bool has_usual_options(PyObject *const *taken)
     return (!taken[NORMALIZE] || taken[NORMALIZE] == Py_True) &&
            (!taken[CAUSAL] || PyBool_Check(taken[CAUSAL])) &&
            (!taken[RETURN_LSE] || PyBool_Check(taken[RETURN_LSE])) &&
-           (!dropout || (PyFloat_CheckExact(dropout) && PyFloat_AS_DOUBLE(dropout) == 0)) &&
+           (!dropout || (PyFloat_CheckExact(dropout) && PyFloat_AsDouble(dropout) == 0)) &&
            (!low || (PyLong_CheckExact(low) && PyObject_Not(low)));
 }
 

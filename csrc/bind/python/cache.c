@@ -36,7 +36,6 @@ enum {
 
 typedef struct {
     PyObject *given[ARGUMENTS]; /* borrowed */
-    PyObject *defaults;         /* borrowed */
     const char *names[ARGUMENTS];
     int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
@@ -50,7 +49,8 @@ typedef struct {
     PyArrayObject *term_arrays[AM_LOGIT_KIND_COUNT];
     double scale;
     bool with_lse;
-    bool looks; /* at weights */
+    bool looks;  /* at weights */
+    bool beyond; /* one from SLIDING_WINDOW on is not its default */
     npy_intp prefix;
 } arguments;
 
@@ -127,10 +127,9 @@ static int read_options(arguments *a)
     const npy_intp *q = q_shape(a);
     const am_mask *mask = &a->mask.request.mask;
     PyObject *scale = given[SOFTMAX_SCALE];
-    const double number = PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : 0;
-    bool usual = is_flag(given[CAUSAL]) && is_flag(given[RETURN_LSE]) &&
-                 (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30));
-    for (int i = SLIDING_WINDOW; i < a->count; i++) usual &= given[i] == PyTuple_GET_ITEM(a->defaults, i);
+    const double number = PyFloat_CheckExact(scale) ? PyFloat_AsDouble(scale) : 0;
+    const bool usual = !a->beyond && is_flag(given[CAUSAL]) && is_flag(given[RETURN_LSE]) &&
+                       (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30));
     a->scale = scale != Py_None ? number : q[2] > 0 ? 1 / sqrt((double)q[2]) : 1;
     if (usual) {
         a->cached.limits.has_high = given[CAUSAL] == Py_True;
@@ -288,7 +287,7 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     const bool packed = is_packed(a);
     const npy_intp *q = q_shape(a),
                    rows[3] = {packed ? q[1] : a->cached.sequences, packed ? q[0] : q[1], q[0]};
-    am_owned PyArrayObject *lse = NULL, *out = a->out.given ? (PyArrayObject *)Py_NewRef(a->out.array)
+    am_owned PyArrayObject *lse = NULL, *out = a->out.given ? am_ref(a->out.array)
                                                             : am_new_array(packed ? 3 : 4, shape,
                                                                            PyArray_DESCR(a->arrays[QUERY]));
     if (!out) return NULL;
@@ -312,7 +311,7 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
 /* The place of a name that is not interned. */
 static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
 {
-    while (i < PyTuple_GET_SIZE(names) && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) != 0) i++;
+    while (i < PyTuple_Size(names) && PyUnicode_Compare(PyTuple_GetItem(names, i), name) != 0) i++;
     return i;
 }
 
@@ -321,27 +320,27 @@ static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
 static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *name, *value, *const names = nargs == 4 ? args[0] : NULL;
-    if (!names || !PyTuple_Check(names) || PyTuple_GET_SIZE(names) < OTHERS ||
-        PyTuple_GET_SIZE(names) > ARGUMENTS || !PyTuple_Check(args[1]) ||
-        PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(names) || !PyTuple_Check(args[2]) ||
-        PyTuple_GET_SIZE(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3]))
+    if (!names || !PyTuple_Check(names) || PyTuple_Size(names) < OTHERS || PyTuple_Size(names) > ARGUMENTS ||
+        !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != PyTuple_Size(names) || !PyTuple_Check(args[2]) ||
+        PyTuple_Size(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3]))
         return am_fail(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
-    const Py_ssize_t by_place = PyTuple_GET_SIZE(args[2]);
-    a->defaults = args[1];
-    a->count = (int)PyTuple_GET_SIZE(names);
+    const Py_ssize_t by_place = PyTuple_Size(args[2]);
+    a->count = (int)PyTuple_Size(names);
     for (int i = OTHERS; i < a->count; i++) {
-        params[i] = (am_param){.name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), .convert = to_given};
+        params[i] =
+            (am_param){.name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, i), NULL), .convert = to_given};
         if (!params[i].name) return -1;
     }
     for (int i = 0; i < a->count; i++) {
-        a->given[i] = PyTuple_GET_ITEM(i < by_place ? args[2] : a->defaults, i);
+        a->given[i] = PyTuple_GetItem(i < by_place ? args[2] : args[1], i);
         a->names[i] = params[i].name;
     }
     for (Py_ssize_t n = 0; PyDict_Next(args[3], &n, &name, &value);) {
         Py_ssize_t i = by_place;
-        while (i < a->count && PyTuple_GET_ITEM(names, i) != name) i++;
+        while (i < a->count && PyTuple_GetItem(names, i) != name) i++;
         if (i == a->count) i = place_of(names, name, by_place);
         if (i == a->count) return am_fail(PyExc_TypeError, "unexpected argument '%S'", name);
+        a->beyond |= i >= SLIDING_WINDOW && value != PyTuple_GetItem(args[1], i);
         a->given[i] = value;
     }
     return am_parse("flash_kvcache", a->given, a->count, params, a->count, a);
@@ -350,15 +349,15 @@ static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_
 static void release(arguments *a)
 {
     am_free_mask(&a->mask);
-    Py_XDECREF(a->terms);
-    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) Py_XDECREF(a->term_arrays[i]);
+    am_release(&a->terms);
+    for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) am_release(&a->term_arrays[i]);
     am_free_starts(&a->starts);
     am_free_starts(&a->new_starts);
     am_cached_free(&a->cached);
-    Py_XDECREF(a->table);
-    Py_XDECREF(a->slot_mapping);
+    am_release(&a->table);
+    am_release(&a->slot_mapping);
     am_free_out(&a->out);
-    for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a->arrays[i]);
+    for (int i = 0; i < ARGUMENTS; i++) am_release(&a->arrays[i]);
 }
 
 #define ARRAY(text, to, i) AM_PARAM(text, to, arrays[i])

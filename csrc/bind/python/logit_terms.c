@@ -38,8 +38,8 @@ static int to_term(am_request *r, PyObject *tuple, PyArrayObject **array)
 int am_to_terms(am_request *r, PyObject *terms, PyArrayObject *arrays[AM_LOGIT_KIND_COUNT])
 {
     if (!PyTuple_Check(terms)) return am_reject(PyExc_TypeError, "terms", "a tuple", terms);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(terms); i++) {
-        PyObject *term = PyTuple_GET_ITEM(terms, i);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(terms); i++) {
+        PyObject *term = PyTuple_GetItem(terms, i);
         if (!PyTuple_Check(term)) return am_reject(PyExc_TypeError, "terms", "a tuple of tuples", term);
         if (to_term(r, term, &arrays[i]) < 0) return -1;
     }

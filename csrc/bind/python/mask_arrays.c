@@ -47,9 +47,8 @@ int am_to_mask_dtype(PyObject *object, const char *name, void *dst)
 
 int am_bytes_of(PyObject *number, PyArray_Descr *dtype, uint64_t *bytes)
 {
-    Py_INCREF(dtype); /* PyArray_FromAny steals it */
-    am_owned PyArrayObject *scalar =
-        (PyArrayObject *)PyArray_FromAny(number, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    am_owned PyArrayObject *scalar = (PyArrayObject *)PyArray_FromAny(
+        number, am_ref(dtype), 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
     if (!scalar) return -1;
     *bytes = 0;
     memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));

@@ -61,9 +61,9 @@ static int read_operand(am_mask_arg *arg, PyObject *object, am_operand *o)
 static int read_term(am_mask_arg *arg, PyObject *term)
 {
     am_operand operands[AM_MOST_OPERANDS];
-    const Py_ssize_t size = PyTuple_Check(term) ? PyTuple_GET_SIZE(term) : 0;
-    const char *name = size && PyUnicode_Check(PyTuple_GET_ITEM(term, 0))
-                           ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(term, 0))
+    const Py_ssize_t size = PyTuple_Check(term) ? PyTuple_Size(term) : 0;
+    const char *name = size && PyUnicode_Check(PyTuple_GetItem(term, 0))
+                           ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(term, 0), NULL)
                            : NULL;
     const am_node_row *row = name ? am_node_row_named(name) : NULL;
     if (!row || !row->operands)
@@ -75,7 +75,7 @@ static int read_term(am_mask_arg *arg, PyObject *term)
         return am_fail(PyExc_ValueError, "nodes: %s must have %zd operands, got %zd", name, least, size - 1);
     if (size - 1 < most) operands[most - 1] = (am_operand){0};
     for (Py_ssize_t i = 1; i < size; i++) {
-        if (read_operand(arg, PyTuple_GET_ITEM(term, i), &operands[i - 1]) < 0) return -1;
+        if (read_operand(arg, PyTuple_GetItem(term, i), &operands[i - 1]) < 0) return -1;
     }
     return am_raise_refused(&arg->request, am_mask_add(&arg->request, row, operands));
 }
@@ -88,7 +88,7 @@ static int read_node(am_mask_arg *arg, PyObject *object)
         const am_mask_arg *prepared = PyCapsule_GetPointer(object, PREPARED);
         return am_raise_refused(r, am_mask_include(r, &prepared->request.mask));
     }
-    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
+    const char *name = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : NULL;
     const am_node_row *row = name ? am_node_row_named(name) : NULL;
     return row && !row->operands ? am_raise_refused(r, am_mask_join(r, row->kind)) : read_term(arg, object);
 }
@@ -105,13 +105,13 @@ int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *more, in
 {
     am_request *r = &arg->request;
     if (nodes && !PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
-    const Py_ssize_t count = nodes ? PyTuple_GET_SIZE(nodes) : 0;
+    const Py_ssize_t count = nodes ? PyTuple_Size(nodes) : 0;
     ptrdiff_t most = 2 * more_count;
-    for (Py_ssize_t i = 0; i < count; i++) most += count_nodes(PyTuple_GET_ITEM(nodes, i));
+    for (Py_ssize_t i = 0; i < count; i++) most += count_nodes(PyTuple_GetItem(nodes, i));
     arg->nodes = Py_XNewRef(nodes);
     if (!am_mask_begin(r, most)) return am_raise_refused(r, false);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_node(arg, PyTuple_GET_ITEM(nodes, i)) < 0) return -1;
+        if (read_node(arg, PyTuple_GetItem(nodes, i)) < 0) return -1;
     }
     return am_raise_refused(r, am_mask_end(r, more, more_count));
 }
@@ -122,10 +122,10 @@ static int to_shape(PyObject *object, const char *name, void *dst)
 {
     am_mask *mask = dst;
     ptrdiff_t *const lengths[4] = {&mask->batch, &mask->heads, &mask->queries, &mask->keys};
-    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4)
+    if (!PyTuple_Check(object) || PyTuple_Size(object) != 4)
         return am_reject(PyExc_TypeError, name, "a tuple of four integers", object);
     for (int i = 0; i < 4; i++) {
-        Py_ssize_t length = PyNumber_AsSsize_t(PyTuple_GET_ITEM(object, i), NULL);
+        Py_ssize_t length = PyNumber_AsSsize_t(PyTuple_GetItem(object, i), NULL);
         if (length == -1 && PyErr_Occurred()) return -1;
         if (length < 0 || length > AM_LONGEST)
             return am_reject(PyExc_ValueError, name, "from 0 to 2**56 along each axis", object);
@@ -143,8 +143,8 @@ static int to_nodes(PyObject *object, const char *name, void *dst)
 
 static int check_apart_from(PyArrayObject *out, PyObject *nodes, const char *name)
 {
-    for (Py_ssize_t i = 0; nodes && i < PyTuple_GET_SIZE(nodes); i++) {
-        PyObject *node = PyTuple_GET_ITEM(nodes, i);
+    for (Py_ssize_t i = 0; nodes && i < PyTuple_Size(nodes); i++) {
+        PyObject *node = PyTuple_GetItem(nodes, i);
         int bad = 0;
         if (PyCapsule_IsValid(node, PREPARED))
             bad = am_check_apart_from_mask(out, PyCapsule_GetPointer(node, PREPARED), name);
@@ -193,7 +193,7 @@ static PyObject *count(PyObject *module, am_mask *m)
 {
     am_owned PyArrayObject *counts = am_new_array_of(2, (npy_intp[]){m->batch, m->heads}, NPY_INT64);
     if (!counts || !am_computed(module, NPY_MAX_INTP, am_mask_count, m, PyArray_DATA(counts))) return NULL;
-    return Py_NewRef(counts);
+    return (PyObject *)am_ref(counts);
 }
 AM_FUNCTION(mask_count, count(module, &a->mask.request.mask), MASK)
 

@@ -83,12 +83,12 @@ static PyArrayObject *new_of_block(int ndim, npy_intp const *shape, PyArray_Desc
 
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
-    Py_INCREF(dtype);
     npy_intp bytes = PyDataType_ELSIZE(dtype);
     for (int i = 0; i < ndim && 0 < bytes && bytes < AM_BUFFER_BYTES; i++)
         bytes = shape[i] > AM_BUFFER_BYTES ? AM_BUFFER_BYTES : bytes * shape[i];
     for (int i = 0; i < ndim; i++) bytes = shape[i] == 0 ? 0 : bytes;
-    return bytes >= AM_BUFFER_BYTES ? new_of_block(ndim, shape, dtype) : new_of_numpy(ndim, shape, dtype);
+    return bytes >= AM_BUFFER_BYTES ? new_of_block(ndim, shape, am_ref(dtype))
+                                    : new_of_numpy(ndim, shape, am_ref(dtype));
 }
 
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num)

@@ -27,7 +27,7 @@ static am_dtype type_of(const states *a) { return am_dtype_of(a->dtype); }
 static PyArrayObject *own(states *a, PyArrayObject *array)
 {
     bool owned = array && PyList_Append(a->arrays, (PyObject *)array) == 0;
-    Py_XDECREF(array);
+    Py_XDECREF((PyObject *)array);
     return owned ? array : NULL;
 }
 
@@ -48,7 +48,7 @@ static int check_out(states *a, PyArrayObject *out, const char *name)
             return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", out);
         a->ndim = ndim;
         memcpy(a->dims, PyArray_DIMS(out), (size_t)ndim * sizeof *a->dims);
-        a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(out));
+        a->dtype = am_ref(PyArray_DESCR(out));
         return 0;
     }
     bool alike = ndim == a->ndim && PyArray_CompareLists(PyArray_DIMS(out), a->dims, ndim);
@@ -114,7 +114,7 @@ static int read_each(states *a, PyObject *list, const char *name, reader *read)
 /* Returns the number of arrays, or -1. A stack of them has `axes` axes, or one less. */
 static npy_intp count_of(PyObject *list, const char *name, int axes, const char *layouts)
 {
-    if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
+    if (PyTuple_Check(list)) return PyTuple_Size(list);
     const int ndim = PyArray_Check(list) ? PyArray_NDIM((PyArrayObject *)list) : -1;
     if (ndim == axes || ndim == axes - 1) return PyArray_DIM((PyArrayObject *)list, 0);
     if (ndim < 0) return am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
@@ -147,8 +147,8 @@ static int read_parts(states *a, PyObject *outs, PyObject *lses)
 
 static void release(states *a)
 {
-    Py_XDECREF(a->arrays);
-    Py_XDECREF(a->dtype);
+    am_release(&a->arrays);
+    am_release(&a->dtype);
     free(a->parts);
 }
 

@@ -43,7 +43,7 @@ PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords)
         found[i] = keywords ? PyDict_GetItemString(keywords, helper_rows[i].name) : NULL;
         if (!found[i]) return PyErr_Format(PyExc_TypeError, "use() needs %s=", helper_rows[i].name);
     }
-    for (int i = 0; i < AM_HELPERS; i++) Py_XSETREF(helpers[i], Py_NewRef(found[i]));
+    for (int i = 0; i < AM_HELPERS; i++) am_replace(&helpers[i], Py_NewRef(found[i]));
     atomic_store(&main_thread, ident);
     pthread_once(&once, watch_forks);
     Py_RETURN_NONE;
@@ -64,8 +64,10 @@ static PyObject *checked(am_helper helper, PyObject *object)
                           [TRUTH] = PyBool_Check(object),
                           [NOTHING] = object == Py_None};
     if (right[expected]) return object;
-    am_fail(PyExc_TypeError, "%s() must return %s, got an object of type %s", helper_rows[helper].name,
-            words[expected], Py_TYPE(object)->tp_name);
+    am_owned PyObject *type = PyType_GetName(Py_TYPE(object));
+    if (type)
+        am_fail(PyExc_TypeError, "%s() must return %s, got an object of type %U", helper_rows[helper].name,
+                words[expected], type);
     Py_DECREF(object);
     return NULL;
 }
@@ -76,7 +78,7 @@ static PyObject *ask(am_helper helper, const char *format, va_list values)
     if (!given) return NULL;
     /* While the package is being imported, an argument is at most a variable of the environment. */
     PyObject *object = helpers[helper] ? PyObject_CallObject(helpers[helper], given)
-                                       : PyObject_Repr(PyTuple_GET_ITEM(given, 0));
+                                       : PyObject_Repr(PyTuple_GetItem(given, 0));
     return object ? checked(helper, object) : NULL;
 }
 

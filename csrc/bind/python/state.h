@@ -21,12 +21,23 @@ static inline void am_release(void *reference)
     memcpy(&object, reference, sizeof object);
     Py_XDECREF(object);
 }
+/* A variable takes over the reference `object`. */
+static inline void am_replace(void *reference, void *object)
+{
+    void *before;
+    memcpy(&before, reference, sizeof before);
+    memcpy(reference, &object, sizeof object);
+    am_release(&before);
+}
 static inline void am_free(void *pointer)
 {
     void *memory;
     memcpy(&memory, pointer, sizeof memory);
     free(memory);
 }
+
+/* A new reference, of the type that the given one has. */
+#define am_ref(object) ((__typeof__(object))Py_NewRef((PyObject *)(object)))
 
 typedef struct {
     _Atomic(const am_kernels *) kernels;

@@ -35,8 +35,7 @@ PyObject *am_weights_of(PyObject *module, am_request *r, const am_asked *asked, 
                    sums[3] = {asked->sequences, heads, asked->keys},
                    top[4] = {attn->batch, attn->heads, asked->count, asked->top};
     const int wide = attn->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32;
-    am_owned PyArrayObject *lse =
-        asked->lse ? (PyArrayObject *)Py_NewRef(asked->lse) : am_new_array_of(3, rows, wide);
+    am_owned PyArrayObject *lse = asked->lse ? am_ref(asked->lse) : am_new_array_of(3, rows, wide);
     if (!lse) return NULL;
     const am_view stats = am_view_of(lse);
     if (stats.axes != 3 || stats.type != (wide == NPY_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32) ||
@@ -54,8 +53,8 @@ PyObject *am_weights_of(PyObject *module, am_request *r, const am_asked *asked, 
         call(module, arg, &problem)) {
         result = PyTuple_New(6);
         for (int i = 0; result && i < 6; i++)
-            PyTuple_SET_ITEM(result, i, Py_NewRef(made[i] ? (PyObject *)made[i] : Py_None));
+            PyTuple_SetItem(result, i, Py_NewRef(made[i] ? (PyObject *)made[i] : Py_None));
     }
-    for (int i = 0; i < 6; i++) Py_XDECREF(made[i]);
+    for (int i = 0; i < 6; i++) am_release(&made[i]);
     return result;
 }

@@ -18,7 +18,7 @@ static int built_level(const char *name)
 static PyObject *kernel_table(PyObject *module, PyObject *name)
 {
     (void)module;
-    const char *text = PyUnicode_AsUTF8(name);
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
     const int level = text ? built_level(text) : -1;
     if (level < 0) return NULL;
     const am_kernels *kernels = am_isa_built(level);

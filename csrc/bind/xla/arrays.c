@@ -46,11 +46,11 @@ static int look_at(PyObject *object, bool written, dense *to)
 
 static int look_at_all(PyObject *arrays, am_xla_side side, held *h, am_xla_buffers *to)
 {
-    const Py_ssize_t count = PyTuple_GET_SIZE(arrays);
+    const Py_ssize_t count = PyTuple_Size(arrays);
     h->buffers[side] = am_new(dense, count), h->pointers[side] = am_new(am_xla_buffer *, count);
     if (!h->buffers[side] || !h->pointers[side]) return am_raise(AM_NO_MEMORY);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (look_at(PyTuple_GET_ITEM(arrays, i), side == AM_XLA_RESULT, &h->buffers[side][i]) < 0) return -1;
+        if (look_at(PyTuple_GetItem(arrays, i), side == AM_XLA_RESULT, &h->buffers[side][i]) < 0) return -1;
         h->pointers[side][i] = &h->buffers[side][i].buffer;
     }
     *to = (am_xla_buffers){.struct_size = sizeof *to, .count = count, .buffers = h->pointers[side]};

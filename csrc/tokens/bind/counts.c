@@ -25,8 +25,8 @@ int am_working_type(PyArray_Descr *dtype) { return am_dtype_of(dtype) == AM_INT3
 
 PyObject *am_finish(PyArrayObject *result, PyArray_Descr *dtype)
 {
-    if (PyArray_EquivTypes(PyArray_DESCR(result), dtype)) return Py_NewRef(result);
-    return PyArray_CastToType(result, (PyArray_Descr *)Py_NewRef(dtype), 0);
+    if (PyArray_EquivTypes(PyArray_DESCR(result), dtype)) return (PyObject *)am_ref(result);
+    return PyArray_CastToType(result, am_ref(dtype), 0);
 }
 
 PyObject *am_counts_as(const ptrdiff_t *counts, npy_intp count, PyArray_Descr *dtype)

@@ -42,7 +42,7 @@ static int check(arguments *a, const char *name)
     }
     if (type == AM_BOOL)
         return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers", array);
-    if (!a->output_dtype) a->output_dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(array));
+    if (!a->output_dtype) a->output_dtype = am_ref(PyArray_DESCR(array));
     am_dtype result = am_dtype_of(a->output_dtype);
     if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result)))
         return am_fail(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",

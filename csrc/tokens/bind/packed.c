@@ -199,7 +199,7 @@ static PyArrayObject *widened(PyArrayObject *array)
 /* NumPy's rule: a Python integer takes the dtype of the array that it meets. */
 static PyArray_Descr *cdiv_type(PyArrayObject *a, bool a_is_int, PyArrayObject *b, bool b_is_int)
 {
-    if (a_is_int || b_is_int) return (PyArray_Descr *)Py_NewRef(PyArray_DESCR(b_is_int ? a : b));
+    if (a_is_int || b_is_int) return am_ref(PyArray_DESCR(b_is_int ? a : b));
     PyArray_Descr *dtype = PyArray_PromoteTypes(PyArray_DESCR(a), PyArray_DESCR(b));
     if (dtype && !PyTypeNum_ISINTEGER(dtype->type_num)) {
         PyErr_Format(PyExc_TypeError, "a and b must have a common integer type, got %S and %S",
@@ -302,8 +302,7 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
  * may not. */
 static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
 {
-    am_owned PyArrayObject *narrow = (PyArrayObject *)PyArray_CastToType(
-                               quotients, (PyArray_Descr *)Py_NewRef(dtype), 0),
+    am_owned PyArrayObject *narrow = (PyArrayObject *)PyArray_CastToType(quotients, am_ref(dtype), 0),
                            *again = narrow ? widened(narrow) : NULL;
     if (!again) return NULL;
     const int64_t *wanted = PyArray_DATA(quotients), *got = PyArray_DATA(again);
@@ -316,7 +315,7 @@ static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
                          dtype, quotient, i);
         return NULL;
     }
-    return (PyArrayObject *)Py_NewRef(narrow);
+    return am_ref(narrow);
 }
 
 /* Divides integers of any kind; is_int: whether each was an integer of Python. */

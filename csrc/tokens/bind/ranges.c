@@ -29,7 +29,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     npy_intp size = PyArray_SIZE(p->array);
     if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, p->array);
     if (!integers && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
-        Py_SETREF(p->array, am_new_array_of(1, &size, NPY_INT64));
+        am_replace(&p->array, am_new_array_of(1, &size, NPY_INT64));
         if (!p->array) return -1;
         integers = am_entries_of(p->array, &p->entries);
     }

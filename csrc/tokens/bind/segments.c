@@ -141,7 +141,7 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     call.overflow = "a position does not fit int32";
     const am_status status = am_convert_ids(context, &ids, what, pad, dst, &large);
     if (am_leave(&call, status) < 0) return NULL;
-    if (large < 0) return (PyArrayObject *)Py_NewRef(result);
+    if (large < 0) return am_ref(result);
     am_reject_element(name, what == AM_TO_INTEGERS ? "fit int32" : "be below 2**31", array, large, "");
     return NULL;
 }
@@ -157,7 +157,7 @@ static PyObject *ids_of(PyObject *module, const arguments *a)
     am_array ids;
     if (read_ids(array, a->name, 2, 3, &ids) < 0) return NULL;
     return ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array)
-               ? Py_NewRef(array)
+               ? (PyObject *)am_ref(array)
                : (PyObject *)new_int32(module, array, a->name, AM_TO_IDS, 0);
 }
 AM_FUNCTION(segment_ids, ids_of(module, a), AM_PARAM("ids", am_to_object, object), AM_ARG(name, am_to_text),
@@ -204,7 +204,7 @@ static PyObject *mark_valid(PyObject *module, PyArrayObject *ids, PyArray_Descr 
     if (!result) return NULL;
     return am_computed(module, PyArray_SIZE(ids), am_mark_valid, PyArray_DATA(ids), PyArray_SIZE(ids),
                        PyArray_DATA(result), PyArray_ITEMSIZE(result), one)
-               ? Py_NewRef(result)
+               ? (PyObject *)am_ref(result)
                : NULL;
 }
 AM_FUNCTION(segment_ids_to_token_mask, mark_valid(module, a->array, a->dtype),
