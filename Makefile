@@ -83,17 +83,26 @@ lib: ## build the C library, in build/lib: libattnmask for include/attnmask.h
 install-lib: lib ## install the C library with its header (PREFIX=/usr/local, DESTDIR=)
 	@$(MAKE) --no-print-directory -f csrc/lib.mk install
 
-# The wheel is made from the source distribution, and tested where there are no sources and no compiler.
+# Wheels are made from the source distribution, and tested where neither sources nor a compiler are found. One serves all
+# Pythons but free-threaded ones. PYTHONS='path/to/python3.13 ...' takes others than those on PATH.
 WHEEL := build/wheel
-wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source distribution, to dist
+PYTHONS ?= $(shell for name in $(addprefix python3.,11 12 13 14 14t); do \
+    $$name -c 'import os, sys; print(os.path.realpath(sys.executable))' 2> /dev/null; done; true)
+wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build a source distribution and wheels, to dist, and test them with each Python
 	rm -rf $(WHEEL) dist
-	$(BIN)/python -m build --outdir $(WHEEL) .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $(WHEEL)/*.whl
-	cp $(WHEEL)/*.tar.gz dist
-	$(PYTHON) -m venv $(WHEEL)/venv
-	CC=false $(WHEEL)/venv/bin/python -m pip install --quiet $(PIP_ARGS) dist/*.whl -r $(VENV)/test.txt
-	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
-	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/pytest $(PYTEST_ARGS) # also what the tests start takes the wheel
+	$(BIN)/python -m build --sdist --outdir dist .
+	set -e; for python in $(PYTHONS); do \
+	    name=$(CURDIR)/$(WHEEL)/$$(basename $$python); $$python -m venv $$name; \
+	    pip="$$name/bin/python -m pip --disable-pip-version-check --quiet"; \
+	    $$pip install --no-index --no-deps --find-links dist --only-binary :all: attnmask 2> /dev/null || { \
+	        $$pip wheel $(PIP_ARGS) --no-deps --wheel-dir $$name dist/*.tar.gz; \
+	        PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $$name/*.whl; }; \
+	    export CC=false PYTHONSAFEPATH=1; \
+	    PATH=$$name/bin $$pip install $(PIP_ARGS) --find-links dist --only-binary attnmask attnmask -r $(VENV)/test.txt; \
+	    (cd $$name && PATH=bin bin/python -m attnmask > /dev/null); \
+	    PATH=$$name/bin $$name/bin/pytest $(PYTEST_ARGS); \
+	    unset CC PYTHONSAFEPATH; \
+	done
 
 lint: $(VENV)/lint.txt ## check style and format, and the files that other services read
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -232,3 +233,32 @@ def test_one_list_of_pythons():
     assert [python for python in tested if not python.endswith("t")] == named
     built = settings["tool"]["cibuildwheel"]["build"].split()
     assert built == [f"cp{python.replace('.', '')}-*" for python in tested]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a checkout")
+def test_a_source_distribution_holds_all(tmp_path):
+    """What git knows, and what setuptools adds."""
+    pytest.importorskip("setuptools")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    checkout = tmp_path / "checkout"
+    for name in tracked.stdout.splitlines():
+        if (ROOT / name).exists():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=checkout, check=True, env=os.environ | {"HOME": str(tmp_path)})
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    added = {name for name in held if name.startswith("attnmask.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert held - added == {
+        name for name in tracked.stdout.splitlines() if (ROOT / name).exists() and name != ".gitignore"
+    }
+
+
+def test_one_wheel_for_all_pythons():
+    """But free-threaded ones: its tag and the C API are of the oldest Python."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    oldest = settings["project"]["requires-python"].removeprefix(">=3.")
+    text = (ROOT / "setup.py").read_text()
+    assert re.findall(r'"py_limited_api": "cp3(\d+)"', text) == [oldest]
+    assert re.findall(r'"Py_LIMITED_API", "0x03(..)0000"', text) == [f"{int(oldest):02X}"]
