@@ -325,20 +325,21 @@ static OrtStatus *read_sequences(request *r)
     return NULL;
 }
 
-/* Whether a mask of floats holds 0 and -inf alone. Then it is a mask of bool, to which it is changed. */
+/* Whether a mask of floats holds 0 and -inf alone, or with a soft cap the lowest number, whose bits are those
+ * of -inf less 1. Then it is a mask of bool, to which it is changed. */
 static OrtStatus *read_infinities(request *r, attnmask_array *a, int *alone)
 {
     static const uint64_t infinities[] = {0xFC00, 0xFF80, 0xFF800000, 0xFFF0000000000000}; /* -inf by type */
     const int64_t size = a->stride[3], count = a->shape[0] * a->shape[1] * a->shape[2] * a->shape[3];
+    const uint64_t infinity = infinities[a->type - ATTNMASK_FLOAT16];
     uint8_t *allowed = r->mask_memory = malloc((size_t)count + 1);
     NEED(r, allowed, "out of memory");
-    const uint64_t infinity = infinities[a->type - ATTNMASK_FLOAT16];
     *alone = 1;
     for (int64_t i = 0; i < count && *alone; i++) {
         uint64_t bits = 0; /* little-endian, as all processors of the library are */
         memcpy(&bits, (const char *)a->data + i * size, (size_t)size);
         allowed[i] = bits << (65 - 8 * size) == 0; /* 0 of either sign */
-        *alone = allowed[i] || bits == infinity;
+        *alone = allowed[i] || infinity - bits <= (r->k->attribute[SOFTCAP] > 0);
     }
     if (*alone) *a = attnmask_array_of(allowed, ATTNMASK_BOOL, 4, a->shape);
     return NULL;
@@ -368,8 +369,7 @@ static OrtStatus *read_attn_mask(request *r)
     if (!is_bool) TRY(read_infinities(r, mask, &alone));
     if (is_bool || alone) return add_node(r, ATTNMASK_DENSE)[0] = attnmask_numbers(mask), NULL;
     NEED(r, r->k->attribute[SOFTCAP] == 0,
-         "attn_mask must be bool, or 0 and -inf, with softcap: attnmask adds other "
-         "numbers before the soft cap, ONNX after it");
+         "attn_mask must be bool, or 0 and -inf, with softcap: other numbers come before the soft cap");
     add_term(r, ATTNMASK_BIAS)->array = *mask;
     return NULL;
 }
