@@ -194,7 +194,9 @@ ATTNMASK_API attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const
 
 /* --- Attention --- */
 
-/* What else changes logits and weights; at most one of each kind. */
+/* What else changes logits and weights; at most one of each kind. Logits are scaled products; what is added
+ * to them is added before the soft cap, and the mask and the sinks come after it. A bias of -inf masks its
+ * pair out. In packed sequences k and q are counted from the starts of theirs. */
 typedef enum {
     ATTNMASK_BIAS,          /* array [B, H, Tq, Tk] of floats, axes 1 if shared: added to logits */
     ATTNMASK_ALIBI,         /* array [B or N, H, 1, 1], axes 1 if shared: adds -slope |k - q - offset| */

@@ -306,6 +306,9 @@ def test_packed_sequences(library, starts):
     wanted = attnmask.flash_attention(*arrays, cum_seqlens_q=of_q, cum_seqlens_k=of_k, sliding_window=(7, 3))
     attributes = {"left_window_size": 7, "right_window_size": 3}
     check(library, attributes, arrays, wanted, cu_seqlens_q=of_q, cu_seqlens_k=of_k)
+    slopes = np.array([0.5, 0.25, 0.125, 0], F32)
+    wanted = attnmask.flash_attention(*arrays, cum_seqlens_q=of_q, cum_seqlens_k=of_k, alibi_slopes=slopes)
+    check(library, {}, arrays, wanted, cu_seqlens_q=of_q, cu_seqlens_k=of_k, alibi_slopes=slopes)
 
 
 MASKS = [(90,), (70, 90), (1, 90), (4, 70, 90), (2, 1, 70, 90), (2, 4, 1, 90), (2, 4, 70, 90)]
