@@ -13,19 +13,34 @@ static bool check_tokens(am_request *r, const am_view *v, const char *name)
     return am_check_axes(r, &tokens, name) || am_check_axes(r, v, name); /* which describes all of it */
 }
 
+/* Whether a key or value is of the type of the query. */
+static bool check_type(am_request *r, const am_view *v, const char *name, const char *axes, am_dtype type)
+{
+    if (v->type != type)
+        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s as query", name, am_dtype_name(type));
+    return (v->axes == 4 || am_refuse(r, AM_WRONG_VALUE, v, "%s must be %s", name, axes)) &&
+           check_tokens(r, v, name);
+}
+
 bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, const am_view *value)
 {
     am_attn *attn = &r->attn;
     const ptrdiff_t *q = query->shape, *k = key->shape, *v = value->shape;
-    if (!am_is_floating(query->type) || key->type != query->type || value->type != query->type ||
-        query->axes != 4 || key->axes != 4 || value->axes != 4)
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "query, key and value must have four axes and one floating-point type");
-    if (!check_tokens(r, query, "query") || !check_tokens(r, key, "key") || !check_tokens(r, value, "value"))
+    if (!am_is_floating(query->type))
+        return am_refuse(r, AM_WRONG_TYPE, query, "query must be of float16, bfloat16, float32 or float64");
+    if (!check_type(r, query, "query", "[B, Tq, H, D]", query->type) ||
+        !check_type(r, key, "key", "[B, Tk, Hkv, D]", query->type) ||
+        !check_type(r, value, "value", "[B, Tk, Hkv, Dv]", query->type))
         return false;
-    if (k[0] != q[0] || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0) || v[0] != k[0] ||
-        v[1] != k[1] || v[2] != k[2])
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "query, key and value must have shapes that fit");
+    if (k[0] != q[0] || k[3] != q[3])
+        return am_refuse(r, AM_WRONG_VALUE, key, "key must have batch size %td and D = %td as query", q[0],
+                         q[3]);
+    if (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0)
+        return am_refuse(r, AM_WRONG_VALUE, key, "key must have a number of heads that divides query's %td",
+                         q[2]);
+    if (v[0] != k[0] || v[1] != k[1] || v[2] != k[2])
+        return am_refuse(r, AM_WRONG_VALUE, value, "value must be of shape (%td, %td, %td, Dv) as key", k[0],
+                         k[1], k[2]);
     r->mask.batch = attn->batch = q[0], r->mask.queries = attn->queries = q[1];
     r->mask.heads = attn->heads = q[2], r->mask.keys = attn->keys = k[1];
     attn->kv_heads = k[2], attn->head_dim = q[3], attn->value_dim = v[3];

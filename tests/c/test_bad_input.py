@@ -90,8 +90,16 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
     "lengths that overflow": ("forward", lambda: [attention(query=broken(X, shape=[2**62]))], "strides that fit"),
     "odd strides": ("forward", lambda: [attention(key=broken(X, stride=[1026]))], "multiples of 4 bytes"),
     "odd data": ("forward", lambda: [attention(key=broken(X, data=X.ctypes.data + 2))], "multiples of 4 bytes"),
-    "another type": ("forward", lambda: [attention(key=X.astype(np.float64))], "one floating-point type"),
-    "other shapes": ("forward", lambda: [attention(key=X[:, :5])], "shapes that fit"),
+    "another type": ("forward", lambda: [attention(key=X.astype(np.float64))], "key must be float32 as query, got"),
+    "fewer keys than values": (
+        "forward", lambda: [attention(key=X[:, :5])], r"value must be of shape \(2, 5, 2, Dv\) as key, got float32",
+    ),
+    "another batch size": ("forward", lambda: [attention(key=X[:1])], "key must have batch size 2 and D = 16 as query"),
+    "heads that do not divide": (
+        "forward", lambda: [attention(query=X[:, :, :1], out=X[:, :, :1].copy())], "heads that divides query's 1, got",
+    ),
+    "query of three axes": ("forward", lambda: [attention(query=X[0])], r"query must be \[B, Tq, H, D\], got"),
+    "query of integers": ("forward", lambda: [attention(query=IDS)], "query must be of float16, .*, got int32"),
     "out of another shape": ("forward", lambda: [attention(out=X[:, :5])], r"out must be of shape \(2, 8, 2, 16\)"),
     "out of another type": ("forward", lambda: [attention(out=X.astype(np.float64))], "out must be float32"),
     "lse of another shape": ("forward", lambda: [attention(lse=X[0])], r"lse must be of shape \(2, 2, 8\)"),

@@ -422,8 +422,8 @@ BAD_INPUTS = [
     ({"Q": Q[0, 0]}, {}, "Q must have 3 or 4 axes, got 2"),
     ({"K": K[0]}, {}, "Q, K and V must have as many axes"),
     ({"V": V[:, :, :5]}, {}, "V must have the tokens of K, 6, got 5"),
-    ({"K": K[:1], "V": V[:1]}, {}, "query, key and value must have shapes that fit"),
-    ({"K": K[..., :7]}, {}, "query, key and value must have shapes that fit"),
+    ({"K": K[:1], "V": V[:1]}, {}, "key must have batch size"),
+    ({"K": K[..., :7]}, {}, "key must have batch size"),
     ({}, {"q_num_heads": 4}, "q_num_heads is 4, but Q has 2 heads"),
     ({"Q": Q[0], "K": K[0], "V": V[0]}, {}, "kv_num_heads must divide the last axis of V, 8, got 0"),
     (
