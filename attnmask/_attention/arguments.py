@@ -57,6 +57,7 @@ class _CommonOptions(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
     relative_bias: ArrayLike | None
     relative_low: int
+    grid_bias: ArrayLike | None
 
 
 class CacheOptions(_CommonOptions, total=False):
@@ -181,6 +182,8 @@ relative_bias : term [H, L] = None
     added by distance; [H, L]
 relative_low : size = 0
     the distance that relative_bias begins with
+grid_bias : term [H, 2h-1, 2w-1] = None
+    added by how far key and query are from each other in a grid of h x w tokens; [H, 2h-1, 2w-1]
 """)  # in the order of signatures
 OF_CACHES = arguments("""
 attention_chunk : size = None

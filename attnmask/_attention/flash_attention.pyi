@@ -25,8 +25,8 @@ def flash_attention(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[False] = False,
-    out: Array | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[False] = False, out: Array | None = None,
 ) -> Array: ...
 @overload
 def flash_attention(
@@ -39,8 +39,8 @@ def flash_attention(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[True],
-    out: Array | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[True], out: Array | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attention(
@@ -53,8 +53,8 @@ def flash_attention(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: bool = False,
-    out: Array | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: bool = False, out: Array | None = None,
 ) -> Array | tuple[Array, Array]: ...
 def flash_attention_fwd(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, attention_mask: ArrayLike | MaskInfo | None = None,
@@ -66,7 +66,8 @@ def flash_attention_fwd(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, out: Array | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    out: Array | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_vjp(
@@ -79,8 +80,9 @@ def flash_attention_vjp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[False] = False,
-    grad_bias: bool = False, grad_softmax_aux: bool = False, grad_relative_bias: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[False] = False, grad_bias: bool = False, grad_softmax_aux: bool = False,
+    grad_relative_bias: bool = False, grad_grid_bias: bool = False,
 ) -> tuple[Array, Vjp]: ...
 @overload
 def flash_attention_vjp(
@@ -93,8 +95,9 @@ def flash_attention_vjp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[True],
-    grad_bias: bool = False, grad_softmax_aux: bool = False, grad_relative_bias: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[True], grad_bias: bool = False, grad_softmax_aux: bool = False,
+    grad_relative_bias: bool = False, grad_grid_bias: bool = False,
 ) -> tuple[tuple[Array, Array], Vjp]: ...
 @overload
 def flash_attention_vjp(
@@ -107,8 +110,9 @@ def flash_attention_vjp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: bool = False,
-    grad_bias: bool = False, grad_softmax_aux: bool = False, grad_relative_bias: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: bool = False, grad_bias: bool = False, grad_softmax_aux: bool = False,
+    grad_relative_bias: bool = False, grad_grid_bias: bool = False,
 ) -> tuple[Array | tuple[Array, Array], Vjp]: ...
 def flash_attention_bwd(
     dout: ArrayLike, query: ArrayLike, key: ArrayLike, value: ArrayLike, out: ArrayLike, lse: ArrayLike,
@@ -121,8 +125,9 @@ def flash_attention_bwd(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, grad_bias: bool = False,
-    grad_softmax_aux: bool = False, grad_relative_bias: bool = False, dlse: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    grad_bias: bool = False, grad_softmax_aux: bool = False, grad_relative_bias: bool = False,
+    grad_grid_bias: bool = False, dlse: ArrayLike | None = None,
 ) -> FlashAttentionGrads: ...
 @overload
 def flash_attention_jvp(
@@ -137,8 +142,9 @@ def flash_attention_jvp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[False] = False,
-    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[False] = False, bias_tangent: ArrayLike | None = None,
+    softmax_aux_tangent: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_jvp(
@@ -153,8 +159,9 @@ def flash_attention_jvp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: Literal[True],
-    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: Literal[True], bias_tangent: ArrayLike | None = None,
+    softmax_aux_tangent: ArrayLike | None = None,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]: ...
 @overload
 def flash_attention_jvp(
@@ -169,8 +176,9 @@ def flash_attention_jvp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, return_lse: bool = False,
-    bias_tangent: ArrayLike | None = None, softmax_aux_tangent: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    return_lse: bool = False, bias_tangent: ArrayLike | None = None,
+    softmax_aux_tangent: ArrayLike | None = None,
 ) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array]]: ...
 def flash_attention_bwd_vjp(
     dout: ArrayLike, query: ArrayLike, key: ArrayLike, value: ArrayLike, out: ArrayLike, lse: ArrayLike,
@@ -184,7 +192,8 @@ def flash_attention_bwd_vjp(
     precision: Precision | None = None, logits_dtype: DTypeLike | None = None, *,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, dlse: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    dlse: ArrayLike | None = None,
 ) -> FlashAttentionSecondGrads: ...
 def attention_weights(
     query: ArrayLike, key: ArrayLike, attention_mask: ArrayLike | MaskInfo | None = None, *,
@@ -194,6 +203,7 @@ def attention_weights(
     softmax_aux: ArrayLike | None = None, q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None, causal_offset: Diagonal = 0,
     alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+    grid_bias: ArrayLike | None = None,
 ) -> Array: ...
 def attention_statistics(
     query: ArrayLike, key: ArrayLike, attention_mask: ArrayLike | MaskInfo | None = None, *,
@@ -204,4 +214,5 @@ def attention_statistics(
     softmax_aux: ArrayLike | None = None, q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None, causal_offset: Diagonal = 0,
     alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+    grid_bias: ArrayLike | None = None,
 ) -> AttentionStatistics: ...

@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 class FlashAttentionGrads(NamedTuple):
     """The gradients of `flash_attention`, each in the shape and type of its argument.
 
-    There are six fields. Take them by name, or unpack the first three: ``dq, dk, dv = vjp(dout)[:3]``.
+    There are seven fields. Take them by name, or unpack the first three: ``dq, dk, dv = vjp(dout)[:3]``.
 
     Parameters
     ----------
@@ -78,6 +78,8 @@ class FlashAttentionGrads(NamedTuple):
         None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
     relative_bias : ndarray or None
         None unless asked for by `grad_relative_bias`.
+    grid_bias : ndarray or None
+        None unless asked for by `grad_grid_bias`.
 
     Examples
     --------
@@ -98,6 +100,7 @@ class FlashAttentionGrads(NamedTuple):
     bias: Array | None = None
     softmax_aux: Array | None = None
     relative_bias: Array | None = None
+    grid_bias: Array | None = None
 
     def __repr__(self) -> str:
         return fields_in_a_line(self)
@@ -399,8 +402,8 @@ def read_problem(given: Given) -> tuple[Problem, Batch]:
 
 def _places(starts: Starts | None, offset: PerRow) -> Places:
     if starts is None:
-        return Places(np.array(offset, np.intp, ndmin=1), None)
-    return Places(starts[1][:-1] - starts[0][:-1] + offset, starts[0])
+        return Places(np.array(offset, np.intp, ndmin=1), None, None)
+    return Places(starts[1][:-1] - starts[0][:-1] + offset, *starts)
 
 
 def _read_problem(given: Given) -> tuple[Problem, Batch]:

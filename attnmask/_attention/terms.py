@@ -28,6 +28,7 @@ from attnmask._masks.info import MaskInfo
 
 __all__ = [
     "BY_DISTANCE",
+    "BY_POINT",
     "TERMS",
     "Places",
     "Range",
@@ -73,6 +74,7 @@ class Places(NamedTuple):
 
     offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
     starts: NDArray[np.intp] | None  # of packed sequences
+    key_starts: NDArray[np.intp] | None
 
 
 class Sizes(NamedTuple):
@@ -177,7 +179,27 @@ def _relative_low(relative_low: object, _: Sizes, given: Given) -> None:
         raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(relative_low)}")
 
 
+def _grid_bias(grid_bias: ArrayLike, sizes: Sizes, _: Given) -> Term:
+    heads = sizes.shape[-3]
+    array = as_array(grid_bias, "grid_bias")
+    if not is_floating(array.dtype):
+        raise TypeError(f"grid_bias must be float16, bfloat16, float32 or float64, got {describe(array)}")
+    if array.ndim != 3 or array.shape[0] != heads or not all(length % 2 for length in array.shape[1:]):
+        expected = f"[H, 2h - 1, 2w - 1] with H = {heads} for a grid of h rows of w tokens"
+        raise ValueError(f"grid_bias must be {expected}, got {describe(array)}{_grid_hint(array, heads)}")
+    numbers = np.array(array, np.float64, order="C").reshape(1, heads, 1, -1)
+    return Term("grid_bias", numbers, integer=array.shape[2])
+
+
+def _grid_hint(array: Array, heads: int) -> str:
+    """Return how to make a grid bias of Swin's table."""
+    if array.ndim != 2 or array.shape[1] != heads:
+        return ""
+    return f"; write table.T.reshape({heads}, 2 * h - 1, 2 * w - 1)[:, ::-1, ::-1] for the table of Swin"
+
+
 BY_DISTANCE = ("alibi_slopes", "relative_bias")  # of the terms, whose numbers follow from k - q
+BY_POINT = ("grid_bias",)  # whose numbers follow from where q and k are in their row or sequence
 # Functions that check one argument, given all of them, and return its term, or None if it has no effect.
 TERMS: dict[str, Callable[..., Term | None]] = {
     "bias": _bias,
@@ -187,6 +209,7 @@ TERMS: dict[str, Callable[..., Term | None]] = {
     "alibi_slopes": lambda slopes, sizes, _: by_head(slopes, "alibi_slopes", sizes),
     "relative_bias": _relative_bias,
     "relative_low": _relative_low,
+    "grid_bias": _grid_bias,
 }
 
 

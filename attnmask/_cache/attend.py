@@ -16,7 +16,7 @@ from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
 
 # These depend on positions. Attention to a prefix has none: one problem has the queries of all sequences.
-_BY_PLACE = ("sliding_window", "attention_chunk", "alibi_slopes", "bias", "relative_bias")
+_BY_PLACE = ("sliding_window", "attention_chunk", "alibi_slopes", "bias", "relative_bias", "grid_bias")
 
 
 def table_of(block_table: Array, given: object) -> Array:

@@ -77,7 +77,7 @@ def check_no_distances(given: Arguments) -> None:
     window = given.get("sliding_window")
     left = window[0] if isinstance(window, (tuple, list)) and window else window
     asked = given | {"sliding_window": left}
-    for name in ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias"):
+    for name in ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias", "grid_bias"):
         if asked.get(name) is not None:
             raise ValueError(
                 f"{name} must be None after tokens of a sequence were evicted, as distances to the kept ones are not "

@@ -22,8 +22,8 @@ def flash_attention_with_kvcache(
     softmax_scale: float | None = None, causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
-    attention_chunk: int | None = None, rotate: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
 ) -> Array: ...
 @overload
 def flash_attention_with_kvcache(
@@ -36,8 +36,8 @@ def flash_attention_with_kvcache(
     softmax_scale: float | None = None, causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
-    attention_chunk: int | None = None, rotate: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attention_with_kvcache(
@@ -50,8 +50,8 @@ def flash_attention_with_kvcache(
     softmax_scale: float | None = None, causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0, bias: ArrayLike | None = None,
-    attention_chunk: int | None = None, rotate: bool = False,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
+    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
 ) -> Array | tuple[Array, Array]: ...
 def attention_statistics_with_kvcache(
     query: ArrayLike, k_cache: Array, *, of: Statistic | Sequence[Statistic],
@@ -62,5 +62,6 @@ def attention_statistics_with_kvcache(
     causal: bool = True, sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
-    bias: ArrayLike | None = None, attention_chunk: int | None = None, rotate: bool = False,
+    grid_bias: ArrayLike | None = None, bias: ArrayLike | None = None, attention_chunk: int | None = None,
+    rotate: bool = False,
 ) -> AttentionStatistics: ...

@@ -12,7 +12,7 @@ import numpy as np
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.batch import Batch, one_batch
 from attnmask._attention.problem import Problem, distances, read_problem
-from attnmask._attention.terms import Term
+from attnmask._attention.terms import BY_POINT, Term
 from attnmask._common.arguments import TOP_LEFT, as_array, flag, is_floating, is_number
 from attnmask._common.types import Arguments, Array, Given, Tree
 from attnmask._faces.attention import ATTENTION
@@ -36,6 +36,7 @@ class Learned(NamedTuple):
     shape: tuple[int, ...]  # in which the core takes it
 
 
+Places: TypeAlias = tuple[AnyArray, AnyArray | None, AnyArray | None]  # as of `Problem`
 Operand: TypeAlias = Leaf | Wide | Learned | int | None  # as a `Spec` has it
 
 
@@ -48,7 +49,7 @@ class Spec(NamedTuple):
     terms: tuple[Term, ...]
     scale: float
     normalize: bool
-    places: tuple[Operand, Operand] | None  # offsets and starts
+    places: tuple[Operand, Operand, Operand] | None  # as of `Problem`; starts of keys if a term needs them
     part: tuple[int, int] | None = None  # as of `Problem`
     callback: bool = False
 
@@ -205,7 +206,7 @@ def specify(given: Given, problem: Problem, batch: Batch = (1,)) -> tuple[Spec, 
         term_operands(given, problem.terms, arrays, LEARNED),
         problem.scale,
         problem.normalize,
-        None if places is None else (arrays.place(places[0]), arrays.place(places[1])),
+        None if places is None else tuple(map(arrays.place, places)),
     )
     return spec, arrays.taken
 
@@ -242,18 +243,18 @@ def sinks_of(softmax_aux: jax.Array) -> jax.Array:
     return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
 
 
-def _places(given: Given, problem: Problem, program: Program) -> tuple[AnyArray, AnyArray | None] | None:
+def _places(given: Given, problem: Problem, program: Program) -> Places | None:
     if problem.places is None:
         return None
-    offsets, starts = problem.places
+    offsets, starts, _ = problem.places
     offset = given["causal_offset"]
     if starts is None:
-        return jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, None
+        return jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, None, None
     sequences: Any = [node for node in program if node[0] == "sequences"][-1]
     _, q_starts, k_starts, _, _, moved = sequences
     if any(map(is_traced, (q_starts, k_starts, offset))):
-        return jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved, q_starts
-    return offsets, q_starts
+        offsets = jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved
+    return offsets, q_starts, k_starts if any(term.name in BY_POINT for term in problem.terms) else None
 
 
 def _nodes(given: Given, problem: Problem, batch: Batch) -> Iterator[Node]:

@@ -127,17 +127,18 @@ def mask_words(nodes: Program) -> list[int]:
 def _words(
     spec: Spec, said: Mapping[str, bool], learned: Sequence[str], wanted: Sequence[str]
 ) -> NDArray[np.int64]:
-    offsets, starts = spec.places or (None, None)
+    offsets, *starts = spec.places or (None, None, None)
     said = {
         **said,
         "normalize_output": spec.normalize,
         "part": spec.part is not None,
         "places": spec.places is not None,
-        "packed": starts is not None,
+        "packed": starts[0] is not None,
+        "key_starts": starts[1] is not None,
     }
     words: list[int] = []
     if spec.places is not None:
-        words += () if starts is None else operand_words(starts)
+        words += [word for operand in starts if operand is not None for word in operand_words(operand)]
         words += operand_words(offsets)
     words = [*first_words(flags_of("attention", said), spec.scale), len(learned), *(spec.part or ()), *words]
     return np.array(words + term_words(spec.terms, learned, wanted) + mask_words(spec.nodes), np.int64)

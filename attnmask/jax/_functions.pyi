@@ -44,8 +44,8 @@ def flash_attention_with_kvcache(
     bias: npt.ArrayLike | None = None, softmax_scale: float | None = None, causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None, logits_soft_cap: float | None = None,
     softmax_aux: npt.ArrayLike | None = None, alibi_slopes: npt.ArrayLike | None = None,
-    relative_bias: npt.ArrayLike | None = None, relative_low: int = 0, attention_chunk: int | None = None,
-    prefix: int = 0, rotate: bool = False, return_lse: bool = False,
+    relative_bias: npt.ArrayLike | None = None, relative_low: int = 0, grid_bias: npt.ArrayLike | None = None,
+    attention_chunk: int | None = None, prefix: int = 0, rotate: bool = False, return_lse: bool = False,
 ) -> KVCacheResult: ...
 def write_kvcache(
     k_cache: ArrayLike, v_cache: ArrayLike, key: ArrayLike, value: ArrayLike | None,

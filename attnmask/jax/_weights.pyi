@@ -21,7 +21,7 @@ def attention_weights(
     softmax_aux: npt.ArrayLike | None = None, q_segment_ids: npt.ArrayLike | None = None,
     kv_segment_ids: npt.ArrayLike | None = None, causal_offset: Diagonal = 0,
     alibi_slopes: npt.ArrayLike | None = None, relative_bias: npt.ArrayLike | None = None,
-    relative_low: int = 0,
+    relative_low: int = 0, grid_bias: npt.ArrayLike | None = None,
 ) -> jax.Array: ...
 def attention_statistics(
     query: ArrayLike, key: ArrayLike, attention_mask: npt.ArrayLike | MaskInfo | None = None, *,
@@ -33,5 +33,5 @@ def attention_statistics(
     softmax_aux: npt.ArrayLike | None = None, q_segment_ids: npt.ArrayLike | None = None,
     kv_segment_ids: npt.ArrayLike | None = None, causal_offset: Diagonal = 0,
     alibi_slopes: npt.ArrayLike | None = None, relative_bias: npt.ArrayLike | None = None,
-    relative_low: int = 0,
+    relative_low: int = 0, grid_bias: npt.ArrayLike | None = None,
 ) -> AttentionStatistics: ...

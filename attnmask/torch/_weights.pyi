@@ -20,6 +20,7 @@ def attention_weights(
     softmax_aux: ArrayLike | None = None, q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None, causal_offset: Diagonal = 0,
     alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+    grid_bias: ArrayLike | None = None,
 ) -> torch.Tensor: ...
 def attention_statistics(
     query: torch.Tensor, key: torch.Tensor, attention_mask: ArrayLike | MaskInfo | MaskTensors | None = None,
@@ -30,5 +31,5 @@ def attention_statistics(
     logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
     q_segment_ids: ArrayLike | None = None, kv_segment_ids: ArrayLike | None = None,
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None, relative_low: int = 0,
+    relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
 ) -> AttentionStatistics: ...

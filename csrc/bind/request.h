@@ -163,7 +163,8 @@ bool am_read_inputs(am_request *r, const am_view *query, const am_view *key, con
 bool am_check_numbers(am_request *r);
 
 /* Says where queries are among the keys: `starts` of packed sequences, or nothing. */
-bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets);
+bool am_read_places(am_request *r, const am_operand *starts, const am_operand *key_starts,
+                    const am_operand *offsets);
 
 /* A term of the logits, as the door brings it. */
 typedef struct {

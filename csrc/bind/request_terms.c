@@ -5,31 +5,40 @@
 #include "bind/request.h"
 #include "core/attention/terms/terms.h"
 #include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
 
 static bool reject(am_request *r, const am_logit_term *term, const char *what)
 {
     return am_refuse(r, AM_WRONG_VALUE, NULL, "%s: %s", am_row_of_term(term)->name, what);
 }
 
-/* Copies numbers of four axes as contiguous doubles. */
-static bool copy_doubles(am_request *r, am_view *v)
+/* Copies numbers of four axes as contiguous ones of a type. */
+static bool copy_numbers(am_request *r, am_dtype type, am_view *v)
 {
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(type);
     const ptrdiff_t rows = am_product(v->shape[0], v->shape[1], v->shape[2]), count = v->shape[3];
-    double *to = am_keep(r, am_product(rows, count, 1), sizeof *to), *next = to;
+    char *to = am_keep(r, am_product(rows, count, 1) + AM_POINTS_SPARE, (size_t)size), *next = to;
     for (ptrdiff_t row = 0; to && row < rows; row++) {
         const char *from = v->data + row % v->shape[2] * v->stride[2] +
                            row / v->shape[2] % v->shape[1] * v->stride[1] +
                            row / v->shape[2] / v->shape[1] * v->stride[0];
-        for (ptrdiff_t i = 0; i < count; i++, from += v->stride[3])
-            *next++ = v->type == AM_FLOAT64 ? *(const double *)from : (double)*(const float *)from;
+        for (ptrdiff_t i = 0; i < count; i++, from += v->stride[3], next += size) {
+            const double number =
+                v->type == AM_FLOAT64 ? *(const double *)from : (double)*(const float *)from;
+            if (type == AM_FLOAT64)
+                *(double *)next = number;
+            else
+                *(float *)next = (float)number;
+        }
     }
-    v->data = (char *)to, v->type = AM_FLOAT64;
-    ptrdiff_t stride = sizeof *to;
+    v->data = to, v->type = type;
+    ptrdiff_t stride = size;
     for (int axis = 3; axis >= 0; stride *= v->shape[axis--]) v->stride[axis] = stride;
     return to;
 }
 
-/* The array of a term: a bias in place, others as doubles that are contiguous along the last axis. */
+/* The array of a term: a bias in place, a grid bias in the type of the arithmetic, others as doubles that are
+ * contiguous along the last axis. */
 static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
 {
     const am_logit_row *row = am_row_of_term(term);
@@ -39,8 +48,11 @@ static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
     if (row->acts != AM_ADDS_PAIRS) {
         if (v.type != AM_FLOAT32 && v.type != AM_FLOAT64)
             return reject(r, term, "must be float32 or float64");
-        const bool in_place = v.type == AM_FLOAT64 && (v.shape[3] == 1 || v.stride[3] == sizeof(double));
-        if (!in_place && !copy_doubles(r, &v)) return false;
+        const bool by_point = row->acts == AM_ADDS_BY_POINT,
+                   in_place = !by_point && v.type == AM_FLOAT64 &&
+                              (v.shape[3] == 1 || v.stride[3] == sizeof(double));
+        const am_dtype type = by_point ? am_wide_type(r->attn.q.type) : AM_FLOAT64;
+        if (!in_place && !copy_numbers(r, type, &v)) return false;
     }
     v = am_shared(v);
     term->array = am_array_of(&v, AM_HEADS_FIRST);
@@ -75,6 +87,20 @@ static bool is_finite(am_request *r, const am_logit_term *term)
     return true;
 }
 
+/* Refuses a grid that has too few points. */
+static bool check_grid(am_request *r, const am_logit_term *term)
+{
+    const am_bias_grid grid = am_bias_grid_of(term);
+    am_row_points found;
+    return !am_find_beyond_grid(&r->attn, term, &found) ||
+           am_refuse(r, AM_WRONG_VALUE, NULL,
+                     "%s must have a point of its grid for each query and key, got %td × %td points, and %s "
+                     "from %td to %td in row or sequence %td",
+                     am_row_of_term(term)->name, grid.height, grid.width,
+                     found.are_queries ? "queries" : "keys", found.points.begin, found.points.end - 1,
+                     found.row);
+}
+
 bool am_read_term(am_request *r, const am_term_given *given)
 {
     am_attn *attn = &r->attn;
@@ -86,6 +112,7 @@ bool am_read_term(am_request *r, const am_term_given *given)
     if (!read_integer(r, &given->integer, &term) || !read_array(r, &given->array, &term)) return false;
     if (!am_term_fits(attn, &term)) return reject(r, &term, "a type, a shape or a number does not fit");
     if (am_row_of_term(&term)->finite && term.array.data && !is_finite(r, &term)) return false;
+    if (am_row_of_term(&term)->acts == AM_ADDS_BY_POINT && !check_grid(r, &term)) return false;
     terms->list[terms->count++] = term;
     const ptrdiff_t keys = terms->places.first_key + attn->keys;
     return am_row_of_term(&term)->acts != AM_DROPS || keys <= AM_MOST_KEYS_OF_DROPOUT ||
@@ -93,7 +120,8 @@ bool am_read_term(am_request *r, const am_term_given *given)
                      "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it", keys);
 }
 
-bool am_read_places(am_request *r, const am_operand *starts, const am_operand *offsets)
+bool am_read_places(am_request *r, const am_operand *starts, const am_operand *key_starts,
+                    const am_operand *offsets)
 {
     const am_attn *attn = &r->attn;
     am_places *places = &r->attn.terms.places;
@@ -105,6 +133,10 @@ bool am_read_places(am_request *r, const am_operand *starts, const am_operand *o
         if (rows < 1 || attn->batch != 1)
             return am_refuse(r, AM_WRONG_VALUE, NULL, "sequences must be those of one batch row");
         places->sequences = rows;
+        if (key_starts->kind == AM_ARRAY) {
+            places->key_starts = am_read_starts_of(r, "cum_seqlens_k", key_starts, attn->keys, &rows);
+            if (!places->key_starts) return false;
+        }
     }
     places->offsets = am_read_integers(r, offsets, rows, 0);
     places->offset_stride = 1;

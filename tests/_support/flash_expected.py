@@ -248,7 +248,7 @@ class GradientCase(Case):
 def check_form(got: FlashAttentionGrads, arguments: dict, flags: dict, case) -> None:
     assert type(got) is FlashAttentionGrads
     for name, gradient in got._asdict().items():
-        if not flags.get(f"grad_{name}", name not in ("bias", "softmax_aux", "relative_bias")):
+        if not flags.get(f"grad_{name}", name not in ("bias", "softmax_aux", "relative_bias", "grid_bias")):
             assert gradient is None, (name, case)
             continue
         given = np.asarray(arguments[name])

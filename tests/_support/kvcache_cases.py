@@ -54,6 +54,7 @@ FACTORS: dict[str, tuple] = {
     "slopes": (None, "[H]", "[B, H]", "[1, H]"),
     "bias": (None, "[B, H, Tq, K]", "[1, 1, Tq, K]", "[1, H, 1, K]", "[B, 1, Tq, 1]", "[1, 1, 1, K] with -inf"),
     "relative": (None, (30, -20), (1, 0), (200, -190), (9, -4)),
+    "grid": (None, 1, 7, 64, 400),
     "mask": (
         None, "[B, H, Tq, K] bool", "[B, 1, 1, K] int32", "[1, H, Tq, K] float32", "[1, 1, Tq, 1] bool",
         "info of [B, H, Tq, K]", "info of [1, 1, Tq, K]", "info of segments [B]", "info of segments [1]",
@@ -88,6 +89,7 @@ class Case(Told):
     slopes: str | None = None
     bias: str | None = None
     relative: tuple[int, int] | None = None  # the length of the table, and its least distance
+    grid: int | None = None  # its width, if no sequence has more queries than tokens
     mask: str | None = None
     scale: float | None = None
     return_lse: bool = True
@@ -360,6 +362,10 @@ def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
         length, arguments["relative_low"] = case.relative
         table = np.random.default_rng((case.seed, SHARED, 4)).standard_normal((case.heads[0], length))
         arguments["relative_bias"] = table.astype(case.types[0])
+    if case.grid is not None and all(new <= all_ for new, all_ in zip(case.counts, case.after, strict=True)):
+        shape = (2 * -(-max(*case.after, 1) // case.grid) - 1, 2 * case.grid - 1)
+        table = np.random.default_rng((case.seed, SHARED, 5)).standard_normal((case.heads[0], *shape))
+        arguments["grid_bias"] = table.astype(case.types[0])
     if case.sinks is not None:
         shape = (case.heads[0], 2) if case.sinks.startswith("[H") else (3,)
         sinks = np.random.default_rng((case.seed, SHARED)).standard_normal(shape) * 2
@@ -390,6 +396,7 @@ EVERY_FORMAT = {
     "slopes": (None, "[H]"),
     "bias": (None, "[1, H, 1, K]", "[B, 1, Tq, K]"),
     "relative": (None, (90, -80)),
+    "grid": (None, 20),
     "soft_cap": (None, 5.0),
     "sinks": (None, "[H, S]"),
     "window": (None, (40, None), (9, 3)),

@@ -29,6 +29,7 @@ class Gradients(NamedTuple):
     bias: np.ndarray | None
     softmax_aux: np.ndarray | None
     relative_bias: np.ndarray | None = None  # which these do not compute
+    grid_bias: np.ndarray | None = None
 
 
 class Problem(NamedTuple):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import reference_flash as ref
-from reference_terms import dense_terms, distances
+from reference_terms import dense_terms, distances, grid_terms, points
 
 LARGEST = {
     "int8": 127,
@@ -24,8 +24,8 @@ FAR = 2**60
 def sequences(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
-    bias=None, relative_bias=None, relative_low=0, cu_seqlens_k_new=None, attention_chunk=None,
-    dtype=np.float64,
+    bias=None, relative_bias=None, relative_low=0, grid_bias=None, cu_seqlens_k_new=None,
+    attention_chunk=None, dtype=np.float64,
 ) -> Iterator[dict]:  # fmt: skip
     """Appends `key` and `value` to the caches, and yields what `reference_flash` takes for each sequence."""
     starts, flat = packed(query, cu_seqlens_q)
@@ -53,6 +53,7 @@ def sequences(
             "bias": added(
                 mask_of(bias, row, None if cu_seqlens_q is None else span, length),
                 by_distance(alibi_slopes, relative_bias, relative_low, row, span.stop - span.start, length),
+                by_point(grid_bias, span.stop - span.start, length),
             ),
             "softmax_scale": softmax_scale,
             "causal": causal,
@@ -229,6 +230,14 @@ def by_distance(slopes, table, low, row, queries, keys):
         slopes = slopes[row if len(slopes) > 1 else 0]
     table = None if table is None else np.asarray(table).astype(np.float64)
     return dense_terms(distances(queries, keys, [keys - queries]), slopes, table, low)
+
+
+def by_point(table, queries, keys):
+    """What a grid bias adds to the logits of one sequence, [1, H, Tq, K]."""
+    if table is None:
+        return None
+    table = np.asarray(table).astype(np.float64)
+    return grid_terms(table, points(queries, keys, [keys - queries], table.shape[1:]))
 
 
 def added(*terms):

@@ -1,4 +1,4 @@
-"""Terms of the logits by distance, and the gradient of a table of them."""
+"""Terms of the logits by distance and by point, and the gradients of tables of them."""
 
 import numpy as np
 
@@ -27,3 +27,26 @@ def table_gradient(dterms, distance, shape, low) -> np.ndarray:
         for head, of_head in enumerate(row):
             np.add.at(sums[head], of_row, of_head)
     return sums
+
+
+def points(queries, keys, offsets, shape) -> np.ndarray:
+    """Where a table [2h-1, 2w-1] of a grid has the number of each pair, [B, Tq, Tk]."""
+    height, width = ((length + 1) // 2 for length in shape)
+    query = np.arange(queries)[:, None] + np.asarray(offsets)[:, None, None]
+    key = np.arange(keys)
+    rows = key // width - query // width + height - 1
+    return rows * (2 * width - 1) + key % width - query % width + width - 1
+
+
+def grid_terms(table, places) -> np.ndarray:
+    """What a table of each head, [H, 2h-1, 2w-1], adds to the logits, [B, H, Tq, Tk]."""
+    return np.moveaxis(table.reshape(len(table), -1)[:, places], 0, 1)
+
+
+def grid_gradient(dterms, places, shape) -> np.ndarray:
+    """Sums of the terms' gradients [B, H, Tq, Tk] over pairs of one place."""
+    sums = np.zeros((shape[0], shape[1] * shape[2]))
+    for row, of_row in zip(dterms, places, strict=True):
+        for head, of_head in enumerate(row):
+            np.add.at(sums[head], of_row, of_head)
+    return sums.reshape(shape)

@@ -286,6 +286,7 @@ OPTIONS = {
     "logits_dtype": np.float32,
     "alibi_slopes": made(lambda rng: np.linspace(0, 1, SIZES["H"])),
     "relative_bias": reals("H, 5"),
+    "grid_bias": reals("H, 15, 21"),  # of 8 × 11 tokens
 }
 IDS = {"q_segment_ids": ids_of("B, Tq"), "kv_segment_ids": ids_of("B, Tk")}
 DROPOUT = {"dropout_prob": 0.25, "dropout_seed": 3}
@@ -313,6 +314,8 @@ def attention_arguments(rng: Rng) -> Arguments:
     arguments |= draw(rng, OPTIONS, chance=0.15, **sizes)
     if arguments.get("normalize_output", True) and coin(rng, 0.2):
         arguments |= DROPOUT
+    if "grid_bias" in arguments:
+        arguments.pop("causal_offset", None)  # by which a query may lie before the grid
     return arguments | (BY_DISTANCE if "relative_bias" in arguments else {})
 
 
@@ -327,7 +330,7 @@ def forward_arguments(rng: Rng) -> Arguments:
 
 
 def wanted(rng: Rng, arguments: Arguments) -> Arguments:
-    names = {"bias", "softmax_aux", "relative_bias"} & arguments.keys()
+    names = {"bias", "softmax_aux", "relative_bias", "grid_bias"} & arguments.keys()
     return {f"grad_{name}": True for name in sorted(names) if coin(rng)}
 
 
@@ -441,7 +444,8 @@ LOW = [
     *map(np.dtype, (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)),
 ]  # types that have scales
 CACHE_OPTIONS = {
-    name: OPTIONS[name] for name in ("logits_soft_cap", "softmax_aux", "alibi_slopes", "relative_bias")
+    name: OPTIONS[name]
+    for name in ("logits_soft_cap", "softmax_aux", "alibi_slopes", "relative_bias", "grid_bias")
 } | {
     "softmax_scale": 0.3,
     "causal": False,

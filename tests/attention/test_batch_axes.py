@@ -154,6 +154,7 @@ OPTIONS = {  # by name: options of the call, and the same for a call with one ba
             "softmax_aux": RNG.random((H, 2)),
             "relative_bias": RNG.random((H, 9), np.float32),
             "relative_low": -4,
+            "grid_bias": RNG.random((H, 11, 11), np.float32),
             "logits_soft_cap": 3.0,
         },
         lambda x: x,
@@ -169,7 +170,7 @@ def test_options(isa, name):
     options, one = OPTIONS[name]
     same = {key: one(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
     given, dout = good()
-    wanted = {f"grad_{key}": True for key in ("softmax_aux", "relative_bias") if key in options}
+    wanted = {f"grad_{key}": True for key in ("softmax_aux", "relative_bias", "grid_bias") if key in options}
     rows = rows_of(given)
     right, right_lse = attnmask.flash_attention_fwd(**rows, **same)
     right_grads = attnmask.flash_attention_bwd(

@@ -9,7 +9,7 @@ from environment import ROOT
 
 CC = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 KINDS = ROOT / "csrc/core/attention/terms/kinds.h"
-LAST = 'ARRAY(SINKS, ("softmax_aux", AM_SINKS, adds_nothing), (1, H, 1, N))'
+LAST = 'ARRAY(GRID_BIAS, ("grid_bias", AM_ADDS_BY_POINT, no_bound), (1, H, 1, N))'
 pytestmark = pytest.mark.skipif(not CC or not KINDS.exists(), reason="needs a C compiler and the sources")
 
 
@@ -42,7 +42,8 @@ ROWS = {
     'LINE(MORE, ("m", AM_ADDS_PAIRS, no_bound), (R, H, K, alibi_add))': "MORE: what acts so has no lines",
     'ARRAY(MORE, ("m", AM_ADDS_BY_KEY, no_bound), (1, H, 1, K))': "MORE: what acts so is no ARRAY",
     'ARRAY(MORE, ("m", AM_ADDS_PAIRS, no_bound), (R, H, Q, K))': "MORE: pairs have axes B, H, Q, K",
-    'ARRAY(MORE, ("m", AM_SINKS, no_bound), (B, H, 1, N))': "MORE: sinks have axes 1, H, 1, N",
+    'ARRAY(MORE, ("m", AM_SINKS, no_bound), (B, H, 1, N))': "MORE: what acts so has axes 1, H, 1, N",
+    'ARRAY(MORE, ("m", AM_ADDS_BY_POINT, no_bound), (R, H, 1, N))': "MORE: what acts so has axes 1, H, 1, N",
     'NUMBER(MORE, ("m", AM_ADDS_BY_KEY, no_bound))': "MORE: what acts so has an array",
     # What every row has
     'NUMBER(MORE, ("m", AM_CAPS))': "arguments",
@@ -53,6 +54,7 @@ ROWS = {
     # The second of a kind of which there is one
     'NUMBER(MORE, ("m", AM_CAPS, no_bound))': "several kinds that act alike",
     'ARRAY(MORE, ("m", AM_ADDS_PAIRS, no_bound), (B, H, Q, K))': "several kinds that act alike",
+    'ARRAY(MORE, ("m", AM_ADDS_BY_POINT, no_bound), (1, H, 1, N))': "several kinds that act alike",
 }
 
 
@@ -217,7 +219,8 @@ def test_lines_end_where_their_arrays_do(tmp_path):
         LEARNED(TAUGHT, ("taught", AM_ADDS_BY_KEY, no_bound), (K, keyed_add, keyed_learn))"""
     (tmp_path / "program.c").write_text(PROGRAM)
     program = tmp_path / "program"
-    sources = (str(tmp_path / "program.c"), "-o", str(program), "-lm")
+    points = ROOT / "csrc/core/attention/terms/points.c"
+    sources = (str(tmp_path / "program.c"), str(points), "-o", str(program), "-lm")
     for sanitizer in (
         ["-fsanitize=address,undefined", "-fno-sanitize-recover"],
         [],

@@ -8,7 +8,7 @@ import pytest
 from flash_cases import FLOATS, worst
 from flash_expected import expected, expected_gradients
 from layouts import arrange
-from reference_terms import dense_terms, distances, table_gradient
+from reference_terms import dense_terms, distances, grid_gradient, grid_terms, points, table_gradient
 
 import attnmask
 from attnmask import _core
@@ -25,7 +25,14 @@ SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length 
     (1, 0, 5, 2, 1, 8, 3, -1),
     (1, 5, 0, 2, 1, 8, 3, -1),
 )
+LEARNED = ("bias", "softmax_aux", "relative_bias", "grid_bias")
 TERMS = (*combinations(_core.term_names(), 1), *combinations(_core.term_names(), 2), _core.term_names())
+
+
+def grid_of(queries, keys) -> tuple[int, int]:
+    """The shape of a table of a grid for these tokens, of which queries may come later by up to five."""
+    width = {1: 1, 7: 3, 64: 8, 100: 200, 130: 7}.get(queries, 13)
+    return 2 * -(-(max(queries, keys) + 5) // width) - 1, 2 * width - 1
 
 
 def arguments_of(names, shape, dtype, rng) -> dict:
@@ -38,6 +45,7 @@ def arguments_of(names, shape, dtype, rng) -> dict:
         "logits_soft_cap": 3.0,
         "dropout_prob": 0.25,
         "softmax_aux": rng.standard_normal((heads, 2)).astype(dtype),
+        "grid_bias": rng.standard_normal((heads, *grid_of(queries, keys))).astype(dtype),
     }
     assert terms.keys() == set(_core.term_names()), "a kind of term has no case here"
     more = {"relative_low": low} if "relative_bias" in names else {}
@@ -63,15 +71,21 @@ def test_terms(each_isa, names, shape):
     )
     given = arguments_of(names, shape, dtype, rng)
     offsets = keys - queries + rng.integers(-5, 6, batch)
+    if "grid_bias" in names:
+        offsets = offsets.clip(0)  # all queries are points of the grid
     seen = {"causal": len(names) > 1, "causal_offset": offsets}
     seen |= {} if len(names) > 1 else {"sliding_window": (90, 40)}
-    wanted = {f"grad_{name}": True for name in names if name in ("bias", "softmax_aux", "relative_bias")}
+    wanted = {f"grad_{name}": True for name in names if name in LEARNED}
 
     distance = distances(queries, keys, offsets)
     slopes, table = given.get("alibi_slopes"), given.get("relative_bias")
     dense = np.zeros((batch, heads, queries, keys))
     if slopes is not None or table is not None:
         dense = dense_terms(distance, slopes, None if table is None else table.astype(float), low)
+    grid = given.get("grid_bias")
+    if grid is not None:
+        places = points(queries, keys, offsets, grid.shape[1:])
+        dense = dense + grid_terms(grid.astype(float), places)
     dense = dense + given.get("bias", np.zeros((), dtype)).astype(float)
     own = ("logits_soft_cap", "softmax_aux", "dropout_prob")
     twin = {"query": q, "key": k, "value": v, "bias": dense, **seen}
@@ -84,10 +98,11 @@ def test_terms(each_isa, names, shape):
         )
         right.check(out, lse)
         grads = vjp(dout)
-        right_gradients.check(grads._replace(bias=None, relative_bias=None))
+        right_gradients.check(grads._replace(bias=None, relative_bias=None, grid_bias=None))
         for name, sums in (
             ("bias", lambda x: x.bias),
             ("relative_bias", lambda x: table_gradient(x.bias, distance, table.shape, low)),
+            ("grid_bias", lambda x: grid_gradient(x.bias, places, grid.shape)),
         ):
             if name not in names:
                 assert getattr(grads, name) is None

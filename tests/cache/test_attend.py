@@ -45,7 +45,7 @@ OF_INTEGERS = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 
 def test_each_term_of_the_logits_is_among_the_factors():
-    every = Case(slopes="[H]", bias="[1, H, 1, K]", relative=(1, 0), soft_cap=2.0, sinks="[S]")
+    every = Case(slopes="[H]", bias="[1, H, 1, K]", relative=(1, 0), grid=1, soft_cap=2.0, sinks="[S]")
     given = {name for name, value in arguments_of(every).items() if value is not None}
     assert {*_core.term_names()} & {*FLASH_ATTENTION_WITH_KVCACHE.names} <= given
 
@@ -183,7 +183,7 @@ def alone(case: Case, s: int):
         return (out, lse) if case.packed else (out[0], lse[0])
     those, mask = tokens_of(case, s), arguments["attention_mask"]
     names = ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "softmax_aux", "alibi_slopes")
-    names += ("relative_bias", "relative_low")
+    names += ("relative_bias", "relative_low", "grid_bias")
     bias = arguments.get("bias")
     out, lse = attnmask.flash_attention(
         those.query[None],

@@ -141,7 +141,7 @@ def test_masks_and_biases_count_what_is_kept():
 
 @pytest.mark.parametrize("given", [
     {"sliding_window": 3}, {"sliding_window": (3, None)}, {"attention_chunk": 4}, {"alibi_slopes": np.ones(HEADS)},
-    {"relative_bias": np.zeros((HEADS, 3)), "relative_low": -2},
+    {"relative_bias": np.zeros((HEADS, 3)), "relative_low": -2}, {"grid_bias": np.zeros((HEADS, 5, 9))},
 ], ids=str)  # fmt: skip
 def test_distances_are_refused(given):
     cache, _ = cache_of(10, 3)

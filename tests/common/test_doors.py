@@ -249,7 +249,7 @@ def gradients_by_numpy(name: str, arguments: Arguments) -> Any:
     """Results, and gradients of the sum of their squares by four."""
     own = [
         key
-        for key in ("bias", "softmax_aux", "relative_bias")
+        for key in ("bias", "softmax_aux", "relative_bias", "grid_bias")
         if name == "flash_attention" and key in arguments
     ]
     more = with_both_results(name, arguments) | {f"grad_{key}": True for key in own}
@@ -573,8 +573,8 @@ def test_no_second_derivatives(door, name):
 
 
 ALSO_ARRAYS = {
-    "alibi_slopes", "attention_mask", "block_table", "cache_seqlens", "causal_offset", "relative_bias",
-    "slot_mapping", "softmax_aux", "state_indices",
+    "alibi_slopes", "attention_mask", "block_table", "cache_seqlens", "causal_offset", "grid_bias",
+    "relative_bias", "slot_mapping", "softmax_aux", "state_indices",
 }  # fmt: skip
 
 

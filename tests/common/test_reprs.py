@@ -16,7 +16,7 @@ REPRS = {
     "gradients": (
         VJP(X),
         "FlashAttentionGrads(query=float32[1, 3, 2, 8], key=float32[1, 3, 2, 8], value=float32[1, 3, 2, 8], "
-        "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None)",
+        "bias=float32[1, 1, 3, 3], softmax_aux=None, relative_bias=None, grid_bias=None)",
     ),
     "statistics": (
         attnmask.attention_statistics(X, X, of=("entropy", ("top_keys", 1))),

@@ -28,8 +28,15 @@ OWN = {  # arguments of a function that are not those of attention
         "grad_bias",
         "grad_softmax_aux",
         "grad_relative_bias",
+        "grad_grid_bias",
     },
-    "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
+    "flash_attention_vjp": {
+        "return_lse",
+        "grad_bias",
+        "grad_softmax_aux",
+        "grad_relative_bias",
+        "grad_grid_bias",
+    },
     "flash_attention_bwd_vjp": {
         "dout",
         "out",

@@ -147,6 +147,7 @@ TERMS = {
     "slopes": {"alibi_slopes": np.linspace(0.1, 0.4, 4)},
     "bias": {"bias": np.where(rng.random((2, 1, 7, 9)) < 0.2, -np.inf, rng.standard_normal((2, 1, 7, 9)))},
     "relative": {"relative_bias": rng.standard_normal((4, 5)), "relative_low": -2},
+    "grid": {"grid_bias": rng.standard_normal((4, 5, 5))},
     "segments": {"q_segment_ids": np.repeat([[0, 1, -1]], [3, 3, 1], 1).repeat(2, 0)}
     | {"kv_segment_ids": np.repeat([[0, 1, 2]], [4, 3, 2], 1).repeat(2, 0)},
     "mask": {"attention_mask": rng.random((2, 1, 7, 9)) < 0.6},
@@ -352,7 +353,11 @@ def test_errors(compiled):
     refused(
         f"relative_bias: {name} has gradients.* no tangents", lambda x: jax.jvp(f_table, (x,), (x,)), table
     )
-    for argument, x in (("bias", bias), ("softmax_aux", sinks), ("relative_bias", table)):
+    grid = jnp.ones((4, 5, 5))
+    f_grid = lambda x: f(query, grid_bias=x)  # noqa: E731
+    refused(f"grid_bias: {name} has gradients.* no tangents", lambda x: jax.jvp(f_grid, (x,), (x,)), grid)
+    terms = {"bias": bias, "softmax_aux": sinks, "relative_bias": table, "grid_bias": grid}
+    for argument, x in terms.items():
         g = lambda x, argument=argument: f(query, **{argument: x})  # noqa: E731
         refused(f"{argument}: {name} has gradients.* no (second|tangents)", partial(product, g), x)
         refused(f"{argument}: {name} has gradients.* no second", partial(penalty, g), x)

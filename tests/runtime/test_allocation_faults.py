@@ -141,6 +141,7 @@ def gradients(rng: Rng) -> Arguments:
 
 def relative(rng: Rng) -> Arguments:
     bias = {"relative_bias": floats(rng, 2, 9), "relative_low": -4, "grad_relative_bias": True}
+    bias |= {"grid_bias": floats(rng, 2, 25, 19), "grad_grid_bias": True}
     return tokens(rng, 130, 130, (2, 2)) | bias
 
 

@@ -235,6 +235,7 @@ def kept(torch, inputs):
         "causal_offset": torch.tensor([1, 2]),
         "alibi_slopes": torch.rand(2, dtype=torch.float64),
         "relative_bias": torch.randn(2, 3, dtype=torch.float64, requires_grad=True),
+        "grid_bias": torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True),
     }
 
 
@@ -244,7 +245,7 @@ def learned(arguments):
 
 KEPT = (
     *("query", "key", "value", "bias", "softmax_aux", "attention_mask", "q_segment_ids", "kv_segment_ids"),
-    *("causal_offset", "alibi_slopes", "relative_bias", "out", "lse"),
+    *("causal_offset", "alibi_slopes", "relative_bias", "grid_bias", "out", "lse"),
 )
 
 
@@ -281,6 +282,7 @@ def test_saved_tensors_hooks(torch, kept, changed):
         grad_bias=True,
         grad_softmax_aux=True,
         grad_relative_bias=True,
+        grad_grid_bias=True,
         dlse=dlse,
     )
     for one, another in zip(got, expected, strict=True):

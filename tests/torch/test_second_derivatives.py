@@ -277,7 +277,7 @@ def of_tangent(torch, loss, x):
     return torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (x,))[1])(x)
 
 
-LEARNED = {"bias": (4, 7, 9), "softmax_aux": (4, 2), "relative_bias": (4, 3)}
+LEARNED = {"bias": (4, 7, 9), "softmax_aux": (4, 2), "relative_bias": (4, 3), "grid_bias": (4, 5, 5)}
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -295,7 +295,7 @@ def test_no_second_derivatives_of_terms(torch, name):
         penalty(torch, lambda x: slope(inputs[0].detach(), x), term.clone())
     x = inputs[0].detach()
     for outer, places in itertools.product((torch.func.jacfwd, torch.func.jacrev), ((0, 1), (1, 0), (1, 1))):
-        if outer is torch.func.jacfwd and name == "relative_bias" and places[0] == 1:
+        if outer is torch.func.jacfwd and name in ("relative_bias", "grid_bias") and places[0] == 1:
             continue  # which has no tangent
         with pytest.raises(RuntimeError, match=message):
             outer(torch.func.grad(slope, places[1]), places[0])(x, term)

@@ -139,5 +139,8 @@ def test_what_has_no_tangent_is_named(torch, inputs):
     numbers = torch.randn(4, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="relative_bias must have no tangent"):
         jvp(torch, lambda x: attend(*inputs[:3], relative_bias=x), (numbers,), (numbers,))
+    grid = torch.randn(4, 7, 7, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="grid_bias must have no tangent"):
+        jvp(torch, lambda x: attend(*inputs[:3], grid_bias=x), (grid,), (grid,))
     with pytest.raises(RuntimeError, match="alibi_slopes must have no tangent"):
         jvp(torch, lambda x: attend(*inputs[:3], alibi_slopes=x[:, 0]), (numbers,), (numbers,))

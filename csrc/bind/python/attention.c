@@ -349,10 +349,11 @@ static int add_term_gradient(const arguments *a, int i, am_logit_term *term, PyO
     if (wanted <= 0 || !am_can_learn(term)) return wanted < 0 ? -1 : 0;
     const am_by_axis *own = &term->array.shape;
     npy_intp shape[4] = {own->batch, own->head, own->token, own->channel};
-    if (am_row_of_term(term)->acts != AM_ADDS_PAIRS) shape[1] = a->mask.request.attn.heads;
+    const bool pairs = am_row_of_term(term)->acts == AM_ADDS_PAIRS;
+    if (!pairs) shape[1] = a->mask.request.attn.heads;
     PyArray_Descr *dtype = PyArray_DESCR(a->term_arrays[i]);
     am_owned PyArrayObject *array =
-        am_dtype_of(dtype) == term->array.type ? am_new_array(4, shape, dtype) : NULL;
+        am_dtype_of(dtype) == (pairs ? term->array.type : AM_FLOAT64) ? am_new_array(4, shape, dtype) : NULL;
     if (!array) return -1;
     term->gradient = PyArray_DATA(array);
     return PyDict_SetItem(made, name, (PyObject *)array);

@@ -48,19 +48,20 @@ int am_to_terms(am_request *r, PyObject *terms, PyArrayObject *arrays[AM_LOGIT_K
 
 int am_to_places(am_request *r, PyObject *places)
 {
-    PyObject *objects[2];
-    am_owned PyArrayObject *offsets = NULL, *starts = NULL;
-    PyArrayObject **const arrays[2] = {&offsets, &starts};
-    am_operand operands[2] = {{0}};
+    PyObject *objects[3];
+    am_owned PyArrayObject *offsets = NULL, *starts = NULL, *key_starts = NULL;
+    PyArrayObject **const arrays[3] = {&offsets, &starts, &key_starts};
+    am_operand operands[3] = {{0}};
     if (places == Py_None) return 0;
     if (!PyTuple_Check(places))
-        return am_reject(PyExc_TypeError, "places", "a tuple of two, or None", places);
-    if (!PyArg_ParseTuple(places, "OO;places must be offsets and starts", &objects[0], &objects[1]))
+        return am_reject(PyExc_TypeError, "places", "a tuple of three, or None", places);
+    if (!PyArg_ParseTuple(places, "OOO;places must be offsets and starts", &objects[0], &objects[1],
+                          &objects[2]))
         return -1;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         if (objects[i] == Py_None) continue;
         if (am_to_array(objects[i], "places", arrays[i]) < 0) return -1;
         operands[i] = (am_operand){.kind = AM_ARRAY, .view = am_view_of(*arrays[i])};
     }
-    return am_raise_refused(r, am_read_places(r, &operands[1], &operands[0]));
+    return am_raise_refused(r, am_read_places(r, &operands[1], &operands[2], &operands[0]));
 }

@@ -7,7 +7,8 @@
  *
  *     VERSION, flags, the bits of the double scale;
  *     the number of arguments before the arrays; if PART the places of the first query and the first key in
- *     the larger problem; if PLACES the operands starts (if PACKED) and offsets of am_places;
+ *     the larger problem; if PLACES the operands starts (if PACKED), key_starts (if
+ *     KEY_STARTS) and offsets of am_places;
  *     the number of terms, and of each its am_logit_kind, the bits of its number, the operands of its integer
  *     and its array, and whether its gradient is wanted;
  *     the mask in postfix order: of each term or operator its am_node_kind, and the operands of a term in the
@@ -45,7 +46,8 @@
     DO(V_TANGENT, 128, "value_tangent")                                                                      \
     DO(BIAS_TANGENT, 256, "bias_tangent")                                                                    \
     DO(SINKS_TANGENT, 512, "softmax_aux_tangent")                                                            \
-    DO(GIVEN_LSE, 1024, "lse")
+    DO(GIVEN_LSE, 1024, "lse")                                                                               \
+    DO(KEY_STARTS, 2048, "key_starts")
 enum { FLAGS(AM_XLA_BIT) };
 static const am_xla_word attention_words[] = {{"version", AM_XLA_VERSION}, FLAGS(AM_XLA_WORD){NULL, 0}};
 
@@ -69,11 +71,12 @@ static bool read_tokens(am_xla_call *c)
 static bool read_places(am_xla_call *c)
 {
     const bool packed = (c->flags & PACKED) != 0;
-    am_operand starts = {0}, offsets;
+    am_operand starts = {0}, key_starts = {0}, offsets;
     if (am_xla_one_by_one(c, packed)) return false; /* sequences are those of one row */
     return (!packed || am_xla_next_operand(c, false, AM_INT64, &starts)) &&
+           (!(c->flags & KEY_STARTS) || am_xla_next_operand(c, false, AM_INT64, &key_starts)) &&
            am_xla_next_operand(c, !packed, AM_INT64, &offsets) &&
-           am_read_places(&c->request, &starts, &offsets);
+           am_read_places(&c->request, &starts, &key_starts, &offsets);
 }
 
 static bool next_double(am_xla_call *c, double *number)

@@ -10,14 +10,19 @@
 #include "core/runtime/threads.h"
 #include "core/attention/terms/kinds.h"
 
+enum { AM_POINTS_SPARE = 32 };
+
 /* One term of the logits, as kinds.h has them. */
 typedef struct {
     am_logit_kind kind;
     am_array array;  /* its numbers by batch row or sequence, head, query and key. Shared axes have a stride
-                      * of 0. Numbers are double, and side by side along the last axis. A bias has any type
-                      * and strides, and neighbouring batch rows may share one of its rows */
+                      * of 0. Numbers are double, and side by side along the last axis. Those of a grid bias
+                      * are of the type of the arithmetic, and AM_POINTS_SPARE bytes behind them can be read.
+                      * A bias has any type and strides, and neighbouring batch rows may share one of its
+                      * rows */
     double number;   /* of a soft cap, the cap; of dropout, the probability, below 1 */
-    int64_t integer; /* of a relative bias, the distance that it begins with; of dropout, the seed */
+    int64_t integer; /* of a relative bias, the distance that it begins with; of dropout, the seed; of a
+                      * grid bias, the length of a row of its table */
     void *gradient;  /* of a bias, C-contiguous as its array and of its type; else double [heads][length]
                       * of the last axis; NULL: not computed */
 } am_logit_term;
@@ -28,6 +33,7 @@ typedef struct {
     const ptrdiff_t *offsets; /* NULL: 0 */
     ptrdiff_t offset_stride;  /* 1, or 0 if it is shared */
     const ptrdiff_t *starts;  /* where the queries of sequences begin, and their number; NULL: batch rows */
+    const ptrdiff_t *key_starts; /* likewise of keys, if a term needs them and there are no pages */
     ptrdiff_t sequences;
     ptrdiff_t first_query, first_key; /* of a part of a larger problem: its places there */
 } am_places;

@@ -153,6 +153,14 @@ static am_line line_of(const am_attn *f, const am_logit_term *term, const row *r
     return am_line_of(f, term, x, r->head, by_key ? k : k - r->q - am_offset_of_row(places, x));
 }
 
+/* Where a term by point has the number of a pair. */
+static ptrdiff_t point_index_of(const am_attn *f, const am_logit_term *term, const row *r, ptrdiff_t k)
+{
+    const am_bias_grid grid = am_bias_grid_of(term);
+    const ptrdiff_t x = am_row_of_query(&f->terms.places, r->b, r->q);
+    return am_point_index(&grid, am_point_of_query(f, x, r->q), k - am_first_key_of_row(f, x));
+}
+
 /* What is added to the product of a pair. -INFINITY makes it dead. */
 static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
 {
@@ -164,6 +172,9 @@ static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
             const ptrdiff_t key = k - am_keys_of_query(f, r->b, r->q).begin;
             const ptrdiff_t b = r->b / am_bias_sharers(f, term);
             sum += read_number(array->type, am_token(array, b, r->head, r->q) + key * array->stride.channel);
+        } else if (am_row_of_term(term)->acts == AM_ADDS_BY_POINT) {
+            sum += read_number(array->type, am_token(array, 0, r->head, 0) +
+                                                point_index_of(f, term, r, k) * array->stride.channel);
         } else if (am_row_of_term(term)->add) {
             const am_line line = line_of(f, term, r, k);
             am_row_of_term(term)->add(&line, &sum);
@@ -333,6 +344,8 @@ static void learn(const plain *p, const row *r, ptrdiff_t k, double ds)
         if (!term->gradient) continue;
         if (term == p->terms.bias) {
             p->d_bias[am_bias_index(p->f, term, r->b, r->head, r->q, k)] += ds;
+        } else if (am_row_of_term(term)->acts == AM_ADDS_BY_POINT) {
+            ((double *)term->gradient)[r->head * length + point_index_of(p->f, term, r, k)] += ds;
         } else if (am_row_of_term(term)->learn) {
             const am_line line = line_of(p->f, term, r, k);
             am_line_sums sums = {{0, length}, (double *)term->gradient + r->head * length};

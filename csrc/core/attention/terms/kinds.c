@@ -97,11 +97,14 @@ const am_logit_row am_logit_rows[] = {AM_LOGIT_KINDS(NUMBER, ARRAY, LINE, LEARNE
 #define NUMBER(kind, what, ...)                                                                              \
     _Static_assert(ACTS what == AM_CAPS || ACTS what == AM_DROPS, #kind ": what acts so has an array");
 #define ARE_PAIRS(batch, heads, queries, last) (IS(batch, B) && IS(heads, H) && IS(queries, Q) && IS(last, K))
-#define ARE_SINKS(batch, heads, queries, last) (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N))
+#define IS_SHARED(acts) ((acts) == AM_SINKS || (acts) == AM_ADDS_BY_POINT)
+#define ARE_SHARED(batch, heads, queries, last)                                                              \
+    (IS(batch, 1) && IS(heads, H) && IS(queries, 1) && IS(last, N))
 #define ARRAY(kind, what, axes, ...)                                                                         \
-    _Static_assert(ACTS what == AM_ADDS_PAIRS || ACTS what == AM_SINKS, #kind ": what acts so is no ARRAY"); \
-    _Static_assert(ACTS what == AM_SINKS || ARE_PAIRS axes, #kind ": pairs have axes B, H, Q, K");           \
-    _Static_assert(ACTS what == AM_ADDS_PAIRS || ARE_SINKS axes, #kind ": sinks have axes 1, H, 1, N");
+    _Static_assert(ACTS what == AM_ADDS_PAIRS || IS_SHARED(ACTS what), #kind ": what acts so is no ARRAY");  \
+    _Static_assert(IS_SHARED(ACTS what) || ARE_PAIRS axes, #kind ": pairs have axes B, H, Q, K");            \
+    _Static_assert(ACTS what == AM_ADDS_PAIRS || ARE_SHARED axes, #kind ": what acts so has axes 1, H, 1, "  \
+                                                                        "N");
 #define IS_OF_HEADS(batch, heads, ...) (IS(batch, R) && (IS(heads, H) || IS(heads, KV)))
 #define IS_OF_ANY(batch, heads, last, ...) IS(last, N)
 #define IS_OF_KEYS(batch, heads, last, ...) IS(last, K)

@@ -31,7 +31,8 @@
             (N, relative_bias_add, relative_bias_learn))                                                     \
     NUMBER(SOFT_CAP, ("logits_soft_cap", AM_CAPS, no_bound))                                                 \
     NUMBER(DROPOUT, ("dropout_prob", AM_DROPS, adds_nothing))                                                \
-    ARRAY(SINKS, ("softmax_aux", AM_SINKS, adds_nothing), (1, H, 1, N))
+    ARRAY(SINKS, ("softmax_aux", AM_SINKS, adds_nothing), (1, H, 1, N))                                      \
+    ARRAY(GRID_BIAS, ("grid_bias", AM_ADDS_BY_POINT, no_bound), (1, H, 1, N))
 
 #define AM_LOGIT_KIND(kind, ...) AM_LOGIT_##kind,
 typedef enum {

@@ -4,30 +4,24 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/attention/terms/points.h"
+
 enum { TILE = AM_FLASH_TILE, WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE };
 
-/* Rows of a block for which one window serves: queries of one head and one sequence. */
-typedef struct {
-    ptrdiff_t rows, head;
-    ptrdiff_t row;      /* the batch row, or the sequence */
-    ptrdiff_t distance; /* from the last of these queries to key 0 */
-} row_span;
-
-/* The span that begins with row r. */
-static row_span span_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
+am_span am_span_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
 {
     const am_places *places = &base->attn->terms.places;
     const ptrdiff_t query = am_query_of(at, r), row = am_row_of_query(places, at->b, query);
     const ptrdiff_t end = am_min(at->q + at->queries, places->starts ? places->starts[row + 1] : PTRDIFF_MAX);
-    return (row_span){.rows = end - query,
-                      .head = am_head_of(at, r),
-                      .row = row,
-                      .distance = 1 - end - am_offset_of_row(places, row)};
+    return (am_span){.rows = end - query,
+                     .head = am_head_of(at, r),
+                     .row = row,
+                     .distance = 1 - end - am_offset_of_row(places, row)};
 }
 
 ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at)
 {
-    return -span_from(base, at, 0).distance;
+    return -am_span_from(base, at, 0).distance;
 }
 
 /* How the rows of a tile follow from one line: `stride` numbers from row to row. */
@@ -38,14 +32,14 @@ typedef struct {
 static const line_form by_distance = {AM_ADDS_BY_DISTANCE, -1}, by_key = {AM_ADDS_BY_KEY, 0};
 
 /* The numbers of the line for a span and so many keys; row 0 of the span begins with the last `keys`. */
-static ptrdiff_t line_length(const line_form *form, const row_span *span, ptrdiff_t keys)
+static ptrdiff_t line_length(const line_form *form, const am_span *span, ptrdiff_t keys)
 {
     return form->stride * (1 - span->rows) + keys;
 }
 
 /* The line of a term for some keys of a span. */
 static am_line line_of(const am_attn_base *base, const line_form *form, const am_logit_term *term,
-                       const row_span *span, am_range keys)
+                       const am_span *span, am_range keys)
 {
     const ptrdiff_t at = keys.begin + (form->acts == AM_ADDS_BY_KEY ? 0 : span->distance);
     am_line line = am_line_of(base->attn, term, span->row, span->head, at);
@@ -54,19 +48,18 @@ static am_line line_of(const am_attn_base *base, const line_form *form, const am
     return line;
 }
 
-/* The keys of a tile that the rows of a span have: tiles are whole, and may hold keys of other sequences. */
-static am_range keys_of(const am_attn_base *base, const row_span *span, am_range keys)
+am_range am_keys_of_span(const am_attn_base *base, const am_span *span, am_range keys)
 {
     const am_range all = am_keys_of_row(base->attn, span->row);
     return (am_range){am_max(keys.begin, all.begin), am_min(keys.end, all.end)};
 }
 
 /* Fills in the window of a tile, in the unit of logits; returns whether any number is -INFINITY. */
-static bool fill_window(const am_attn_base *base, const line_form *form, const row_span *span, ptrdiff_t k,
+static bool fill_window(const am_attn_base *base, const line_form *form, const am_span *span, ptrdiff_t k,
                         void *window)
 {
     const am_terms *terms = &base->attn->terms;
-    const am_range keys = keys_of(base, span, (am_range){k, k + TILE});
+    const am_range keys = am_keys_of_span(base, span, (am_range){k, k + TILE});
     const ptrdiff_t count = line_length(form, span, TILE);
     double sums[WINDOW];
     memset(sums, 0, (size_t)count * sizeof *sums);
@@ -94,11 +87,11 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
                      ptrdiff_t k, const am_logit_scratch *scratch, am_added *added)
 {
     bool any = false;
-    row_span span = span_from(base, at, 0);
+    am_span span = am_span_from(base, at, 0);
     const bool direct = alone && span.rows == at->rows; /* rows are read from the window */
     char *window = direct ? scratch->bias : scratch->row, *first = window;
     for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
-        if (r > 0) span = span_from(base, at, r);
+        if (r > 0) span = am_span_from(base, at, r);
         char *to = scratch->bias + r * TILE * base->size;
         const bool one = !added->rows && span.rows == 1; /* whose window is the row itself */
         first = one ? to : window;
@@ -124,7 +117,7 @@ bool am_add_lines(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k
                   const am_logit_scratch *scratch, am_added *added)
 {
     const am_terms_found *found = &base->terms;
-    const bool alone = !found->bias && found->by_distance != found->by_key;
+    const bool alone = !added->rows && found->by_distance != found->by_key;
     bool any = false;
     if (found->by_distance) any |= add_form(base, at, &by_distance, alone, k, scratch, added);
     if (found->by_key) any |= add_form(base, at, &by_key, alone, k, scratch, added);
@@ -139,7 +132,7 @@ am_status am_line_gradients_make(am_line_gradients *g, const am_attn_base *base)
     *g = (am_line_gradients){.base = base};
     for (int i = 0; i < f->terms.count; i++) {
         const am_logit_term *term = &f->terms.list[i];
-        if (!term->gradient || !am_row_of_term(term)->learn) continue;
+        if (!term->gradient || !am_has_sums(term)) continue;
         memset(term->gradient, 0, (size_t)(f->heads * term->array.shape.channel) * sizeof(double));
         g->terms[g->count++] = term;
     }
@@ -170,10 +163,10 @@ static void learn_term(const am_attn_base *base, const am_logit_term *term, cons
     const am_logit_row *row = am_row_of_term(term);
     const line_form *form = row->acts == AM_ADDS_BY_KEY ? &by_key : &by_distance;
     double d_numbers[WINDOW];
-    row_span span;
+    am_span span;
     for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
-        span = span_from(base, at, r);
-        const am_range keys = keys_of(base, &span, tile);
+        span = am_span_from(base, at, r);
+        const am_range keys = am_keys_of_span(base, &span, tile);
         if (keys.begin >= keys.end) continue;
         const am_line line = line_of(base, form, term, &span, keys);
         memset(window, 0, (size_t)(line.count * base->size));
@@ -189,8 +182,11 @@ void am_learn_lines(const am_line_gradients *g, const am_attn_place *at, am_rang
                     char *window, am_line_sums *sums)
 {
     const ptrdiff_t heads = g->base->heads_per_kv, head = at->head % heads;
-    for (int i = 0; i < g->count; i++)
-        learn_term(g->base, g->terms[i], at, keys, d_s, window, &sums[i * heads + head]);
+    for (int i = 0; i < g->count; i++) {
+        const bool by_point = am_row_of_term(g->terms[i])->acts == AM_ADDS_BY_POINT;
+        (by_point ? am_learn_points : learn_term)(g->base, g->terms[i], at, keys, d_s, window,
+                                                  &sums[i * heads + head]);
+    }
 }
 
 am_status am_end_line_sums(const am_line_gradients *g, const am_attn_place *at, ptrdiff_t turn,

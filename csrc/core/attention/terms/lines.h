@@ -9,6 +9,19 @@
 
 #include "core/attention/terms/logit_terms.h"
 
+/* Rows of a block for which one window serves: queries of one head and one sequence. */
+typedef struct {
+    ptrdiff_t rows, head;
+    ptrdiff_t row;      /* the batch row, or the sequence */
+    ptrdiff_t distance; /* from the last of these queries to key 0 */
+} am_span;
+
+/* The span that begins with row r. */
+am_span am_span_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r);
+
+/* The keys of a tile that the rows of a span have: tiles are whole, and may hold keys of other sequences. */
+am_range am_keys_of_span(const am_attn_base *base, const am_span *span, am_range keys);
+
 /* What is added to the products of a tile: rows of AM_FLASH_TILE numbers of the arithmetic type, so many
  * numbers apart. They may overlap, so nobody writes to them. NULL: nothing is added. */
 typedef struct {
@@ -30,7 +43,7 @@ ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at);
 typedef struct {
     const am_attn_base *base;
     int count;
-    const am_logit_term *terms[AM_LOGIT_KIND_COUNT]; /* terms along lines whose gradients are computed */
+    const am_logit_term *terms[AM_LOGIT_KIND_COUNT]; /* along lines or by point, with a gradient */
     atomic_ptrdiff_t *semaphores; /* of each key head: the task that may add to the results now */
 } am_line_gradients;
 am_status am_line_gradients_make(am_line_gradients *gradients, const am_attn_base *base);
@@ -39,7 +52,7 @@ void am_line_gradients_free(const am_line_gradients *gradients);
 /* The sums of a task, for each term and each query head that shares its keys. */
 am_line_sums *am_line_sums_take(const am_line_gradients *gradients, char *memory, ptrdiff_t *used);
 
-/* Adds dS of a tile along its lines. */
+/* Adds dS of a tile. */
 void am_learn_lines(const am_line_gradients *gradients, const am_attn_place *at, am_range keys,
                     const char *d_s, char *scratch, am_line_sums *sums);
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/attention/terms/lines.h"
+#include "core/attention/terms/points.h"
 #include "core/arrays/convert.h"
 
 enum {
@@ -203,6 +204,10 @@ static am_tile add_terms(const am_attn_base *base, const am_attn_place *at, am_r
     *added = (am_added){NULL, AM_FLASH_TILE};
     if (base->terms.bias) {
         any = read_bias(base, at, keys, scratch);
+        added->rows = scratch->bias;
+    }
+    if (base->terms.points) {
+        any |= am_add_points(base, at, keys.begin, scratch, added->rows != NULL);
         added->rows = scratch->bias;
     }
     any |= am_add_lines(base, at, keys.begin, scratch, added);

@@ -13,9 +13,10 @@ typedef enum {
                           * it, moved by one key */
     AM_ADDS_BY_KEY,      /* adds numbers that follow from the key: queries of a head and a batch row or
                           * sequence have the same. A cache counts the keys of each sequence from 0 */
-    AM_CAPS,             /* caps logits */
-    AM_DROPS,            /* drops weights */
-    AM_SINKS,            /* adds to the denominator of each row */
+    AM_ADDS_BY_POINT, /* adds numbers that follow from where query and key are in a grid, see am_bias_grid */
+    AM_CAPS,          /* caps logits */
+    AM_DROPS,         /* drops weights */
+    AM_SINKS,         /* adds to the denominator of each row */
 } am_acts;
 
 /* Where the greatest logits of a row are likely to be: with them first, the row is seldom rescaled. */
@@ -90,6 +91,37 @@ static inline ptrdiff_t am_bias_index(const am_attn *attn, const am_logit_term *
            (shape->channel == 1 ? 0 : k);
 }
 
+/* The first key of a batch row or sequence among those of the call. */
+ptrdiff_t am_first_key_of_row(const am_attn *attn, ptrdiff_t row);
+
+/* The grid whose points, row by row, are the tokens of a batch row or sequence. The table of a head has
+ * 2 height - 1 rows of 2 width - 1 numbers, by how far the key is from the query along either axis. */
+typedef struct {
+    ptrdiff_t height, width, stride; /* stride: the length of a row of the table */
+} am_bias_grid;
+am_bias_grid am_bias_grid_of(const am_logit_term *term);
+
+/* The point of a query, and where the number of a pair of points is in the table. */
+static inline ptrdiff_t am_point_of_query(const am_attn *attn, ptrdiff_t row, ptrdiff_t q)
+{
+    return q + am_offset_of_row(&attn->terms.places, row) - am_first_key_of_row(attn, row);
+}
+static inline ptrdiff_t am_point_index(const am_bias_grid *g, ptrdiff_t query, ptrdiff_t key)
+{
+    return (key / g->width - query / g->width + g->height - 1) * g->stride + key % g->width -
+           query % g->width + g->width - 1;
+}
+
+/* Queries or keys of a batch row or sequence. */
+typedef struct {
+    ptrdiff_t row;
+    bool are_queries;
+    am_range points;
+} am_row_points;
+
+/* The first of these that are not all points of a term's grid; false if there are none. */
+bool am_find_beyond_grid(const am_attn *attn, const am_logit_term *term, am_row_points *found);
+
 /* The gradient of a term's numbers of one head, as a task adds it up: only numbers in a range are set. */
 typedef struct {
     am_range filled;
@@ -122,7 +154,7 @@ static inline const am_logit_row *am_row_of_term(const am_logit_term *term)
 
 /* The terms of a call by what they do; NULL: none. */
 typedef struct {
-    const am_logit_term *bias, *cap, *dropout, *sinks;
+    const am_logit_term *bias, *points, *cap, *dropout, *sinks;
     bool by_distance, by_key; /* whether any adds numbers along lines */
     bool nearest_first;       /* whether any term wants so */
     bool small;               /* all that is added to products is small enough for units of ln 2 */
@@ -132,7 +164,7 @@ am_terms_found am_find_terms(const am_attn *attn);
 /* Whether anything is added to the products of a tile. */
 static inline bool am_adds_to_products(const am_terms_found *found)
 {
-    return found->bias || found->by_distance || found->by_key;
+    return found->bias || found->points || found->by_distance || found->by_key;
 }
 static inline double am_cap_of(const am_terms_found *found) { return found->cap ? found->cap->number : 0; }
 static inline double am_dropout_of(const am_terms_found *found)
@@ -148,7 +180,13 @@ static inline ptrdiff_t am_sink_count(const am_terms_found *found)
 static inline bool am_can_learn(const am_logit_term *term)
 {
     const am_logit_row *row = am_row_of_term(term);
-    return row->learn || row->acts == AM_ADDS_PAIRS || row->acts == AM_SINKS;
+    return row->learn || row->acts == AM_ADDS_PAIRS || row->acts == AM_ADDS_BY_POINT || row->acts == AM_SINKS;
+}
+
+/* Whether tasks of keys add up that gradient in sums of their own. */
+static inline bool am_has_sums(const am_logit_term *term)
+{
+    return am_row_of_term(term)->learn || am_row_of_term(term)->acts == AM_ADDS_BY_POINT;
 }
 
 /* Whether it is to be computed. */
