@@ -138,6 +138,10 @@ def flash_attention(*args, **given):
         everything farther away.
     relative_low : int
         The distance that ``relative_bias[:, 0]`` applies to.
+    grid_bias : array_like, shape [H, 2h - 1, 2w - 1], optional
+        For tokens that are the points of a grid, h rows of w tokens, one row after the other, as in Swin: adds
+        ``grid_bias[head, yk - yq + h - 1, xk - xq + w - 1]``. Positions count from the start of each batch row or
+        packed sequence, those of queries from `causal_offset` on. There may be fewer tokens than points.
     return_lse : bool
         Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
@@ -169,6 +173,14 @@ def flash_attention(*args, **given):
     >>> rows, bias = np.zeros((2, 4, 3, 1, 8)), np.zeros((2, 1, 1, 3, 3))
     >>> attnmask.flash_attention(rows, rows, rows, bias=bias).shape
     (2, 4, 3, 1, 8)
+
+    Windows of 7 x 7 tokens with the relative position bias of Swin. Its table has a row for each distance, from the
+    greatest to the least, and a column for each head:
+
+    >>> window, table = np.zeros((2, 49, 3, 8)), np.ones((13 * 13, 3))
+    >>> grid = table.T.reshape(3, 13, 13)[:, ::-1, ::-1]
+    >>> attnmask.flash_attention(window, window, window, grid_bias=grid).shape
+    (2, 49, 3, 8)
 
     Packed sequences have no batch axis:
 
@@ -233,7 +245,7 @@ def flash_attention_bwd(*args, **given):
         The result of the forward pass, in the query's dtype. With 16-bit queries, float32 is also accepted: a result
         that was not rounded gives more precise gradients.
     lse : array_like, shape [B, H, Tq] or [H, Tq]
-    grad_bias, grad_softmax_aux, grad_relative_bias : bool
+    grad_bias, grad_softmax_aux, grad_relative_bias, grad_grid_bias : bool
         Also return the gradients of these.
     dlse : array_like, shape [B, H, Tq] or [H, Tq], optional
         The gradient of `lse`, in its type.
@@ -269,7 +281,7 @@ def flash_attention_vjp(*args, **given):
         number, O(T · D) in total.
     return_lse : bool
         Also return the logsumexp of each row.
-    grad_bias, grad_softmax_aux, grad_relative_bias : bool
+    grad_bias, grad_softmax_aux, grad_relative_bias, grad_grid_bias : bool
         Let `vjp` also return the gradients of these.
 
     Returns
@@ -398,7 +410,7 @@ def attention_weights(*args, **given):
 
     Parameters
     ----------
-    query, key, attention_mask, bias, softmax_scale, ..., relative_low
+    query, key, attention_mask, bias, softmax_scale, ..., grid_bias
         As in `flash_attention`, without what does not concern weights.
     queries : int, slice or array_like of integers, optional
         The queries to look at: ``-8`` means the last eight. Without it, all queries: the result then has a number for
@@ -425,7 +437,7 @@ def attention_statistics(*args, **given):
 
     Parameters
     ----------
-    query, key, attention_mask, bias, softmax_scale, ..., relative_low
+    query, key, attention_mask, bias, softmax_scale, ..., grid_bias
         As in `flash_attention`, without what does not concern weights.
     of : str, tuple, or sequence of these
         The statistics to return: ``"key_sum"``, ``"entropy"``, ``"max_logit"``, and ``("top_keys", 16)`` for the 16

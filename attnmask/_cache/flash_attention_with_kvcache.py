@@ -89,6 +89,8 @@ def flash_attention_with_kvcache(*args, **given):
         sequence. `t5_relative_bias` makes one.
     relative_low : int
         The distance that ``relative_bias[:, 0]`` applies to.
+    grid_bias : array_like of floats, shape [H, 2h - 1, 2w - 1], optional
+        As in `flash_attention`: tokens, counted from the start of their sequence, are the points of a grid.
     attention_mask : array_like or MaskInfo, broadcasts to [B, H, Tq, Tk], optional
         Its keys are positions in the sequence; there may be more of them than tokens. With `cu_seqlens_q`, it must have
         one batch row and one query per packed token.

@@ -342,8 +342,8 @@ class KVCache:
         The tokens that are kept stay in their order, and later ones follow them. Whole pages that all heads and layers
         keep stay where they are; other rows are copied, to free pages if there are enough, but never to shared ones.
 
-        Steps with such a sequence refuse what depends on distances: windows, chunks, ALiBi and relative biases. Masks
-        and biases have a number for each token that is kept.
+        Steps with such a sequence refuse what depends on positions: windows, chunks, ALiBi, relative and grid biases.
+        Masks and biases have a number for each token that is kept.
 
         Parameters
         ----------

@@ -38,7 +38,7 @@ def four_axes(learned: ByName, batch: Batch) -> ByName:
 class Attention(Function):
     """The function of `IN_JAX`."""
 
-    derivatives = """all but `relative_bias` have tangents (``jax.jvp``), and query, key and value have
+    derivatives = """all but `relative_bias` and `grid_bias` have tangents (``jax.jvp``), and query, key and value have
 second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` of ``jax.grad``)"""
 
     def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:

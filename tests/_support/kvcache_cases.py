@@ -54,7 +54,6 @@ FACTORS: dict[str, tuple] = {
     "slopes": (None, "[H]", "[B, H]", "[1, H]"),
     "bias": (None, "[B, H, Tq, K]", "[1, 1, Tq, K]", "[1, H, 1, K]", "[B, 1, Tq, 1]", "[1, 1, 1, K] with -inf"),
     "relative": (None, (30, -20), (1, 0), (200, -190), (9, -4)),
-    "grid": (None, 1, 7, 64, 400),
     "mask": (
         None, "[B, H, Tq, K] bool", "[B, 1, 1, K] int32", "[1, H, Tq, K] float32", "[1, 1, Tq, 1] bool",
         "info of [B, H, Tq, K]", "info of [1, 1, Tq, K]", "info of segments [B]", "info of segments [1]",
@@ -63,6 +62,7 @@ FACTORS: dict[str, tuple] = {
     "return_lse": (True, False),
     "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
     "threads": (1, 2, 3),
+    "grid": (None, 1, 7, 64, 400),
 }  # fmt: skip
 
 
@@ -396,7 +396,6 @@ EVERY_FORMAT = {
     "slopes": (None, "[H]"),
     "bias": (None, "[1, H, 1, K]", "[B, 1, Tq, K]"),
     "relative": (None, (90, -80)),
-    "grid": (None, 20),
     "soft_cap": (None, 5.0),
     "sinks": (None, "[H, S]"),
     "window": (None, (40, None), (9, 3)),
@@ -404,6 +403,7 @@ EVERY_FORMAT = {
     "causal": (True, False),
     "scale": (None, 0.1),
     "threads": (1, 2, 3),
+    "grid": (None, 20),
 }
 
 
