@@ -45,7 +45,15 @@ OF_INTEGERS = pytest.mark.levels("turns", "amx", "avx512vnni")
 
 
 def test_each_term_of_the_logits_is_among_the_factors():
-    every = Case(slopes="[H]", bias="[1, H, 1, K]", relative=(1, 0), grid=1, soft_cap=2.0, sinks="[S]")
+    terms = {
+        "slopes": "[H]",
+        "bias": "[1, H, 1, K]",
+        "relative": (1, 0),
+        "grid": 1,
+        "soft_cap": 2.0,
+        "sinks": "[S]",
+    }
+    every = Case(new="as many", **terms)
     given = {name for name, value in arguments_of(every).items() if value is not None}
     assert {*_core.term_names()} & {*FLASH_ATTENTION_WITH_KVCACHE.names} <= given
 
