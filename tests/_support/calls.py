@@ -25,7 +25,7 @@ def some_calls() -> list:
     def distant():
         x = many
         more = {"relative_bias": x[0, 0, :4, 0], "relative_low": -3, "grad_relative_bias": True}
-        more |= {"grid_bias": x[0, 0, :156, :13].reshape(4, 39, 13), "grad_grid_bias": True}
+        more |= {"grid_bias": x[0, 0, :39, :, :29].swapaxes(0, 1), "grad_grid_bias": True}
         return attnmask.flash_attention_vjp(x[0], x[1, :, :, :2], x[2, :, :, :2], causal=True, **more)
 
     return [

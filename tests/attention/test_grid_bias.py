@@ -28,24 +28,10 @@ def test_packed_sequences_count_from_their_own_starts(isa, width, offsets):
     rng = np.random.default_rng(width)
     table = rng.standard_normal((4, 2 * height - 1, 2 * width - 1))
     given = {"cum_seqlens_q": Q_STARTS, "cum_seqlens_k": K_STARTS, "causal_offset": offsets}
-    if isinstance(offsets, str):
-        fits = [i for i in range(7) if K_LENS[i] >= Q_LENS[i]]  # else queries lie before the grid
-        assert len(fits) == 6
-        keep = [np.concatenate([x[a:b] for a, b in fit]) for x, fit in zip(
-            (q, k, v, dout),
-            [[(s[i], s[i + 1]) for i in fits] for s in (Q_STARTS, K_STARTS, K_STARTS, Q_STARTS)],
-            strict=True,
-        )]  # fmt: skip
-        q, k, v, dout = keep
-        q_lens, k_lens = ([lengths[i] for i in fits] for lengths in (Q_LENS, K_LENS))
-    else:
-        q_lens, k_lens = Q_LENS, K_LENS
-    q_starts, k_starts = np.cumsum([0, *q_lens]), np.cumsum([0, *k_lens])
-    given |= {"cum_seqlens_q": q_starts, "cum_seqlens_k": k_starts}
     out, vjp = attnmask.flash_attention_vjp(q, k, v, grid_bias=table, grad_grid_bias=True, **given)
     grads, sums = vjp(dout), np.zeros(table.shape)
-    for i, (queries, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
-        of_q, of_k = slice(*q_starts[i : i + 2]), slice(*k_starts[i : i + 2])
+    for i, (queries, keys) in enumerate(zip(Q_LENS, K_LENS, strict=True)):
+        of_q, of_k = slice(*Q_STARTS[i : i + 2]), slice(*K_STARTS[i : i + 2])
         offset = (
             keys - queries
             if isinstance(offsets, str)

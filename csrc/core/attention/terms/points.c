@@ -23,6 +23,13 @@ static column column_of(const am_bias_grid *grid, const am_span *span, ptrdiff_t
     return (column){.row = i, .rows = rows, .x = point % grid->width, .y = point / grid->width + rows - 1};
 }
 
+/* The point of the first query of a span. Only where no query sees a key may it lie before the grid. */
+static ptrdiff_t first_point(const am_attn_base *base, const am_attn_place *at, const am_span *span,
+                             ptrdiff_t row)
+{
+    return am_max(0, am_point_of_query(base->attn, span->row, am_query_of(at, row)));
+}
+
 /* The numbers of a window that are in the table: those of runs of keys, each of a row of the grid. */
 typedef struct {
     ptrdiff_t begin, end; /* in the window */
@@ -99,7 +106,7 @@ bool am_add_points(const am_attn_base *base, const am_attn_place *at, ptrdiff_t 
     for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
         span = am_span_from(base, at, r);
         const ptrdiff_t first_key = am_first_key_of_row(base->attn, span.row),
-                        point = am_point_of_query(base->attn, span.row, am_query_of(at, r));
+                        point = first_point(base, at, &span, r);
         const char *table = am_token(&term->array, 0, span.head, 0);
         for (ptrdiff_t i = 0; i < am_min(grid.width, span.rows); i++) {
             column c = column_of(&grid, &span, point, i);
@@ -133,7 +140,7 @@ void am_learn_points(const am_attn_base *base, const am_logit_term *term, const 
         span = am_span_from(base, at, r);
         const am_range keys = am_keys_of_span(base, &span, tile);
         const ptrdiff_t first_key = am_first_key_of_row(base->attn, span.row), columns = am_length(keys),
-                        point = am_point_of_query(base->attn, span.row, am_query_of(at, r));
+                        point = first_point(base, at, &span, r);
         for (ptrdiff_t i = 0; columns > 0 && i < am_min(width, span.rows); i++) {
             const column c = column_of(&grid, &span, point, i);
             const ptrdiff_t length = columns + (c.rows - 1) * width;
