@@ -171,10 +171,10 @@ def flash_attention(
 
     `query`, `key`, `value`, `bias`, `softmax_aux`, `relative_bias` and `grid_bias` have gradients, and so has the
     logsumexp with `return_lse`. In forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``) all of
-    these but `relative_bias` and `grid_bias` may have tangents. `query`, `key` and `value` have second derivatives: gradients of gradients
-    (``create_graph=True``), tangents of gradients (``torch.func.hessian``) and gradients of tangents.
-    ``torch.autocast`` casts `query`, `key` and `value` as for ``scaled_dot_product_attention``, and nothing else.
-    ``torch.compile``, ``torch.export`` and other tracers see one operator; ``torch.func`` can transform it. With
+    these but `relative_bias` and `grid_bias` may have tangents. `query`, `key` and `value` have second derivatives:
+    gradients of gradients (``create_graph=True``), tangents of gradients (``torch.func.hessian``) and gradients of
+    tangents. ``torch.autocast`` casts `query`, `key` and `value` as for ``scaled_dot_product_attention``, and nothing
+    else. ``torch.compile``, ``torch.export`` and other tracers see one operator; ``torch.func`` can transform it. With
     dropout and no `dropout_seed`, PyTorch's generator draws the seed, which ``torch.manual_seed`` decides.
 
     Parameters
