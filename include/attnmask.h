@@ -205,6 +205,9 @@ typedef enum {
     ATTNMASK_SOFT_CAP,      /* number: logits become number tanh(logit / number) */
     ATTNMASK_DROPOUT,       /* number, integer: drops weights with this probability, by this seed */
     ATTNMASK_SINKS,         /* array [1, H, 1, S]: logits of S keys without values */
+    ATTNMASK_GRID_BIAS, /* array [1, H, 1, rows * width], integer width: tokens are points of a grid of h rows
+                         * of w points, rows is 2 h - 1 and width 2 w - 1. Adds the number at row yk - yq + h
+                         * - 1 and place xk - xq + w - 1, where the query is at point q + offset */
 } attnmask_term_kind;
 
 /* Arrays are float32 or float64; a bias has any floating-point type. The heads' axis may be 1 for all. */
@@ -214,7 +217,7 @@ typedef struct {
     int64_t integer;
     attnmask_array array;
     /* Takes the gradient, where attnmask_backward is called: in C order, of a bias as its array and of its
-     * type, of a relative bias and of sinks float64 [H, L]. */
+     * type, of other arrays float64 [H, L]. */
     attnmask_array gradient;
 } attnmask_term;
 

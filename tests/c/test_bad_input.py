@@ -161,6 +161,11 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
         lambda: [attention(**c.terms({"kind": "ALIBI", "array": np.full((1, 2, 1, 1), np.inf)}))],
         "alibi_slopes must be finite, got inf",
     ),
+    "a grid of too few points": (
+        "forward",
+        lambda: [attention(**c.terms({"kind": "GRID_BIAS", "array": np.ones((1, 2, 1, 9)), "integer": 3}))],
+        "grid_bias must have a point of its grid for each query and key, got 2 . 2 points",
+    ),
     "a mask of numbers": ("fill_mask", lambda: [c.mask(), c.array(X)], "out must be .* of bool or uint8"),
     "no pairs to fill": ("fill_mask", lambda: [c.mask(), None], "out must be given, got NULL"),
     "gradients of NULL": ("backward", lambda: [None], "gradients must be given"),

@@ -140,6 +140,10 @@ TERMS = {
         {"kind": "RELATIVE_BIAS", "integer": -9, "array": np.cos(np.arange(4.0 * 20)).reshape(1, 4, 1, 20)},
         lambda term: {"relative_bias": term["array"].reshape(4, 20), "relative_low": -9},
     ),
+    "grid bias": (
+        {"kind": "GRID_BIAS", "integer": 21, "array": np.sin(np.arange(4.0 * 9 * 21)).reshape(1, 4, 1, 189)},
+        lambda term: {"grid_bias": term["array"].reshape(4, 9, 21)},
+    ),
     "soft cap": ({"kind": "SOFT_CAP", "number": 1.5}, lambda term: {"logits_soft_cap": 1.5}),
     "dropout": (
         {"kind": "DROPOUT", "number": 0.3, "integer": 5},
@@ -165,10 +169,12 @@ def test_terms_and_their_gradients(name, dtype):
         arguments |= to_arguments(term)
         if one == "bias":
             given[-1]["gradient"] = np.full_like(term["array"], 7)
-        elif one in ("relative bias", "sinks"):
+        elif one in ("relative bias", "grid bias", "sinks"):
             given[-1]["gradient"] = np.full((4, term["array"].shape[-1]), 7.0)
     call, out, lse, out_wide = attend(q, k, v, mask=c.mask(high=0, offset=10), **c.terms(*given))
-    learned = {f"grad_{one}": one in arguments for one in ("bias", "relative_bias", "softmax_aux")}
+    learned = {
+        f"grad_{one}": one in arguments for one in ("bias", "relative_bias", "grid_bias", "softmax_aux")
+    }
     wanted, vjp = attnmask.flash_attention_vjp(q, k, v, **arguments, **learned)
     same(out, wanted)
     same(out_wide.astype(dtype), wanted)
@@ -177,7 +183,12 @@ def test_terms_and_their_gradients(name, dtype):
     right = vjp(d_out)
     for got, of in zip(gradients_of(call, d_out), right[:3], strict=True):
         same(got, of)
-    fields = {"BIAS": right.bias, "RELATIVE_BIAS": right.relative_bias, "SINKS": right.softmax_aux}
+    fields = {
+        "BIAS": right.bias,
+        "RELATIVE_BIAS": right.relative_bias,
+        "GRID_BIAS": right.grid_bias,
+        "SINKS": right.softmax_aux,
+    }
     for term in given:
         if "gradient" in term:
             wanted = fields[term["kind"]]
@@ -192,10 +203,12 @@ def test_packed_sequences(dtype):
     mask = c.mask(
         low=-20, high=0, offset=np.array([1, 2, 3, 4]), cum_seqlens_q=starts[0], cum_seqlens_k=starts[1]
     )
-    call, out, _, _ = attend(q, k, v, mask=mask, scale=0.2, **c.terms(TERMS["alibi"][0]))
+    table = np.sin(np.arange(4.0 * 19 * 31))
+    grid = {"kind": "GRID_BIAS", "integer": 31, "array": table.reshape(1, 4, 1, -1)}
+    call, out, _, _ = attend(q, k, v, mask=mask, scale=0.2, **c.terms(TERMS["alibi"][0], grid))
     wanted, vjp = attnmask.flash_attention_vjp(
         q, k, v, cum_seqlens_q=starts[0], cum_seqlens_k=starts[1], causal=True, sliding_window=(20, 0),
-        causal_offset=[1, 2, 3, 4], softmax_scale=0.2, alibi_slopes=SLOPES,
+        causal_offset=[1, 2, 3, 4], softmax_scale=0.2, alibi_slopes=SLOPES, grid_bias=table.reshape(4, 19, 31),
     )  # fmt: skip
     same(out, wanted)
     d_out = numbers(rng, *out.shape, dtype=dtype)
@@ -255,6 +268,9 @@ def cached_call(case, arguments):
         given.append({
             "kind": "RELATIVE_BIAS", "array": table.astype(F64)[None, :, None], "integer": arguments["relative_low"],
         })  # fmt: skip
+    if (table := arguments.get("grid_bias")) is not None:
+        flat = table.astype(F64).reshape(1, case.heads[0], 1, -1)
+        given.append({"kind": "GRID_BIAS", "array": flat, "integer": table.shape[-1]})
     if (sinks := arguments["softmax_aux"]) is not None:
         given.append({"kind": "SINKS", "array": sinks.astype(F64).reshape(1, -1, 1, sinks.shape[-1])})
     query = arguments["query"]

@@ -141,7 +141,9 @@ attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const attnmask_arr
     _Static_assert((int)ATTNMASK_##kind == (int)AM_LOGIT_##number, "kinds have the same numbers");
 SAME(BIAS, BIAS)
 SAME(ALIBI, ALIBI)
-SAME(RELATIVE_BIAS, RELATIVE_BIAS) SAME(SOFT_CAP, SOFT_CAP) SAME(DROPOUT, DROPOUT) SAME(SINKS, SINKS)
+SAME(RELATIVE_BIAS, RELATIVE_BIAS)
+SAME(SOFT_CAP, SOFT_CAP)
+SAME(DROPOUT, DROPOUT) SAME(SINKS, SINKS) SAME(GRID_BIAS, GRID_BIAS)
 
     /* Looks at the array that takes the gradient of the last term. */
     static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
@@ -194,17 +196,21 @@ bool am_c_read_terms(am_c_call *c, const attnmask_term *terms, int64_t count, bo
 
 /* --- Attention --- */
 
-/* Where ALiBi and relative biases begin to count. */
-static bool read_places(am_c_call *c, const limits *l)
+/* Where terms by distance and by point begin to count. */
+static bool read_places(am_c_call *c, const limits *l, const attnmask_attention *call)
 {
     am_request *r = &c->request;
     am_places *places = &r->attn.terms.places;
-    am_operand none = {0};
+    const am_operand none = {0}, *starts = l->starts;
     ptrdiff_t count = -1;
-    if (!l->starts[0].view.data) return am_read_places(r, &none, &l->offset);
-    const ptrdiff_t *keys = am_read_starts_of(r, "cum_seqlens_k", &l->starts[1], r->attn.keys, &count);
+    bool by_point = false;
+    if (!starts->view.data) return am_read_places(r, &none, &none, &l->offset);
+    const ptrdiff_t *keys = am_read_starts_of(r, "cum_seqlens_k", &starts[1], r->attn.keys, &count);
     if (!keys || count < 1) return keys; /* no sequences: no queries */
-    if (!am_read_places(r, &l->starts[0], &none)) return false;
+    for (int64_t i = 0; call->terms && i < call->term_count && i < AM_LOGIT_KIND_COUNT; i++)
+        by_point |= call->terms[i].kind == ATTNMASK_GRID_BIAS;
+    if (!am_read_places(r, &starts[0], &none, &none)) return false;
+    if (by_point) places->key_starts = keys;
     ptrdiff_t *offsets = am_read_integers(r, &l->offset, count, 0);
     for (ptrdiff_t i = 0; offsets && i < count; i++) offsets[i] += keys[i] - places->starts[i];
     places->offsets = offsets;
@@ -224,7 +230,7 @@ static bool read_attention(am_c_call *c, attnmask_attention *call, const attnmas
         !am_c_scale(c, call->scale, r->attn.head_dim, &r->attn.scale))
         return false;
     r->attn.normalize = call->unnormalized == 0;
-    if (!read_mask(c, &l) || (call->term_count && !read_places(c, &l))) return false;
+    if (!read_mask(c, &l) || (call->term_count && !read_places(c, &l, call))) return false;
     return am_c_read_terms(c, call->terms, call->term_count, with_gradients);
 }
 
