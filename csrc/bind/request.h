@@ -1,5 +1,5 @@
-/* request.h – what a call asks for: read and checked here for all doors, which are those of Python, XLA and
- * DLPack.
+/* request.h – what a call asks for: read and checked here for all doors, which are those of Python, XLA,
+ * DLPack and C.
  *
  * A door looks at each array once and hands over a view of it. From then on only the view counts, and copies
  * of what is checked number by number: code of the caller that runs later, or in another thread, may give its
