@@ -23,7 +23,6 @@ from attnmask._masks.svg import thumbnail
 
 sys.path.append(str(Path(__file__).parent))
 
-import diagram
 import gallery
 
 project = "attnmask"
@@ -126,16 +125,6 @@ class Keywords(SphinxDirective):
         ]
 
 
-class PathOfACall(Directive):
-    """``.. path-of-a-call::`` draws what diagram.py says, side by side where there is room."""
-
-    def run(self):
-        pictures = diagram.path(), diagram.tables()
-        return [
-            nodes.figure("", nodes.raw("", picture, format="html"), classes=["mask"]) for picture in pictures
-        ]
-
-
 class Arguments(Directive):
     """``.. arguments::`` makes the table of the arguments of attention."""
 
@@ -225,6 +214,5 @@ def setup(app):
     app.add_directive("arguments", Arguments)
     app.add_directive("keywords", Keywords)
     app.add_directive("levels", Levels)
-    app.add_directive("path-of-a-call", PathOfACall)
     app.connect("autodoc-process-signature", name_types)
     app.connect("missing-reference", find_name)

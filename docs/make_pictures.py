@@ -1,4 +1,4 @@
-"""The pictures of the README, made anew: python docs/make_pictures.py"""
+"""The pictures of the README and of pages that are read without Sphinx, too: python docs/make_pictures.py"""
 
 import io
 import itertools
@@ -16,8 +16,10 @@ from attnmask import MaskInfo
 from attnmask import __main__ as demo
 from attnmask._masks.render import PALETTE, painted
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 
+import diagram
+import pages
 from chart import card
 
 HERE = Path(__file__).parent
@@ -31,7 +33,11 @@ COLOURS = {painted("", colour).removesuffix("\033[39m"): colour for colour in PA
 def mask() -> str:
     """What a notebook shows of the first mask in the README."""
     info = MaskInfo.from_cu_seqlens([0, 9, 14, 32], packed=True).apply_causal().apply_sliding_window((7, 0))
-    picture = info._repr_html_() or ""
+    return on_card(info._repr_html_() or "")
+
+
+def on_card(picture: str) -> str:
+    """A picture on a ground of its own, which is light or dark."""
     width, height = (int(size) + 2 * MARGIN for size in re.findall(r'(?:width|height)="(\d+)"', picture)[:2])
     return card(width, height, picture.replace("<svg ", f'<svg x="{MARGIN}" y="{MARGIN}" ', 1) + "\n")
 
@@ -95,8 +101,18 @@ def terminal() -> str:
     return card(COLUMNS * LETTER + 2 * MARGIN, LINE * (len(lines) + 1) + 2 * MARGIN, group, style)
 
 
+PICTURES = {
+    "mask": mask,
+    "path": lambda: on_card(diagram.path()),
+    "tables": lambda: on_card(diagram.tables()),
+    "pages": lambda: on_card(pages.picture()),
+}
+
+
 def main() -> None:
-    for name, picture in {"mask": mask(), "demo": terminal()}.items():
+    for name, picture in {
+        name: make() for name, make in PICTURES.items() | {"demo": terminal}.items()
+    }.items():
         (HERE / f"{name}.svg").write_text(picture, encoding="utf-8")
 
 

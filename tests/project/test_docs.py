@@ -104,8 +104,28 @@ def test_diagram(monkeypatch):
     for stage in diagram.STAGES:
         files = [*stage.files, *(file for _, _, file in stage.tables)]
         assert all((root / file).is_file() and f">{file}<" in drawn for file in files), stage.name
+        said = re.search(
+            rf"^\d\. \*\*{stage.name.title()}\*\*(.*?)^(?=\d\. |\n|\w)",
+            TEXTS["architecture.rst"],
+            re.M | re.S,
+        )
+        assert all(file.rpartition("/")[2] in said[1] for file in stage.files), stage.name
         for _, table, file in stage.tables:
             assert re.search(rf"\b{table}\b", (root / file).read_text(encoding="utf-8")), table
+
+
+def test_pictures_are_as_they_would_be_made_now(monkeypatch):
+    """Those in files, which a page shows with or without Sphinx; the demo's has the times of a run."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    if not (DOCS.parent / "benchmarks").exists():
+        pytest.skip("the tests run without the benchmarks")
+    import make_pictures
+
+    shown = "".join(TEXTS.values()) + (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    for name, make in make_pictures.PICTURES.items():
+        assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == make(), name
+        assert f"{name}.svg" in shown, name
 
 
 def test_links_between_files():
