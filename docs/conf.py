@@ -197,7 +197,7 @@ def name_types(app, what, name, obj, options, signature, returns):
 
 def find_name(app, env, node, text):
     """Links `name` also in summaries and in docstrings of modules, which are of no class or of an internal module."""
-    prefixes = ["attnmask."] + ["attnmask.MaskInfo."] * (node["refdoc"] == "mask_info")
+    prefixes = ["attnmask."] + ["attnmask.MaskInfo."] * node["refdoc"].startswith("mask_info")
     found = (
         env.domains["py"].resolve_xref(
             env, node["refdoc"], app.builder, "obj", prefix + node["reftarget"], node, text
@@ -208,6 +208,28 @@ def find_name(app, env, node, text):
     return next(filter(None, found), None)
 
 
+def link_pages(app, doctree):
+    """Lets pages link to each other by their files, ``page.rst``, as they must where Sphinx is not."""
+    for node in list(doctree.findall(nodes.reference)):
+        if re.fullmatch(r"[\w/.]+\.rst", node.get("refuri", "")):
+            shown = nodes.inline("", *node.children)
+            target = {"reftarget": node["refuri"].removesuffix(".rst"), "refdoc": app.env.docname}
+            page = addnodes.pending_xref(
+                "", shown, refdomain="std", reftype="doc", refexplicit=True, **target
+            )
+            node.replace_self(page)
+
+
+def keep_anchors(app, doctree):
+    """Lets old links to members find them in a table of members, where these are described on another page."""
+    described = {id for node in doctree.findall(addnodes.desc_signature) for id in node["ids"]}
+    tables = [table for table in doctree.findall(nodes.table) if "members" in table["classes"]]
+    for name in [name for table in tables for name in table.findall(addnodes.pending_xref)]:
+        anchor = f"attnmask.{name['reftarget']}"
+        if anchor not in described:
+            name.parent.insert(name.parent.index(name), nodes.target("", "", ids=[anchor]))
+
+
 def setup(app):
     app.add_directive("mask", Mask)
     app.add_directive("gallery", Gallery)
@@ -216,3 +238,5 @@ def setup(app):
     app.add_directive("levels", Levels)
     app.connect("autodoc-process-signature", name_types)
     app.connect("missing-reference", find_name)
+    app.connect("doctree-read", link_pages)
+    app.connect("doctree-read", keep_anchors)

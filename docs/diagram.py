@@ -1,4 +1,4 @@
-"""The path of one call, and the tables that the code grows in: drawn for architecture.rst."""
+"""The path of one call, and the tables that the code grows in: drawn for architecture_path.rst."""
 
 from typing import NamedTuple
 

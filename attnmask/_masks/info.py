@@ -41,11 +41,13 @@ from attnmask._masks.state import ARRAYS, AXES, DETAILS, FLAGS, POSITIONS, State
 class MaskInfo(OtherWays):
     """Which query may attend to which key, as a description.
 
-    Make one with `full`, `causal`, `from_lengths`, `from_padding_mask`, `from_segments`, `from_attention_mask`,
-    `from_cu_seqlens`, `from_blocks`, `from_function`, `from_random` or `dynamic_init`. Narrow it with the `apply_*`
-    methods, with ``&``, ``|`` and ``~``, or by slicing. Except for `from_function`, all of these cost next to nothing
-    at any length: pairs are computed only when you read `attention_mask` or `bias`, or convert to a dtype. This happens
-    once, in C, and the result is kept.
+    Make one with `full`, `causal`, `from_lengths`, `from_padding_mask`, `from_segments`, `from_cu_seqlens`,
+    `from_attention_mask`, `from_blocks`, `neighborhood` or `from_function`. Narrow it with the `apply_*` methods.
+    Combine masks with ``&``, ``|`` and ``~``, and slice them. Read `density`, `q_segment_ids` or `q_lens`, and draw it
+    with `print` or `visualize`.
+
+    Except for `from_function`, all of these cost next to nothing at any length: pairs are computed only when you read
+    `attention_mask` or `bias`, or convert to a dtype. This happens once, in C, and the result is kept.
 
     A MaskInfo is immutable: methods return new ones, which share arrays, and every array you get from it is read-only.
     Inputs are copied, except masks ``[B, Q, K]`` and ``[B, H, Q, K]``, which are used in place: **do not change them

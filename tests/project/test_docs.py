@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from environment import ROOT, SANITIZED
 
+import attnmask
 from attnmask import MaskInfo
 
 DOCS = ROOT / "docs"
@@ -106,7 +107,7 @@ def test_diagram(monkeypatch):
         assert all((root / file).is_file() and f">{file}<" in drawn for file in files), stage.name
         said = re.search(
             rf"^\d\. \*\*{stage.name.title()}\*\*(.*?)^(?=\d\. |\n|\w)",
-            TEXTS["architecture.rst"],
+            TEXTS["architecture_path.rst"],
             re.M | re.S,
         )
         assert all(file.rpartition("/")[2] in said[1] for file in stage.files), stage.name
@@ -137,7 +138,7 @@ def test_links_between_files():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("name", ["architecture.rst", "architecture_adding.rst", "architecture_linear.rst"])
+@pytest.mark.parametrize("name", [name for name in TEXTS if name.startswith("architecture")])
 def test_files_that_the_architecture_names(name):
     root = DOCS.parent
     if not (root / "csrc").exists():
@@ -150,6 +151,24 @@ def test_files_that_the_architecture_names(name):
             any(root.glob(f"{folder}{path}")) for folder in ("", "csrc/", "attnmask/", "tests/", "**/")
         )
         assert found or path == "Python.h", path
+
+
+@pytest.mark.parametrize("name", ["reference.rst", "architecture.rst", "architecture_path.rst"])
+def test_pages_that_are_read_without_sphinx(name):
+    """They link to files that are there, and need no role or directive that makes text in Sphinx alone."""
+    text = TEXTS[name]
+    for target in re.findall(r"<([\w/.]+\.rst)>`__", text):
+        assert (DOCS / target).exists(), target
+    assert "auto" not in " ".join(re.findall(r"^ *\.\. ([\w-]+)::", text, re.M))
+    if name != "architecture.rst":
+        assert ":doc:" not in text
+        assert ":ref:" not in text
+
+
+def test_the_reference_lists_every_name():
+    lists = re.sub(r"\s+", " ", TEXTS["reference.rst"])
+    names = [name for name in attnmask.__all__ if name != "__version__"]
+    assert not [name for name in names if f"`{name}`" not in lists]
 
 
 def test_readme_is_one_screen():
@@ -191,6 +210,15 @@ def test_links_of_see_also(html):
     ]
     assert len(names) > 20
     assert not [name for name in names if "<a " not in name]
+
+
+def test_old_links_to_members_of_masks_arrive(html):
+    """All were described on one page, which lists them now."""
+    page = (html / "mask_info.html").read_text("utf-8")
+    described = " ".join(TEXTS[name] for name in TEXTS if re.fullmatch(r"mask_info(?!_others)\w*\.rst", name))
+    names = re.findall(r"^\.\. auto(?:class|method|property):: (\S+)", described, re.M)
+    assert len(names) > 50
+    assert not [name for name in names if f'id="attnmask.{name}"' not in page]
 
 
 FOUND = {  # what people search for, and the page that should come first
