@@ -64,6 +64,9 @@ html_css_files = ["attnmask.css"]
 html_copy_source = html_show_sourcelink = False
 
 
+HEAD_OF_MASK = re.compile(r"\bk 0( \d)+")
+
+
 class Mask(Directive):
     """``.. mask:: EXPRESSION`` draws a `MaskInfo` as a notebook does. The content, if any, is the caption."""
 
@@ -77,6 +80,35 @@ class Mask(Directive):
         caption = nodes.caption()
         caption += self.state.inline_text(" ".join(self.content) or f"``{expression}``", self.lineno)[0]
         return [nodes.figure("", nodes.raw("", mask._repr_html_(), format="html"), caption, classes=["mask"])]
+
+
+class DrawnMasks(Directive):
+    """``.. drawn-masks::`` makes pictures of masks that are drawn with ``#`` and ``.`` in a docstring, side by side."""
+
+    has_content = True
+
+    def run(self):
+        made, begin, said = [], 0, []
+        for head in (i for i, line in enumerate(self.content) if HEAD_OF_MASK.search(line)):
+            places = [(match.start(), match.end()) for match in HEAD_OF_MASK.finditer(self.content[head])]
+            above = [line for line in self.content[begin:head] if line.strip()]
+            begin = head + 1
+            for number, (start, end) in enumerate(places):
+                cells = itertools.takewhile(
+                    lambda row: row and set(row) <= {"#", "."},
+                    (line[start + 2 : end].replace(" ", "") for line in self.content[head + 1 :]),
+                )
+                rows = [[cell == "#" for cell in row] for row in cells]
+                begin = max(begin, head + 1 + len(rows))
+                left = start - places[0][0]
+                right = places[number + 1][0] - places[0][0] if number + 1 < len(places) else None
+                words = " ".join(line[left:right].strip() for line in above).strip()
+                said[number : number + 1] = [words or (said[number] if number < len(said) else "")]
+                picture = nodes.raw("", attnmask.MaskInfo([rows])._repr_html_(), format="html")
+                made.append(
+                    nodes.figure("", picture, nodes.caption(said[number], said[number]), classes=["mask"])
+                )
+        return made
 
 
 class Gallery(Directive):
@@ -190,6 +222,34 @@ def list_table(directive, rows, name):
     return table.children
 
 
+def draw_masks(app, what, name, obj, options, lines):
+    """Lets a page show the masks that a docstring draws in letters as pictures."""
+    made, block = [], None
+    for line in lines:
+        if block is None and line.rstrip().endswith("::") and not line.lstrip().startswith(".."):
+            block = [line]
+        elif block is not None and line.strip() and not line.startswith(" "):
+            made += drawn(block)
+            block = None
+            made.append(line) if not line.rstrip().endswith("::") else None
+            block = [line] if line.rstrip().endswith("::") else None
+        elif block is not None:
+            block.append(line)
+        else:
+            made.append(line)
+    lines[:] = made + drawn(block or [])
+
+
+def drawn(block):
+    """The lines of a literal block, or the directive that draws the masks in it, if there is nothing else."""
+    words = [line.replace("#", ".") for line in block[1:] if re.search(r"[#.] [#.]", line)]
+    plain = all(re.fullmatch(r"( *(q +)?\d+ +\.( \.)*)+ *", line) for line in words)
+    if not words or not plain or not any(HEAD_OF_MASK.search(line) for line in block):
+        return block
+    before = block[0].strip().removesuffix("::")
+    return [*([f"{before}:"] if before else []), "", ".. drawn-masks::", *block[1:]]
+
+
 def name_types(app, what, name, obj, options, signature, returns):
     """Shows a type that is a default as it is written."""
     return signature and re.sub(r"<class 'numpy\.(\w+)'>", r"np.\1", signature), returns
@@ -232,11 +292,15 @@ def keep_anchors(app, doctree):
 
 def setup(app):
     app.add_directive("mask", Mask)
+    app.add_directive("drawn-masks", DrawnMasks)
     app.add_directive("gallery", Gallery)
     app.add_directive("arguments", Arguments)
     app.add_directive("keywords", Keywords)
     app.add_directive("levels", Levels)
     app.connect("autodoc-process-signature", name_types)
+    app.connect(
+        "autodoc-process-docstring", draw_masks, priority=400
+    )  # before numpydoc divides it into sections
     app.connect("missing-reference", find_name)
     app.connect("doctree-read", link_pages)
     app.connect("doctree-read", keep_anchors)

@@ -171,6 +171,21 @@ def test_the_reference_lists_every_name():
     assert not [name for name in names if f"`{name}`" not in lists]
 
 
+def test_every_argument_has_a_purpose():
+    """Each once, in the table before the reference of flash_attention."""
+    table = re.search(r":class: purposes(.*?)^:doc:", TEXTS["flash.rst"], re.M | re.S)[1]
+    assert sorted(re.findall(r"``(\w+)``", table)) == sorted(
+        inspect.signature(attnmask.flash_attention).parameters
+    )
+
+
+def test_drawings_in_docstrings_are_pictures(html):
+    page = (html / "flash.html").read_text("utf-8")
+    assert page.count("<svg") >= 10 + (html / "masks.html").read_text("utf-8").count("<svg")
+    assert ">causal, bottom-right<" in page
+    assert "k 0 1 2 3 4" not in page
+
+
 def test_readme_is_one_screen():
     lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
