@@ -105,3 +105,20 @@ def test_titles_claim_what_tables_say(chart):
     assert ">attnmask 1.2, PyTorch 232, FlexAttention 23 ms<" in pictures["share"]
     linear = (chart["RESULTS"] / "linear.md").read_text(encoding="utf-8")
     assert ">attnmask 23 ms, ONNX Runtime 58 ms<" in chart["draw_linear"](linear)
+
+
+def test_the_tables_beside_pytorch_are_those_of_the_results():
+    """By benchmarks/summary.py, which takes every time from another table."""
+    page = SCRIPT.parent / "results" / "README.md"
+    made = runpy.run_path(str(SCRIPT.with_name("summary.py")))
+    text = page.read_text(encoding="utf-8")
+    assert made["renewed"](text) == text
+    assert made["renewed"](text.replace("45.5", "40")) == text
+
+
+def test_a_ratio_is_that_of_the_fastest_column():
+    compared = runpy.run_path(str(SCRIPT.with_name("summary.py")))["compared"]
+    row = {"attnmask": "~2.00", "torch": "5.00 (repeated)", "flex": "4.00", "JAX": "1"}
+    assert compared(row, ("torch", "flex")) == ("~2.00", "4.00 (flex)", "2.00")
+    assert compared(row, ("torch",)) == ("~2.00", "5.00 (repeated)", "2.50")
+    assert compared({"attnmask": "3", "torch": "–"}, ("torch",)) == ("3", "–", "–")
