@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._attention.problem import distances, mask_nodes, scale_of
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer, integer_array, per_row
-from attnmask._common.types import Arguments, Array
+from attnmask._common.types import Arguments, Array, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape
 
@@ -37,7 +37,7 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
     return np.full(batch, given, np.int64) if isinstance(given, int) else given
 
 
-def prefix_of(given: Arguments) -> int:
+def prefix_of(given: Given) -> int:
     """Return the number of tokens that all sequences share, with which some arguments do not go."""
     prefix = operator.index(given["prefix"])
     for name in _BY_PLACE if prefix else ():

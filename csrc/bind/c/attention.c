@@ -137,16 +137,13 @@ attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const attnmask_arr
 
 /* --- Terms of the logits --- */
 
-#define SAME(kind, number)                                                                                   \
-    _Static_assert((int)ATTNMASK_##kind == (int)AM_LOGIT_##number, "kinds have the same numbers");
-SAME(BIAS, BIAS)
-SAME(ALIBI, ALIBI)
-SAME(RELATIVE_BIAS, RELATIVE_BIAS)
-SAME(SOFT_CAP, SOFT_CAP)
-SAME(DROPOUT, DROPOUT) SAME(SINKS, SINKS) SAME(GRID_BIAS, GRID_BIAS)
+#define SAME(kind) &&(int)ATTNMASK_##kind == (int)AM_LOGIT_##kind
+_Static_assert(true SAME(BIAS) SAME(ALIBI) SAME(RELATIVE_BIAS) SAME(SOFT_CAP) SAME(DROPOUT) SAME(SINKS)
+                   SAME(GRID_BIAS),
+               "kinds of terms have the numbers of the core");
 
-    /* Looks at the array that takes the gradient of the last term. */
-    static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
+/* Looks at the array that takes the gradient of the last term. */
+static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
 {
     am_request *r = &c->request;
     am_logit_term *term = &r->attn.terms.list[r->attn.terms.count - 1];

@@ -12,15 +12,12 @@
 #include "core/runtime/openmp.h"
 #include "core/runtime/sizes.h"
 
-#define SAME(type) _Static_assert((int)ATTNMASK_##type == (int)AM_##type, "types have the same numbers");
-SAME(BOOL)
-SAME(INT8)
-SAME(UINT8)
-SAME(INT16)
-SAME(UINT16) SAME(INT32) SAME(UINT32) SAME(INT64) SAME(UINT64) SAME(FLOAT16) SAME(BFLOAT16) SAME(FLOAT32)
-    SAME(FLOAT64) SAME(FLOAT8_E4M3) SAME(FLOAT8_E5M2) enum {
-        TYPES = ATTNMASK_FLOAT8_E5M2 + 1
-    };
+#define SAME(type) &&(int)ATTNMASK_##type == (int)AM_##type
+_Static_assert(true SAME(BOOL) SAME(INT8) SAME(UINT8) SAME(INT16) SAME(UINT16) SAME(INT32) SAME(UINT32)
+                   SAME(INT64) SAME(UINT64) SAME(FLOAT16) SAME(BFLOAT16) SAME(FLOAT32) SAME(FLOAT64)
+                       SAME(FLOAT8_E4M3) SAME(FLOAT8_E5M2),
+               "types have the numbers of the core");
+enum { TYPES = ATTNMASK_FLOAT8_E5M2 + 1 };
 
 /* --- The library --- */
 
