@@ -413,8 +413,8 @@ def attention_weights(*args, **given):
     query, key, attention_mask, bias, softmax_scale, ..., grid_bias
         As in `flash_attention`, without what does not concern weights.
     queries : int, slice or array_like of integers, optional
-        The queries to look at: ``-8`` means the last eight. Without it, all queries: the result then has a number for
-        each pair.
+        The queries to look at: ``-8`` means the last eight, ``[9]`` query 9 alone. Without it, all queries: the result
+        then has a number for each pair.
 
     Returns
     -------
@@ -443,7 +443,7 @@ def attention_statistics(*args, **given):
         The statistics to return: ``"key_sum"``, ``"entropy"``, ``"max_logit"``, and ``("top_keys", 16)`` for the 16
         keys of the greatest weights.
     queries : int, slice or array_like of integers, optional
-        The queries to look at: ``-8`` means the last eight. Without it, all queries.
+        The queries to look at: ``-8`` means the last eight, ``[9]`` query 9 alone. Without it, all queries.
     heads : {"query", "key"}
         ``"query"``: one `key_sum` for each query head. ``"key"``: their sum over the query heads that share a key head.
     lse : array_like, shape [B, H, Tq] or [H, Tq], optional

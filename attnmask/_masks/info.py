@@ -698,8 +698,9 @@ class MaskInfo(OtherWays):
         Parameters
         ----------
         sliding_window : int, ndarray of integers, shape [H], or a pair
-            The number of keys to either side, or to the left and to the right. An array has one number per head. In a
-            pair, None means all keys on that side.
+            The number of keys to either side, or to the left and to the right, beside the token itself: a window of 4
+            tokens that ends with it is ``(3, 0)``. An array has one number per head. In a pair, None means all keys
+            on that side.
         offset : int, array_like of integers, shape [B], or "bottom-right"
             Added to the position of each query. ``"bottom-right"`` aligns the last query with the last key.
         mode : {None, "default", "decode", "prefill"}
@@ -1045,7 +1046,7 @@ class MaskInfo(OtherWays):
 
     @property
     def shape(self) -> tuple[int | None, int | None, int | None]:
-        """Batch rows, queries, keys; None for unknown ones.
+        """Batch rows, queries, keys; None for unknown ones. A printed mask also shows its heads.
 
         Examples
         --------
