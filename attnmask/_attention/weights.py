@@ -78,7 +78,9 @@ def as_slice(queries: object) -> slice | None:
         return None
     first = integer(queries, "queries")
     if first >= 0:
-        raise ValueError(f"queries must be [{first}] for that one, or -{first} for the last {first}, got {queries}")
+        raise ValueError(
+            f"queries must be [{first}] for that one, or -{first} for the last {first}, got {queries}"
+        )
     return slice(first, None)
 
 

@@ -164,7 +164,7 @@ BAD = [
     ({"of": "top_keys"}, ValueError, r"of must say how many top_keys.*write \(\"top_keys\", 16\)"),
     ({"of": ("top_keys", 0)}, ValueError, "of must ask for at least 1 of top_keys"),
     ({"heads": "all"}, ValueError, "heads must be one of 'query', 'key'"),
-    ({"queries": 8}, ValueError, "queries must be \[8\] for that one, or -8 for the last 8, got 8"),
+    ({"queries": 8}, ValueError, r"queries must be \[8\] for that one, or -8 for the last 8, got 8"),
     ({"queries": [1, 70]}, ValueError, "queries must be below 70, the number of queries, got 70 at index 1"),
     ({"queries": [1, -71]}, ValueError, "queries must be below 70.*got -71"),
     ({"queries": [1, 1]}, ValueError, "queries must name each query once"),

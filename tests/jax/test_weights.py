@@ -101,7 +101,7 @@ def test_large_calls_in_many_rows(pair):
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
-    ({"queries": 3}, ValueError, "queries must be \[3\] for that one, or -3 for the last 3, got 3"),
+    ({"queries": 3}, ValueError, r"queries must be \[3\] for that one, or -3 for the last 3, got 3"),
     ({"queries": [0, 70]}, ValueError, "queries must be below 70, the number of queries, got 70 at index 1"),
     ({"queries": "traced"}, TypeError, "queries must be known at compile time, got a traced value"),
     ({"of": "top_keys"}, ValueError, "of must say how many top_keys"),

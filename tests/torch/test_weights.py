@@ -122,7 +122,7 @@ def test_transforms(torch, pair):
 @pytest.mark.parametrize(
     ("error", "message", "given"),
     [
-        (ValueError, "queries must be \[3\] for that one, or -3 for the last 3, got 3", {"queries": 3}),
+        (ValueError, r"queries must be \[3\] for that one, or -3 for the last 3, got 3", {"queries": 3}),
         (
             ValueError,
             "queries must be below 70, the number of queries, got 70 at index 1",
