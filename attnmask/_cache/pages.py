@@ -77,8 +77,8 @@ class KVCache:
     pages : int
         The number of pages. A page covers all layers. ``pages * page_size`` is at most ``2**31 - 1``.
     page_size : int
-        Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
-        of others first.
+        Tokens per page. 16, 32, 64, 128 and 256 are fast: such pages are read in place, and tokens of others gathered
+        first.
     dtype : dtype
         float16, bfloat16, float32, float64, int8, ``ml_dtypes.float8_e4m3fn``, ``ml_dtypes.float8_e5m2`` or
         ``"int4"``, or one of PyTorch's. Types of 8 bits have one scale per token and head, and int4 has scales of
