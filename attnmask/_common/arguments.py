@@ -92,6 +92,7 @@ _IN_TORCH = {  # NumPy code in hints, and the same in PyTorch
     r"np\.(where|reshape|broadcast_to)\(": r"torch.\1(",
     r"np\.transpose\((\w+)\)": r"\1.T",
     r"np\.transpose\(": "torch.permute(",
+    r"\[:, ::-1, ::-1\]": ".flip(1, 2)",
     r"np\.cumsum\(\[0, \*lengths\]\)": "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
     r"np\.append\((\w+), (\d+)\)": r"torch.nn.functional.pad(\1, (0, 1), value=\2)",
 }

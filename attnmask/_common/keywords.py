@@ -147,6 +147,10 @@ def advice(name: str, parameters: Collection[str]) -> str:
     """Return what to write instead of the keyword `name`, given the function's `parameters`."""
     if name in _LEAVE_OUT:
         return f"; leave it out, as {_LEAVE_OUT[name]}"
+    if name.startswith("grad_") and name.removeprefix("grad_") in parameters:
+        return (
+            "; leave it out: flash_attention_vjp takes it, and in PyTorch and JAX gradients need no argument"
+        )
     for instead in _WRITE.get(name, "").split(" | "):
         if instead.partition("=")[0] in parameters:
             return f"; write {instead}"

@@ -123,7 +123,8 @@ def install_report() -> InstallReport:
     and how many PyTorch computed, and why.
 
     Calls that PyTorch takes apart before they reach the CPU do not count: those that a compiled graph does not have as
-    one operator, and some under ``torch.vmap``.
+    one operator, and some under ``torch.vmap``. A call that a compiled graph leaves to PyTorch counts when it is
+    traced.
 
     Examples
     --------

@@ -218,6 +218,7 @@ def test_keywords_of_other_libraries(function):
     ("attn_mask", "write attention_mask= for a mask of allowed pairs, or bias= for what is added"),
     ("window_size", "write sliding_window=, with None instead of -1"),
     ("enable_gqa", "leave it out, as key and value may have fewer heads than query"),
+    ("grad_bias", "leave it out: flash_attention_vjp takes it"),
     ("attention_maks", "write attention_mask="),
     ("nothing_like_it", None),
 ])  # fmt: skip

@@ -58,3 +58,12 @@ def test_half_precision():
     size = wide[3].grad.abs().max().item()
     assert narrow[3].grad.dtype == torch.bfloat16
     torch.testing.assert_close(narrow[3].grad.double(), wide[3].grad, rtol=0, atol=0.03 * size)
+
+
+def test_what_to_write_for_the_table_of_swin():
+    """The hint is code of PyTorch, and right."""
+    x, table = torch.zeros(1, 9, 2, 8), torch.arange(50.0).reshape(25, 2)
+    with pytest.raises(ValueError, match="grid_bias must be") as raised:
+        attnmask.torch.flash_attention(x, x, x, grid_bias=table)
+    code = str(raised.value).partition("; write ")[2].removesuffix(" for the table of Swin")
+    assert torch.equal(eval(code, {"table": table, "h": 3, "w": 3})[0].flatten(), table[:, 0].flip(0))
