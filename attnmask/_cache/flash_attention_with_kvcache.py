@@ -72,7 +72,8 @@ def flash_attention_with_kvcache(*args, **given):
     softmax_scale : float, optional
         Defaults to ``1 / sqrt(D)``.
     causal : bool
-        Hide keys that come after their query. The last query of a sequence sees all its tokens.
+        Hide keys that come after their query; True by default, unlike in `flash_attention`. The last query of a
+        sequence sees all its tokens.
     sliding_window : int or tuple of two, optional
         The number of keys to the left and to the right of a token's own position, or to either side; None means all.
     attention_chunk : int, optional

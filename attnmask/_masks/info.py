@@ -1521,8 +1521,10 @@ class MaskInfo(OtherWays):
     def attention_mask(self) -> Array:
         """The mask as an array ``[B, H, Q, K]``, with one head if all share it.
 
-        bool, or the type of the array that it was made from or converted to by `to_dtype` or
-        `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError if it is too large.
+        Read-only: for PyTorch, where True means allowed as well, write
+        ``torch.from_numpy(mask.attention_mask.copy())``. bool, or the type of the array that it was made from or
+        converted to by `to_dtype` or `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError
+        if it is too large.
 
         Examples
         --------

@@ -7,11 +7,13 @@ import numpy as np
 
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.batch import Batch, folded, one_batch, unfolded
+from attnmask._common.arguments import is_floating
 from attnmask._common.types import Arguments
 from attnmask._faces.attention import ATTENTION
-from attnmask.jax._arguments import check, known_flag, sinks_of, specify
+from attnmask.jax._arguments import check, is_traced, known_flag, sinks_of, specify
 from attnmask.jax._derivatives import attend
 from attnmask.jax._faces import Function
+from attnmask.jax._gradients import constant
 from attnmask.jax._types import AnyByName, ByName
 
 IN_JAX = ATTENTION.with_own("""
@@ -50,6 +52,9 @@ second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` o
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         learned = {name: arrays[name] for name in LEARNED if name in arrays}
+        slopes = arrays.get("alibi_slopes")
+        if slopes is not None and is_traced(slopes) and is_floating(slopes.dtype):
+            arrays = arrays | {"alibi_slopes": constant(self.row.name, "alibi_slopes", slopes)}
         known = static | arrays
         problem, batch = check(known)
         spec, others = specify(known, problem, batch)

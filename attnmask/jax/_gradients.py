@@ -162,6 +162,18 @@ def without_derivatives(name: str, compute: AnyFunction) -> AnyFunction:
     return lambda arrays: Map(run, refuse, differentiate)((arrays,), {})
 
 
+def constant(name: str, array: str, x: jax.Array) -> jax.Array:
+    """Return an array of whose name a function has no derivatives: an error if one is asked for."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise NotImplementedError(
+            f"attnmask.jax.{name} has no gradient of {array}: write jax.lax.stop_gradient({array}), or train a "
+            "relative_bias"
+        )
+
+    return Map(lambda residuals, _: (residuals[0][array],), refuse, refuse)(({array: x},), {})[0]
+
+
 def _moving(compute: AnyFunction) -> AnyFunction:
     """Return the rule of a map that operations of JAX compute."""
 

@@ -368,3 +368,26 @@ def test_errors(compiled):
         query
     )
     assert np.isfinite(found).all()  # as none of a bias is asked for
+
+
+@pytest.mark.parametrize("mode", ["grad", "jit", "vmap", "jvp"])
+def test_slopes_have_no_gradient(mode):
+    """An error, not zeros; and none where slopes are constants."""
+    x = jax.numpy.ones((1, 8, 4, 16))
+    slopes = jax.numpy.array([0.5, 0.25, 0.125, 0])
+
+    def loss(slopes, x=x):
+        return attnmask.jax.flash_attention(x, x, x, causal=True, alibi_slopes=slopes).sum()
+
+    of = {
+        "grad": jax.grad,
+        "jit": lambda f: jax.jit(jax.grad(f)),
+        "vmap": lambda f: lambda s: jax.vmap(jax.grad(f))(s[None]),
+        "jvp": lambda f: lambda s: jax.jvp(f, (s,), (s,)),
+    }[mode]
+    with pytest.raises(
+        NotImplementedError, match=r"no gradient of alibi_slopes: write jax.lax.stop_gradient"
+    ):
+        of(loss)(slopes)
+    of(lambda s: loss(jax.lax.stop_gradient(s)))(slopes)
+    assert jax.jit(jax.grad(loss, argnums=1))(slopes, x).shape == x.shape
