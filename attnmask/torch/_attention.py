@@ -227,6 +227,12 @@ def flash_attention(
         check_tensor(x, name)
     if not more.keys() <= DEFAULTS.keys():
         more = taken("flash_attention", more, (*DEFAULTS, "return_lse"))
+    slopes = more.get("alibi_slopes")
+    if isinstance(slopes, torch.Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "attnmask.torch.flash_attention has no gradient of alibi_slopes: write alibi_slopes.detach(), or train a "
+            "relative_bias"
+        )
     given: Arguments = {"query": query, "key": key, "value": value}
     given |= {"attention_mask": attention_mask, "bias": bias, **more}
     return _attend(given, flag(return_lse, "return_lse"))

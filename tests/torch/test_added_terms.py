@@ -1,4 +1,4 @@
-"""Biases by the points of a grid: gradients by autograd, of compiled functions and for each of several inputs."""
+"""Terms that are added to logits: biases by the points of a grid, with gradients, and slopes, which have none."""
 
 import numpy as np
 import pytest
@@ -67,3 +67,21 @@ def test_what_to_write_for_the_table_of_swin():
         attnmask.torch.flash_attention(x, x, x, grid_bias=table)
     code = str(raised.value).partition("; write ")[2].removesuffix(" for the table of Swin")
     assert torch.equal(eval(code, {"table": table, "h": 3, "w": 3})[0].flatten(), table[:, 0].flip(0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slopes_have_no_gradient(compiled):
+    """An error where one would be missing, and none where slopes are constants."""
+    x = torch.ones(1, 8, 4, 16, requires_grad=True)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0], requires_grad=True)
+
+    def attend(slopes):
+        return attnmask.torch.flash_attention(x, x, x, causal=True, alibi_slopes=slopes)
+
+    function = torch.compile(attend, backend="aot_eager") if compiled else attend
+    with pytest.raises(RuntimeError, match=r"no gradient of alibi_slopes: write alibi_slopes.detach\(\)"):
+        function(slopes)
+    with torch.no_grad():
+        assert not function(slopes).requires_grad
+    function(slopes.detach()).sum().backward()
+    assert x.grad is not None
