@@ -25,9 +25,13 @@ LEVELS := baseline $(foreach level,$(LEVELS_$(MACHINE)),\
     $(if $(call understood,$(FLAGS_$(level)),$(INSTRUCTION_$(level))),$(level)))
 WRITTEN_OUT := baseline $(LEVELS_aarch64) # levels whose loops are written out
 
+# Builds for tests emulate products of bfloat16 on other processors, as those of setup.py do.
+EMULATE := $(if $(DEBUG)$(SANITIZE),-DAM_EMULATE)
+TOPICS_baseline += $(if $(EMULATE),$(TOPICS_neonbf16))
+
 OPTIMIZE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g,-O3 -DNDEBUG))
 OPTIMIZE += $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer)
-FLAGS := $(CFLAGS_CORE) $(OPTIMIZE) -fPIC -Icsrc -Iinclude -DAM_VERSION='"$(VERSION)"' \
+FLAGS := $(CFLAGS_CORE) $(OPTIMIZE) -fPIC -Icsrc -Iinclude -DAM_VERSION='"$(VERSION)"' $(EMULATE) \
     $(foreach level,$(LEVELS),-DAM_HAVE_$(shell echo $(level) | tr a-z A-Z)) $(CFLAGS)
 
 KERNELS := $(shell find csrc -path '*/kernels/*.c')
