@@ -55,7 +55,8 @@ def options(query: Array, shape: Shape, sequences: int, channels: int, given: Ar
     `shape` is that of the mask and the bias, which may have more keys.
     """
     numbers, bias, chunk = numbers_of(query.dtype), given["bias"], given["attention_chunk"]
-    prefix_of(given)
+    if given["prefix"]:
+        prefix_of(given)
     short = given if bias is None else given | {"bias": cut(bias, "bias", shape[3])}
     terms = terms_of(short, Sizes(shape, (sequences,), "B", numbers))
     return (

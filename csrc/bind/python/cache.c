@@ -34,9 +34,18 @@ enum {
     ARGUMENTS = OTHERS + 2 * AM_LOGIT_KIND_COUNT,
 };
 
+/* The arguments, as two tuples of names and defaults say them; all borrowed. */
 typedef struct {
+    PyObject *names, *defaults, *name[ARGUMENTS], *initial[ARGUMENTS];
+    const char *text[ARGUMENTS];
+    am_param params[ARGUMENTS];
+    int count;
+} argument_rows;
+
+typedef struct {
+    argument_rows *own_rows;    /* owned */
     PyObject *given[ARGUMENTS]; /* borrowed */
-    const char *names[ARGUMENTS];
+    const char *const *names;
     int count;                        /* of arguments */
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
     PyArrayObject *slot_mapping;      /* of write_kvcache */
@@ -308,46 +317,90 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
     return lse ? PyTuple_Pack(2, result, lse) : Py_NewRef(result);
 }
 
-/* The place of a name that is not interned. */
-static Py_ssize_t place_of(PyObject *names, PyObject *name, Py_ssize_t i)
+#define ARRAY(text, to, i) AM_PARAM(text, to, arrays[i])
+static const am_param own_params[OTHERS] = {
+    [QUERY] = ARRAY("query", am_to_readable, QUERY),
+    [K_CACHE] = ARRAY("k_cache", am_to_readable, K_CACHE),
+    [V_CACHE] = ARRAY("v_cache", am_to_readable, V_CACHE),
+    [KEY] = ARRAY("key", am_to_readable_or_none, KEY),
+    [VALUE] = ARRAY("value", am_to_readable_or_none, VALUE),
+    [CACHE_SEQLENS] = {.name = "cache_seqlens", .convert = to_given},
+    [BLOCK_TABLE] = ARRAY("block_table", am_to_readable_or_none, BLOCK_TABLE),
+    [CU_SEQLENS_Q] = AM_PARAM("cu_seqlens_q", am_to_starts_or_none, starts),
+    [CU_SEQLENS_K_NEW] = AM_PARAM("cu_seqlens_k_new", am_to_starts_or_none, new_starts),
+    [K_SCALE] = ARRAY("k_scale", am_to_readable_or_none, K_SCALE),
+    [V_SCALE] = ARRAY("v_scale", am_to_readable_or_none, V_SCALE),
+    [SOFTMAX_SCALE] = {.name = "softmax_scale", .convert = to_given},
+    [CAUSAL] = {.name = "causal", .convert = to_given},
+    [SLIDING_WINDOW] = {.name = "sliding_window", .convert = to_given},
+    [ATTENTION_MASK] = {.name = "attention_mask", .convert = to_given},
+    [RETURN_LSE] = {.name = "return_lse", .convert = to_given},
+    [OUT] = AM_ARG(out, am_to_out),
+    [PREFIX] = AM_ARG(prefix, am_to_length),
+};
+
+/* False with the exception set, if these are not names and defaults. */
+static bool fill_rows(argument_rows *t, PyObject *names, PyObject *defaults)
 {
-    while (i < PyTuple_Size(names) && PyUnicode_Compare(PyTuple_GetItem(names, i), name) != 0) i++;
-    return i;
+    const Py_ssize_t count = PyTuple_Check(names) ? PyTuple_Size(names) : -1;
+    if (count < OTHERS || count > ARGUMENTS || !PyTuple_Check(defaults) || PyTuple_Size(defaults) != count)
+        return am_fail(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict") == 0;
+    *t = (argument_rows){.names = names, .defaults = defaults, .count = (int)count};
+    for (int i = 0; i < count; i++) {
+        t->name[i] = PyTuple_GetItem(names, i), t->initial[i] = PyTuple_GetItem(defaults, i);
+        t->text[i] = PyUnicode_AsUTF8AndSize(t->name[i], NULL);
+        if (!t->text[i]) return false;
+        t->params[i] = i < OTHERS ? own_params[i] : (am_param){.name = t->text[i], .convert = to_given};
+    }
+    return true;
+}
+
+/* The names and defaults of arguments, as C reads them. Those of the first call, which are the package's own,
+ * are kept for good. */
+static const argument_rows *rows_of(arguments *a, PyObject *names, PyObject *defaults)
+{
+    static _Atomic(argument_rows *) kept;
+    argument_rows *first = atomic_load_explicit(&kept, memory_order_acquire), *own;
+    if (first && first->names == names && first->defaults == defaults) return first;
+    own = malloc(sizeof *own);
+    if (!own) return PyErr_NoMemory(), NULL;
+    if (!fill_rows(own, names, defaults)) return free(own), NULL;
+    if (first || !atomic_compare_exchange_strong(&kept, &first, own)) return a->own_rows = own;
+    Py_INCREF(names), Py_INCREF(defaults);
+    return own;
 }
 
 /* Takes a call's arguments: their names in the order above, their defaults, a tuple of those by place, a dict
  * of the others. Names in calls and in Python's table are interned, so that they are the same objects. */
-static int take(arguments *a, am_param *params, PyObject *const *args, Py_ssize_t nargs)
+static int take(arguments *a, PyObject *const *args, Py_ssize_t nargs)
 {
-    PyObject *name, *value, *const names = nargs == 4 ? args[0] : NULL;
-    if (!names || !PyTuple_Check(names) || PyTuple_Size(names) < OTHERS || PyTuple_Size(names) > ARGUMENTS ||
-        !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != PyTuple_Size(names) || !PyTuple_Check(args[2]) ||
-        PyTuple_Size(args[2]) > CACHE_SEQLENS || !PyDict_Check(args[3]))
+    PyObject *name, *value;
+    if (nargs != 4 || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) > CACHE_SEQLENS ||
+        !PyDict_Check(args[3]))
         return am_fail(PyExc_TypeError, "expected names, defaults, a tuple of arguments and a dict");
-    const Py_ssize_t by_place = PyTuple_Size(args[2]);
-    a->count = (int)PyTuple_Size(names);
-    for (int i = OTHERS; i < a->count; i++) {
-        params[i] =
-            (am_param){.name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, i), NULL), .convert = to_given};
-        if (!params[i].name) return -1;
-    }
-    for (int i = 0; i < a->count; i++) {
-        a->given[i] = PyTuple_GetItem(i < by_place ? args[2] : args[1], i);
-        a->names[i] = params[i].name;
-    }
+    const argument_rows *t = rows_of(a, args[0], args[1]);
+    if (!t) return -1;
+    const int by_place = (int)PyTuple_Size(args[2]), count = a->count = t->count;
+    memcpy(a->given, t->initial, (size_t)count * sizeof *a->given);
+    a->names = t->text;
+    for (int i = 0; i < by_place; i++) a->given[i] = PyTuple_GetItem(args[2], i);
     for (Py_ssize_t n = 0; PyDict_Next(args[3], &n, &name, &value);) {
-        Py_ssize_t i = by_place;
-        while (i < a->count && PyTuple_GetItem(names, i) != name) i++;
-        if (i == a->count) i = place_of(names, name, by_place);
-        if (i == a->count) return am_fail(PyExc_TypeError, "unexpected argument '%S'", name);
-        a->beyond |= i >= SLIDING_WINDOW && value != PyTuple_GetItem(args[1], i);
+        int i = by_place;
+        while (i < count && t->name[i] != name) i++;
+        if (i == count) { /* a name that is not interned */
+            i = by_place;
+            while (i < count && PyUnicode_Compare(t->name[i], name) != 0) i++;
+        }
+        if (i == count) return am_fail(PyExc_TypeError, "unexpected argument '%S'", name);
+        a->beyond |= i >= SLIDING_WINDOW && value != t->initial[i];
         a->given[i] = value;
     }
-    return am_parse("flash_kvcache", a->given, a->count, params, a->count, a);
+    return am_parse("flash_kvcache", a->given, count, t->params, count, a);
 }
 
 static void release(arguments *a)
 {
+    free(a->own_rows);
     am_free_mask(&a->mask);
     am_release(&a->terms);
     for (int i = 0; i < AM_LOGIT_KIND_COUNT; i++) am_release(&a->term_arrays[i]);
@@ -360,34 +413,12 @@ static void release(arguments *a)
     for (int i = 0; i < ARGUMENTS; i++) am_release(&a->arrays[i]);
 }
 
-#define ARRAY(text, to, i) AM_PARAM(text, to, arrays[i])
-
 /* Takes the arguments, checks them, and reads the mask and the terms; if `only_check`, it does only what
  * check_all does. */
 static int prepare(arguments *a, PyObject *const *args, Py_ssize_t nargs, bool only_check)
 {
-    am_param params[ARGUMENTS] = {
-        [QUERY] = ARRAY("query", am_to_readable, QUERY),
-        [K_CACHE] = ARRAY("k_cache", am_to_readable, K_CACHE),
-        [V_CACHE] = ARRAY("v_cache", am_to_readable, V_CACHE),
-        [KEY] = ARRAY("key", am_to_readable_or_none, KEY),
-        [VALUE] = ARRAY("value", am_to_readable_or_none, VALUE),
-        [CACHE_SEQLENS] = {.name = "cache_seqlens", .convert = to_given},
-        [BLOCK_TABLE] = ARRAY("block_table", am_to_readable_or_none, BLOCK_TABLE),
-        [CU_SEQLENS_Q] = AM_PARAM("cu_seqlens_q", am_to_starts_or_none, starts),
-        [CU_SEQLENS_K_NEW] = AM_PARAM("cu_seqlens_k_new", am_to_starts_or_none, new_starts),
-        [K_SCALE] = ARRAY("k_scale", am_to_readable_or_none, K_SCALE),
-        [V_SCALE] = ARRAY("v_scale", am_to_readable_or_none, V_SCALE),
-        [SOFTMAX_SCALE] = {.name = "softmax_scale", .convert = to_given},
-        [CAUSAL] = {.name = "causal", .convert = to_given},
-        [SLIDING_WINDOW] = {.name = "sliding_window", .convert = to_given},
-        [ATTENTION_MASK] = {.name = "attention_mask", .convert = to_given},
-        [RETURN_LSE] = {.name = "return_lse", .convert = to_given},
-        [OUT] = AM_ARG(out, am_to_out),
-        [PREFIX] = AM_ARG(prefix, am_to_length),
-    };
     am_request *r = &a->mask.request;
-    if (take(a, params, args, nargs) < 0 || check_all(a, only_check) < 0) return -1;
+    if (take(a, args, nargs) < 0 || check_all(a, only_check) < 0) return -1;
     if (only_check) return 0;
     if (am_raise_refused(r, am_cached_limit(r, &a->cached)) < 0 || read_mask(a) < 0) return -1;
     am_cached_describe(r, &a->cached);
@@ -467,7 +498,9 @@ static PyObject *write_slots(PyObject *module, PyObject *const *args, Py_ssize_t
         AM_ARG(slot_mapping, am_to_readable),
     };
     if (am_parse("write_kvcache", args, nargs, params, PARAMS, &a) < 0) return NULL;
-    for (int i = 0; i < ARRAYS; i++) a.given[which[i]] = args[i], a.names[which[i]] = params[i].name;
+    const char *names[ARGUMENTS] = {NULL};
+    for (int i = 0; i < ARRAYS; i++) a.given[which[i]] = args[i], names[which[i]] = params[i].name;
+    a.names = names;
     const am_view view = am_view_of(a.slot_mapping);
     look_at_caches(&a);
     if (am_raise_refused(r, am_cached_check_slots(r, &a.cached, &view)) < 0) return NULL;
