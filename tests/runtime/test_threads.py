@@ -41,11 +41,11 @@ def test_the_runtime_is_told():
 
 
 SPIN = """
-import os, subprocess
+import os, subprocess, sys
 before = dict(os.environ)
 import attnmask
-lines = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
-inherited = {name for name in names if any(line.startswith(name + "=") for line in lines)}
+printed = subprocess.run([sys.executable, "-c", "import os; print(*os.environ)"], capture_output=True, text=True)
+inherited = set(names) & set(printed.stdout.split())
 same = os.environ == before and inherited == set(names) & set(before)
 print(attnmask.show_config("dict")["openmp_spin"], same)
 """
