@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import tracemalloc
-import warnings
 
 import ml_dtypes
 import numpy as np
@@ -606,10 +605,8 @@ def test_random_seeds():
     seeds = [3, np.int64(3), np.random.SeedSequence(3), np.random.default_rng(3)]
     masks = [MaskInfo.from_random(1, 9, seed=seed) for seed in seeds]
     assert all(mask == masks[0] for mask in masks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PendingDeprecationWarning)
-        matrix = np.matrix([1, 2])
-    assert MaskInfo.from_random(1, 9, seed=matrix) == MaskInfo.from_random(1, 9, seed=np.array([[1, 2]]))
+    masked = np.ma.masked_array([1, 2])
+    assert MaskInfo.from_random(1, 9, seed=masked) == MaskInfo.from_random(1, 9, seed=np.array([1, 2]))
 
 
 def deepest(program) -> int:
