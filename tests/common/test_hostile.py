@@ -283,7 +283,7 @@ STACKS, OP = (huge("f4", 2**31), huge("f4", 2**31)), OperationRegistry.create("f
     (OverflowError, r"pairs must", lambda: attnmask.pairs_to_cu_seqlens(np.array([2**63, 2**63 + 5], np.uint64))),
     (ValueError, "cu_seqlens must be array_like", lambda: attnmask.prepare_lens([[0], [1, 2]])),
     (ValueError, "pairs must be a 1-D array", lambda: attnmask.pairs_to_cu_seqlens([[]])),
-    (TypeError, "sparsity", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
+    (TypeError, "sparsity", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1, "s"))),
     (TypeError, "preserved_indices", lambda: OP.create_stable_sharding(("dp",), np.array(None))),
 ])  # fmt: skip
 def test_wrong_arguments_of_any_size_are_refused_at_once(error, match, call):
