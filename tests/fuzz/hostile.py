@@ -253,7 +253,7 @@ JUNK: list[Callable[[], Any]] = [
     lambda: endless_list(), lambda: deep_list(), lambda: Ellipsis, lambda: slice(None), lambda: range(3),
     lambda: (i for i in range(3)), lambda: int, lambda: np.float32, lambda: (lambda *a: a), lambda: True,
     lambda: False, lambda: np.float32(1), lambda: np.int8(-1), lambda: np.uint64(2**64 - 1), lambda: np.bool_(True),
-    lambda: np.datetime64("2001-01-01"), lambda: np.timedelta64(1), lambda: datetime.date(2001, 1, 1),
+    lambda: np.datetime64("2001-01-01"), lambda: np.timedelta64(1, "s"), lambda: datetime.date(2001, 1, 1),
     lambda: np.void(b"abc"), lambda: np.array(3), lambda: np.array(None), lambda: np.array("x"), lambda: np.array([]),
     lambda: np.array([object()]), lambda: np.array(["x"]), lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]),
     lambda: np.zeros(2, complex), lambda: np.zeros(2, "M8[s]"), lambda: np.zeros((2, 2), np.longdouble),
