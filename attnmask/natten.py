@@ -99,7 +99,7 @@ def na1d(
     dilation : int or tuple
         The distance between the keys of a window.
     is_causal : bool or tuple
-        Whether a query sees no points after itself.
+        True hides the points after a query.
     scale : float, optional
         Defaults to ``1 / sqrt(head_dim)``.
 

@@ -16,7 +16,7 @@ class Table(NamedTuple):
     title: str
     about: str
     files: dict[str, str]  # results by the processor that they are of
-    pytorch: tuple[str, ...]  # columns of PyTorch, the fastest of which counts
+    pytorch: tuple[str, ...]  # columns of PyTorch; the fastest one counts
     rows: dict[str, str]  # what the table says of a case, and the case
 
 

@@ -277,15 +277,15 @@ typedef struct {
     size_t size;
     attnmask_array query; /* [B, Tq, H, D]; with cum_seqlens_q of mask [total, H, D], as key and value then */
     attnmask_array k_cache, v_cache, k_scale, v_scale;
-    attnmask_array key, value;      /* [B, Tnew, Hkv, D] and Dv: written behind what the cache has */
-    attnmask_array cum_seqlens_new; /* of packed new tokens; not given: as of queries */
-    attnmask_operand cache_seqlens; /* tokens in the cache before the new ones: one, or [N] of them; not
-                                     * given: all of a contiguous cache */
-    attnmask_array block_table;     /* int32 or int64 */
-    double scale;                   /* 0: 1 / sqrt(D) */
-    const attnmask_mask *mask;      /* without offset and cum_seqlens_k; keys of its terms are those of the
-                                     * longest sequence, each counted from 0 */
-    int64_t chunk;                  /* keys of the same chunk of so many positions alone; 0: none */
+    attnmask_array key, value;       /* [B, Tnew, Hkv, D] and Dv: written behind what the cache has */
+    attnmask_array cu_seqlens_k_new; /* of packed new tokens; not given: as of queries */
+    attnmask_operand cache_seqlens;  /* tokens in the cache before the new ones: one, or [N] of them; not
+                                      * given: all of a contiguous cache */
+    attnmask_array block_table;      /* int32 or int64 */
+    double scale;                    /* 0: 1 / sqrt(D) */
+    const attnmask_mask *mask;       /* without offset and cum_seqlens_k; keys of its terms are those of the
+                                      * longest sequence, each counted from 0 */
+    int64_t chunk;                   /* keys of the same chunk of so many positions alone; 0: none */
     int64_t prefix; /* tokens at the beginning that all sequences share, in whole pages: read once for all.
                      * Not with nodes, low, chunk, a bias, or terms of distances */
     const attnmask_term *terms; /* a bias may have more keys than there are tokens */
@@ -297,16 +297,16 @@ typedef struct {
 ATTNMASK_API attnmask_status attnmask_cached_forward(const attnmask_cached_attention *call,
                                                      attnmask_message *message);
 
-/* Writes keys and values [T, Hkv, D] to slots [T] of a cache: page * page_size + place; -1: not at all.
- * Needed: k_cache, v_cache, key and slots; and value, unless values are channels of the keys.
+/* Writes keys and values [T, Hkv, D] to slots of a cache. slot_mapping [T]: page * page_size + place; -1: not
+ * at all. Needed: k_cache, v_cache, key and slot_mapping; and value, unless values are channels of the keys.
  *
  *     attnmask_cache_rows rows = {.size = sizeof rows, .k_cache = step.k_cache, .v_cache = step.v_cache};
- *     rows.slots = attnmask_array_of(slots, ATTNMASK_INT64, 1, &count); // and key, value
+ *     rows.slot_mapping = attnmask_array_of(slots, ATTNMASK_INT64, 1, &count); // and key, value
  *     attnmask_write_cache(&rows, &message); */
 typedef struct {
     size_t size;
     attnmask_array k_cache, v_cache, k_scale, v_scale;
-    attnmask_array key, value, slots;
+    attnmask_array key, value, slot_mapping;
 } attnmask_cache_rows;
 
 ATTNMASK_API attnmask_status attnmask_write_cache(const attnmask_cache_rows *rows, attnmask_message *message);
@@ -365,12 +365,13 @@ ATTNMASK_API attnmask_status attnmask_linear_backward(const attnmask_linear_grad
                                                       attnmask_message *message);
 
 /* One token of each batch row: T = 1. initial_state is a pool [slots, H, Dk, Dv], which is read and written
- * in place; indices [B] name the slot of each row, -1 for none, and may be NULL if row i has slot i:
+ * in place; state_indices [B] name the slot of each row, -1 for none, and may be NULL if row i has slot i:
  *
  *     call.initial_state = attnmask_array_of(states, ATTNMASK_FLOAT32, 4, of_states);
  *     attnmask_linear_step(&call, NULL, &message); */
 ATTNMASK_API attnmask_status attnmask_linear_step(const attnmask_linear_attention *call,
-                                                  const attnmask_array *indices, attnmask_message *message);
+                                                  const attnmask_array *state_indices,
+                                                  attnmask_message *message);
 
 /* --- Tokens --- */
 

@@ -40,8 +40,8 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
 def prefix_of(given: Given) -> int:
     """Return the number of tokens that all sequences share, with which some arguments do not go."""
     prefix = operator.index(given["prefix"])
-    for name in _BY_PLACE if prefix else ():
-        if given[name] is not None:
+    for name in ("attention_mask", *_BY_PLACE) if prefix else ():
+        if given.get(name) is not None:
             raise ValueError(
                 f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"
             )

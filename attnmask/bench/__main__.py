@@ -141,7 +141,7 @@ def line(name: str, parts: list[str]) -> str:
 
 
 def table(cases: list[Report], names: list[str]) -> str:
-    """Of one function: types side by side, contenders below each other."""
+    """Return the table of one function: a column for each type, a line for each contender."""
     first, width = cases[0], sum(CELLS)
     title = textwrap.fill(f"{first['function'].capitalize()}: {first['about']}", WIDTH)
     lines = [title, " " * NAME + "".join(f"{case['type']:>{width}}" for case in cases)]

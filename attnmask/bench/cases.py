@@ -1,4 +1,4 @@
-"""What is measured: for each function its arrays, the calls of attnmask and PyTorch, what they should return, the work.
+"""The functions that are measured. Each has arrays, a call of attnmask, one of PyTorch, a right result, and its work.
 
 Results are compared for one head of one row: what `ours` and `by_torch` return is cut by `sample`.
 """
@@ -73,7 +73,7 @@ class Function(Protocol):
     def about(self) -> str: ...
 
     def arrays(self, kind: str) -> list[Array]:
-        """What its calls are given."""
+        """Return the arguments of its calls."""
 
     def ours(self, *arrays: Array) -> Call: ...
 
@@ -81,7 +81,7 @@ class Function(Protocol):
         """PyTorch's own function, or None where it has none."""
 
     def sample(self, results: Any) -> Results:
-        """Of each array the last head of the last row, in float64."""
+        """Return the last head of the last row of each result, in float64."""
 
     def expected(self, *arrays: Array) -> Results: ...
 
@@ -163,7 +163,7 @@ class Attention:
 
 
 def last_head(result: Any) -> Array:
-    """Of `[B, T, H, D]`, or of a tensor with heads before tokens, as PyTorch has it."""
+    """Return the last head of the last row. NumPy has `[B, T, H, D]`, PyTorch heads before tokens."""
     if isinstance(result, np.ndarray):
         return result[-1, :, -1].astype(np.float64)
     head: Array = result.detach()[-1, -1].double().numpy()
@@ -278,7 +278,9 @@ class Linear:
         return [out]
 
     def work(self, kind: str) -> float:
-        """Of chunks of 64 tokens: the state is read twice and written, and half of four products of pairs count."""
+        """Count operations. A token reads the state twice and writes it once. In its chunk of 64 tokens it meets
+        half of them, in four products.
+        """
         per_token = 3 * self.channels**2 + 2 * 32 * 2 * self.channels
         return 2.0 * self.tokens * self.heads * per_token
 

@@ -22,6 +22,11 @@ callback : flag = False
     than threads it may hang.
 """)
 
+_NO_SLOPES = (
+    "attnmask.jax.flash_attention has no gradient of alibi_slopes: write jax.lax.stop_gradient(alibi_slopes), or train "
+    "a relative_bias"
+)
+
 
 def four_axes(learned: ByName, batch: Batch) -> ByName:
     """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
@@ -54,7 +59,7 @@ second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` o
         learned = {name: arrays[name] for name in LEARNED if name in arrays}
         slopes = arrays.get("alibi_slopes")
         if slopes is not None and is_traced(slopes) and is_floating(slopes.dtype):
-            arrays = arrays | {"alibi_slopes": constant(self.row.name, "alibi_slopes", slopes)}
+            arrays = arrays | {"alibi_slopes": constant(slopes, _NO_SLOPES)}
         known = static | arrays
         problem, batch = check(known)
         spec, others = specify(known, problem, batch)

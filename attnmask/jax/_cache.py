@@ -14,7 +14,6 @@ from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
 from attnmask._common.arguments import (
     as_array,
-    describe,
     integer_array,
     is_floating,
     wide_dtype,
@@ -88,11 +87,6 @@ class Attend(_ToCache):
 
     def call(self, arrays: AnyByName, static: Arguments, known: Arguments) -> Call:
         given = static | arrays
-        if given["prefix"] and given["attention_mask"] is not None:
-            came = describe(given["attention_mask"])
-            raise ValueError(
-                f"attention_mask must be None with prefix, got {came}; leave prefix out to have both"
-            )
         packed, first, more = "cu_seqlens_q" in arrays, self.first(arrays), Arrays()
         if packed:
             first["query"] = first["query"][None]

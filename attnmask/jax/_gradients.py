@@ -162,16 +162,13 @@ def without_derivatives(name: str, compute: AnyFunction) -> AnyFunction:
     return lambda arrays: Map(run, refuse, differentiate)((arrays,), {})
 
 
-def constant(name: str, array: str, x: jax.Array) -> jax.Array:
-    """Return an array of whose name a function has no derivatives: an error if one is asked for."""
+def constant(x: jax.Array, why: str) -> jax.Array:
+    """Return an array without derivatives: to ask for one is an error that says why."""
 
     def refuse(*_: object) -> NoReturn:
-        raise NotImplementedError(
-            f"attnmask.jax.{name} has no gradient of {array}: write jax.lax.stop_gradient({array}), or train a "
-            "relative_bias"
-        )
+        raise NotImplementedError(why)
 
-    return Map(lambda residuals, _: (residuals[0][array],), refuse, refuse)(({array: x},), {})[0]
+    return Map(lambda residuals, _: (residuals[0]["x"],), refuse, refuse)(({"x": x},), {})[0]
 
 
 def _moving(compute: AnyFunction) -> AnyFunction:

@@ -9,7 +9,7 @@ All devices run one program, yet each has its own rectangles. Two designs were c
   program has one call per round. But some masks are no arrays (chunks, windows by head, tiles), and do not fit this
   form.
 * ``lax.switch`` over the devices, with a branch for each. A branch knows its device, so it supports any mask, and makes
-  the very calls that PyTorch makes. The program has a call for each pair of devices of which one sees the other's keys.
+  the same calls as PyTorch. The program has one for each pair of devices where one sees keys of the other.
 
 This is the second design. With 8 devices it has up to 64 calls. With their gradients, these take one second to trace
 and three to compile. In a round, every device sends as much as the one that sends most, because the program fixes the

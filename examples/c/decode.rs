@@ -48,7 +48,7 @@ struct CachedAttention {
     v_scale: Array,
     key: Array,
     value: Array,
-    cum_seqlens_new: Array,
+    cu_seqlens_k_new: Array,
     cache_seqlens: Operand,
     block_table: Array,
     scale: f64,

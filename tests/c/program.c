@@ -120,7 +120,7 @@ static void decoding(void)
     rows.v_scale = call.v_scale = attnmask_array_of(v_scale, ATTNMASK_FLOAT32, 4, scales);
     rows.key = attnmask_array_of(k, ATTNMASK_FLOAT32, 3, first);
     rows.value = attnmask_array_of(v, ATTNMASK_FLOAT32, 3, first);
-    rows.slots = attnmask_array_of(slot, ATTNMASK_INT64, 1, &slots);
+    rows.slot_mapping = attnmask_array_of(slot, ATTNMASK_INT64, 1, &slots);
     check(attnmask_write_cache(&rows, &message), "write");
     causal.high = attnmask_number(0);
     call.mask = &causal;

@@ -218,12 +218,12 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
     ),
     "a slot that is not there": (
         "write_cache",
-        lambda: [c.struct("cache_rows", k_cache=FEW, v_cache=FEW.copy(), key=FEW[0], value=FEW[0], slots=SLOTS)],
+        lambda: [c.struct("cache_rows", k_cache=FEW, v_cache=FEW.copy(), key=FEW[0], value=FEW[0], slot_mapping=SLOTS)],
         "slot_mapping must be from -1 to 15, got 16",
     ),
     "no slots": (
         "write_cache", lambda: [c.struct("cache_rows", k_cache=FEW, v_cache=FEW.copy(), key=FEW[0], value=FEW[0])],
-        "slots must be given",
+        "slot_mapping must be given",
     ),
     "a chunk of 100": ("linear_forward", lambda: [linear(chunk=100)], "chunk must be a power of two from 16 to 256"),
     "a decay of another shape": ("linear_forward", lambda: [linear(decay=X[0])], "decay must be"),

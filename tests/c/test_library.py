@@ -13,22 +13,12 @@ from kvcache_cases import CASES, arguments_of, every_format
 from random_masks import every_mask, expression
 
 import attnmask
-from attnmask import MaskInfo, _core
+from attnmask import MaskInfo
 from attnmask._attention.problem import distances
 
-pytestmark = c.needs_make
+pytestmark = [c.needs_make, pytest.mark.usefixtures("level_of_the_library")]
 
 TYPES = (F32, F64, BF16, F16)
-
-
-@pytest.fixture(autouse=True)
-def _level_of_the_library():
-    """Lets the package compute at the level of the library, which is that of the processor."""
-    own = c.struct("configuration")
-    c.call("config", own)
-    before = _core.use_isa(own.level.decode())
-    yield
-    _core.use_isa(before)
 
 
 def numbers(rng, *shape, dtype=F32):
@@ -287,7 +277,7 @@ def cached_call(case, arguments):
         **{name: arguments[name] for name in ("query", "k_cache", "v_cache", "key", "value", "block_table")},
         k_scale=arguments.get("k_scale"),
         v_scale=arguments.get("v_scale"),
-        cum_seqlens_new=arguments.get("cu_seqlens_k_new"),
+        cu_seqlens_k_new=arguments.get("cu_seqlens_k_new"),
         cache_seqlens=np.asarray(arguments["cache_seqlens"], np.int64),
         scale=case.scale or 0,
         mask=c.mask(program, low=low, high=high, cum_seqlens_q=arguments["cu_seqlens_q"]),
@@ -369,7 +359,7 @@ def test_writes_to_slots(kind):
     attnmask.write_kvcache(k, v, key, value, slots, k_scale=k_scale, v_scale=v_scale)
     (own_k, own_v), (own_k_scale, own_v_scale) = caches()
     rows = c.struct(
-        "cache_rows", k_cache=own_k, v_cache=own_v, key=key, value=value, slots=slots, k_scale=own_k_scale,
+        "cache_rows", k_cache=own_k, v_cache=own_v, key=key, value=value, slot_mapping=slots, k_scale=own_k_scale,
         v_scale=own_v_scale,
     )  # fmt: skip
     c.call("write_cache", rows)

@@ -19,7 +19,6 @@ import pytest
 from environment import ROOT, SANITIZED
 
 import attnmask
-from attnmask import _core
 from attnmask._common.types import Array
 
 SOURCE = ROOT / "examples/onnxruntime/attention.c"
@@ -47,6 +46,7 @@ def header() -> Path | None:
 
 pytestmark = [
     c.needs_make,
+    pytest.mark.usefixtures("level_of_the_library"),
     pytest.mark.skipif(not SOURCE.exists(), reason="the tests run without the examples"),
     pytest.mark.skipif(header() is None, reason="the C header of ONNX Runtime is not there: set ORT_INCLUDE"),
     pytest.mark.skipif(SANITIZED, reason="ONNX Runtime is not built for sanitizers"),
@@ -67,16 +67,6 @@ def compiled(folder: Path, include: Path | None) -> Path:
     command += [f"-I{ROOT}/include", f"-L{build}", f"-Wl,-rpath,{build}"]
     subprocess.run([CC, *command[1:]], cwd=folder, check=True, timeout=300)
     return folder / "libattnmask_onnx.so"
-
-
-@pytest.fixture(autouse=True)
-def _level_of_the_library():
-    """Lets the package compute at the level of the library, which is that of the processor."""
-    own = c.struct("configuration")
-    c.call("config", own)
-    before = _core.use_isa(own.level.decode())
-    yield
-    _core.use_isa(before)
 
 
 def session(library: Path, model: Any) -> Any:

@@ -20,7 +20,6 @@ pytestmark = c.needs_make
 CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")
 STRICT = ["-Wall", "-Wextra", "-pedantic", "-Werror", f"-I{ROOT}/include"]
 ASAN = ["-fsanitize=address,undefined"] if "address" in c.BUILD.name else []
-ABI = ROOT / "tests/c/abi.txt"
 
 
 def run(*command, env=os.environ, **options):
@@ -196,3 +195,32 @@ def test_structs_are_as_the_compiler_lays_them_out(tmp_path):
     run(CC, *STRICT, tmp_path / "sizes.c", "-o", tmp_path / "sizes")
     sizes = dict(line.split() for line in run(tmp_path / "sizes").splitlines())
     assert sizes == {name: str(ctypes.sizeof(of)) for name, of in c.STRUCTS.items()}
+
+
+OF_OTHER_FILES = {"-fPIC", "-fwrapv", "-fopenmp"}  # or what Python adds
+
+
+def flags_of(command):
+    """What decides the bits and the speed of a kernel among the words of a command."""
+    words = set(command.split()) - OF_OTHER_FILES
+    flags = {word for word in words if word.startswith(("-m", "-f", "-std=", "-DLEVEL=", "-DAM_HAVE_"))}
+    return flags, [word for word in command.split() if word.startswith("-O")][-1]
+
+
+def kernels_of(commands):
+    """The flags of each kernel, by its level and its object."""
+    found = {}
+    for command in commands:
+        if level := re.search(r"-DLEVEL=(\w+)", command):
+            found[level[1], re.search(r"-o \S*/(\w+)\.o", command)[1]] = flags_of(command)
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / "build/editable/csrc").exists(), reason="the package is not built in place")
+def test_kernels_are_compiled_as_those_of_the_extension():
+    """setup.py and csrc/lib.mk both read csrc/rules.mk, and agree on what else they pass."""
+    extension = kernels_of(path.read_text() for path in (ROOT / "build/editable/csrc").rglob("*.txt"))
+    printed = run("make", "-n", "-B", "-f", "csrc/lib.mk", cwd=ROOT, env=os.environ | {"MAKEFLAGS": ""})
+    library = kernels_of(printed.replace("\\\n", " ").splitlines())
+    assert len(library) > 10
+    assert library == extension

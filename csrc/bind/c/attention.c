@@ -67,7 +67,7 @@ static bool add_term(am_c_call *c, const char *name, const am_operand *operands)
            (c->request.waiting == 1 || am_mask_join(&c->request, AM_AND));
 }
 
-/* What a mask says of sequences and distances. */
+/* A mask, and its limits of sequences and distances as operands. */
 typedef struct {
     attnmask_mask given;
     am_operand low, high, offset, starts[2];

@@ -58,7 +58,7 @@ static bool read_cache(am_c_call *c, const attnmask_cached_attention *call, cons
         !read_limits(c, call, mask, cached) ||
         !am_c_read_starts(c, &mask->cum_seqlens_q, "cum_seqlens_q", cached->query.shape[0], &cached->q_starts,
                           &cached->sequences) ||
-        !am_c_read_starts(c, &call->cum_seqlens_new, "cum_seqlens_new", cached->rows[0].shape[0],
+        !am_c_read_starts(c, &call->cu_seqlens_k_new, "cu_seqlens_k_new", cached->rows[0].shape[0],
                           &cached->new_starts, &cached->new_sequences))
         return false;
     if (call->prefix && (mask->node_count || mask->low.given || call->chunk))
@@ -139,7 +139,8 @@ static bool write(am_c_call *c, const attnmask_cache_rows *from, am_cached *cach
     const attnmask_array *const arrays[] = {&rows.k_cache, &rows.v_cache, &rows.k_scale,
                                             &rows.v_scale, &rows.key,     &rows.value};
     return look_at_caches(c, cached, arrays) && am_c_need(c, &rows.key, "key", &cached->rows[0]) &&
-           am_c_need(c, &rows.slots, "slots", &slots) && am_cached_check_slots(&c->request, cached, &slots) &&
+           am_c_need(c, &rows.slot_mapping, "slot_mapping", &slots) &&
+           am_cached_check_slots(&c->request, cached, &slots) &&
            am_refuse_status(&c->request, am_cached_append(&c->context, cached));
 }
 

@@ -132,7 +132,7 @@ static bool is_none(const attnmask_array *a)
     return memcmp(a, &none, sizeof none) == 0;
 }
 
-/* Whether the bytes from the first element to the last are as few as any memory has. */
+/* False if strides lead farther than any memory is long. */
 static bool has_extent(const attnmask_array *a, ptrdiff_t size)
 {
     ptrdiff_t before = 0, behind = size;

@@ -157,7 +157,7 @@ attnmask_status attnmask_linear_backward(const attnmask_linear_gradients *gradie
     return am_c_end(&c, am_c_begin(&c) && read_gradients(&c, gradients, &p, &back), message);
 }
 
-static bool step(am_c_call *c, const attnmask_linear_attention *from, const attnmask_array *indices,
+static bool step(am_c_call *c, const attnmask_linear_attention *from, const attnmask_array *state_indices,
                  problem *p)
 {
     static const attnmask_array none;
@@ -172,23 +172,24 @@ static bool step(am_c_call *c, const attnmask_linear_attention *from, const attn
     if (!am_c_need(c, &p->given.initial_state, "initial_state", &state)) return false;
     const am_view like = states_of(p, state.shape[0]);
     if (!am_c_is_like(c, &state, "initial_state", &like) ||
-        !am_c_look(c, indices ? indices : &none, "indices", &index) ||
+        !am_c_look(c, state_indices ? state_indices : &none, "state_indices", &index) ||
         !look_at_out(c, p, &p->given.out, "out", &out))
         return false;
     if (index.data && !(slots = am_read_slots(r, &index, batch, state.shape[0]))) return false;
     if (!index.data && state.shape[0] != batch)
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "initial_state must have %td slots as query has batch rows, or indices must be "
-                         "given, got %td slots",
-                         batch, state.shape[0]);
+        return am_refuse(
+            r, AM_WRONG_VALUE, NULL,
+            "initial_state must have %td slots as query has batch rows, or state_indices must be "
+            "given, got %td slots",
+            batch, state.shape[0]);
     const am_linear_step todo = {am_linear_array_of(out), am_linear_states_of(state), slots};
     return !am_has_numbers(&out) || am_refuse_status(r, am_linear_step_all(&c->context, &p->linear, &todo));
 }
 
-attnmask_status attnmask_linear_step(const attnmask_linear_attention *call, const attnmask_array *indices,
-                                     attnmask_message *message)
+attnmask_status attnmask_linear_step(const attnmask_linear_attention *call,
+                                     const attnmask_array *state_indices, attnmask_message *message)
 {
     am_c_call c;
     problem p;
-    return am_c_end(&c, am_c_begin(&c) && step(&c, call, indices, &p), message);
+    return am_c_end(&c, am_c_begin(&c) && step(&c, call, state_indices, &p), message);
 }
