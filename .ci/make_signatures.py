@@ -95,7 +95,10 @@ IN_TORCH = NUMPY._replace(
     result="torch.Tensor",
     dtype="torch.dtype",
     imports="torch",
-    named={"attention_statistics": "AttentionStatistics"},
+    named={
+        "attention_statistics": "AttentionStatistics",
+        "attention_statistics_with_kvcache": "AttentionStatistics",
+    },
     mask="MaskInfo | MaskTensors",
 )
 IN_FLASH_ATTN = IN_TORCH._replace(integers="torch.Tensor")
@@ -222,7 +225,7 @@ STUBS = {  # path: imports, functions
     PACKAGE / "torch" / "_linear.pyi": (TORCH, *(of_row(row, IN_TORCH) for row in (*IN_FACES, *SUMMED))),
     PACKAGE / "torch" / "_weights.pyi": (
         TORCH_WEIGHTS,
-        *(of_row(row, IN_TORCH) for row in LOOKING),
+        *(of_row(row, IN_TORCH) for row in (*LOOKING, attention.CACHE_STATISTICS)),
     ),
     PACKAGE / "flash_attn" / "_functions.pyi": (
         "\nfrom typing import Literal, overload\n\nimport torch\n",

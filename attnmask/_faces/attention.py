@@ -1,10 +1,12 @@
 """The rows of attention, of caches and of writes to them, as PyTorch and JAX have them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from attnmask._attention.arguments import (
     ARGUMENTS,
     ATTENTION_STATISTICS,
+    ATTENTION_STATISTICS_WITH_KVCACHE,
     ATTENTION_WEIGHTS,
     CACHE_DEFAULTS,
     KVCACHE_DEFAULTS,
@@ -25,7 +27,10 @@ from attnmask._attention.flash_attention import (
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.jvp import second_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
-from attnmask._cache.flash_attention_with_kvcache import flash_attention_with_kvcache
+from attnmask._cache.flash_attention_with_kvcache import (
+    attention_statistics_with_kvcache,
+    flash_attention_with_kvcache,
+)
 from attnmask._cache.write_kvcache import write_kvcache
 from attnmask._common.arguments import describe, integer_array
 from attnmask._common.loading import _core
@@ -109,19 +114,26 @@ def _fits_pair(given: Arguments, is_floating: AnyFunction) -> Batch:
     return _fits(given | {"value": given["key"]}, is_floating)
 
 
-def _of_weights(function: Function, entry: AnyFunction, examples: Given, *results: Result) -> Row:
+def _of_weights(
+    function: Function,
+    entry: AnyFunction,
+    known: Sequence[Argument],
+    examples: Given,
+    results: Sequence[Result],
+    fits: AnyFunction = _fits_pair,
+) -> Row:
     """Return the row of a function of the weights. Its gradient is an error, which faces raise."""
-    known = {x.name: x for x in (*ARGUMENTS, *_OF_WEIGHTS)}
+    of_name = {x.name: x for x in (*known, *_OF_WEIGHTS)}
     return Row(
         function.name,
-        [known[name] for name in function.names],
+        [of_name[name] for name in function.names],
         results,
         places=function.places,
         entry=entry,
         backward=entry,
-        cast=LEARNED[:2],
+        cast=[name for name in LEARNED[:2] if name in function.names],
         by_name=True,
-        fits=_fits_pair,
+        fits=fits,
         examples=examples,
     )
 
@@ -129,6 +141,7 @@ def _of_weights(function: Function, entry: AnyFunction, examples: Given, *result
 WEIGHTS = _of_weights(
     ATTENTION_WEIGHTS,
     attention_weights,
+    ARGUMENTS,
     {
         "torch": """
 >>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
@@ -142,11 +155,19 @@ tensor([[[[0.2500, 0.2500, 0.2500, 0.2500]]]])
 [[[[0.25, 0.25, 0.25, 0.25]]]]
 """,
     },
-    Result("weights", "[B, H, n, Tk] or [H, n, Tk]", wide=True),
+    [Result("weights", "[B, H, n, Tk] or [H, n, Tk]", wide=True)],
+)
+_TOLD = (
+    Result("key_sum", "[B, H, Tk] or [H, Tk]", wide=True),
+    Result("entropy", "[B, H, n] or [H, n]", wide=True),
+    Result("max_logit", "[B, H, n] or [H, n]", wide=True),
+    Result("top_keys", "[B, H, n, top] or [H, n, top]"),
+    Result("top_weights", "[B, H, n, top] or [H, n, top]", wide=True),
 )
 STATISTICS = _of_weights(
     ATTENTION_STATISTICS,
     attention_statistics,
+    ARGUMENTS,
     {
         "torch": """
 >>> query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)  # all keys weigh the same
@@ -160,11 +181,7 @@ tensor([[[2.0833, 1.0833, 0.5833, 0.2500]]])
 [[[1.0, 1.0, 1.0, 1.0]]]
 """,
     },
-    Result("key_sum", "[B, H, Tk] or [H, Tk]", wide=True),
-    Result("entropy", "[B, H, n] or [H, n]", wide=True),
-    Result("max_logit", "[B, H, n] or [H, n]", wide=True),
-    Result("top_keys", "[B, H, n, top] or [H, n, top]"),
-    Result("top_weights", "[B, H, n, top] or [H, n, top]", wide=True),
+    _TOLD,
 )
 
 CACHE = Row(
@@ -221,6 +238,24 @@ out : out = None
 [0.0, 1.0, 2.0, 0.0]
 """,
     },
+)
+_READ = {"k_cache": Kind.LEARNED, "k_scale": Kind.DATA}
+CACHE_STATISTICS = _of_weights(
+    ATTENTION_STATISTICS_WITH_KVCACHE,
+    attention_statistics_with_kvcache,
+    [x._replace(kind=_READ.get(x.name, x.kind)) for x in CACHE.arguments],
+    {
+        "torch": """
+>>> query, k_cache = torch.zeros(2, 1, 1, 8), torch.zeros(2, 4, 1, 8)  # all keys weigh the same
+>>> look = attnmask.torch.attention_statistics_with_kvcache
+>>> look(query, k_cache, of="key_sum", cache_seqlens=[2, 4]).key_sum
+tensor([[[0.5000, 0.5000, 0.0000, 0.0000]],
+<BLANKLINE>
+        [[0.2500, 0.2500, 0.2500, 0.2500]]])
+""",
+    },
+    _TOLD,
+    _fits_cache,
 )
 WRITE = Row(
     "write_kvcache",

@@ -20,9 +20,12 @@ from attnmask.torch._merge import merge_attention_states
 from attnmask.torch._pages import KVCache
 from attnmask.torch._ring import ring_attention
 from attnmask.torch._states import MaskTensors
-from attnmask.torch._statistics import attention_statistics_with_kvcache
 from attnmask.torch._tokens import pack, shard_sequence, unpack, unshard_sequence
-from attnmask.torch._weights import attention_statistics, attention_weights
+from attnmask.torch._weights import (
+    attention_statistics,
+    attention_statistics_with_kvcache,
+    attention_weights,
+)
 
 __all__ = [
     "InstallReport",

@@ -263,6 +263,14 @@ def _chosen(x: Any, dim: Any, index: int) -> Any:
     return x if dim is None else x.select(dim, index)
 
 
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack results, of which the last axis may be shorter in some: zeros follow there."""
+    longest = max(x.shape[-1] for x in parts) if parts[0].ndim else 0
+    return torch.stack(
+        [torch.nn.functional.pad(x, (0, longest - x.shape[-1])) if x.ndim else x for x in parts]
+    )
+
+
 class Mapped(Protocol):
     """What PyTorch says of a call under `vmap`."""
 
@@ -287,7 +295,7 @@ def mapped(operator: AnyFunction, names: Sequence[str], kind: type, in_one_call:
             calls = [
                 several(operator(*map(_chosen, arguments, in_dims, [i] * len(names)))) for i in range(count)
             ]
-            results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
+            results = [_stacked(parts) for parts in zip(*calls, strict=True)]
         return (results[0], 0) if kind is torch.Tensor else (kind(results), kind([0] * len(results)))
 
     return rule

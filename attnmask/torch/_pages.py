@@ -10,7 +10,7 @@ from attnmask.torch._attention import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._operators import check_tensor
 from attnmask.torch._states import to_tensor
-from attnmask.torch._statistics import attention_statistics_with_kvcache
+from attnmask.torch._weights import attention_statistics_with_kvcache
 
 
 def _tensor(x: Any, name: str) -> torch.Tensor:

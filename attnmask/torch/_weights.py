@@ -1,4 +1,4 @@
-"""`attention_weights` and `attention_statistics` for PyTorch.
+"""`attention_weights`, `attention_statistics` and `attention_statistics_with_kvcache` for PyTorch.
 
 They take part in graphs and transforms as functions with gradients do, but their gradients are errors. Models call
 them beside a loss, on tensors that require a gradient, so that the error comes when the backward pass brings one.
@@ -12,7 +12,7 @@ import numpy as np
 from attnmask._attention.arguments import Diagonal
 from attnmask._attention.weights import AttentionStatistics, Queries, Statistic, wanted
 from attnmask._common.types import Arguments
-from attnmask._faces.attention import STATISTICS, WEIGHTS
+from attnmask._faces.attention import CACHE_STATISTICS, STATISTICS, WEIGHTS
 from attnmask._faces.rows import Row, function, library_doc
 from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
@@ -25,36 +25,43 @@ _FACE = TORCH._replace(
     types=TORCH.types
     | {x.__name__: x for x in (AttentionStatistics, MaskInfo, MaskTensors, Sequence)}
     | {"Diagonal": Diagonal, "Queries": Queries, "Statistic": Statistic},
-    named={STATISTICS.name: AttentionStatistics.__name__},
+    named={x.name: AttentionStatistics.__name__ for x in (STATISTICS, CACHE_STATISTICS)},
     mask="MaskInfo | MaskTensors",
 )
 _ABOUT = """Apply `attnmask.{}` to CPU tensors, without copying them.
 
 It has no gradient: the backward pass is an error if it brings one here, and so are tangents in forward mode.
-``torch.autocast`` casts `query` and `key`."""
+``torch.autocast`` casts {}."""
 
 
 class _Looking(Differentiable):
     """A function of the weights. Of results that are not asked for, operators return empty tensors."""
 
+    def rows(self, given: Arguments) -> tuple[Any, ...]:
+        """Return the shape of a number for each query."""
+        *batch, queries, heads, _ = given["query"].shape
+        return *batch, heads, _count(given, queries)
+
+    def keys(self, given: Arguments) -> tuple[Any, ...]:
+        """Return the shape of a number for each key, but for its heads."""
+        *batch, keys, _, _ = given["key"].shape
+        return *batch, keys
+
     def likes(self, given: Arguments) -> list[Shaped]:
         self.fits(given)
-        *batch, queries, heads, _ = given["query"].shape
-        keys, kv_heads = given["key"].shape[-3:-1]
-        rows = heads, _count(given, queries)
-        wide = operators.wide_dtype(given["query"].dtype)
+        query, rows = given["query"], self.rows(given)
+        wide = operators.wide_dtype(query.dtype)
         if "of" not in given:
-            return [((*batch, *rows, keys), wide)]
-        found: dict[str, Shaped] = {x.name: ((*batch, 0), wide) for x in self.row.results}
-        shapes = {
-            "key_sum": (kv_heads if given["heads"] == "key" else heads, keys),
-            "entropy": rows,
-            "max_logit": rows,
-            "top_keys": (*rows, given["top"]),
-        }
-        found |= {x: ((*batch, *shapes[x]), wide) for x in given["of"].split(",") if x}
-        if "top_keys" in given["of"]:
-            found["top_weights"] = found["top_keys"]
+            return [((*rows, self.keys(given)[-1]), wide)]
+        of = given["of"].split(",")
+        found: dict[str, Shaped] = {x.name: ((*query.shape[:-3], 0), wide) for x in self.row.results}
+        found |= {x: (rows, wide) for x in of if x in ("entropy", "max_logit")}
+        if "key_sum" in of:
+            heads = given[self.learned[1] if given["heads"] == "key" else "query"].shape[-2]
+            *batch, keys = self.keys(given)
+            found["key_sum"] = (*batch, heads, keys), wide
+        if "top_keys" in of:
+            found["top_keys"] = found["top_weights"] = (*rows, given["top"]), wide
         found["top_keys"] = found["top_keys"][0], torch.int64
         return list(found.values())
 
@@ -62,14 +69,24 @@ class _Looking(Differentiable):
         found = self.call(self.row.entry, given, {}, tensors)
         if isinstance(found, np.ndarray):
             return to_tensor(found)
-        query = given["query"]
+        return tuple(x if x is None else to_tensor(x) for x in found)
+
+    def filled(self, query: torch.Tensor, found: Any) -> Any:
+        """Return results of operators, which are tensors."""
+        if not isinstance(found, tuple):
+            return found
         shape, wide = (*query.shape[:-3], 0), operators.wide_dtype(query.dtype)
         return tuple(
-            torch.empty(shape, dtype=torch.int64 if name == "top_keys" else wide)
-            if x is None
-            else to_tensor(x)
-            for name, x in found._asdict().items()
+            torch.empty(shape, dtype=torch.int64 if told.name == "top_keys" else wide) if x is None else x
+            for told, x in zip(self.row.results, found, strict=True)
         )
+
+    def on_cpu(self, *operands: Any) -> Any:
+        return self.filled(operands[0], super().on_cpu(*operands))
+
+    def remember(self, given: Arguments, tensors: dict[str, torch.Tensor]) -> Any:
+        results, kept = super().remember(given, tensors)
+        return self.filled(given["query"], results), kept
 
     def differentiate(
         self,
@@ -89,6 +106,22 @@ class _Looking(Differentiable):
         ]
 
 
+class _LookingAtCache(_Looking):
+    """A function of the weights of attention to a cache. Key sums end with the longest sequence."""
+
+    def rows(self, given: Arguments) -> tuple[Any, ...]:
+        *batch, queries, heads, _ = given["query"].shape
+        return *batch, heads, queries
+
+    def keys(self, given: Arguments) -> tuple[Any, ...]:
+        starts = given["cu_seqlens_q"]
+        sequences = given["query"].shape[0] if starts is None else starts.shape[0] - 1
+        return sequences, torch.library.get_ctx().new_dynamic_size()
+
+    def cast(self, given: Arguments) -> Arguments:
+        return given | {name: operators.autocast(given[name]) for name in self.row.cast}
+
+
 def _count(given: Arguments, queries: Any) -> Any:
     """Return how many queries operands choose."""
     chosen, first, end, step = (given[name] for name in ("queries", "first", "end", "step"))
@@ -100,19 +133,29 @@ def _count(given: Arguments, queries: Any) -> Any:
 
 
 def _face(row: Row) -> Any:
-    look = _Looking(row)
+    look = (_LookingAtCache if row is CACHE_STATISTICS else _Looking)(row)
 
     def call(given: Arguments) -> Any:
         if "of" not in given:
             return look(given, False)
-        names, _ = wanted(given["of"])
+        found = look(given, True)
+        if any(x is None for x in found):
+            return AttentionStatistics(*found)
+        names, _ = wanted(given["of"])  # operators fill what nobody asks for
         names += ("top_weights",) * ("top_keys" in names)
-        found = zip(AttentionStatistics._fields, look(given, True), strict=True)
-        return AttentionStatistics(*(x if name in names else None for name, x in found))
+        told = zip(AttentionStatistics._fields, found, strict=True)
+        return AttentionStatistics(*(x if name in names else None for name, x in told))
 
-    made = function(row, _FACE, call, library_doc(row, _FACE, _ABOUT.format(row.name)))
+    made = function(
+        row,
+        _FACE,
+        call,
+        library_doc(row, _FACE, _ABOUT.format(row.name, " and ".join(f"`{x}`" for x in row.cast))),
+    )
     made.__module__ = "attnmask.torch"
     return made
 
 
-attention_weights, attention_statistics = map(_face, (WEIGHTS, STATISTICS))
+attention_weights, attention_statistics, attention_statistics_with_kvcache = map(
+    _face, (WEIGHTS, STATISTICS, CACHE_STATISTICS)
+)

@@ -33,3 +33,15 @@ def attention_statistics(
     causal_offset: Diagonal = 0, alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None, relative_low: int = 0, grid_bias: ArrayLike | None = None,
 ) -> AttentionStatistics: ...
+def attention_statistics_with_kvcache(
+    query: torch.Tensor, k_cache: torch.Tensor, *, of: Statistic | Sequence[Statistic],
+    heads: Literal['query', 'key'] = 'query', lse: ArrayLike | None = None,
+    cache_seqlens: ArrayLike | None = None, block_table: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None, k_scale: ArrayLike | None = None,
+    attention_mask: ArrayLike | MaskInfo | MaskTensors | None = None, softmax_scale: float | None = None,
+    causal: bool = True, sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None, softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None, relative_bias: ArrayLike | None = None, relative_low: int = 0,
+    grid_bias: ArrayLike | None = None, bias: ArrayLike | None = None, attention_chunk: int | None = None,
+    rotate: bool = False,
+) -> AttentionStatistics: ...

@@ -63,27 +63,64 @@ def test_a_step():
         same(step.statistics(0, x, of=ALL), right.statistics(0, x.numpy(), of=ALL))
 
 
-def test_between_two_graphs_and_without_gradients():
-    query, k_cache = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph(backend, dynamic):
+    """Key sums end with the longest sequence, which a graph does not know."""
+    k_cache, table = drawn(6, 4, 2, 16), torch.tensor([[0, 3, 5], [2, 1, 4]], dtype=torch.int32)
 
-    def twice(query):
-        return look(query + 1, k_cache, of="entropy").entropy * 2
+    def tell(query, lengths):
+        given = {"block_table": table, "cache_seqlens": lengths, "heads": "key"}
+        found = look(query + 1, k_cache, of=ALL, **given)
+        only = look(query, k_cache, of="key_sum", **given)
+        assert only.entropy is None
+        return (*found, only.key_sum * 2)
 
-    assert torch.equal(torch.compile(twice, backend="aot_eager")(query), twice(query))
-    torch.compiler.reset()
-    with pytest.raises(
-        Exception, match="the shape of key_sum depends on lengths; compile without fullgraph=True"
-    ):
-        torch.compile(twice, backend="aot_eager", fullgraph=True)(query)
-    query.requires_grad_()
-    with pytest.raises(
-        RuntimeError, match="attention_statistics_with_kvcache has no gradient, and query requires one"
-    ):
-        look(query, k_cache, of="entropy")
-    with torch.no_grad():
-        look(query, k_cache, of="entropy")
+    compiled = torch.compile(tell, backend=backend, fullgraph=True, dynamic=dynamic)
+    for tokens, lengths in ((2, [9, 12]), (2, [5, 0]), (1, [3, 8])):
+        given = drawn(2, tokens, 4, 16), torch.tensor(lengths)
+        for got, expected in zip(compiled(*given), tell(*given), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_vmap():
+    """Mapped calls may have other longest sequences."""
+    queries, k_cache, lengths = (
+        drawn(3, 2, 1, 4, 16),
+        drawn(2, 12, 2, 16),
+        torch.tensor([[3, 0], [12, 5], [7, 7]]),
+    )
+    tell = lambda query, lengths: look(query, k_cache, of=ALL, cache_seqlens=lengths)  # noqa: E731
+    found = torch.func.vmap(tell)(queries, lengths)
+    assert found.key_sum.shape == (3, 2, 4, 12)
+    for i, of_call in enumerate(map(tell, queries, lengths)):
+        longest = of_call.key_sum.shape[-1]
+        assert torch.equal(found.key_sum[i, ..., :longest], of_call.key_sum)
+        assert not found.key_sum[i, ..., longest:].any()
+        assert all(torch.equal(x[i], y) for x, y in zip(found[1:], of_call[1:], strict=True))
+    shared = torch.func.vmap(lambda query: tell(query, lengths[1]))(queries)
+    assert torch.equal(shared.key_sum[2], tell(queries[2], lengths[1]).key_sum)
+
+
+def test_without_gradients():
+    query, k_cache = torch.randn(1, 1, 2, 16, requires_grad=True), torch.randn(1, 8, 2, 16)
+    entropy = look(query, k_cache, of="entropy").entropy
+    words = r"torch.attention_statistics_with_kvcache has no gradient: .*\.detach\(\)"
+    with pytest.raises(RuntimeError, match=words):
+        entropy.sum().backward()
     with pytest.raises(TypeError, match="query must be a tensor"):
         look(np.zeros((1, 1, 2, 16)), k_cache, of="entropy")
+    with pytest.raises(TypeError, match="k_cache must be a tensor"):
+        look(query, k_cache.numpy(), of="entropy")
     words = "attention_statistics_with_kvcache .*query"
     with pytest.raises(RuntimeError, match=words):
         torch.func.jvp(lambda x: look(x, k_cache, of="entropy").entropy, (query.detach(),), (query.detach(),))
+
+
+def test_autocast_leaves_caches():
+    query, k_cache = drawn(1, 1, 2, 16), drawn(1, 8, 2, 16).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = look(query, k_cache, of=ALL)
+    same(found, attnmask.attention_statistics_with_kvcache(
+        in_place(query.to(torch.bfloat16), "query"), in_place(k_cache, "k_cache"), of=ALL
+    ))  # fmt: skip
