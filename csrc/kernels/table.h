@@ -435,9 +435,8 @@ typedef void am_flash_sum_weights(const void *weights, const uint64_t *live, uin
                                   ptrdiff_t end, void *sums);
 
 /* Puts keys from `first` on among the `count` of the greatest weights, which fall, of those that are live.
- * Both arrays have AM_RANKS_BEFORE numbers before them, of which the last weight is INFINITY, and whole
- * lines. Keys are integers as wide as the arithmetic type. Places that are free have the weight -1. */
-enum { AM_RANKS_BEFORE = 16 };
+ * Both arrays have whole lines. Keys are integers as wide as the arithmetic type. Places that are free have
+ * the weight -1. */
 typedef void am_flash_rank_keys(const void *weights, uint64_t live, int64_t first, void *greatest, void *keys,
                                 ptrdiff_t count);
 

@@ -7,7 +7,7 @@ from kernel_checks import numbers, pick
 from kernel_checks_backward import backward_structures, draw_backward
 from kernel_checks_rows import TILE, arithmetic_of
 from kernel_checks_step import STEPS, whole_rows, wide
-from kernel_table import CONSTANTS, Kernel, Memory, structure
+from kernel_table import Kernel, Memory, structure
 from reference_kernels import Bounded
 
 
@@ -71,11 +71,10 @@ def check_rank_keys(kernel: Kernel, rng) -> None:
     t = arithmetic_of(kernel).dtype
     integers = np.int32 if t == np.float32 else np.int64
     for _ in range(STEPS):
-        memory, count = Memory(), pick(rng, [1, 2, 16, 70])
-        whole = CONSTANTS["AM_RANKS_BEFORE"] + -(-count // 16) * 16
-        greatest, keys = (memory.written(np.full(whole, -1, of)) for of in (t, integers))
-        greatest[: CONSTANTS["AM_RANKS_BEFORE"]] = np.inf
-        places = [x[CONSTANTS["AM_RANKS_BEFORE"] :] for x in (greatest, keys)]
+        memory, count = Memory(), pick(rng, [1, 2, 8, 9, 16, 17, 31, 33, 48, 49, 64, 65, 70, 130])
+        in_line = 64 // np.dtype(t).itemsize
+        whole = -(-count // in_line) * in_line
+        places = [memory.written(np.full(whole, -1, of)) for of in (t, integers)]
         found: list[tuple[float, int]] = []
         for first in (0, 64, 300):
             weights = rng.integers(0, pick(rng, [2, 9, 1000]), TILE).astype(t) / 8

@@ -19,7 +19,8 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    SOME = 4, /* the most blocks or tiles of a task */
+    MOST = 8, /* blocks or tiles of a task: what it loads or packs for itself serves all of them */
+    TASKS_OF_A_THREAD = 4, /* or tasks have fewer */
 };
 
 /* The chosen queries of a block, from the first to the last. */
@@ -45,10 +46,11 @@ typedef struct {
         am_range range; /* of parts, or of tiles */
     } *tasks;
     ptrdiff_t task_count;
+    ptrdiff_t some;      /* blocks or tiles of a task, at most */
     ptrdiff_t heads;     /* of a block: those that share a key head where all their rows fit, else 1 */
     ptrdiff_t q_stride;  /* of rows, in whole panels */
     ptrdiff_t ranks;     /* the most keys that may be among the greatest */
-    ptrdiff_t top_bytes; /* of the greatest weights of a row, or their keys, with what is before them */
+    ptrdiff_t top_bytes; /* of the greatest weights of a row, or their keys */
     bool finds_lse;      /* this pass does */
     am_sink_sum *sinks;  /* one for each head; NULL without sinks */
     am_workspaces workspaces;
@@ -56,7 +58,7 @@ typedef struct {
 
 /* The memory of a thread. */
 typedef struct {
-    char *q, *k, *base, *highest, *entropy, *share; /* of SOME blocks or tiles */
+    char *q, *k, *base, *highest, *entropy, *share; /* of some blocks or tiles */
     char *sums, *p;
     char *top_weights, *top_keys; /* as rank_keys has them, for each row */
     am_logit_scratch terms;
@@ -80,23 +82,23 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     const ptrdiff_t size = j->base.size, rows = TILE * size,
                     words = AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t);
     ptrdiff_t used = 0;
-    w->q = am_take(memory, &used, SOME * TILE * j->q_stride * size);
-    w->k = am_take(memory, &used, SOME * TILE * j->base.attn->head_dim * size);
-    w->base = am_take(memory, &used, SOME * rows);
-    w->highest = am_take(memory, &used, SOME * rows);
-    w->entropy = am_take(memory, &used, SOME * rows);
-    w->share = am_take(memory, &used, SOME * rows);
-    w->sums = am_take(memory, &used, SOME * rows * (j->problem->by_key_head ? 1 : j->base.heads_per_kv));
+    w->q = am_take(memory, &used, j->some * TILE * j->q_stride * size);
+    w->k = am_take(memory, &used, j->some * TILE * j->base.attn->head_dim * size);
+    w->base = am_take(memory, &used, j->some * rows);
+    w->highest = am_take(memory, &used, j->some * rows);
+    w->entropy = am_take(memory, &used, j->some * rows);
+    w->share = am_take(memory, &used, j->some * rows);
+    w->sums = am_take(memory, &used, j->some * rows * (j->problem->by_key_head ? 1 : j->base.heads_per_kv));
     w->p = am_take(memory, &used, TILE * rows);
-    w->top_weights = am_take(memory, &used, SOME * TILE * j->top_bytes);
-    w->top_keys = am_take(memory, &used, SOME * TILE * j->top_bytes);
+    w->top_weights = am_take(memory, &used, j->some * TILE * j->top_bytes);
+    w->top_keys = am_take(memory, &used, j->some * TILE * j->top_bytes);
     am_kv_workspace_take(&j->kv, memory, &used, &w->kv);
     w->kv.section = &j->packing;
     w->terms.row = w->kv.row;
     w->terms.bias = am_take(memory, &used, am_adds_to_products(&j->base.terms) ? TILE * rows : 0);
     w->terms.live = (uint64_t *)am_take(memory, &used, words);
     w->terms.kept = (uint64_t *)am_take(memory, &used, words);
-    w->terms.row_keys = (uint64_t *)am_take(memory, &used, SOME * words);
+    w->terms.row_keys = (uint64_t *)am_take(memory, &used, j->some * words);
     return used;
 }
 
@@ -126,8 +128,7 @@ static void begin_rows(const weighing *j, walk *x)
     }
     for (ptrdiff_t r = 0; j->problem->top_keys && r < x->at.rows; r++) {
         char *weights = x->top_weights + r * j->top_bytes;
-        for (ptrdiff_t t = 0; t < j->top_bytes / base->size; t++)
-            am_set_number(base, weights, t, t < AM_RANKS_BEFORE ? INFINITY : -1);
+        for (ptrdiff_t t = 0; t < j->top_bytes / base->size; t++) am_set_number(base, weights, t, -1);
         memset(x->top_keys + r * j->top_bytes, 0, (size_t)j->top_bytes);
     }
 }
@@ -188,8 +189,7 @@ static void take_row(const weighing *j, const walk *x, const am_backward_tile *t
                      ptrdiff_t r, ptrdiff_t result)
 {
     const am_attn_weights *problem = j->problem;
-    const ptrdiff_t size = j->base.size, count = am_length(keys),
-                    ranks = r * j->top_bytes + AM_RANKS_BEFORE * size;
+    const ptrdiff_t size = j->base.size, count = am_length(keys), ranks = r * j->top_bytes;
     const char *p = (const char *)x->rows.p + r * TILE * size;
     const uint64_t all = count == TILE ? UINT64_MAX : ((uint64_t)1 << count) - 1,
                    live = tile->terms.live ? tile->terms.live[r] : all;
@@ -213,12 +213,11 @@ static void end_row(const weighing *j, const walk *x, ptrdiff_t r, ptrdiff_t res
         am_set_number(base, problem->max_logit, result, am_number(base, x->weighed.highest, r) * unit);
     const char *weights = x->top_weights + r * j->top_bytes, *keys = x->top_keys + r * j->top_bytes;
     for (ptrdiff_t i = 0; problem->top_keys && i < problem->top; i++) {
-        const ptrdiff_t at = result * problem->top + i, from = AM_RANKS_BEFORE + i;
-        const double weight = i < j->ranks ? am_number(base, weights, from) : -1;
+        const ptrdiff_t at = result * problem->top + i;
+        const double weight = i < j->ranks ? am_number(base, weights, i) : -1;
         int64_t *key = &problem->top_keys[at];
         *key = -1;
-        if (weight >= 0)
-            *key = base->size == 8 ? ((const int64_t *)keys)[from] : ((const int32_t *)keys)[from];
+        if (weight >= 0) *key = base->size == 8 ? ((const int64_t *)keys)[i] : ((const int32_t *)keys)[i];
         am_set_number(base, problem->top_weights, at, fmax(weight, 0));
     }
 }
@@ -265,7 +264,7 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
     const am_range range = j->tasks[index / blocks].range;
     am_range tiles = {PTRDIFF_MAX, 0};
     am_status status = AM_OK;
-    walk walks[SOME];
+    walk walks[MOST];
     for (ptrdiff_t i = 0; i < am_length(range); i++) {
         begin_part(j, &j->parts[range.begin + i], head, i, w, &walks[i]);
         if (am_length(walks[i].tiles) <= 0) continue;
@@ -317,7 +316,7 @@ static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, a
         const ptrdiff_t each = j->problem->by_key_head ? x.at.rows : x.at.queries;
         for (ptrdiff_t r = 0; r < x.at.rows; r += each)
             j->base.arithmetic->sum_weights(x.rows.p, NULL, x.weighed.rows, r, r + each,
-                                            sums + (r / each * SOME + i) * TILE * j->base.size);
+                                            sums + (r / each * j->some + i) * TILE * j->base.size);
         status = am_checkpoint(team);
     }
     return status;
@@ -333,8 +332,8 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     const am_section *section = j->tasks[index / f->kv_heads].section;
     const am_range tiles = j->tasks[index / f->kv_heads].range,
                    parts = j->of_sections[section - j->sections.list];
-    const ptrdiff_t sums = j->problem->by_key_head ? 1 : shared, row = SOME * TILE * size;
-    bool packed[SOME] = {false};
+    const ptrdiff_t sums = j->problem->by_key_head ? 1 : shared, row = j->some * TILE * size;
+    bool packed[MOST] = {false};
     am_status status = AM_OK;
     memset(w->sums, 0, (size_t)(sums * row));
     for (ptrdiff_t i = parts.begin; i < parts.end; i++) {
@@ -468,9 +467,9 @@ static void list_tasks(weighing *j, bool of_keys, bool of_many)
         if (of_many && j->is_few[g]) continue;
         const am_section *section = &j->sections.list[g];
         const am_range all = of_keys ? section->tiles : j->of_sections[g];
-        for (ptrdiff_t begin = all.begin; begin < all.end; begin += SOME) {
+        for (ptrdiff_t begin = all.begin; begin < all.end; begin += j->some) {
             j->tasks[j->task_count].section = section;
-            j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + SOME, all.end)};
+            j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + j->some, all.end)};
         }
     }
 }
@@ -508,6 +507,8 @@ static am_status compute(const am_context *context, weighing *j)
     am_status status = am_sections_make(&j->sections, f->mask, true);
     am_context own = *context;
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
+    const ptrdiff_t share = j->sections.blocks.count * f->heads / (TASKS_OF_A_THREAD * own.threads);
+    j->some = am_max(1, am_min(share, MOST));
     const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
                     tasks = am_max(blocks, j->sections.tiles.count + sections);
     j->few = j->sections, j->few.count = 0;
@@ -566,7 +567,7 @@ am_status am_attn_weigh(const am_context *context, const am_attn_weights *proble
                   .heads = 1,
                   .ranks = am_min(problem->top, f->keys),
                   .q_stride = am_ceil_div(f->head_dim, base.arithmetic->panel) * base.arithmetic->panel};
-    j.top_bytes = am_ceil_div((AM_RANKS_BEFORE + j.ranks) * base.size, AM_LINE) * AM_LINE;
+    j.top_bytes = am_ceil_div(j.ranks * base.size, AM_LINE) * AM_LINE;
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
     status = compute(context, &j);

@@ -117,7 +117,7 @@ static inline V FN(tanh)(V x)
 {
     const V zero = VOP(set1)(0), one = VOP(set1)(1), limit = VOP(set1)((T)0.625);
     const V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x), size = VOP(max)(VOP(sub)(zero, x), x);
-    if (!VOP(exceeds)(size, limit)) return near;
+    if (!VOP(exceeding)(size, limit)) return near;
     const V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* 1 + e^-40 rounds to 1 */
     const V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
     const V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));

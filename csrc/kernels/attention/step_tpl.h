@@ -15,7 +15,7 @@
 /* Whether a logit exceeds `running_max` by so much that the row is rescaled. */
 static inline bool STEP(exceeds_running_max)(V most, const T *running_max)
 {
-    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*running_max));
+    return VOP(exceeding)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*running_max));
 }
 
 /* Sets `running_max` to a greater logit than any before, and rescales the accumulators of the row to it. */
@@ -37,7 +37,7 @@ static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, 
 static inline void STEP(update_row_max)(const am_flash_rows *block, ptrdiff_t row, V most)
 {
     T *row_max = block->row_max ? (T *)block->row_max + row : NULL;
-    if (row_max && VOP(exceeds)(most, VOP(set1)(*row_max))) *row_max = VOP(highest)(most);
+    if (row_max && VOP(exceeding)(most, VOP(set1)(*row_max))) *row_max = VOP(highest)(most);
 }
 
 /* The reference of a row's powers: finite, also where all logits are -INFINITY. */

@@ -69,37 +69,89 @@ static void FN(find_weights)(const am_backward_rows *block, const am_backward_ti
     }
 }
 
-/* Puts a number and its key, whose bits are those of `key`, where the numbers fall below it. */
-INLINE void FN(insert)(T *to, T *keys, ptrdiff_t count, T number, T key)
+/* Vectors of the greatest weights, which fall from lane to lane and from vector to vector, and their keys. */
+enum { FN(RANKED) = 4 };
+typedef struct {
+    V weights[FN(RANKED)], keys[FN(RANKED)];
+} FN(ranks);
+
+/* Puts a weight and its key before the first lesser one. `below`: the vectors before these. */
+INLINE void FN(insert)(FN(ranks) * to, const int vectors, V weight, V key, V below, V keys_below)
 {
-    const V x = VOP(set1)(number), of_x = VOP(set1)(key);
-    for (ptrdiff_t i = (count - 1) / LANES * LANES; i >= 0; i -= LANES) {
-        const V here = VOP(load)(to + i), before = VOP(load)(to + i - 1), own = VOP(load)(keys + i),
-                of_before = VOP(load)(keys + i - 1);
-        VOP(store)(to + i, VOP(pick_less)(before, x, before, VOP(pick_less)(here, x, x, here)));
-        VOP(store)(keys + i, VOP(pick_less)(before, x, of_before, VOP(pick_less)(here, x, of_x, own)));
+    UNROLL(4)
+    for (int j = vectors - 1; j >= 0; j--) {
+        const V here = to->weights[j], before = VOP(move_up)(here, j > 0 ? to->weights[j - 1] : below),
+                own = to->keys[j], of_before = VOP(move_up)(own, j > 0 ? to->keys[j - 1] : keys_below);
+        to->weights[j] = VOP(pick_less)(before, weight, before, VOP(pick_less)(here, weight, weight, here));
+        to->keys[j] = VOP(pick_less)(before, weight, of_before, VOP(pick_less)(here, weight, key, own));
     }
+}
+
+INLINE FN(ranks) FN(load_ranks)(const T *weights, const T *keys, const int vectors)
+{
+    FN(ranks) at = {0};
+    UNROLL(4)
+    for (int j = 0; j < vectors; j++)
+        at.weights[j] = VOP(load)(weights + j * LANES), at.keys[j] = VOP(load)(keys + j * LANES);
+    return at;
+}
+INLINE void FN(store_ranks)(T *weights, T *keys, const FN(ranks) * at, const int vectors)
+{
+    UNROLL(4)
+    for (int j = 0; j < vectors; j++)
+        VOP(store)(weights + j * LANES, at->weights[j]), VOP(store)(keys + j * LANES, at->keys[j]);
+}
+
+/* The bits of a key, in a number. */
+INLINE T FN(number_of_key)(int64_t key)
+{
+    union {
+        int32_t narrow;
+        int64_t wide;
+        T number;
+    } bits;
+    if (IS_DOUBLE)
+        bits.wide = key;
+    else
+        bits.narrow = (int32_t)key;
+    return bits.number;
+}
+
+/* Ranks those of a vector of keys that have a bit in `greater`. So many vectors of ranks stay in registers;
+ * of more, each key goes through all. */
+INLINE void FN(rank_some)(const T *from, uint64_t greater, int64_t first, T *to, T *keys, ptrdiff_t count,
+                          const int vectors)
+{
+    const V most = VOP(set1)((T)INFINITY);
+    FN(ranks) at = FN(load_ranks)(to, keys, vectors);
+    for (; greater; greater &= greater - 1) {
+        const int k = __builtin_ctzll(greater);
+        const V weight = VOP(set1)(from[k]), key = VOP(set1)(FN(number_of_key)(first + k));
+        for (ptrdiff_t i = (count - 1) / LANES * LANES; i >= vectors * LANES; i -= LANES) {
+            FN(ranks) one = FN(load_ranks)(to + i, keys + i, 1);
+            FN(insert)(&one, 1, weight, key, VOP(load)(to + i - LANES), VOP(load)(keys + i - LANES));
+            FN(store_ranks)(to + i, keys + i, &one, 1);
+        }
+        FN(insert)(&at, vectors, weight, key, most, key);
+        if (count > vectors * LANES) FN(store_ranks)(to, keys, &at, vectors);
+    }
+    FN(store_ranks)(to, keys, &at, vectors);
 }
 
 static void FN(rank_keys)(const void *weights, uint64_t live, int64_t first, void *greatest, void *keys,
                           ptrdiff_t count)
 {
-    const T *from = weights;
-    T *to = greatest;
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        if (!VOP(exceeds)(VOP(load)(from + i), VOP(set1)(to[count - 1]))) continue;
-        for (ptrdiff_t k = i; k < i + LANES; k++) {
-            if (!(live >> k & 1) || !(from[k] > to[count - 1])) continue;
-            union {
-                int32_t narrow;
-                int64_t wide;
-                T number;
-            } key;
-            if (IS_DOUBLE)
-                key.wide = first + k;
-            else
-                key.narrow = (int32_t)(first + k);
-            FN(insert)(to, keys, count, from[k], key.number);
-        }
+    const T *from = weights, *least = (const T *)greatest + count - 1;
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES, live >>= LANES) {
+        const uint64_t greater = live & VOP(exceeding)(VOP(load)(from + i), VOP(set1)(*least));
+        if (!greater) continue;
+        if (count <= LANES)
+            FN(rank_some)(from + i, greater, first + i, greatest, keys, count, 1);
+        else if (count <= 2 * LANES)
+            FN(rank_some)(from + i, greater, first + i, greatest, keys, count, 2);
+        else if (count <= 3 * LANES)
+            FN(rank_some)(from + i, greater, first + i, greatest, keys, count, 3);
+        else
+            FN(rank_some)(from + i, greater, first + i, greatest, keys, count, FN(RANKED));
     }
 }

@@ -55,6 +55,16 @@ static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 /* Shift each half of a vector up or down by `bytes`; zeros come in. */
 #define V_UP(v, bytes) _mm256_castsi256_ps(_mm256_slli_si256(_mm256_castps_si256(v), bytes))
 #define V_DOWN(v, bytes) _mm256_castsi256_ps(_mm256_srli_si256(_mm256_castps_si256(v), bytes))
+/* Moves lanes one up; the last one of `below` comes in. */
+static inline vf vf_move_up(vf v, vf below)
+{
+    below = _mm256_permute2f128_ps(below, v, 0x21);
+    return _mm256_castsi256_ps(_mm256_alignr_epi8(_mm256_castps_si256(v), _mm256_castps_si256(below), 12));
+}
+static inline vd vd_move_up(vd v, vd below)
+{
+    return _mm256_shuffle_pd(_mm256_permute2f128_pd(below, v, 0x21), v, 0x5);
+}
 /* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
  * lanes. VPERMPS would make the code shorter, but is slow on many processors. */
 static inline vf vf_scan(vf v, vf *total)
@@ -208,10 +218,10 @@ static inline float vf_highest(vf v)
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-/* Whether any lane exceeds its limit. */
-static inline bool vf_exceeds(vf v, vf limit)
+/* The bits of lanes that exceed their limits. */
+static inline uint64_t vf_exceeding(vf v, vf limit)
 {
-    return _mm256_movemask_ps(_mm256_cmp_ps(v, limit, _CMP_GT_OQ)) != 0;
+    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(v, limit, _CMP_GT_OQ));
 }
 static inline float vf_total(vf v)
 {
@@ -380,9 +390,9 @@ static inline double vd_highest(vd v)
     __m128d x = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_max_sd(x, _mm_unpackhi_pd(x, x)));
 }
-static inline bool vd_exceeds(vd v, vd limit)
+static inline uint64_t vd_exceeding(vd v, vd limit)
 {
-    return _mm256_movemask_pd(_mm256_cmp_pd(v, limit, _CMP_GT_OQ)) != 0;
+    return (unsigned)_mm256_movemask_pd(_mm256_cmp_pd(v, limit, _CMP_GT_OQ));
 }
 static inline double vd_total(vd v)
 {

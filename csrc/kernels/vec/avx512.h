@@ -42,6 +42,15 @@ static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 #define V_UP_64(v, count)                                                                                    \
     _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), V_ZERO, 8 - (count)))
 #define V_DOWN_64(v, count) _mm512_castsi512_pd(_mm512_alignr_epi64(V_ZERO, _mm512_castpd_si512(v), count))
+/* Moves lanes one up; the last one of `below` comes in. */
+static inline vf vf_move_up(vf v, vf below)
+{
+    return _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), _mm512_castps_si512(below), 15));
+}
+static inline vd vd_move_up(vd v, vd below)
+{
+    return _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), _mm512_castpd_si512(below), 7));
+}
 /* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
  * lanes. */
 static inline vf vf_scan(vf v, vf *total)
@@ -264,8 +273,8 @@ static inline vf vf_times_power(vf v, vf whole)
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, vf_set1(-126), _CMP_NLE_UQ), v, whole);
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
-/* Whether any lane exceeds its limit. */
-static inline bool vf_exceeds(vf v, vf limit) { return _mm512_cmp_ps_mask(v, limit, _CMP_GT_OQ) != 0; }
+/* The bits of lanes that exceed their limits. */
+static inline uint64_t vf_exceeding(vf v, vf limit) { return _mm512_cmp_ps_mask(v, limit, _CMP_GT_OQ); }
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 /* Lane j of vector i becomes lane i of vector j. */
 static inline void vf_transpose(vf v[VF_LANES])
@@ -382,7 +391,7 @@ static inline vd vd_times_power(vd v, vd whole)
                                   vd_mul(v, _mm512_permutexvar_pd(eighths, vd_load(powers))), whole);
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
-static inline bool vd_exceeds(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ) != 0; }
+static inline uint64_t vd_exceeding(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ); }
 static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
 static inline void vd_transpose(vd v[VD_LANES])
 {

@@ -55,6 +55,9 @@ static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
 static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
 static inline vf vf_add(vf a, vf b) { return a + b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
+/* Moves lanes one up; the last one of `below` comes in. */
+static inline vf vf_move_up(vf v, vf below) { return SHUFFLE(vf_mask, below, v, 3, 4, 5, 6); }
+static inline vd vd_move_up(vd v, vd below) { return SHUFFLE(vd_mask, below, v, 1, 2); }
 /* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
  * lanes. */
 static inline vf vf_scan(vf v, vf *total)
@@ -248,10 +251,11 @@ static inline float vf_highest(vf v)
     for (int i = 1; i < VF_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
-/* Whether any lane exceeds its limit. */
-static inline bool vf_exceeds(vf v, vf limit)
+/* The bits of lanes that exceed their limits. */
+static inline uint64_t vf_exceeding(vf v, vf limit)
 {
-    return (v[0] > limit[0]) | (v[1] > limit[1]) | (v[2] > limit[2]) | (v[3] > limit[3]);
+    return (unsigned)((v[0] > limit[0]) | (v[1] > limit[1]) << 1 | (v[2] > limit[2]) << 2 |
+                      (v[3] > limit[3]) << 3);
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
@@ -305,7 +309,10 @@ static inline double vd_highest(vd v)
     for (int i = 1; i < VD_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
-static inline bool vd_exceeds(vd v, vd limit) { return (v[0] > limit[0]) | (v[1] > limit[1]); }
+static inline uint64_t vd_exceeding(vd v, vd limit)
+{
+    return (unsigned)((v[0] > limit[0]) | (v[1] > limit[1]) << 1);
+}
 static inline double vd_total(vd v) { return v[0] + v[1]; }
 static inline void vd_transpose(vd v[VD_LANES])
 {
