@@ -221,31 +221,35 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     }
 }
 
-INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const FROM(operands) p,
+/* `product_of` for so many rows; of four vectors, up to half a strip. */
+INLINE void FROM(product_of_rows)(ptrdiff_t rows, const int vectors, const FROM(operands) x,
+                                  const FROM(reading) how, const bool add)
+{
+#define ROWS(n)                                                                                              \
+    case n: FROM(product_of)(n, vectors, x, how, add); break;
+    if (vectors > 2) {
+        switch (rows) {
+            EACH_FEW_ROWS(ROWS)
+        }
+    } else {
+        switch (rows) {
+            EACH_ROWS(ROWS)
+        }
+    }
+#undef ROWS
+}
+
+INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, FROM(operands) x,
                          const FROM(reading) how)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
-    const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
-    const FROM(operands) x = {.length = p.length,
-                              .a = p.a,
-                              .a_row = p.a_row,
-                              .a_column = 1,
-                              .b = p.b + half,
-                              .b_row = FN(PANEL),
-                              .c = p.c + half,
-                              .c_row = AM_FLASH_TILE};
-#define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        if (whole)                                                                                           \
-            FROM(product_of)(n, 2, x, how, false);                                                           \
-        else                                                                                                 \
-            FROM(product_of)(n, 1, x, how, false);                                                           \
-        break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
+    x.a_column = 1, x.b_row = FN(PANEL), x.c_row = AM_FLASH_TILE;
+    x.b += half, x.c += half;
+    if (begin < LANES && end > LANES)
+        FROM(product_of_rows)(rows, 2, x, how, false);
+    else
+        FROM(product_of_rows)(rows, 1, x, how, false);
     return true;
 }
 APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const FROM(operands) p)
@@ -269,17 +273,11 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
                                  : FROM(within_no_prefetch)(rows, begin, end, p);
 }
 
-/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
- * anywhere. */
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is some vectors of rows that lie anywhere. */
 INLINE void FROM(accumulate)(ptrdiff_t rows, const int vectors, FROM(operands) x, const FROM(reading) how)
 {
     x.a_row = AM_FLASH_TILE, x.a_column = 1;
-#define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, vectors, x, how, true); break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
+    FROM(product_of_rows)(rows, vectors, x, how, true);
 }
 
 APART void FROM(add_no_prefetch)(ptrdiff_t rows, const FROM(operands) p)
@@ -315,16 +313,9 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, const FR
 APART void FROM(accumulate_wide)(ptrdiff_t rows, const FROM(operands) * p, const int lines,
                                  prefetch_lines *prefetch, const row_runs *in_runs)
 {
-    FROM(operands) x = *p;
-    x.a_row = AM_FLASH_TILE, x.a_column = 1;
-    const FROM(reading)
-        how = {.lines = lines, .prefetch = prefetch, .runs = true, .in_runs = in_runs, .again = p};
-#define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, 4, x, how, true); break;
-    switch (rows) {
-        EACH_FEW_ROWS(ROWS)
-    }
-#undef ROWS
+    FROM(accumulate)(
+        rows, 4, *p,
+        (FROM(reading)){.lines = lines, .prefetch = prefetch, .runs = true, .in_runs = in_runs, .again = p});
 }
 
 /* c = c + aᵀ b, of `columns` or a panel of them. */
@@ -332,17 +323,10 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
                                         const FROM(reading) how)
 {
     x.a_row = 1;
-#define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        if (columns > LANES)                                                                                 \
-            FROM(product_of)(n, 2, x, how, true);                                                            \
-        else                                                                                                 \
-            FROM(product_of)(n, 1, x, how, true);                                                            \
-        break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
+    if (columns > LANES)
+        FROM(product_of_rows)(rows, 2, x, how, true);
+    else
+        FROM(product_of_rows)(rows, 1, x, how, true);
 }
 /* c = c + aᵀ b where rows of a lie AM_FLASH_TILE apart. Rows of b lie `in_runs` unless that is NULL, and
  * panels of them are stored as they were loaded unless `loaded` is NULL. */
