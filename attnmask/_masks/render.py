@@ -200,11 +200,10 @@ def shown(info: Drawable, batch: int, head: int, share: float) -> str:
 
 _LEVELS = (0, 95, 135, 175, 215, 255)  # of red, green and blue, among the 256 colours of a terminal
 _GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
-_MARGIN = 6  # characters of a label at the left, at least
-
+_MARGIN = 6  # characters of a label at the left of `visualize`, at least
 
 _AROUND = 4  # characters of a line beside its label and its cells
-_OTHER_LINES = 8  # title, labels, edges and legend, and where the next command is written
+_OTHER_LINES = 7  # title, edges and legend, and where the next command is written
 
 
 def _terminal() -> os.terminal_size:
@@ -212,10 +211,14 @@ def _terminal() -> os.terminal_size:
     return shutil.get_terminal_size((80, 0))
 
 
-def _fitting(tokens: tuple[int, int], margin: int, max_rows: int, max_cols: int) -> tuple[int, int]:
-    """Return the smallest cells that are at most `max_rows` × `max_cols` and fit the terminal."""
+def _fitting(
+    tokens: tuple[int, int], margin: int, max_rows: int, max_cols: int, top: int = 1
+) -> tuple[int, int]:
+    """Return the smallest cells that are at most `max_rows` × `max_cols` and fit the terminal, beside `margin`
+    characters and below `top` lines of labels.
+    """
     width, lines = _terminal()
-    rows = max(min(max_rows, lines - _OTHER_LINES if lines else max_rows), 1)
+    rows = max(min(max_rows, lines - _OTHER_LINES - top if lines else max_rows), 1)
     columns = max(min(max_cols, (width - margin - _AROUND) // len(_GLYPHS["ascii"][0])), 1)
     return max(cell_count(tokens[0], rows), 1), max(cell_count(tokens[1], columns), 1)
 
@@ -272,9 +275,8 @@ def visualize(
     charset: str = "unicode",
     show_segments: bool = True,
     coloured: bool = False,
-    words: str = "",
 ) -> str:
-    """Return the drawing of `MaskInfo.visualize`, `coloured` for a terminal; `words` say what the mask is made of.
+    """Return the drawing of `MaskInfo.visualize`, `coloured` for a terminal.
 
     A cell at the edge is as large as the others; pairs beyond the mask count as masked out. A cell of nothing but
     padding has the label PAD or blank; one with several segments, MIX or ??.
@@ -305,16 +307,12 @@ def visualize(
     glyphs = _GLYPHS[charset]
     rows = np.array(glyphs)[np.where(counts == q_cell * k_cell, 2, np.minimum(counts, 1))]
     times = "×" if charset == "unicode" else "x"
-    share = density(counts, queries, keys)
-    shape = f"mask [{batches}, {info.heads}, {queries}, {keys}]"
-    title = f"{shape}, batch {batch}, head {head}; {percent(share)} allowed"
-    if words:
-        title = f"{shape}: {words}; {shown(info, batch, head, share)}"
-    if not words or (q_cell, k_cell) != (1, 1):
-        title += f"; a cell is {q_cell} {times} {k_cell} pairs"
+    title = f"mask [{batches}, {info.heads}, {queries}, {keys}], batch {batch}, head {head}; "
+    title += f"{percent(density(counts, queries, keys))} allowed; a cell is {q_cell} {times} {k_cell} pairs"
     if (q_cell, k_cell) != (q_block, k_block):
         title += f", {q_cell // q_block} {times} {k_cell // k_block} blocks"
     lines: list[str] = []
+    legend = [f"'{glyphs[2]}' all allowed, '{glyphs[1]}' some allowed, '{glyphs[0]}' none"]
     indent, margins = " " * (_MARGIN if show_segments else 0), [""] * len(rows)
     if labels is not None:
         q_labels, k_labels = (
@@ -323,6 +321,13 @@ def visualize(
         margins = [_margin_label(label) for label in q_labels.tolist()]
         indent = " " * max(_MARGIN, *map(len, margins), 0)
         lines.append(indent + "   " + "".join(map(_column_label, k_labels.tolist())))
+        legend.append(
+            f"left: {info._noun}s of queries; top: {info._noun}s of keys, two digits for each column"
+            + "; PAD or blank: padding" * (PAD in q_labels or PAD in k_labels)
+            + "; MIX or ??: several" * (MIX in q_labels or MIX in k_labels)
+        )
+    elif show_segments:
+        legend.append("no segments: the mask has none, and is too large to find rows that are alike")
     if show_segments:
         margins = [margin.rjust(len(indent)) + " " for margin in margins]
     edge = indent + "  " + "==" * rows.shape[1] + "  "
@@ -334,26 +339,56 @@ def visualize(
         texts = [_painted_cells(*row) for row in zip(rows.tolist(), colours.tolist(), strict=True)]
     lines += [f"{margin}||{text}||" for margin, text in zip(margins, texts, strict=True)]
     lines.append(edge)
-    legend = [f"'{glyphs[2]}' all allowed, '{glyphs[1]}' some allowed, '{glyphs[0]}' none"]
-    if labels is not None:
-        legend.append(
-            f"left: {info._noun}s of queries, top: of keys; PAD or blank: padding; MIX or ??: several"
-        )
-    elif show_segments:
-        legend.append("no segments: the mask has none, and is too large to find rows that are alike")
     before, after = (_wrapped(part) if fits_terminal else part for part in ([title], legend))
     return "\n".join((*before, *lines, *after))
+
+
+def _signs(ends: tuple[Ids, Ids]) -> list[str]:
+    """Return what is written beside each row, or above each column, of a printed mask."""
+    low, high = (side.tolist() for side in ends)
+    return [str(i) if i == j else "-" if i > j else "*" for i, j in zip(low, high, strict=True)]
 
 
 def text(info: Drawable, words: str) -> str:
     """Draw the first plane of a mask as wide as the terminal, below a line that describes the mask.
 
-    A mask without pairs gets only the line.
+    A cell counts as full if all of its pairs within the mask are allowed. Segments are shown where they are
+    informative; the digits of a key's stand one below the other, so that each column has its own number. A mask without
+    pairs gets only the line that describes it.
     """
-    if all((*info.shape, info.heads)):
-        return visualize(info, max_cols=_terminal().columns, charset=_charset(), words=words)
     batches, queries, keys = info.shape
-    return "\n".join(_wrapped([f"mask [{batches}, {info.heads}, {queries}, {keys}]: {words}; no pairs"]))
+    title = f"mask [{batches}, {info.heads}, {queries}, {keys}]: {words}; "
+    if not all((*info.shape, info.heads)):
+        return "\n".join(_wrapped([title + "no pairs"]))
+    labels = info.labels(0, 0)
+    digits = 1 if labels is None else len(str(max(ids.max() for ids in labels)))
+    cells = _fitting((queries, keys), digits + 1, 32, _terminal().columns, digits)
+    counts = counted(info, 0, 0, *cells)
+    segments = segments_of(info, 0, 0, counts, *cells)
+
+    charset = _charset()
+    empty, some, full = _GLYPHS[charset]
+    title += shown(info, 0, 0, density(counts, queries, keys))
+    legend = [f"rows: queries; columns: keys; '{full}' allowed, '{empty}' masked out"]
+    if cells != (1, 1):
+        title += f"; a cell is {cells[0]} {'×' if charset == 'unicode' else 'x'} {cells[1]} pairs"
+        legend = [f"rows: queries; columns: keys; '{full}' all allowed, '{some}' some, '{empty}' none"]
+    left, top = [""] * len(counts), []
+    if segments is not None:
+        left, signs = _signs(segments.queries), _signs(segments.keys)
+        marks, digits = {*left, *signs}, max(map(len, signs))
+        top = [" " + " ".join(line) for line in zip(*(sign.rjust(digits) for sign in signs), strict=True)]
+        width = max(map(len, left))
+        left = [sign.rjust(width) + " " for sign in left]
+        legend.append(f"numbers: {segments.noun}s" + ", at the top written downwards" * (digits > 1))
+        legend[1] += "; '-': padding" * ("-" in marks) + "; '*': several" * ("*" in marks)
+    indent = " " * (len(left[0]) + 2)
+    edge = indent + "==" * counts.shape[1]
+    levels = (counts > 0).astype(int) + (shares(counts, queries, keys, *cells) == 1)
+    rows = ["".join(row) for row in np.array([empty, some, full])[levels]]
+    lines = [indent + line for line in top]
+    lines += [edge, *(f"{sign}||{row}||" for sign, row in zip(left, rows, strict=True)), edge]
+    return "\n".join((*_wrapped([title]), *lines, *_wrapped(legend)))
 
 
 # matplotlib

@@ -179,6 +179,20 @@ def test_text_of_huge_blocks():
     assert "   MIX ||░░||" in text
 
 
+def test_text_explains_only_what_it_shows():
+    legends = {
+        (0, 0, 1, 1): "",
+        (0, 0, 1, 2): "; MIX or ??: several",
+        (0, 0, -1, -1): "; PAD or blank: padding",
+        (0, 1, -1, -1): "; PAD or blank: padding; MIX or ??: several",
+    }
+    for ids, more in legends.items():
+        text = MaskInfo.from_segments([ids]).visualize(2, return_str=True)
+        assert text.split("\n")[-1] == (
+            "left: segments of queries; top: segments of keys, two digits for each column" + more
+        )
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_text_of_nothing(shape):
     text = render.visualize(Held(np.ones(shape), [np.zeros(n) for n in shape]), 2)
@@ -299,6 +313,94 @@ def test_print(terminal, capsys, name, width):
     assert repr(info).startswith("MaskInfo(")
     assert "\n" not in repr(info)
     assert f"{info}" == str(info)
+
+
+def test_print_numbers_each_row_and_column(terminal):
+    terminal(80)
+    assert str(MaskInfo.from_segments([[0, 0, 1, 1, 1, -1]]).apply_causal()).split("\n")[1:] == [
+        "     0 0 1 1 1 -",
+        "    ============",
+        "0 ||██          ||",
+        "0 ||████        ||",
+        "1 ||    ██      ||",
+        "1 ||    ████    ||",
+        "1 ||    ██████  ||",
+        "- ||            ||",
+        "    ============",
+        "rows: queries; columns: keys; '██' allowed, '  ' masked out",
+        "numbers: segments; '-': padding",
+    ]
+    assert str(MaskInfo.from_segments([[8, 8, 9, 10, 123]], [[123, 9, 8]])).split("\n")[1:] == [
+        "       1    ",
+        "       2    ",
+        "       3 9 8",
+        "      ======",
+        "  8 ||    ██||",
+        "  8 ||    ██||",
+        "  9 ||  ██  ||",
+        " 10 ||      ||",
+        "123 ||██    ||",
+        "      ======",
+        "rows: queries; columns: keys; '██' allowed, '  ' masked out",
+        "numbers: segments, at the top written downwards",
+    ]
+
+
+def test_print_shows_numbers_only_of_segments(terminal):
+    """A causal mask has one, and a random one has none, though rows that are alike get ids."""
+    terminal(80)
+    assert str(MaskInfo.causal(3)).split("\n")[1:] == [
+        "  ======",
+        "||██    ||",
+        "||████  ||",
+        "||██████||",
+        "  ======",
+        "rows: queries; columns: keys; '██' allowed, '  ' masked out",
+    ]
+    assert "numbers" not in str(MaskInfo(np.random.default_rng(0).random((1, 1, 9, 9)) < 0.5))
+    assert "numbers: chunks" in str(MaskInfo.full(9).apply_chunked(3))
+
+
+def test_print_of_cells_of_several_tokens(terminal):
+    """The last cells are full if all that is left for them is allowed."""
+    terminal(20)
+    mask = MaskInfo.from_segments([[0] * 5 + [1] * 4 + [2] * 4 + [-1] * 4])
+    lines = str(mask).split("\n")
+    assert lines[4:24] == [
+        "     0 * 1 2 2 -",
+        "    ============",
+        *["0 ||██░░        ||"] * 5,
+        *["1 ||  ░░██      ||"] * 4,
+        *["2 ||      ██░░  ||"] * 4,
+        *["- ||            ||"] * 4,
+        "    ============",
+    ]
+    assert " ".join(lines[24:]).endswith("numbers: segments; '-': padding; '*': several")
+    assert set("".join(str(MaskInfo.full(1, 29)).split("||")[1])) == {"█"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_of_columns_are_read_downwards(terminal, seed):
+    terminal(80)
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.integers(-1, rng.integers(1, 130), rng.integers(1, 31))).tolist()
+    lines = str(MaskInfo.from_segments([ids])).split("\n")
+    edge = next(i for i, line in enumerate(lines) if "==" in line)
+    begin, rows = lines[edge].index("="), lines[edge + 1 : edge + 1 + len(ids)]
+    top = [line[begin:].ljust(2 * len(ids)) for line in lines[1:edge]]
+    written = ["-" if i < 0 else str(i) for i in ids]
+    if len(set(ids)) == 1:
+        assert top == []
+    else:
+        assert [
+            "".join(line[2 * i : 2 * i + 2] for line in top).replace(" ", "") for i in range(len(ids))
+        ] == written
+        assert [row.split("||")[0].strip() for row in rows] == written
+
+
+def test_print_fits_the_lines_of_a_terminal(terminal):
+    terminal(80, 20)
+    assert len(str(MaskInfo.from_segments([np.repeat([1000, 2000], 40)])).split("\n")) <= 19
 
 
 def test_print_of_leaves_that_are_no_arrays():
