@@ -72,6 +72,20 @@ def summed(gradient: Array, array: Array, batch: Batch) -> Array:
 # Masks and biases
 
 
+def layout_hint(axes: int) -> str:
+    """Return how to transpose queries, keys and values of so many axes."""
+    names = {3: "", 4: "batch, "}.get(axes, "*batch, ")
+    swap = (axes - 3, axes - 2) if axes <= 4 else (-3, -2)
+    return f"; axes are [{names}tokens, heads, head_dim]: write x.swapaxes{swap} for arrays with heads before tokens"
+
+
+def heads_first_hint(tokens: Sequence[int], shape: Pairs) -> str:
+    """Return how to transpose queries, keys and values, where the mask has as many tokens as these have heads."""
+    heads, *sides = shape[-3:]
+    heads_first = heads > 1 and heads not in sides and tokens[-1] == heads and {*tokens} <= {1, heads}
+    return layout_hint(len(shape)) if heads_first else ""
+
+
 def broadcasts(sizes: Sequence[int], shape: Pairs) -> bool:
     return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
 
@@ -98,6 +112,9 @@ def _axes_hint(array: Array, name: str, shape: Pairs) -> str:
     }
     if array.shape in added:
         return f"; write {name}{added[array.shape]}"
+    heads_first = heads_first_hint(array.shape[-2:], shape) if array.ndim > 1 else ""
+    if heads_first:
+        return heads_first
     for order in permutations(range(array.ndim)) if array.ndim <= min(len(shape), 6) else ():
         index = _index_of([array.shape[axis] for axis in order], shape)
         if index is not None:

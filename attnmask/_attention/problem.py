@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask._attention.arguments import ARRAYS
-from attnmask._attention.batch import Batch, Pairs, folded, four_axes, one_shape
+from attnmask._attention.batch import (
+    Batch,
+    Pairs,
+    folded,
+    four_axes,
+    heads_first_hint,
+    layout_hint,
+    one_shape,
+)
 from attnmask._attention.hints import check_hints
 from attnmask._attention.terms import Places, Range, Sizes, Term, numbers_of, terms_of
 from attnmask._common.arguments import (
@@ -178,19 +186,22 @@ def mask_nodes(attention_mask: object, pairs: Pairs) -> Program:
         return (dense(mask),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
-        came = f"a MaskInfo of shape {given}{_shape_hint(given, shape)}"
+        came = f"a MaskInfo of shape {given}{heads_first_hint(given[2:], pairs) or _shape_hint(given, shape)}"
         raise ValueError(f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got {came}")
     if given[0] != shape[0]:
         program = tuple(map(_for_all_rows, program))
     return (attention_mask._state.prepared(shape, program),)
 
 
-def _ids_of(value: object, name: str, shape: tuple[int, ...], packed: bool) -> NDArray[np.int32]:
+def _ids_of(
+    value: object, name: str, shape: tuple[int, ...], packed: bool, pairs: Pairs
+) -> NDArray[np.int32]:
     """Return segment ids as int32, in place if they are."""
     array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
     expected = shape[-1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
-        raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
+        hint = heads_first_hint(array.shape[-1:], pairs) if array.ndim == len(shape) else ""
+        raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}{hint}")
     return _core.segment_ids(folded(array.reshape(shape), shape[:-1]), name, None)
 
 
@@ -200,13 +211,13 @@ def _segments(q_segment_ids: object, kv_segment_ids: object, pairs: Pairs, packe
         missing = "kv_segment_ids" if kv_segment_ids is None else "q_segment_ids"
         raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
     if q_segment_ids is None:
-        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed)
+        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed, pairs)
     else:
-        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (*batch, queries), packed)
+        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (*batch, queries), packed, pairs)
         kv_ids = (
             q_ids
             if kv_segment_ids is None
-            else _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed)
+            else _ids_of(kv_segment_ids, "kv_segment_ids", (*batch, keys), packed, pairs)
         )
     return equal(q_ids, kv_ids)
 
@@ -306,13 +317,6 @@ def _program(given: Given, pairs: Pairs, starts: Starts | None, offset: PerRow) 
     return tuple(nodes) or (("all",),)
 
 
-def _layout_hint(array: Array) -> str:
-    batch = {3: "", 4: "batch, "}.get(array.ndim, "*batch, ")
-    swap = (array.ndim - 3, array.ndim - 2) if array.ndim <= 4 else (-3, -2)
-    axes = f"{batch}tokens, heads, head_dim"
-    return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
-
-
 def _batch_hint(array: Array, name: str, batch: Batch) -> str:
     """Return how to repeat a key or value along the batch axes that it lacks, or shares with others."""
     own = array.shape[:-3]
@@ -342,9 +346,9 @@ def _check_fit(query: Array, key: Array, value: Array) -> None:
         raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
     if heads % kv_heads if kv_heads else heads:
         expected = f"a number of heads that divides query's {heads}"
-        raise ValueError(f"key must have {expected}, got {describe(key)}{_layout_hint(key)}")
+        raise ValueError(f"key must have {expected}, got {describe(key)}{layout_hint(key.ndim)}")
     if value.shape[:-1] != key.shape[:-1]:
-        hint = _layout_hint(value) if value.shape[-3:-1] == (kv_heads, tokens) else ""
+        hint = layout_hint(value.ndim) if value.shape[-3:-1] == (kv_heads, tokens) else ""
         expected = f"{tokens} tokens and {kv_heads} heads as key"
         raise ValueError(f"value must have {expected}, got {describe(value)}{hint}")
 

@@ -59,6 +59,17 @@ MISTAKES = {
         "axes are [tokens, heads, head_dim]: write x.swapaxes(0, 1)", call(flash_attention, *flat, **ENDS)),
     "heads before tokens in value": (call(flash_attention, query, key, value.swapaxes(1, 2)), ValueError,
         "write x.swapaxes(1, 2)", attend()),
+    "heads before tokens with a MaskInfo": (call(flash_attention, *[query.swapaxes(1, 2)] * 3, ids(TQ)), ValueError,
+        "write x.swapaxes(1, 2)", call(flash_attention, *[query] * 3, ids(TQ))),
+    "heads before tokens with an array": (
+        call(flash_attention, *[query.swapaxes(1, 2)] * 3, padding[:, None, None]), ValueError,
+        "write x.swapaxes(1, 2)", call(flash_attention, *[query] * 3, padding[:, None, None])),
+    "heads before tokens with a bias": (
+        call(flash_attention, *[query.swapaxes(1, 2)] * 3, bias=np.zeros((TQ, TQ), np.float32)), ValueError,
+        "write x.swapaxes(1, 2)", call(flash_attention, *[query] * 3, bias=np.zeros((TQ, TQ), np.float32))),
+    "heads before tokens with segment ids": (
+        call(flash_attention, *[query.swapaxes(1, 2)] * 3, q_segment_ids=np.zeros((B, TQ), int)), ValueError,
+        "write x.swapaxes(1, 2)", call(flash_attention, *[query] * 3, q_segment_ids=np.zeros((B, TQ), int))),
     "integers": (call(flash_attention, query.astype(int), key, value), TypeError, "write query.astype(np.float32)",
         call(flash_attention, query.astype(int).astype(np.float32), key, value)),
     "two types": (call(flash_attention, query, key.astype(np.float64), value), TypeError,
