@@ -77,15 +77,17 @@ static bool check_query(am_request *r, const am_cached *c)
     const ptrdiff_t *q = am_cached_tokens(query), *k = k_cache->shape;
     if ((k_cache->type == AM_FLOAT64) != (query->type == AM_FLOAT64))
         return k_cache->type == AM_FLOAT64
-                   ? am_refuse(r, AM_WRONG_TYPE, query, "query must be float64 as k_cache")
+                   ? am_refuse(r, AM_WRONG_TYPE, query, "query must be float64 as its cache")
                    : am_refuse(r, AM_WRONG_TYPE, query,
-                               "query must be float32, float16 or bfloat16 with a k_cache of %s",
+                               "query must be float32, float16 or bfloat16 with a cache of %s",
                                am_dtype_name(k_cache->type));
     if (am_cached_channels(k_cache) != q[2])
-        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %s = %td as query",
-                         am_numbers_of(k_cache->type) == 2 ? "2 channels per byte and D" : "D", q[2]);
+        return am_refuse(r, AM_WRONG_VALUE, query, "query must have D = %td as its cache%s",
+                         am_cached_channels(k_cache),
+                         am_numbers_of(k_cache->type) == 2 ? " of 2 channels per byte" : "");
     if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
-        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
+        return am_refuse(r, AM_WRONG_VALUE, query, "query must have a multiple of its cache's %td heads",
+                         k[2]);
     return true;
 }
 
@@ -120,7 +122,7 @@ static bool check_rows(am_request *r, const am_cached *c, packing packed)
     if (!c->rows[0].data && !c->rows[1].data) return true;
     if (c->latent && c->rows[0].data && c->rows[1].data)
         return am_refuse(r, AM_WRONG_VALUE, &c->rows[1],
-                         "value must be None where v_cache is channels of k_cache, which key has");
+                         "value must be None with a latent cache, as key contains the values");
     for (int side = 0; side < 2; side++) {
         if (!c->rows[side].data && !(c->latent && side == 1))
             return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given with %s, got None", row_names[side],

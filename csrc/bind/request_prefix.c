@@ -14,8 +14,9 @@ static bool check_lengths(am_request *r, const am_cached *c, ptrdiff_t prefix)
     for (ptrdiff_t s = 0; s < c->sequences; s++) {
         if (c->layout.before[s] < prefix)
             return am_refuse(r, AM_WRONG_VALUE, NULL,
-                             "cache_seqlens must be at least prefix = %td, got %td at index %td", prefix,
-                             c->layout.before[s], s);
+                             "prefix must be tokens that all sequences have in the cache, up to %td for "
+                             "sequence %td, got %td",
+                             c->layout.before[s], s, prefix);
     }
     return true;
 }
@@ -24,6 +25,7 @@ static bool check_lengths(am_request *r, const am_cached *c, ptrdiff_t prefix)
 static bool read_pages(am_request *r, am_cached *c, ptrdiff_t count)
 {
     const am_view *table = &c->table;
+    const ptrdiff_t size = am_max(1, c->caches[0].shape[1]);
     int32_t *pages = am_keep(r, count, sizeof *pages);
     int64_t *row = am_keep(r, count, sizeof *row);
     if (!pages || !row) return false;
@@ -40,9 +42,9 @@ static bool read_pages(am_request *r, am_cached *c, ptrdiff_t count)
             if (s == 0) pages[i] = (int32_t)row[i];
             if (row[i] != pages[i])
                 return am_refuse(r, AM_WRONG_VALUE, NULL,
-                                 "prefix must be tokens whose pages all sequences share, got page %lld at "
-                                 "index (%td, %td) of block_table, where sequence 0 has %td",
-                                 (long long)row[i], s, i, (ptrdiff_t)pages[i]);
+                                 "prefix must be tokens whose pages all sequences share, up to %td for "
+                                 "sequence %td, got %td",
+                                 i * size, s, count * size);
         }
     }
     c->prefix_pages = pages;
@@ -54,11 +56,15 @@ bool am_cached_cut(am_request *r, am_cached *c, ptrdiff_t prefix)
     const ptrdiff_t size = am_max(1, c->caches[0].shape[1]), count = prefix / size;
     if (!c->table.data)
         return am_refuse(r, AM_WRONG_VALUE, NULL, "prefix must be 0 without block_table, got %td", prefix);
-    if (prefix < 0 || prefix % size || count > c->table.shape[1])
+    if (prefix < 0 || prefix % size)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "prefix must be whole pages of %td tokens, got %td", size,
+                         prefix);
+    if (!check_lengths(r, c, prefix)) return false;
+    if (count > c->table.shape[1])
         return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "prefix must be whole pages of %td tokens, up to the %td of block_table, got %td",
-                         size, c->table.shape[1], prefix);
-    if (!check_lengths(r, c, prefix) || !read_pages(r, c, count)) return false;
+                         "prefix must be tokens of the %td pages of block_table, got %td", c->table.shape[1],
+                         prefix);
+    if (!read_pages(r, c, count)) return false;
     for (ptrdiff_t s = 0; s < c->sequences; s++) c->layout.before[s] -= prefix;
     c->table.data += count * c->table.stride[1], c->table.shape[1] -= count;
     c->prefix = prefix;

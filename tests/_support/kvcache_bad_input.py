@@ -69,13 +69,13 @@ NUMBERS = (1, np.int32(1), np.uint8(1), np.array(1, np.int16), 2**63)  # given f
 # The kind of call, what is wrong in it, the error, and what it says.
 BAD = [
     # Queries
-    ("rows", {"query": zeros(B, TQ, H, D).tolist()}, TypeError, "query must be .*bfloat16 with a k_cache"),
+    ("rows", {"query": zeros(B, TQ, H, D).tolist()}, TypeError, "query must be .*bfloat16 with a cache"),
     ("rows", {"query": [[1.0], [1.0, 2.0]]}, ValueError, "query must be array_like"),
-    ("rows", {"query": zeros(B, TQ, H, D, dtype=F64)}, TypeError, "query must be .*bfloat16 with a k_cache"),
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=F64)}, TypeError, "query must be .*bfloat16 with a cache"),
     # Caches
     ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=F16)}, TypeError, "v_cache must be float32 as k_cache, got"),
     ("rows", {"k_cache": zeros(B, 12, HKV, D, dtype=F64)}, TypeError, "v_cache must be float64 as k_cache"),
-    ("rows", {"k_cache": zeros(B, 12, 0, D), "v_cache": zeros(B, 12, 0, DV)}, ValueError, "k_cache must have heads"),
+    ("rows", {"k_cache": zeros(B, 12, 0, D), "v_cache": zeros(B, 12, 0, DV)}, ValueError, "query must have .* 0 heads"),
     ("rows", {"k_cache": zeros(3, 12, HKV, D), "v_cache": zeros(3, 12, HKV, DV)}, ValueError, r"k_cache must"),
     # New keys and values
     ("rows", {"key": None}, ValueError, "key must be given with value, got None"),
@@ -169,9 +169,9 @@ BAD = [
     ("int4", {"v_scale": ones(3, 4, 2, 4, 2)}, ValueError, "with a group of 32, 64 or 128"),
     ("int4", {"v_scale": ones(3, 4, 2, 0, 2)}, ValueError, "v_scale must be of shape"),
     ("int4", {"k_scale": read_only(3, 4, 2, 2, 2)}, ValueError, "k_scale must be writeable"),
-    ("int4", {"k_cache": zeros(3, 4, 2, 64, dtype=np.uint8)}, ValueError, "must have 2 channels per byte and D = 64"),
+    ("int4", {"k_cache": zeros(3, 4, 2, 64, dtype=np.uint8)}, ValueError, "D = 128 as its cache of 2 channels"),
     ("int4", {"v_cache": zeros(3, 4, 2, 32, dtype=np.int8)}, TypeError, "v_cache must be uint8 as k_cache"),
-    ("int4", {"query": zeros(1, 1, H, 64, dtype=F64)}, TypeError, "query must be .* with a k_cache of uint8"),
+    ("int4", {"query": zeros(1, 1, H, 64, dtype=F64)}, TypeError, "query must be .* with a cache of uint8"),
     ("int4", {"cache_seqlens": [4]}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
     ("int4", {"block_table": [[3]]}, IndexError, "block_table must be from 0 to 2"),
     # Rotation

@@ -760,4 +760,4 @@ def test_caches_that_are_the_same():
     """They hold the keys as values, too: a latent cache, which takes keys alone."""
     arguments = good("paged")
     arguments |= {"v_cache": arguments["k_cache"], "value": arguments["key"], "out": None}
-    refused(arguments, ValueError, "value must be None where v_cache is channels of k_cache")
+    refused(arguments, ValueError, "value must be None with a latent cache, as key contains the values")

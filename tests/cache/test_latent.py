@@ -53,7 +53,7 @@ def test_bad_input():
     def refuses(given, message, **more):
         refused(given | more, ValueError, message)
 
-    refuses(given, "value must be None where v_cache is channels of k_cache", value=value)
+    refuses(given, "value must be None with a latent cache, as key contains the values", value=value)
     refuses(given, "key must be given with value", key=None, value=value)
     # Backwards, every second one, of other tokens, and of other rows: these are no channels of the keys, so values have
     # to be given, and may not lie there.
@@ -94,7 +94,9 @@ def test_bad_input_of_caches():
             step.attend(layer, x, x, x[..., :DV])
     cache = next(caches)
     with cache.step([cache.new_sequence()], 1) as step:
-        with pytest.raises(ValueError, match="value must be None where v_cache is channels of k_cache"):
+        with pytest.raises(
+            ValueError, match="value must be None with a latent cache, as key contains the values"
+        ):
             step.attend(0, x, x, x[..., :DV])
         for layer in range(2):
             step.attend(layer, x, x)

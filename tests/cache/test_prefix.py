@@ -127,12 +127,13 @@ def test_forks_in_a_step(rng):
 
 
 BAD = [
-    ({"prefix": PREFIX + 1}, ValueError, "prefix must be whole pages of 16 tokens, up to the 17 of .*got 81"),
-    ({"prefix": 18 * SIZE}, ValueError, "prefix must be whole pages"),
+    ({"prefix": PREFIX + 1}, ValueError, "prefix must be whole pages of 16 tokens, got 81"),
+    ({"prefix": 18 * SIZE}, ValueError, "prefix must be tokens that all .* up to 99 for sequence 0, got 288"),
+    ({"prefix": 18 * SIZE, "cache_seqlens": [300] * 3}, ValueError, "prefix must be tokens of the 17 pages of block_t"),
     ({"prefix": -16}, ValueError, "prefix must be a non-negative integer, got -16"),
     ({"prefix": 1.5}, TypeError, "prefix must be a non-negative integer, got 1.5"),
-    ({"prefix": PREFIX + SIZE, "cache_seqlens": [99, 97, 130]}, ValueError, "prefix must be .* sequences share, got"),
-    ({"cache_seqlens": [99, 79, 130]}, ValueError, "cache_seqlens must be at least prefix = 80, got 79 at index 1"),
+    ({"prefix": PREFIX + SIZE, "cache_seqlens": [99, 97, 130]}, ValueError, ".* share, up to 80 for .* 1, got"),
+    ({"cache_seqlens": [99, 79, 130]}, ValueError, "prefix must be tokens that .* to 79 for .* 1, got 80"),
     ({"cache_seqlens": [99, 80, 272]}, ValueError, "cache_seqlens must be tokens .* 272 per .*got 272 and 1 new"),
     ({"block_table": None}, ValueError, "prefix must be 0 without block_table, got 80"),
     ({"sliding_window": 9}, ValueError, "sliding_window must be None with prefix, got 9; leave prefix out"),
@@ -141,6 +142,33 @@ BAD = [
     ({"bias": np.zeros((1, 1, 1, 200), F32)}, ValueError, "bias must be None with prefix"),
     ({"attention_mask": np.ones((1, 1, 1, 200), bool)}, ValueError, "attention_mask must be None with prefix"),
 ]  # fmt: skip
+
+
+def test_errors_of_a_step_name_what_it_takes(rng):
+    """The lengths, the pages and the caches are the step's."""
+    cache = KVCache(HKV, 64, pages=16, page_size=16, dtype="float32")
+    ids = [cache.new_sequence() for _ in range(2)]
+    q, k = (rng.standard_normal((70, heads, 64)).astype(F32) for heads in (H, HKV))
+    for i in ids:
+        with cache.step([i], 70) as step:
+            step.attend(0, q, k, k)
+    wrongs = [
+        (
+            {"prefix": 80},
+            "prefix must be tokens that all sequences have in the cache, up to 70 for sequence 0",
+        ),
+        ({"prefix": 17}, "prefix must be whole pages of 16 tokens, got 17"),
+        (
+            {"prefix": 32},
+            "prefix must be tokens whose pages all sequences share, up to 0 for sequence 1, got 32",
+        ),
+        ({"query": q[:4, :3]}, "query must have a multiple of its cache's 2 heads, got"),
+        ({"query": q[:4, :, :9]}, "query must have D = 64 as its cache, got"),
+    ]
+    for wrong, words in wrongs:
+        given = {"query": q[:4], "key": k[:4], "value": k[:4]} | wrong
+        with pytest.raises(ValueError, match=f"^{words}"), cache.step(ids, [1, 3]) as step:
+            step.attend(0, **given)
 
 
 @pytest.mark.parametrize(("wrong", "error", "words"), BAD)

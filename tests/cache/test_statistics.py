@@ -101,7 +101,7 @@ BAD = [
     ({"heads": "both"}, ValueError, "heads must be one of"),
     ({"lse": np.zeros((2, 4, 3), F32)}, ValueError, r"lse must be of shape \(2, 4, 2\)"),
     ({"lse": np.zeros((2, 4, 2))}, TypeError, "lse must be float32"),
-    ({"k_cache": np.zeros((2, 8, 2, 15), F32)}, ValueError, "k_cache must have D = 16"),
+    ({"k_cache": np.zeros((2, 8, 2, 15), F32)}, ValueError, "query must have D = 15 as its cache"),
     ({"k_cache": np.zeros((2, 8, 2, 16), np.int8)}, ValueError, "k_scale must be given for a cache of int8"),
     ({"cache_seqlens": [9, 1]}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
     ({"block_table": [[0], [1]]}, ValueError, "cache_seqlens must be given with block_table"),

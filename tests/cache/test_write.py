@@ -76,7 +76,9 @@ def test_latent_and_contiguous_caches():
     attnmask.write_kvcache(latent, latent[..., :16], key, None, [7, 0, 11])
     assert [tuple(at) for at in np.argwhere(latent.any(axis=(2, 3)))] == [(0, 0), (1, 1), (1, 5)]
     assert latent[1, 1].tobytes() == key[0].tobytes()
-    with pytest.raises(ValueError, match="value must be None where v_cache is channels of k_cache"):
+    with pytest.raises(
+        ValueError, match="value must be None with a latent cache, as key contains the values"
+    ):
         attnmask.write_kvcache(latent, latent[..., :16], key, key[..., :16], [7, 0, 11])
     with pytest.raises(ValueError, match="value must be given with key and rotate=True, got None"):
         attnmask.write_kvcache(latent, latent[..., :16], key, None, [7, 0, 11], rotate=True)

@@ -287,7 +287,7 @@ def test_a_prefix(packed, new):
     ("wrong", "message"),
     [
         ({"prefix": 3}, "prefix must be whole pages of 4 tokens"),
-        ({"prefix": 8}, "cache_seqlens must be at least prefix = 8, got 6 at index 0"),
+        ({"prefix": 8}, "prefix must be tokens that all .* up to 6 for sequence 0, got 8"),
         ({"block_table": np.array([[3, 1], [0, 2]], np.int32)}, "prefix must be .* sequences share"),
         ({"attention_mask": np.ones((1, 1, 1, 8), bool)}, "attention_mask must be None with prefix, got"),
         ({"sliding_window": 9}, "sliding_window must be None with prefix, got 9"),

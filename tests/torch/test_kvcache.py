@@ -309,7 +309,7 @@ def test_bad_values(torch):
             for x in (*NUMBERS, torch.tensor(1, dtype=torch.int16))
         ),
         ({"block_table": torch.tensor([[5, 6, -1], [0, 4, 2]])}, IndexError, "block_table must be from 0 to 5"),
-        ({"query": arguments["query"].double()}, TypeError, "query must be .* bfloat16 with a k_cache of float32"),
+        ({"query": arguments["query"].double()}, TypeError, "query must be .* bfloat16 with a cache of float32"),
         ({"query": arguments["query"].to(torch.float8_e4m3fn)}, TypeError, "query must be of float16, bfloat16"),
         ({"k_cache": arguments["k_cache"].to_sparse()}, TypeError, "k_cache must be a tensor whose memory"),
         ({"k_cache": torch._neg_view(arguments["k_cache"])}, ValueError, "k_cache must be writeable"),
