@@ -1,8 +1,9 @@
 """Train a tiny hybrid language model on packed text: python examples/train_hybrid.py
 
-Two layers of gated delta rule, as Qwen3-Next has them, and one of softmax attention, in PyTorch. The documents of
-train_tiny.py are laid end to end: `cu_seqlens` keeps convolutions, states and attention within each of them. At the end
-the model writes a document, one token at a time: linear layers then take the same memory and time for each token.
+Two layers of gated delta rule, as Qwen3-Next has them, and one of softmax attention with grouped key heads, in
+PyTorch. The documents of train_tiny.py are laid end to end: `cu_seqlens` keeps convolutions, states and attention
+within each of them. At the end the model writes a document, one token at a time: linear layers then take the same
+memory and time for each token.
 """
 
 import argparse
@@ -25,7 +26,7 @@ _spec = importlib.util.spec_from_file_location("train_tiny", Path(__file__).with
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
-WIDTH, HEADS, DEPTH = 64, 4, 16
+WIDTH, HEADS, KV_HEADS, DEPTH = 64, 4, 2, 16
 
 
 class DeltaNet(nn.Module):
@@ -74,21 +75,28 @@ class DeltaNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Softmax attention, without positions: the linear layers before it know the order."""
+    """Softmax attention, without positions: the linear layers before it know the order.
+
+    Each key head serves two query heads. Keys and values are not repeated for it.
+    """
 
     def __init__(self):
         super().__init__()
-        self.mixed = nn.Linear(WIDTH, 3 * HEADS * DEPTH, bias=False)
+        self.mixed = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * DEPTH, bias=False)
         self.project = nn.Linear(HEADS * DEPTH, WIDTH, bias=False)
 
+    def heads(self, x):
+        """Return queries [..., HEADS, DEPTH], and keys and values [..., KV_HEADS, DEPTH]."""
+        return self.mixed(x).unflatten(-1, (-1, DEPTH)).split([HEADS, KV_HEADS, KV_HEADS], dim=-2)
+
     def forward(self, x, starts):
-        query, key, value = self.mixed(x)[0].unflatten(-1, (3, HEADS, DEPTH)).unbind(-3)
+        query, key, value = self.heads(x[0])
         out = attnmask.torch.flash_attention(query, key, value, cum_seqlens_q=starts, causal=True)
         return self.project(out.flatten(-2))[None]
 
     def step(self, x, state):
         """Take one token. What it attends to grows."""
-        query, key, value = self.mixed(x).unflatten(-1, (3, HEADS, DEPTH)).unbind(-3)
+        query, key, value = self.heads(x)
         for held, new in zip(state, (key, value), strict=True):
             held.append(new)
         keys, values = (torch.stack(held, dim=1) for held in state)

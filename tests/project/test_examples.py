@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from environment import ROOT, SANITIZED
 
+import attnmask
+
 EXAMPLES = ROOT / "examples"
 TRAIN_TINY = EXAMPLES / "train_tiny.py"
 pytestmark = [
@@ -80,6 +82,36 @@ def test_a_hybrid_learns_and_writes():
             token = torch.from_numpy(characters[t : t + 1])
             alone = model(token, lambda i, mixer, x: mixer.step(x, states[i]))
             np.testing.assert_allclose(alone[0], logits[t], atol=1e-4)
+
+
+def test_training_in_jax(train_tiny):
+    """One compiled step serves documents of any lengths, and the first loss is that of the model in NumPy."""
+    pytest.importorskip("jax")
+    module, lines = load("train_jax"), []
+    steps = 2 if SANITIZED else 90
+    loss, bigram = module.train(steps=steps, report=lines.append)
+    assert SANITIZED or loss < 0.8 * bigram
+    assert module.train_step._cache_size() == 1
+    rng = np.random.default_rng(1)
+    params, (characters, following, documents, positions) = train_tiny.parameters(rng), module.rows(rng, 1)
+    starts = np.flatnonzero(np.diff(documents[0], prepend=-1, append=-2))
+    expected, _ = train_tiny.loss_and_gradients(params, characters[0], following[0], starts)
+    np.testing.assert_array_equal(positions[0], attnmask.prepare_position_ids(starts))
+    found = module.loss_of(params, characters, following, documents, positions)
+    np.testing.assert_allclose(found, expected * train_tiny.BITS, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("pages", "evicted"), [(8, True), (14, True), (100, False)])
+def test_a_server_in_numpy(pages, evicted):
+    """Requests get the tokens that they get alone, whatever ran beside them: the program compares them."""
+    lines = []
+    requests, steps = load("serve_numpy").main(8, pages, lines.append)
+    assert len([line for line in lines if "is done" in line]) == len(requests) == 8
+    assert any("is evicted" in line for line in lines) == evicted
+    longest = max(request.total for request in requests)
+    assert steps < longest if pages == 100 else steps > 0
+    with pytest.raises(ValueError, match="request 0 needs more than 1 pages"):
+        load("serve_numpy").main(8, 1, lines.append)
 
 
 def test_a_map_of_weights(tmp_path, monkeypatch, capsys):
