@@ -64,7 +64,7 @@ html_css_files = ["attnmask.css"]
 html_copy_source = html_show_sourcelink = False
 
 
-HEAD_OF_MASK = re.compile(r"\bk 0( \d)+")
+HEAD_OF_MASK = re.compile(r"\bk \d( \d)+")
 
 
 class Mask(Directive):
@@ -203,7 +203,10 @@ class Levels(Directive):
             for name in (*report["levels"], "PyTorch"):
                 times = [case["times"].get(name) for case in cases]
                 if any(times):
-                    shown = (f"{row['ms']:#.3g} ms, {row['of_peak']:.0%}" if row else "–" for row in times)
+                    shown = (
+                        f"{row['ms']:#.3g}".rstrip(".") + f" ms, {row['of_peak']:.0%}" if row else "–"
+                        for row in times
+                    )
                     rows.append((f"**{name}**" if name == report["level"] else name, *shown))
             rows.append(("peak", *(f"{case['times']['peak']['rate']:.0f} {case['unit']}" for case in cases)))
             made.append(nodes.rubric(text=function.capitalize()))

@@ -801,16 +801,16 @@ class MaskInfo(OtherWays):
     ) -> Self:
         """Let queries attend to keys of the same type: in addition, only, or instead.
 
-        ::
+        Of a causal mask, with the types 0 1 1 2 2::
 
-            types 0 1 1 2 2        causal, "union"            causal, "intersect"        "replace"
+            "union"            "intersect"        "replace"
 
-                                     k 0 1 2 3 4                k 0 1 2 3 4                k 0 1 2 3 4
-                                   q 0 # . . . .              q 0 . . . . .              q 0 . . . . .
-                                     1 # # # . .                1 . # . . .                1 . # # . .
-                                     2 # # # . .                2 . # # . .                2 . # # . .
-                                     3 # # # # #                3 . . . # .                3 . . . # #
-                                     4 # # # # #                4 . . . # #                4 . . . # #
+                k 0 1 2 3 4        k 0 1 2 3 4        k 0 1 2 3 4
+              q 0 # . . . .      q 0 . . . . .      q 0 . . . . .
+                1 # # # . .        1 . # . . .        1 . # # . .
+                2 # # # . .        2 . # # . .        2 . # # . .
+                3 # # # # #        3 . . . # .        3 . . . # #
+                4 # # # # #        4 . . . # #        4 . . . # #
 
         Parameters
         ----------
