@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnmask._attention.arguments import CACHE_DEFAULTS, DEFAULTS
 from attnmask._attention.problem import distances, mask_nodes, scale_of
 from attnmask._attention.terms import Sizes, numbers_of, terms_of
 from attnmask._common.arguments import FARTHEST, as_array, describe, flag, integer, integer_array, per_row
@@ -17,6 +18,9 @@ from attnmask._masks.program import Program, Shape
 
 # These depend on positions. Attention to a prefix has none: one problem has the queries of all sequences.
 _BY_PLACE = ("sliding_window", "attention_chunk", "alibi_slopes", "bias", "relative_bias", "grid_bias")
+
+_TO_WRITE = ("key", "value", "k_scale", "v_scale", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "out")
+_WITHOUT_GRADIENTS = (*_TO_WRITE, "attention_mask", "bias", "attention_chunk", "prefix", "rotate")
 
 
 def table_of(block_table: Array, given: object) -> Array:
@@ -46,6 +50,27 @@ def prefix_of(given: Given) -> int:
                 f"{name} must be None with prefix, got {describe(given[name])}; leave prefix out to have both"
             )
     return prefix
+
+
+# A contiguous cache of floats that is only read holds ordinary keys and values, so that it has their derivatives.
+
+
+def without_gradients(given: Given) -> str:
+    """Return with what a call has no gradients, or nothing."""
+    for name in ("k_cache", "v_cache"):
+        if given[name].dtype != given["query"].dtype:
+            return f" with a {name} of {str(given[name].dtype).removeprefix('torch.')}"
+    for name in _WITHOUT_GRADIENTS:
+        x = given.get(name)
+        if x is not None and x is not False and (name != "prefix" or x):
+            return f" with {name}"
+    return ""
+
+
+def as_attention(given: Given) -> Arguments:
+    """Return the arguments of `flash_attention` to the keys in a cache. Each row sees the first `cache_seqlens`."""
+    named = {name: given[name] for name in CACHE_DEFAULTS if name in DEFAULTS and name != "bias"}
+    return named | {"query": given["query"], "key": given["k_cache"], "value": given["v_cache"]}
 
 
 def options(query: Array, shape: Shape, sequences: int, channels: int, given: Arguments) -> tuple[Any, ...]:

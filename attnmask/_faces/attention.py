@@ -27,6 +27,7 @@ from attnmask._attention.flash_attention import (
 from attnmask._attention.forward import Results, attend_for_gradients
 from attnmask._attention.jvp import second_gradients
 from attnmask._attention.problem import FlashAttentionGrads, check_layout
+from attnmask._cache.attend import without_gradients
 from attnmask._cache.flash_attention_with_kvcache import (
     attention_statistics_with_kvcache,
     flash_attention_with_kvcache,
@@ -223,6 +224,7 @@ out : out = None
     handler="attnmask_flash_kvcache",
     by_name=True,
     trained="flash_attention",
+    without=without_gradients,
     fits=_fits_cache,
     examples={
         "jax": """

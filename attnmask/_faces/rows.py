@@ -240,6 +240,8 @@ class Row:
         how the names of XLA's handlers begin
     `trained`
         the name of the function that has gradients, if this one has none
+    ``without(arguments)``
+        Return with which of them the function has no gradients, as " with key". Nothing if it never has, or with none.
     `examples`
         the examples of other libraries
     `by_name`
@@ -273,6 +275,7 @@ class Row:
         handler: str = "",
         examples: Given | None = None,
         trained: str = "",
+        without: AnyFunction = lambda _: "",
         by_name: bool = False,
         saved: Sequence[str] = (),
         wide: str = "",
@@ -284,7 +287,7 @@ class Row:
         self.jvp, self.moved, self.second = jvp, tuple(moved), second
         self.cast, self.handler, self.examples = cast, handler, examples or {}
         self.trained, self.by_name, self.saved, self.fits = trained, by_name, saved, fits
-        self.wide = wide
+        self.wide, self.without = wide, without
         self.returns_vjp = False
         self.own: tuple[Argument, ...] = ()  # that only one face has
         self.all = "".join(self.of(Kind.ALL))

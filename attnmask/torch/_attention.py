@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attnmask._attention.arguments import (
-    CACHE_DEFAULTS,
     DEFAULTS,
     LEARNED,
     OPTIONS,
@@ -15,6 +14,7 @@ from attnmask._attention.arguments import (
     Call,
     cache_keywords,
 )
+from attnmask._cache.attend import as_attention, without_gradients
 from attnmask._common.arguments import describe, flag, integer_array
 from attnmask._common.keywords import taken
 from attnmask._common.loading import _core
@@ -250,12 +250,6 @@ class _CacheCall(CacheArguments[torch.Tensor], Generic[_Flag], total=False):
     out: "torch.Tensor | None"
 
 
-# A contiguous cache that is only read holds ordinary keys and values. Each row sees the first `cache_seqlens` of them.
-
-_FORMAT = ("key", "value", "block_table", "cu_seqlens_q", "cu_seqlens_k_new", "k_scale", "v_scale", "out")
-_NOT_SEEN = (*_FORMAT, "attention_mask", "bias", "attention_chunk", "rotate")
-
-
 def _learns(query: object, k_cache: object, v_cache: object) -> bool:
     """Return whether derivatives of a call may be needed."""
     if torch.is_grad_enabled() and (
@@ -267,33 +261,32 @@ def _learns(query: object, k_cache: object, v_cache: object) -> bool:
     return bool(operators.transforms() or with_tangents(LEARNED, (query, k_cache, v_cache)))
 
 
-def _is_read_alone(given: Arguments) -> bool:
-    query, *caches = (given[name] for name in ("query", "k_cache", "v_cache"))
+def _has_gradients(given: Arguments) -> bool:
+    tensors = [given[name] for name in ("query", "k_cache", "v_cache")]
     lengths = given["cache_seqlens"]
     return (
-        not any(given[name] is not None and given[name] is not False for name in _NOT_SEEN)
-        and not given["prefix"]
-        and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (query, *caches))
-        and all(x.dtype == query.dtype and x.is_floating_point() for x in caches)
+        all(isinstance(x, torch.Tensor) and x.ndim == 4 and x.is_floating_point() for x in tensors)
+        and not without_gradients(given)
         and (lengths is None or type(lengths) is int or not torch.compiler.is_compiling())
     )  # graphs cannot check lengths
 
 
 def _seen_of_cache(given: Arguments) -> Arguments:
     """Return the arguments of `flash_attention` that have the same result."""
-    (batch, queries, *_), tokens = given["query"].shape, given["k_cache"].shape[1]
+    seen, (batch, queries, *_), tokens = as_attention(given), given["query"].shape, given["k_cache"].shape[1]
     lengths = tokens if given["cache_seqlens"] is None else given["cache_seqlens"]
     if type(lengths) is not int and not isinstance(lengths, torch.Tensor):
         lengths = torch.as_tensor(np.array(integer_array(lengths, "cache_seqlens")))
+    if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.uint8:
+        lengths = lengths.int()  # of which queries are subtracted
     within = (lengths >= 0) & (lengths <= tokens)
     if not (within if type(lengths) is int else within.all()):
         raise ValueError(f"cache_seqlens must be from 0 to {tokens}, the tokens of k_cache, got {lengths}")
-    seen = {name: given[name] for name in CACHE_DEFAULTS if name in DEFAULTS and name != "bias"}
-    seen |= {"query": given["query"], "causal_offset": lengths - queries}
+    seen["causal_offset"] = lengths - queries
     if type(lengths) is int:
-        return seen | {"key": given["k_cache"][:, :lengths], "value": given["v_cache"][:, :lengths]}
+        return seen | {name: seen[name][:, :lengths] for name in ("key", "value")}
     keys = torch.arange(tokens) < lengths.expand(batch)[:, None]
-    seen |= {"key": given["k_cache"], "value": given["v_cache"], "kv_segment_ids": keys.int() - 1}
+    seen["kv_segment_ids"] = keys.int() - 1
     return seen | {"q_segment_ids": torch.zeros(batch, queries, dtype=torch.int32)}
 
 
@@ -385,7 +378,7 @@ def flash_attention_with_kvcache(
     own: Arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     own |= {"attention_mask": attention_mask, "out": out}
     given = _KEYWORDS.complete(flash_attention_with_kvcache, own, more)
-    if _learns(query, k_cache, v_cache) and _is_read_alone(given):
+    if _learns(query, k_cache, v_cache) and _has_gradients(given):
         return flash_attention(**_seen_of_cache(given), return_lse=return_lse)
     if isinstance(out, torch.Tensor) or out is None:
         return _attend_to_cache(given, flag(return_lse, "return_lse"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from numpy.typing import ArrayLike
@@ -534,7 +535,8 @@ class _Writing(_Function):
         tensors = tensors_among(given)
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
-            operators.check_no_gradient(tensors, self.name, self.row.trained)
+            without = partial(self.row.without, given)
+            operators.check_no_gradient(tensors, self.name, self.row.trained, without)
             if not needs_operator(tensors.values()):
                 return self.compute(given, with_all, tensors)
         out = given.pop("out", None)

@@ -158,14 +158,17 @@ def tensors_among(given: Given) -> dict[str, torch.Tensor]:
     return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
-def check_no_gradient(tensors: dict[str, torch.Tensor], function: str, trained: str) -> None:
+def check_no_gradient(
+    tensors: dict[str, torch.Tensor], function: str, trained: str, without: Callable[[], str] = str
+) -> None:
+    """Refuse tensors that require a gradient. `without` returns what to say of why there is none."""
     check_no_tangents(tensors, tensors.values(), function)
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
         if x.requires_grad:
             raise RuntimeError(
-                f"{function} has no gradient, and {name} requires one: "
+                f"{function} has no gradient{without()}, and {name} requires one: "
                 f"call it under torch.no_grad(), or train with {trained}"
             )
 

@@ -191,14 +191,15 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [None, 12, [40, 17, 5], "tensor"])
+@pytest.mark.parametrize("lengths", [None, 12, [40, 17, 3], "int64", "uint8"])
 @pytest.mark.parametrize("more", READ)
 def test_derivatives_where_nothing_is_written(torch, more, lengths):
     """They are those of attention to the first keys of each row, in both modes and twice; the result is as before."""
     caches = (torch.randn(3, 40, 2, 16, dtype=torch.double) for _ in range(2))
     inputs = [torch.randn(3, 5, 4, 16, dtype=torch.double), *caches]
-    lengths = torch.tensor([40, 17, 5]) if isinstance(lengths, str) else lengths
-    more, rows = more | {"cache_seqlens": lengths}, [40, 17, 5]
+    rows = [40, 17, 3]  # the last has fewer keys than queries
+    lengths = torch.tensor(rows, dtype=getattr(torch, lengths)) if isinstance(lengths, str) else lengths
+    more = more | {"cache_seqlens": lengths}
     if lengths is None or isinstance(lengths, int):
         rows = [lengths or 40] * 3
 
@@ -239,15 +240,19 @@ def test_derivatives_of_caches_that_are_refused(torch):
     for lengths in 9, -1, torch.tensor([9]), [9]:
         with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 8, the tokens of k_cache, got"):
             attend(learned, cache, cache, cache_seqlens=lengths)
-    for more in (
-        {"key": cache[:, :2], "value": cache[:, :2], "cache_seqlens": 0},
-        {"block_table": [[0]]},
-        {"attention_mask": np.ones((2, 8), bool)},
-        {"bias": np.zeros((2, 8), np.float32)},
-        {"out": torch.empty_like(query)},
+    scales = {"k_scale": torch.ones(1, 8, 2, 1), "v_scale": torch.ones(1, 8, 2, 1)}
+    for without, caches, more in (
+        ("key", (cache, cache), {"key": cache[:, :2], "value": cache[:, :2], "cache_seqlens": 0}),
+        ("block_table", (cache, cache), {"block_table": [[0]]}),
+        ("attention_mask", (cache, cache), {"attention_mask": np.ones((2, 8), bool)}),
+        ("bias", (cache, cache), {"bias": np.zeros((2, 8), np.float32)}),
+        ("out", (cache, cache), {"out": torch.empty_like(query)}),
+        ("a v_cache of float16", (cache, cache.half()), {}),
+        ("a k_cache of int8", (cache.to(torch.int8),) * 2, scales),
     ):
-        with pytest.raises(RuntimeError, match="has no gradient, and query requires one"):
-            attend(learned, cache, cache, **more)
+        words = f"_kvcache has no gradient with {without}, and query requires one: call it under"
+        with pytest.raises(RuntimeError, match=words):
+            attend(learned, *caches, **more)
     compiled = torch.compile(lambda *x: attend(*x, cache_seqlens=5), backend="aot_eager", fullgraph=True)
     compiled(learned, cache, cache).sum().backward()
     twin = query.clone().requires_grad_()
