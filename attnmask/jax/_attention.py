@@ -8,13 +8,14 @@ import numpy as np
 from attnmask._attention.arguments import LEARNED
 from attnmask._attention.batch import Batch, folded, one_batch, unfolded
 from attnmask._common.arguments import is_floating
-from attnmask._common.types import Arguments
+from attnmask._common.types import AnyFunction, Arguments
 from attnmask._faces.attention import ATTENTION
+from attnmask.jax import _call as call
 from attnmask.jax._arguments import check, is_traced, known_flag, sinks_of, specify
 from attnmask.jax._derivatives import attend
 from attnmask.jax._faces import Function
 from attnmask.jax._gradients import constant
-from attnmask.jax._types import AnyByName, ByName
+from attnmask.jax._types import AnyByName, ByName, Results
 
 IN_JAX = ATTENTION.with_own("""
 callback : flag = False
@@ -42,6 +43,22 @@ def four_axes(learned: ByName, batch: Batch) -> ByName:
     }
 
 
+def attended(
+    arrays: AnyByName, static: Arguments, count: int, more: Any = (), forward: AnyFunction = call.forward
+) -> Results:
+    """Return the first `count` results with all derivatives. `forward` is that of `_derivatives.attend`."""
+    learned = {name: arrays[name] for name in LEARNED if isinstance(arrays.get(name), jax.Array)}
+    slopes = arrays.get("alibi_slopes")
+    if slopes is not None and is_traced(slopes) and is_floating(slopes.dtype):
+        arrays = arrays | {"alibi_slopes": constant(slopes, _NO_SLOPES)}
+    known = static | arrays
+    problem, batch = check(known)
+    spec, others = specify(known, problem, batch)
+    spec = spec._replace(callback=known_flag(static["callback"], "callback"))
+    found = attend(spec, four_axes(learned, batch), others, count, more, forward)
+    return tuple(unfolded(x, batch) for x in found)
+
+
 class Attention(Function):
     """The function of `IN_JAX`."""
 
@@ -56,14 +73,5 @@ second derivatives (``jax.hessian``, ``jax.jvp`` of ``jax.grad``, ``jax.grad`` o
         return arrays, static
 
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
-        learned = {name: arrays[name] for name in LEARNED if name in arrays}
-        slopes = arrays.get("alibi_slopes")
-        if slopes is not None and is_traced(slopes) and is_floating(slopes.dtype):
-            arrays = arrays | {"alibi_slopes": constant(slopes, _NO_SLOPES)}
-        known = static | arrays
-        problem, batch = check(known)
-        spec, others = specify(known, problem, batch)
-        spec = spec._replace(callback=known_flag(static["callback"], "callback"))
-        results = attend(spec, four_axes(learned, batch), others, 1 + with_all)
-        results = tuple(unfolded(x, batch) for x in results)
+        results = attended(arrays, static, 1 + with_all)
         return results if with_all else results[0]

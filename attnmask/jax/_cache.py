@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmask._attention.arguments import DEFAULTS, LEARNED
 from attnmask._attention.problem import mask_nodes
 from attnmask._cache import attend as kvcache
 from attnmask._cache.quantize import check_tokens_rotate, rotated_tokens
@@ -23,11 +24,16 @@ from attnmask._common.types import AnyFunction, Arguments, Given
 from attnmask._masks.info import MaskInfo
 from attnmask._masks.program import Program, Shape, mapped
 from attnmask.jax import _call as call
-from attnmask.jax._arguments import Arrays, is_traced, known_flag, mask_terms, term_operands
+from attnmask.jax._arguments import Arrays, Spec, is_traced, known_flag, mask_terms, term_operands
+from attnmask.jax._attention import attended
+from attnmask.jax._derivatives import refuse
 from attnmask.jax._faces import Call, Writing
-from attnmask.jax._types import AnyArray, AnyByName, KVCacheResult, Results, Shaped
+from attnmask.jax._gradients import moving
+from attnmask.jax._maps import Map
+from attnmask.jax._types import AnyArray, AnyByName, ByName, KVCacheResult, Results, Shaped
 
 _FIRST = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # in the call's order
+_NOT_GIVEN = DEFAULTS | {"callback": False}  # to attention without a cache
 
 
 class _ToCache(Writing):
@@ -79,6 +85,8 @@ class Attend(_ToCache):
     """The function of `CACHE`."""
 
     made = KVCacheResult._make
+    derivatives = """Where nothing is written to a contiguous cache of floats, `query`, `k_cache` and `v_cache` have the
+derivatives that they have in `flash_attention`, and so have learned terms. All else has no gradients."""
 
     def rotated(self, arrays: AnyByName) -> AnyByName:
         check_tokens_rotate(arrays["query"], arrays["v_cache"])
@@ -105,6 +113,49 @@ class Attend(_ToCache):
             return [_rotated(out) if static["rotate"] else out, *lse]
 
         return Call(words, first, more.taken, shapes, self.written(arrays), finish)
+
+    def found(self, made: Call, given: Arguments) -> Results:
+        """Also with derivatives, if there are: those of attention to the keys that each row sees."""
+        if self.row.without(given):
+            return super().found(made, given)
+        traced = {name: x for name, x in given.items() if is_traced(x)}
+        learned = made.first | {name: x for name, x in traced.items() if is_floating(x.dtype)}
+        fixed = {name: x for name, x in given.items() if name not in learned | traced}
+
+        def compute(residuals: Any, _: ByName) -> Results:
+            learned, _, more = residuals
+            first = {name: learned[name] for name in made.first}
+            return self.handled(made._replace(first=first, more=more), "")
+
+        def forward(spec: Spec, learned: ByName, others: Any, count: int, *more: jax.Array) -> Results:
+            first = dict(zip(made.first, (learned[name] for name in LEARNED[:3]), strict=True))
+            words = made.words.copy()
+            words[1] |= call.WORDS["cache"]["return_lse"] * (count > 1)
+            shapes = call.results_like(spec, learned)[: min(count, 2)]
+            found = self.handled(Call(words, first, more, shapes, ()), "")
+            return found if count < 3 else (*found, call.forward(spec, learned, others, 3)[2])
+
+        def attend(residuals: Any, _: ByName) -> Results:
+            learned, others, more = residuals
+            return attended(_seen(fixed | others | learned), _NOT_GIVEN, len(made.shapes), more, forward)
+
+        others = {name: x for name, x in traced.items() if name not in learned}
+        return tuple(Map(compute, refuse, moving(attend))((learned, others, made.more), {}))
+
+
+def _seen(given: Given) -> Arguments:
+    """Return the arguments of `flash_attention` that have the same result."""
+    (batch, queries, *_), tokens = given["query"].shape, given["k_cache"].shape[1]
+    seen, lengths = kvcache.as_attention(given), given["cache_seqlens"]
+    if lengths is None:
+        return seen | {"causal_offset": tokens - queries}
+    if is_traced(lengths):
+        lengths = jax.numpy.broadcast_to(lengths.reshape(-1).astype(np.int32), batch)
+    else:
+        lengths = kvcache.tokens_before(lengths, batch)
+    keys = np.arange(tokens) < lengths[:, None]
+    seen |= {"causal_offset": lengths - queries, "kv_segment_ids": keys.astype(np.int32) - 1}
+    return seen | {"q_segment_ids": np.zeros((batch, queries), np.int32)}
 
 
 def _check_value(given: Given) -> None:

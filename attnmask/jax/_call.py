@@ -257,7 +257,7 @@ def _learned_terms(spec: Spec) -> dict[str, tuple[int, ...]]:
     return dict(array for array in arrays if isinstance(array, Learned))
 
 
-def _of_result(spec: Spec, learned: ByName) -> list[Shaped]:
+def results_like(spec: Spec, learned: ByName) -> list[Shaped]:
     """Return the shapes and types of: the result, the logsumexp of each row, the result before rounding."""
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
@@ -270,7 +270,7 @@ def forward(
     spec: Spec, learned: ByName, others: Sequence[jax.typing.ArrayLike], results: int
 ) -> tuple[jax.Array, ...]:
     """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
-    shapes = _of_result(spec, learned)[:results]
+    shapes = results_like(spec, learned)[:results]
     return _call("attnmask_flash_forward", spec, learned, others, shapes)
 
 
@@ -319,7 +319,7 @@ def jvp(
 ) -> tuple[jax.Array, ...]:
     """Return the tangents of the result and of its logsumexp."""
     given, said = _tangents(spec, learned, tangents)
-    shapes = _of_result(spec, learned)[:2]
+    shapes = results_like(spec, learned)[:2]
     return _call("attnmask_flash_jvp", spec, learned, [*others, *given], shapes, (), **said)
 
 
@@ -334,7 +334,7 @@ def backward_vjp(
     query, key and value; one that is missing is zero. `of_result` is as in `backward`.
     """
     given, said = _tangents(spec, learned, cotangents)
-    _, of_lse, of_out = _of_result(spec, learned)
+    _, of_lse, of_out = results_like(spec, learned)
     shapes = [*((learned[name].shape, learned[name].dtype) for name in LEARNED[:3]), of_out, of_lse]
     arrays, said["dlse"] = [*others, *of_result, *given], len(of_result) == 4
     found = _call("attnmask_flash_backward_vjp", spec, learned, arrays, shapes, (), **said)

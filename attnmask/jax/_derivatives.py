@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import jax
 
 from attnmask._attention.arguments import LEARNED, MOVED
+from attnmask._common.types import AnyFunction
 from attnmask.jax import _call as call
 from attnmask.jax._arguments import Spec
 from attnmask.jax._maps import Map
@@ -29,25 +30,32 @@ _FUNCTION = "attnmask.jax.flash_attention"
 _Moved = tuple[Sequence[jax.Array], Sequence[Any]]
 
 
-def attend(spec: Spec, learned: ByName, others: Any, count: int) -> Sequence[jax.Array]:
-    """Return the first `count` of: the result, its logsumexp, the result before it is rounded to 16 bits."""
+def attend(
+    spec: Spec, learned: ByName, others: Any, count: int, more: Any = (), forward: AnyFunction = call.forward
+) -> Sequence[jax.Array]:
+    """Return the first `count` of: the result, its logsumexp, the result before it is rounded to 16 bits.
+
+    `forward` computes them from all of these, and from the arrays `more`.
+    """
 
     def compute(residuals: Any, _: ByName) -> Results:
-        learned, others = residuals
-        return call.forward(spec, learned, others, count)
+        learned, others, more = residuals
+        found: Results = forward(spec, learned, others, count, *more)
+        return found
 
     def differentiate(residuals: Any, _: ByName, moved: ByName, __: ByName) -> _Moved:
         # The result before it is rounded to 16 bits, or it would be the largest error of gradients.
-        learned, others = residuals
-        results = attend(spec, learned, others, 3 if learned["query"].dtype.itemsize == 2 else 2)
+        learned, others, more = residuals
+        count_kept = 3 if learned["query"].dtype.itemsize == 2 else 2
+        results = attend(spec, learned, others, count_kept, more, forward)
         kept = [results[-1 if len(results) == 3 else 0], results[1]]
-        found = _tangent(spec, moved)((*residuals, kept), moved)
+        found = _tangent(spec, moved)((learned, others, kept), moved)
         return results[:count], [*found, None][:count]
 
-    return Map(compute, _refuse, differentiate)((learned, others), {})
+    return Map(compute, refuse, differentiate)((learned, others, more), {})
 
 
-def _refuse(*_: object) -> NoReturn:
+def refuse(*_: object) -> NoReturn:
     raise NotImplementedError(f"{_FUNCTION} has first and second derivatives, but none of order three")
 
 
@@ -148,7 +156,7 @@ def _second(spec: Spec, residuals: Any, of_result: ByName, cotangents: ByName) -
         return [found[name] for name in names]
 
     first = learned | of_result | {f"{name}_cotangent": x for name, x in cotangents.items()}
-    found = dict(zip(names, Map(compute, _refuse, _refuse)((first, others, kept), {}), strict=True))
+    found = dict(zip(names, Map(compute, refuse, refuse)((first, others, kept), {}), strict=True))
     return found | {"dout": found["dout"].astype(learned["query"].dtype)}
 
 
@@ -173,7 +181,7 @@ def _gradient_as_inputs_move(
 
     of = tuple(of_result)
     learned, *more = residuals
-    return Map(compute, transpose, _refuse, refused=_no_second(spec, wanted))(
+    return Map(compute, transpose, refuse, refused=_no_second(spec, wanted))(
         (learned | of_result, *more), moved
     )
 
@@ -195,4 +203,4 @@ def _tangent_as_inputs_move(spec: Spec, residuals: Any, tangents: ByName, moved:
     why = f"{_FUNCTION} has no tangents of tangents: for second derivatives write jax.jvp of jax.grad"
     learned, *more = residuals
     first = learned | {f"{name}_tangent": x for name, x in tangents.items()}
-    return Map(compute, transpose, _refuse, refused=why)((first, *more), moved)
+    return Map(compute, transpose, refuse, refused=why)((first, *more), moved)

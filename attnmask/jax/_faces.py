@@ -259,6 +259,7 @@ class Call(NamedTuple):
 class Writing(Function):
     """A function that returns its results, None for those not asked for, and what it writes to."""
 
+    derivatives = "Gradients are not supported."
     made: AnyFunction = tuple
     call: AnyFunction  # of the same, and of what stands for arguments in checks; it returns a `Call`
 
@@ -276,17 +277,27 @@ class Writing(Function):
         static |= {self.row.all: with_all} if self.row.all else {}
         made = self.call(arrays, static, known)
         count = len(made.shapes)
-        found = call.call_handler(
+        found = self.found(made, static | arrays)
+        states = dict(zip(made.written, found[count:], strict=True))
+        return self.together(made.finish(found[:count]), arrays | states)
+
+    def found(self, made: Call, given: Arguments) -> Results:
+        """Return the results of a call, and then what it has written to."""
+        without, trained = self.row.without(given), self.row.trained
+        why = f"attnmask.jax.{self.row.name} has no gradients{without}: {trained} has them"
+        return self.handled(made, why)
+
+    def handled(self, made: Call, no_gradients: str) -> Results:
+        count = len(made.shapes)
+        return call.call_handler(
             self.row.handler,
             made.words,
             [*made.first.values(), *made.more],
             [*made.shapes, *((made.first[name].shape, made.first[name].dtype) for name in made.written)],
-            f"attnmask.jax.{self.row.name} has no gradients: {self.row.trained} has them",
+            no_gradients,
             "sequential",  # each call of a mapped function writes to memory of its own
             {list(made.first).index(name): count + i for i, name in enumerate(made.written)},
         )
-        states = dict(zip(made.written, found[count:], strict=True))
-        return self.together(made.finish(found[:count]), arrays | states)
 
     def together(self, results: Sequence[jax.Array], arrays: Mapping[str, AnyArray]) -> Any:
         missing = [None] * (len(self.row.results) - len(results))
@@ -333,7 +344,7 @@ def jax_face(row: Row, made: type[Function] | None = None) -> AnyFunction:
 
 Compiled functions write in place if ``donate_argnums`` names the arrays or a loop carries them. Otherwise these are
 copied, as in eager calls. All arrays may be traced; errors in their numbers are then raised when the function runs.
-Gradients are not supported."""
+{made.derivatives}"""
     else:
         *others, last = (f"`{name}`" for name in row.of(Kind.LEARNED, Kind.TERM))
         subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"

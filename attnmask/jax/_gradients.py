@@ -101,7 +101,7 @@ def with_derivatives(
             return tuple(alike([*found, *jax.tree.leaves(residuals)])[:count])
 
         if plain:
-            return Map(move, transpose, _moving(move), lambda *_: like)
+            return Map(move, transpose, moving(move), lambda *_: like)
         why = f"attnmask.jax.{name} has gradients, but no tangents (jax.jvp, jax.linearize, jax.jacfwd)"
         return Map(zeros, transpose, refuse, lambda *_: like, why)
 
@@ -128,7 +128,7 @@ def with_derivatives(
         def like_wanted(residuals: Any, _: ByName) -> list[Any]:
             return [residuals[0][n] for n in wanted]
 
-        return Map(run, transpose, _moving(pull) if plain else refuse, like_wanted)
+        return Map(run, transpose, moving(pull) if plain else refuse, like_wanted)
 
     return compute
 
@@ -171,7 +171,7 @@ def constant(x: jax.Array, why: str) -> jax.Array:
     return Map(lambda residuals, _: (residuals[0]["x"],), refuse, refuse)(({"x": x},), {})[0]
 
 
-def _moving(compute: AnyFunction) -> AnyFunction:
+def moving(compute: AnyFunction) -> AnyFunction:
     """Return the rule of a map that operations of JAX compute."""
 
     def differentiate(residuals: Any, arrays: ByName, moved: ByName, moved_arrays: ByName) -> Any:

@@ -391,3 +391,265 @@ def test_slopes_have_no_gradient(mode):
         of(loss)(slopes)
     of(lambda s: loss(jax.lax.stop_gradient(s)))(slopes)
     assert jax.jit(jax.grad(loss, argnums=1))(slopes, x).shape == x.shape
+
+
+# Caches that are only read
+
+
+def dense_cache(lengths, window=None, causal=True):
+    """Attention of the last tokens of rows of these lengths, where a row without keys is zero, its logsumexp too."""
+
+    def attend(query, key, value):
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
+        queries, keys = logits.shape[-2:]
+        ends = jnp.asarray(lengths).reshape(-1, 1, 1, 1)
+        at, k = jnp.arange(queries)[:, None] + ends - queries, jnp.arange(keys)
+        seen = (k < ends) & ((k <= at) | (not causal)) & (k >= at - (keys if window is None else window))
+        logits = jnp.where(seen, logits, -1e30)
+        largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(logits - largest), 0)
+        total = weights.sum(-1, keepdims=True)
+        safe = jnp.where(total > 0, total, 1)
+        lse = jnp.where(total > 0, jnp.log(safe) + largest, 0)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights / safe, value), lse[..., 0]
+
+    return attend
+
+
+def of_cache(query, k_cache, v_cache, **more):
+    """The result, and the logsumexp of rows that have keys."""
+    found = attnmask.jax.flash_attention_with_kvcache(query, k_cache, v_cache, return_lse=True, **more)
+    return found.out, jnp.where(jnp.isfinite(found.lse), found.lse, 0)
+
+
+CACHES = {
+    "ragged": ((9, 4, 1, 0), {}),
+    "one length": (5, {}),
+    "no tokens": (0, {}),
+    "whole": (None, {}),
+    "window": ((9, 4, 1, 0), {"sliding_window": (2, 0)}),
+    "not causal": ((9, 4, 1, 0), {"causal": False}),
+}
+
+
+def of_dead_rows(arrays, lengths, number):
+    """The arrays, where tokens after the end of a row are this number."""
+    dead = np.arange(9) >= np.reshape(lengths, (-1, 1))
+    return arrays[0], *(jnp.where(dead[..., None, None], number, x) for x in arrays[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "traced"), [*((name, False) for name in CACHES), ("ragged", True), ("one length", True)]
+)
+def test_caches(name, traced):
+    """All derivatives; what lies after the end of a row has none, even if it is not a number."""
+    lengths, more = CACHES[name]
+    x, t = drawn(4)
+    window, causal = more.get("sliding_window", [None])[0], more.get("causal", True)
+
+    def compute(attend, x, t):
+        return [derivative(attend, x, t) for derivative in DERIVATIVES.values()]
+
+    right = jax.jit(partial(compute, dense_cache(9 if lengths is None else lengths, window, causal)))(x, t)
+    if lengths is not None:
+        x, t = (of_dead_rows(arrays, lengths, jnp.nan) for arrays in (x, t))
+        lengths = np.array(lengths, np.uint8 if traced else np.int64)
+
+    def mine(x, t, lengths=lengths):
+        return compute(partial(of_cache, cache_seqlens=lengths, **more), x, t)
+
+    assert_near(jax.jit(mine)(x, t, *[lengths] * traced), right)
+    if not traced and name == "ragged":
+        assert_near(mine(x, t), right)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_caches_in_all_ways(way):
+    x, t = drawn()
+    if way.startswith("vmap"):
+        x, t = (tuple(jnp.stack([a, a / 2]) for a in arrays) for arrays in (x, t))
+    lengths = np.array([8, 3])
+
+    def compute(f, x, t):
+        return [
+            DERIVATIVES[name](WAYS[way](f), x, t) for name in ("grad", "jvp", "jvp of grad", "grad of grad")
+        ]
+
+    right = jax.jit(partial(compute, dense_cache(lengths)))(x, t)
+    if way == "shard_map":  # closed over, lengths are those of all rows
+        lengths = 8
+        right = jax.jit(partial(compute, dense_cache(lengths)))(x, t)
+    mine = partial(compute, partial(of_cache, cache_seqlens=lengths))
+    assert_near((mine if way in ("eager", "jit inside") else jax.jit(mine))(x, t), right)
+
+
+def test_caches_where_lengths_are_mapped():
+    x, t = (tuple(jnp.stack([a, a / 2, -a]) for a in arrays) for arrays in drawn())
+    lengths = np.array([[9, 2], [0, 5], [1, 1]])
+
+    def product(attend, x, t, lengths):
+        return DERIVATIVES["jvp of grad"](attend(lengths), x, t)
+
+    found, right = (
+        jax.jit(jax.vmap(partial(product, attend)))(x, t, lengths)
+        for attend in (lambda lengths: partial(of_cache, cache_seqlens=lengths), dense_cache)
+    )
+    assert_near(found, right)
+
+
+@pytest.mark.parametrize("name", ["hessian", "vmap of jvp of grad"])
+def test_jacobians_of_caches(name):
+    x, _ = drawn(2, 2, 3, 2)
+    if name.startswith("vmap"):
+        x = *x[:2], jnp.stack([x[2], -x[2]], 4)
+    lengths = np.array([3, 1])
+    found = jax.jit(JACOBIANS[name](partial(of_cache, cache_seqlens=lengths)))(*x)
+    assert_near(found, jax.jit(JACOBIANS[name](dense_cache(lengths)))(*x))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_caches_of_16_bits(dtype):
+    x, t = drawn(4, dtype=dtype)
+    near = [tuple(np.float64(a) for a in arrays) for arrays in (x, t)]
+    lengths, tolerance = (9, 4, 1, 0), 0.01 if dtype == "float16" else 0.06
+    for name in ("jvp", "grad", "jvp of grad", "grad of jvp"):
+        found = jax.jit(partial(DERIVATIVES[name], partial(of_cache, cache_seqlens=np.array(lengths))))(x, t)
+        right = jax.jit(partial(DERIVATIVES[name], dense_cache(lengths)))(*near)
+        assert_near(found, right, tolerance)
+
+
+OF_CACHES = {
+    "several": TERMS["window"] | TERMS["cap"] | TERMS["sinks"] | TERMS["slopes"] | TERMS["relative"],
+    "grid": TERMS["grid"],
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", OF_CACHES)
+def test_terms_of_caches(name, traced):
+    """As of attention to the keys of each row; also the gradients of learned terms."""
+    x, t = drawn(3)
+    lengths = np.array([9, 8, 7] if name == "grid" else [9, 4, 1])  # each query has a point of the grid
+    static = {key: y for key, y in OF_CACHES[name].items() if not isinstance(y, np.ndarray)}
+    terms = {key: jnp.asarray(y) for key, y in OF_CACHES[name].items() if key not in static}
+
+    def by_rows(query, key, value, **more):
+        how = {"causal": True, "return_lse": True, **more}
+        parts = [
+            attnmask.jax.flash_attention(
+                query[i : i + 1], key[i : i + 1, :n], value[i : i + 1, :n], causal_offset=n - 7, **how
+            )
+            for i, n in enumerate(map(int, lengths))
+        ]
+        out, lse = (jnp.concatenate(y) for y in zip(*parts, strict=True))
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    def compute(f, x, t, terms):
+        own = lambda *x: f(*x, **terms, **static)  # noqa: E731
+        found = [DERIVATIVES[name](own, x, t) for name in ("jvp", "grad", "jvp of grad", "grad of jvp")]
+        learned = {key: y for key, y in terms.items() if key != "alibi_slopes"}
+        return found, jax.grad(lambda y: loss(lambda *x: f(*x, **terms | y, **static), *x))(learned)
+
+    attend = partial(of_cache, cache_seqlens=lengths)
+    if traced:
+        found = jax.jit(partial(compute, attend))(x, t, terms)
+    else:
+        found = jax.jit(lambda x, t: compute(attend, x, t, terms))(x, t)
+    assert_near(found, jax.jit(lambda x, t: compute(by_rows, x, t, terms))(x, t))
+
+
+def test_caches_as_in_pytorch():
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    x, t = drawn(3)
+    lengths = [9, 4, 0]
+    inputs = [torch.tensor(np.asarray(a)).requires_grad_() for a in x]
+    out = attnmask.torch.flash_attention_with_kvcache(*inputs, cache_seqlens=lengths)
+    first = torch.autograd.grad((out**3).sum(), inputs, create_graph=True)
+    along = [torch.tensor(np.asarray(a)) for a in t]
+    second = torch.autograd.grad(sum((a * b).sum() for a, b in zip(first, along, strict=True)), inputs)
+    attend = partial(attnmask.jax.flash_attention_with_kvcache, cache_seqlens=np.array(lengths))
+    gradient = jax.grad(lambda x: (attend(*x).out ** 3).sum())
+    found = jax.jvp(gradient, (x,), (t,))
+    assert_near(found, [[a.detach().numpy() for a in grads] for grads in (first, second)], 1e-12)
+
+
+def test_calls_of_caches():
+    """A result that has derivatives has the bits of one without, from the same call, which refuses wrong lengths."""
+    x, t = drawn(dtype=np.float32)
+    attend = partial(of_cache, cache_seqlens=np.array([8, 3]))
+    out = lambda *x: attnmask.jax.flash_attention_with_kvcache(*x, cache_seqlens=np.array([8, 3])).out  # noqa: E731
+    pull = lambda x, t: jax.vjp(out, *x)[1](t[0][..., :6])  # noqa: E731
+    assert calls_in(out, *x) == [0, 0, 0, 0]
+    assert calls_in(pull, x, t) == [0, 1, 0, 0]
+    assert calls_in(lambda x, t: jax.jvp(out, x, t), x, t) == [0, 0, 1, 0]
+    assert calls_in(lambda x, t: jax.jvp(lambda x: pull(x, t), (x,), (t,)), x, t) == [0, 1, 0, 1]
+    plain, (results, _) = jax.jit(attend)(*x), jax.jit(lambda *x: jax.jvp(attend, x, t))(*x)
+    jax.tree.map(np.testing.assert_array_equal, plain, results)
+    jax.tree.map(np.testing.assert_array_equal, plain, attend(*x))
+    found = attnmask.jax.flash_attention_with_kvcache
+    of_lengths = jax.jit(jax.grad(lambda x, n: found(*x, cache_seqlens=n).out.sum()))
+    for wrong in ([10, 3], [3, -1]):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="cache_seqlens must be"):
+            jax.block_until_ready(of_lengths(x, np.array(wrong)))
+
+
+REFUSED = {
+    "key": {"key": np.ones((2, 3, 2, 8)), "value": np.ones((2, 3, 2, 6)), "cache_seqlens": 0},
+    "block_table": {"block_table": np.array([[0, 1], [1, 0]]), "cache_seqlens": 9},
+    "cu_seqlens_q": {"query": np.ones((5, 4, 8)), "cu_seqlens_q": np.array([0, 2, 5])},
+    "attention_mask": {"attention_mask": np.ones((7, 9), bool)},
+    "bias": {"bias": np.zeros((7, 9))},
+    "attention_chunk": {"attention_chunk": 4},
+    "rotate": {"rotate": True, "v_cache": np.ones((2, 9, 2, 8))},
+    "prefix": {"prefix": 9, "block_table": np.array([[0], [0]]), "cache_seqlens": 9},
+    "a k_cache of int8": {f"{x}_cache": np.ones((2, 9, 2, 8), np.int8) for x in "kv"}
+    | {f"{x}_scale": np.ones((2, 9, 2, 1), np.float32) for x in "kv"}
+    | {"query": np.ones((2, 7, 4, 8), np.float32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("without", REFUSED)
+def test_caches_without_derivatives(without, compiled):
+    (query, k_cache, v_cache), _ = drawn()
+    given = {"query": query, "k_cache": k_cache, "v_cache": v_cache} | REFUSED[without]
+    query = jnp.asarray(given.pop("query"))
+    attend = lambda query: attnmask.jax.flash_attention_with_kvcache(query, **given).out  # noqa: E731
+    named = "block_table" if without == "prefix" else without
+    words = (
+        f"attnmask.jax.flash_attention_with_kvcache has no gradients with {named}: flash_attention has them"
+    )
+    for derivative in (
+        jax.grad(lambda x: attend(x).sum()),
+        lambda x: jax.jvp(attend, (x,), (x,)),
+        lambda x: jax.linearize(attend, x)[1](x),
+        jax.grad(lambda x: jax.grad(lambda x: attend(x).sum())(x).sum()),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            (jax.jit(derivative) if compiled else derivative)(query)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors_of_caches(compiled):
+    (query, *caches), _ = drawn()
+
+    def refused(match, derivative, x):
+        with pytest.raises(NotImplementedError, match=match):
+            (jax.jit(derivative) if compiled else derivative)(x)
+
+    def f(query, **more):
+        return attnmask.jax.flash_attention_with_kvcache(query, *caches, cache_seqlens=8, **more).out
+
+    name = "attnmask.jax.flash_attention"
+    refused(f"{name} has no tangents of tangents.*jax.jvp of jax.grad", partial(twice, f), query)
+    refused(f"{name} .*none of order three", partial(penalty, lambda x: penalty(f, x)[..., :6]), query)
+    third = jax.grad(lambda x: jax.jvp(jax.grad(lambda x: (f(x) ** 2).sum()), (x,), (x,))[1].sum())
+    refused(f"{name} .*none of order three", third, query)
+    slopes, sinks, table = jnp.ones(4), jnp.ones(2), jnp.ones((4, 3))
+    refused("no gradient of alibi_slopes", jax.grad(lambda x: f(query, alibi_slopes=x).sum()), slopes)
+    refused("softmax_aux: .* no second", partial(penalty, lambda x: f(query, softmax_aux=x)), sinks)
+    tangent = lambda x: jax.jvp(lambda x: f(query, relative_bias=x), (x,), (x,))  # noqa: E731
+    refused(f"relative_bias: {name} has gradients.* no tangents", tangent, table)
