@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-from attnmask._common.arguments import as_array, check_apart, flag
+from attnmask._common.arguments import as_array, check_apart, flag, is_floating, wide_dtype
 from attnmask._common.types import AnyFunction
 from attnmask._faces.rows import ARRAYS, NUMPY, Kind, Row, function, parameters
 
@@ -16,11 +16,46 @@ def numpy_face(row: Row) -> Callable[[AnyFunction], Any]:
         doc = described.__doc__
         if doc:  # python -OO removes docstrings
             doc = doc.replace("<parameters>", "\n    ".join(parameters(row.arguments, NUMPY)))
-        made = function(row, NUMPY, row.entry, doc)
+        widens = row.wide in row.of(Kind.LEARNED) and not row.returns_vjp
+        made = function(row, NUMPY, _with_wide(row) if widens else row.entry, doc)
         made.__module__ = described.__module__
         return made
 
     return make
+
+
+def wide_type(x: Any, first: Any) -> Any:
+    """Return the type of sums if `x` is of 16 bits, otherwise nothing; `first` is the first array of the call."""
+    return wide_dtype(first.dtype) if x.dtype.itemsize == 2 and is_floating(x.dtype) else None
+
+
+def _place(row: Row) -> int:
+    return [x.name for x in row.arguments].index(row.wide)
+
+
+def _widen(row: Row, given: list[Any]) -> Any:
+    """Copy an array of 16 bits to the type of sums, in which the row takes it. Return its own type then."""
+    place = _place(row)
+    narrow, first = as_array(given[place], row.wide), as_array(given[0], row.arguments[0].name)
+    wide = wide_type(narrow, first)
+    if wide is None:
+        return None
+    given[place] = narrow.astype(wide)
+    return narrow.dtype
+
+
+def _with_wide(row: Row) -> AnyFunction:
+    place, entry = _place(row), row.entry
+
+    def call(*arguments: Any) -> Any:
+        x = arguments[place]
+        if x is None or getattr(x, "itemsize", 2) != 2:  # the usual case, decided soon
+            return entry(*arguments)
+        given = list(arguments)
+        _widen(row, given)
+        return entry(*given)
+
+    return call
 
 
 def with_gradient(row: Row) -> Row:
@@ -36,15 +71,22 @@ def with_gradient(row: Row) -> Row:
             if problem[i] is not None:
                 array = as_array(problem[i], name)
                 problem[i] = array.copy() if changes else array  # vjp may be called after they change
+        narrow = _widen(row, problem) if row.wide and problem[_place(row)] is not None else None
         results, *kept = row.keep(*problem, *more, out) if row.keep else (row.entry(*problem, *more, out),)
 
+        def in_own_type(*grads: Any) -> Any:
+            found = row.grads(*grads)
+            if narrow is None:
+                return found
+            return found._replace(**{row.wide: getattr(found, row.wide).astype(narrow)})
+
         def vjp(dout: Any) -> Any:
-            return row.grads(*row.backward(*problem, *kept, dout))
+            return in_own_type(*row.backward(*problem, *kept, dout))
 
         def vjp_with_state(dout: Any, dstate: Any = None) -> Any:
             if dstate is not None and not more[0]:
                 raise ValueError(f"dstate must be None without {row.all}=True")
-            return row.grads(*row.backward(*problem, *kept, dout, dstate))
+            return in_own_type(*row.backward(*problem, *kept, dout, dstate))
 
         return results, vjp_with_state if row.all else vjp
 

@@ -21,6 +21,7 @@ scale : scale = None
     Multiplied into the queries; ``1 / sqrt(K)`` if not given.
 initial_state : learned [N, H, K, V] = None
     The state before each of `N` sequences (the batch rows, without `cu_seqlens`). float32; float64 for float64.
+    float16 and bfloat16 are copied to that type, and gradients of them are rounded to their own.
 cu_seqlens : starts [N + 1] = None
     The batch is one row of packed sequences. Each starts from its own state.
 normalize_qk : flag = False

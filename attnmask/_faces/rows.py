@@ -250,7 +250,7 @@ class Row:
     `saved`
         Gradients need the results. `keep` returns them before they are rounded.
     `wide`
-        the argument in the type of sums, which PyTorch may hold in 16 bits
+        the argument in the type of sums, which may be given in 16 bits; of a step, in PyTorch alone
     ``fits(arguments, is_floating)``
         Refuse shapes and types that do not fit each other, where layouts alone do not tell. Return the batch axes if
         there may be several.

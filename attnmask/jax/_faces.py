@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from attnmask._attention import arguments as types
 from attnmask._common.arguments import as_array, describe, one_of, real, wide_dtype
 from attnmask._common.types import AnyFunction, Arguments
+from attnmask._faces.arrays import wide_type
 from attnmask._faces.rows import ARRAYS, Argument, Face, Kind, Row, axes_of, function, library_doc
 from attnmask._masks.info import MaskInfo
 from attnmask.jax import _call as call
@@ -181,6 +182,13 @@ class _Linear(Function):
 
 
 class _Differentiable(_Linear):
+    def divided(self, given: Arguments) -> tuple[AnyByName, Arguments]:
+        arrays, static = super().divided(given)
+        x, first = arrays.get(self.row.wide), arrays.get(self.row.arguments[0].name)
+        if x is not None and first is not None and (wide := wide_type(x, first)) is not None:
+            arrays[self.row.wide] = x.astype(wide)
+        return arrays, static
+
     def traced(self, arrays: AnyByName, static: Arguments, with_all: bool) -> Any:
         arrays = self.in_order(arrays)
         kept = self.check(stand_ins(self.row, static | arrays))

@@ -217,8 +217,8 @@ def told_alike(one: str, other: str) -> bool:
     return same or (None not in names and (len({x[1] for x in names} - {"lses"}) <= 1))  # of two, either
 
 
-# States that PyTorch may hold in 16 bits.
-NARROW_STATES = {("linear_attention", "initial_state"), ("linear_attention_step", "state")}
+# A state that PyTorch may hold in 16 bits.
+NARROW_STATES = {("linear_attention_step", "state")}
 
 
 @pytest.mark.long

@@ -180,6 +180,26 @@ def test_shard_map(name):
     jax.tree.map(np.testing.assert_array_equal, vjp(right), expected(right))
 
 
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_states_of_16_bits(narrow):
+    """They are taken as float32, with a gradient in their own type, as NumPy's function takes them."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, 9, 2, 8), np.float32) for _ in range(3)]
+    state = jax.numpy.asarray(rng.standard_normal((2, 2, 8, 8), np.float32), narrow)
+
+    def attend(state, of=attnmask.jax.linear_attention):
+        return of(*arrays, initial_state=state, return_state=True)
+
+    right, vjp = attend(np.asarray(state), attnmask.linear_attention_vjp)
+    for function in (attend, jax.jit(attend)):
+        jax.tree.map(partial(np.testing.assert_array_equal, strict=True), function(state), right)
+    mapped = jax.vmap(attend)(state[None])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y), mapped, right)
+    out, pull = jax.vjp(attend, state)
+    (found,) = jax.jit(pull)(out)
+    np.testing.assert_array_equal(found, vjp(*right).initial_state, strict=True)
+
+
 def test_vmap_of_vmap_and_of_starts():
     rng, starts = np.random.default_rng(0), jax.numpy.array([[0, 3, 70], [0, 30, 70]])
     shapes = {"query": (2, 5), "key": (2, 5), "value": (4, 6), "decay": (4,), "beta": (4,)}

@@ -454,6 +454,30 @@ def test_a_state_that_is_read_only():
         attnmask.linear_attention_step(*(x[:, 0] for x in arrays), frozen, **now)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("narrow", [np.dtype(np.float16), BFLOAT16], ids=str)
+def test_states_of_16_bits(narrow, dtype):
+    """They are taken in the type of sums, with gradients in their own."""
+    arrays, given = make("narrow", tokens=9, dtype=dtype)
+    state = given["initial_state"].astype(narrow)
+    given |= {"return_state": True}
+    wide = {**given, "initial_state": state.astype(given["initial_state"].dtype)}
+    given["initial_state"] = state
+    results = attnmask.linear_attention(*arrays, **given)
+    (expected, vjp), (got, own_vjp) = (attnmask.linear_attention_vjp(*arrays, **x) for x in (wide, given))
+    for one, other, last in zip(results, got, expected, strict=True):
+        np.testing.assert_array_equal(one, last, strict=True)
+        np.testing.assert_array_equal(other, last, strict=True)
+    for dstate in ((), (expected[1],)):
+        right, found = vjp(expected[0], *dstate), own_vjp(expected[0], *dstate)
+        right = right._replace(initial_state=right.initial_state.astype(narrow))
+        for one, other in zip(found, right, strict=True):
+            np.testing.assert_array_equal(one, other, strict=True)
+    for wrong in (state[:, :1], state[0], state.astype(np.int16), state.astype(bool)):
+        with pytest.raises((TypeError, ValueError), match="initial_state must be"):
+            attnmask.linear_attention(*arrays, **given | {"initial_state": wrong})
+
+
 def test_a_gradient_of_no_state():
     arrays, given = make("bad", tokens=5)
     out, vjp = attnmask.linear_attention_vjp(*arrays, **given)
