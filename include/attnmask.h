@@ -1,19 +1,24 @@
 /* attnmask.h - attention on CPUs, from C and C++: masks, exact attention and its gradients, caches for
  * decoding, linear attention, and sums over tokens. Link with -lattnmask.
  *
- *     float query[2 * 128 * 8 * 64], key[...], value[...], out[...]; // 2 rows of 128 tokens, 8 heads, 64
- * channels const int64_t shape[] = {2, 128, 8, 64}; const attnmask_mask causal = {.size = sizeof causal,
- * .high = attnmask_number(0)}; const attnmask_attention call = { .size = sizeof call, .query =
- * attnmask_array_of(query, ATTNMASK_FLOAT32, 4, shape), .key = attnmask_array_of(key, ATTNMASK_FLOAT32, 4,
- * shape), .value = attnmask_array_of(value, ATTNMASK_FLOAT32, 4, shape), .mask = &causal, .out =
- * attnmask_array_of(out, ATTNMASK_FLOAT32, 4, shape),
+ *     // 2 batch rows of 128 tokens, 8 heads of 64 channels
+ *     static float query[2 * 128 * 8 * 64], key[2 * 128 * 8 * 64]; // and value, out
+ *     const int64_t shape[] = {2, 128, 8, 64};
+ *     const attnmask_mask causal = {.size = sizeof causal, .high = attnmask_number(0)};
+ *     const attnmask_attention call = {
+ *         .size = sizeof call,
+ *         .query = attnmask_array_of(query, ATTNMASK_FLOAT32, 4, shape),
+ *         .key = attnmask_array_of(key, ATTNMASK_FLOAT32, 4, shape),
+ *         .value = attnmask_array_of(value, ATTNMASK_FLOAT32, 4, shape),
+ *         .mask = &causal,
+ *         .out = attnmask_array_of(out, ATTNMASK_FLOAT32, 4, shape),
  *     };
  *     attnmask_message message;
  *     if (attnmask_forward(&call, &message) != ATTNMASK_OK) puts(message.text);
  *
  * What holds for all functions:
  *
- * - A field that is zero is not given. The fields that a call needs say so.
+ * - A field that is zero is not given; messages call that NULL. The fields that a call needs say so.
  * - A struct begins with its size, `sizeof` of the variable, by which later versions know what it lacks.
  * - A function checks all that it is given, then computes. It returns a status, and writes what is wrong to
  *   the caller's message, which may be NULL. After an error nothing has been written, but for
@@ -22,9 +27,9 @@
  * - Any number of threads may call at once. A call itself uses attnmask_threads(); results have the same bits
  *   for any number of threads.
  * - Axes in comments: B batch rows, T tokens (Tq of queries, Tk of keys), H heads (Hkv of keys and values, a
- *   divisor of H), D channels (Dv of values), N sequences. Packed sequences lie one behind the other in the
- *   tokens of one batch row; cum_seqlens [N + 1], int32 or int64, says where each begins, and in the end
- *   where the last one ends. */
+ *   divisor of H: query head h has key head h / (H / Hkv)), D channels (Dv of values), N sequences. Packed
+ *   sequences lie one behind the other in the tokens of one batch row; cum_seqlens [N + 1], int32 or int64,
+ *   says where each begins, and in the end where the last one ends. */
 #ifndef ATTNMASK_H
 #define ATTNMASK_H
 
@@ -78,7 +83,7 @@ typedef enum {
     ATTNMASK_BFLOAT16,
     ATTNMASK_FLOAT32,
     ATTNMASK_FLOAT64,
-    ATTNMASK_FLOAT8_E4M3, /* these two of caches alone */
+    ATTNMASK_FLOAT8_E4M3, /* float8_e4m3fn; these two of caches alone */
     ATTNMASK_FLOAT8_E5M2,
 } attnmask_type;
 
@@ -172,8 +177,9 @@ typedef struct {
 typedef struct {
     size_t size;
     /* low <= k - q - offset <= high: high 0 is a causal mask, low -128 a window of 128 keys to the left. One
-     * for all, or low and high [H], or [N] of packed sequences; offset one for each batch row or sequence,
-     * such as Tk - Tq if the last query is at the last key. */
+     * for all, or low and high [H], or [N] of packed sequences, in which k and q are counted from the starts
+     * of theirs; offset one for each batch row or sequence, such as Tk - Tq if the last query is at the last
+     * key. */
     attnmask_operand low, high, offset;
     /* Packed sequences of queries and keys; of keys may be left out if they are those of queries. */
     attnmask_array cum_seqlens_q, cum_seqlens_k;
@@ -260,13 +266,15 @@ ATTNMASK_API attnmask_status attnmask_backward(const attnmask_gradients *gradien
 
 /* Attention over a cache, to which new keys and values are written first. Contiguous caches have a row for
  * each sequence, [B, Tmax, Hkv, D]; paged ones are [pages, page_size, Hkv, D] with a table [B, pages of a
- * sequence]. The last query of a sequence is at its last key. Needed: query, k_cache, v_cache and out.
+ * sequence], of which entries behind a sequence's tokens are not read. The last query of a sequence is at its
+ * last key. Needed: query, k_cache, v_cache and out.
  *
- * Caches are of a floating-point type; of int8 or float8 with scales, float32 [B or pages, tokens, Hkv, 1] or
- * for each channel [1, 1, Hkv, D]; or of uint8, two numbers of four bits in a byte, with a scale and an
- * offset for each group of 32, 64 or 128 channels, float32 or float16 [B or pages, tokens, Hkv, D / group,
- * 2]. New tokens are rounded to them. Values may be some channels of the keys, in the same memory (latent
- * attention): new tokens then have no value.
+ * Caches are of a floating-point type; of int8 or float8, times scales: float32 [B or pages, tokens, Hkv, 1],
+ * or [1, 1, Hkv, D] for each channel; or of uint8 [.., D / 2], whose bytes hold two numbers from 0 to 15, the
+ * first one in the lower four bits, times a scale plus an offset for each group of 32, 64 or 128 channels,
+ * float32 or float16 [B or pages, tokens, Hkv, D / group, 2]. New tokens are rounded, and their scales
+ * written, but for those of channels, which are yours. Values may be some channels of the keys, in the same
+ * memory (latent attention): new tokens then have no value.
  *
  *     attnmask_cached_attention step = {.size = sizeof step, .mask = &causal};
  *     step.query = attnmask_array_of(query, ATTNMASK_FLOAT32, 4, one_token); // key, value and out likewise
@@ -313,22 +321,22 @@ ATTNMASK_API attnmask_status attnmask_write_cache(const attnmask_cache_rows *row
 
 /* --- Linear attention --- */
 
-/* Each head has a state S [Dk, Dv]. For each token it becomes exp(decay) S + key value', the outer product,
+/* Each head has a state S [K, V]. For each token it becomes exp(decay) S + key value', the outer product,
  * and out is scale query' S. With beta, which is the delta rule, value is beta (value - exp(decay) key' S)
  * there. Needed: query, key, value and out:
  *
- *     attnmask_linear_attention call = {.size = sizeof call, .query = ..., .key = ..., .value = ..., .out =
- * ...}; call.decay = attnmask_array_of(decay, ATTNMASK_FLOAT32, 1, &heads); attnmask_linear_forward(&call,
- * &message); */
+ *     attnmask_linear_attention call = {.size = sizeof call, .query = ..., .key = ...}; // value, out
+ *     call.decay = attnmask_array_of(decay, ATTNMASK_FLOAT32, 1, &heads);
+ *     attnmask_linear_forward(&call, &message); */
 typedef struct {
     size_t size;
-    attnmask_array query, key;    /* [B, T, Hk, Dk] */
-    attnmask_array value;         /* [B, T, H, Dv], H a multiple of Hk */
-    attnmask_array decay;         /* [H], [B, T, H] or [B, T, H, Dk]: logarithms, at most 0 */
+    attnmask_array query, key;    /* [B, T, Hk, K] */
+    attnmask_array value;         /* [B, T, H, V], H a multiple of Hk */
+    attnmask_array decay;         /* [H], [B, T, H] or [B, T, H, K]: logarithms, at most 0 */
     attnmask_array beta;          /* [B, T, H] */
-    attnmask_array initial_state; /* [B or N, H, Dk, Dv]; float64 for float64, else float32 */
+    attnmask_array initial_state; /* [B or N, H, K, V]; float64 for float64, else float32 */
     attnmask_array cum_seqlens;   /* of packed sequences, B = 1 */
-    double scale;                 /* 0: 1 / sqrt(Dk) */
+    double scale;                 /* 0: 1 / sqrt(K) */
     int32_t normalize_qk;         /* 1: queries and keys are divided by their length */
     int32_t chunk;                /* tokens computed at once: a power of two from 16 to 256; 0: 64 */
     attnmask_array out;           /* as value, of the type of query */
@@ -364,7 +372,7 @@ typedef struct {
 ATTNMASK_API attnmask_status attnmask_linear_backward(const attnmask_linear_gradients *gradients,
                                                       attnmask_message *message);
 
-/* One token of each batch row: T = 1. initial_state is a pool [slots, H, Dk, Dv], which is read and written
+/* One token of each batch row: T = 1. initial_state is a pool [slots, H, K, V], which is read and written
  * in place; state_indices [B] name the slot of each row, -1 for none, and may be NULL if row i has slot i:
  *
  *     call.initial_state = attnmask_array_of(states, ATTNMASK_FLOAT32, 4, of_states);
@@ -422,7 +430,8 @@ typedef struct {
     const char *openmp; /* its name and version; NULL: one thread */
 } attnmask_configuration;
 
-ATTNMASK_API attnmask_status attnmask_config(attnmask_configuration *to, attnmask_message *message);
+ATTNMASK_API attnmask_status attnmask_config(attnmask_configuration *configuration,
+                                             attnmask_message *message);
 
 #ifdef __cplusplus
 }

@@ -28,6 +28,15 @@ bool am_refuse(am_request *r, am_wrong wrong, const am_view *got, const char *fo
     return false;
 }
 
+bool am_hint(am_request *r, const char *format, ...)
+{
+    va_list rest;
+    va_start(rest, format);
+    if (am_words_of_door.hints) vsnprintf(r->refusal->hint, sizeof r->refusal->hint, format, rest);
+    va_end(rest);
+    return false;
+}
+
 bool am_refuse_status(am_request *r, am_status status)
 {
     r->status = status;
@@ -62,10 +71,13 @@ const char *am_request_words(am_request *r)
         return "this process was forked in the middle of a call, which the child cannot end";
     if (r->status != AM_OK) return "attention needs more memory than there is";
     const am_view *got = &said->got;
-    if (!got->data) return said->words;
-    append(said, ", got %s array of shape (", am_dtype_name(got->type));
-    for (int i = 0; i < got->axes && i < AM_MOST_AXES; i++) append(said, i ? ", %td" : "%td", got->shape[i]);
-    append(said, ")%s", said->hint ? said->hint : "");
+    if (got->data) {
+        append(said, ", got %s array of shape (", am_dtype_name(got->type));
+        for (int i = 0; i < got->axes && i < AM_MOST_AXES; i++)
+            append(said, i ? ", %td" : "%td", got->shape[i]);
+        append(said, ")");
+    }
+    append(said, "%s", said->hint);
     return said->words;
 }
 

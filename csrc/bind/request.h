@@ -68,14 +68,26 @@ const char *am_dtype_name(am_dtype type);
 /* Memory that is freed with the request. */
 typedef struct am_kept am_kept;
 
+/* What each door spells in its own way, in messages that doors share: words.c of the door. */
+typedef struct {
+    const char *none;     /* what came where nothing is given */
+    const char *starts;   /* of packed sequences, in linear attention */
+    const char *q_starts; /* of packed queries, in caches */
+    const char *pairs;    /* an array that says which pairs are allowed */
+    const char *paged;    /* what to write for a k_cache of pages */
+    const char *comma;    /* behind the one number of a shape */
+    bool hints;           /* whether readers write Python */
+    const char *terms[AM_LOGIT_KIND_COUNT];
+} am_words;
+extern const am_words am_words_of_door;
+
 typedef enum { AM_WRONG_VALUE, AM_WRONG_TYPE, AM_WRONG_INDEX } am_wrong;
 
-/* "… must be …, got …"; or "… must be …", to which a description of `got` and maybe a hint are added. */
+/* "… must be …, got …"; or "… must be …", to which a description of `got` is added; and maybe a hint. */
 typedef struct {
     am_wrong wrong;
     am_view got; /* without data: not given */
-    const char *hint;
-    char words[512];
+    char words[512], hint[128];
 } am_refusal;
 
 typedef struct {
@@ -93,6 +105,9 @@ void am_request_free(am_request *r);
 /* All functions below return false or NULL if they fail, after they have refused the request. */
 __attribute__((format(printf, 4, 5))) bool am_refuse(am_request *r, am_wrong wrong, const am_view *got,
                                                      const char *format, ...);
+/* Adds what to write in Python to what was refused, "; write …", if that is what readers of the door write.
+ */
+__attribute__((format(printf, 2, 3))) bool am_hint(am_request *r, const char *format, ...);
 bool am_refuse_status(am_request *r, am_status status); /* true for AM_OK */
 static inline bool am_is_refused(const am_request *r) { return r->status != AM_OK || r->refusal; }
 
@@ -116,6 +131,7 @@ typedef struct {
     enum { AM_NOTHING, AM_INTEGER, AM_ARRAY } kind;
     int64_t number;
     am_view view;
+    const char *name; /* NULL: the door has none, and messages say what it is for */
 } am_operand;
 
 /* A kind of term, or an operator. */

@@ -107,7 +107,8 @@ static bool is_latent(const am_view *k, const am_view *v)
 static bool check_new_starts(am_request *r, am_cached *c)
 {
     if (c->new_starts && !c->rows[0].data)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "key must be given with cu_seqlens_k_new, got None");
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "key must be given with cu_seqlens_k_new, got %s",
+                         am_words_of_door.none);
     if (c->new_starts && c->new_sequences != c->sequences)
         return am_refuse(r, AM_WRONG_VALUE, NULL,
                          "cu_seqlens_k_new must have %td entries for %td sequences of queries, got %td",
@@ -122,11 +123,12 @@ static bool check_rows(am_request *r, const am_cached *c, packing packed)
     if (!c->rows[0].data && !c->rows[1].data) return true;
     if (c->latent && c->rows[0].data && c->rows[1].data)
         return am_refuse(r, AM_WRONG_VALUE, &c->rows[1],
-                         "value must be None with a latent cache, as key contains the values");
+                         "value must be %s with a latent cache, as key contains the values",
+                         am_words_of_door.none);
     for (int side = 0; side < 2; side++) {
         if (!c->rows[side].data && !(c->latent && side == 1))
-            return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given with %s, got None", row_names[side],
-                             row_names[1 - side]);
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given with %s, got %s", row_names[side],
+                             row_names[1 - side], am_words_of_door.none);
     }
     for (int side = 0; side < 2 && c->rows[side].data; side++) {
         const am_view *v = &c->rows[side];
@@ -152,11 +154,11 @@ static bool read_groups(am_request *r, am_cached *c, int side)
     const char *name = scale_names[side];
     const ptrdiff_t *n = cache->shape, channels = am_cached_channels(cache), groups = v->shape[3],
                     group = groups > 0 ? channels / groups : 32;
-    if (!v->data)
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "%s must be given for a cache of uint8, got None; attnmask.quantize_kv(x, \"int4\") "
-                         "returns numbers and scales",
-                         name);
+    if (!v->data) {
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given for a cache of uint8, got %s", name,
+                  am_words_of_door.none);
+        return am_hint(r, "; attnmask.quantize_kv(x, \"int4\") returns numbers and scales");
+    }
     if (v->type != AM_FLOAT32 && v->type != AM_FLOAT16)
         return am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32 or float16 for a cache of uint8", name);
     if (v->axes != 5 || !same_shape(v->shape, n, 3) || v->shape[4] != 2 || group * groups != channels ||
@@ -179,12 +181,14 @@ static bool read_scales(am_request *r, am_cached *c, int side)
     const am_kv_scale_layout layout = am_kv_format_of(cache->type)->scales;
     if (layout == AM_SCALES_OF_GROUPS) return read_groups(r, c, side);
     if (layout == AM_SCALES_NONE)
-        return !v->data || am_refuse(r, AM_WRONG_VALUE, v, "%s must be None for a cache of %s", name, type);
-    if (!v->data)
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "%s must be given for a cache of %s, got None; write %s=np.ones((1, 1, %td, %td), "
-                         "np.float32) for scales of 1",
-                         name, type, name, n[2], n[3]);
+        return !v->data || am_refuse(r, AM_WRONG_VALUE, v, "%s must be %s for a cache of %s", name,
+                                     am_words_of_door.none, type);
+    if (!v->data) {
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given for a cache of %s, got %s", name, type,
+                  am_words_of_door.none);
+        return am_hint(r, "; write %s=np.ones((1, 1, %td, %td), np.float32) for scales of 1", name, n[2],
+                       n[3]);
+    }
     if (v->type != AM_FLOAT32) return am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32", name);
     const bool by_channel =
         v->shape[0] == 1 && v->shape[1] == 1 && (n[0] != 1 || n[1] != 1 || v->shape[3] != 1);
@@ -235,7 +239,8 @@ static bool read_all_scales(am_request *r, am_cached *c)
     if (c->latent && k->data && (!v->data || is_same_memory(k, v))) return share_scales(r, c);
     if (c->latent && v->data && c->rows[0].data)
         return am_refuse(r, AM_WRONG_VALUE, v,
-                         "v_scale must be None or k_scale itself where v_cache is channels of k_cache");
+                         "v_scale must be %s or k_scale itself where v_cache is channels of k_cache",
+                         am_words_of_door.none);
     return read_scales(r, c, 1);
 }
 
@@ -251,7 +256,8 @@ static bool check_table(am_request *r, const am_cached *c)
                          c->sequences);
     if (rows == c->sequences) return true;
     am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %td rows, one per sequence", c->sequences);
-    if (rows > c->sequences) r->refusal->hint = "; write block_table= if they are pages";
+    if (rows > c->sequences)
+        snprintf(r->refusal->hint, sizeof r->refusal->hint, "; %s if they are pages", am_words_of_door.paged);
     return false;
 }
 
@@ -265,7 +271,7 @@ static bool read_caches(am_request *r, am_cached *c)
 
 bool am_cached_check(am_request *r, am_cached *c)
 {
-    const packing packed = packing_of("cu_seqlens_q", c->q_starts, c->sequences),
+    const packing packed = packing_of(am_words_of_door.q_starts, c->q_starts, c->sequences),
                   added = packing_of("cu_seqlens_k_new", c->new_starts, c->new_sequences);
     if (!check_tokens(r, &c->query, "query", "H, D", packed) || !read_caches(r, c) || !check_query(r, c) ||
         !read_all_scales(r, c))
@@ -322,8 +328,8 @@ static bool read_slots(am_request *r, am_cached *c, const am_view *v)
                     count = *am_cached_tokens(&c->rows[0]);
     if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "slot_mapping must be integers");
     if (v->axes != 1 || v->shape[0] != count)
-        return am_refuse(r, AM_WRONG_VALUE, v, "slot_mapping must be of shape (%td,), a slot for each token",
-                         count);
+        return am_refuse(r, AM_WRONG_VALUE, v, "slot_mapping must be of shape (%td%s), a slot for each token",
+                         count, am_words_of_door.comma);
     ptrdiff_t *slots = am_keep(r, count, sizeof *slots);
     if (!slots) return false;
     am_widen(v, slots);
@@ -349,7 +355,8 @@ bool am_cached_check_slots(am_request *r, am_cached *c, const am_view *slots)
 bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *given)
 {
     if (c->table.data && given->kind == AM_NOTHING)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "cache_seqlens must be given with block_table, got None");
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "cache_seqlens must be given with block_table, got %s",
+                         am_words_of_door.none);
     ptrdiff_t *before = c->layout.before;
     if (!am_convert_integers(r, given, c->sequences, c->caches[0].shape[1], before)) return false;
     for (ptrdiff_t s = 0; s < c->sequences; s++) {

@@ -30,7 +30,7 @@ bool am_check_shape(am_request *r, const am_view *v, const char *name, const cha
         if (!step || i != 1) snprintf(text + end, sizeof text - end, i ? ", %td" : "%td", shape[i]);
     }
     return am_refuse(r, AM_WRONG_VALUE, v, "%s must be %sof shape (%s%s)", name, words, text,
-                     axes - step == 1 ? "," : "");
+                     axes - step == 1 ? am_words_of_door.comma : "");
 }
 
 bool am_check_packed(am_request *r, const char *name, const am_view *v, const ptrdiff_t *starts,
@@ -38,11 +38,11 @@ bool am_check_packed(am_request *r, const char *name, const am_view *v, const pt
 {
     const ptrdiff_t batch = v->shape[0], tokens = v->shape[1], end = starts ? starts[sequences] : tokens;
     if (starts && batch != 1)
-        return am_refuse(r, AM_WRONG_VALUE, NULL,
-                         "%s must have batch size 1 when cu_seqlens is given, got %td", name, batch);
-    return end == tokens || am_refuse(r, AM_WRONG_VALUE, NULL,
-                                      "cu_seqlens must end at the %td tokens of %s, got %td at index %td",
-                                      tokens, name, end, sequences);
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must have batch size 1 when %s is given, got %td", name,
+                         am_words_of_door.starts, batch);
+    return end == tokens ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must end at the %td tokens of %s, got %td at index %td",
+                     am_words_of_door.starts, tokens, name, end, sequences);
 }
 
 bool am_has_numbers(const am_view *v)
@@ -54,8 +54,8 @@ const ptrdiff_t *am_read_slots(am_request *r, const am_view *indices, ptrdiff_t 
 {
     const am_operand given = {.kind = AM_ARRAY, .view = *indices};
     if (indices->axes == 1 && indices->shape[0] != rows) {
-        am_refuse(r, AM_WRONG_VALUE, NULL, "state_indices must be of shape (%td,), got %td entries", rows,
-                  indices->shape[0]);
+        am_refuse(r, AM_WRONG_VALUE, NULL, "state_indices must be of shape (%td%s), got %td entries", rows,
+                  am_words_of_door.comma, indices->shape[0]);
         return NULL;
     }
     if (indices->axes != 1 || (rows && !am_is_integer(indices->type))) {
@@ -99,12 +99,10 @@ static bool check_types(am_request *r, const am_view *in)
         const bool gate = i == AM_DECAY || i == AM_BETA;
         const am_dtype wanted = i == AM_STATE ? wide : type;
         if (!v->data || v->type == wanted || (gate && v->type == AM_FLOAT32)) continue;
-        am_refuse(r, AM_WRONG_TYPE, v, gate ? "%s must be float32, or %s as query" : "%s must be %s",
+        am_refuse(r, AM_WRONG_TYPE, v,
+                  gate && wanted != AM_FLOAT32 ? "%s must be float32, or %s as query" : "%s must be %s",
                   names[i], am_dtype_name(wanted));
-        if (gate)
-            r->refusal->hint =
-                i == AM_DECAY ? "; write decay.astype(query.dtype)" : "; write beta.astype(query.dtype)";
-        return false;
+        return gate && am_hint(r, "; write %s.astype(query.dtype)", names[i]);
     }
     return true;
 }
@@ -189,19 +187,17 @@ bool am_set_linear_gradients(am_linear_back *back, const am_view results[AM_LINE
 static const char *weight_hint(const am_view *x, const am_view *weight, bool step)
 {
     if (weight->axes == 3 && weight->shape[1] == 1) return "; write weight[:, 0] for [C, 1, W]";
-    if (weight->axes != 2) return NULL;
+    if (weight->axes != 2) return "";
     if (weight->shape[1] == x->shape[2]) return "; write weight.T for [W, C]";
-    return !step && weight->shape[0] == x->shape[1] ? "; write x.swapaxes(1, 2) for [B, C, T]" : NULL;
+    return !step && weight->shape[0] == x->shape[1] ? "; write x.swapaxes(1, 2) for [B, C, T]" : "";
 }
 
 /* Weights are of the type of x, or float32. */
-static bool check_weight_type(am_request *r, const am_view *x, const am_view *v, const char *name,
-                              const char *hint)
+static bool check_weight_type(am_request *r, const am_view *x, const am_view *v, const char *name)
 {
     if (v->type == x->type || v->type == AM_FLOAT32) return true;
     am_refuse(r, AM_WRONG_TYPE, v, "%s must be %s as x, or float32", name, am_dtype_name(x->type));
-    r->refusal->hint = hint;
-    return false;
+    return am_hint(r, "; write %s.astype(x.dtype)", name);
 }
 
 bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const am_view *bias, bool step,
@@ -214,12 +210,11 @@ bool am_read_conv(am_request *r, const am_view *x, const am_view *weight, const 
     if (weight->axes != 2 || weight->shape[0] != conv->channels || conv->width < 1) {
         am_refuse(r, AM_WRONG_VALUE, weight,
                   "weight must be [C, W] with the %td channels of x and W at least 1", conv->channels);
-        r->refusal->hint = weight_hint(x, weight, step);
-        return false;
+        return am_hint(r, "%s", weight_hint(x, weight, step));
     }
-    if (!check_weight_type(r, x, weight, "weight", "; write weight.astype(x.dtype)")) return false;
+    if (!check_weight_type(r, x, weight, "weight")) return false;
     if (bias->data && (!am_check_shape(r, bias, "bias", "", 1, &conv->channels, false) ||
-                       !check_weight_type(r, x, bias, "bias", "; write bias.astype(x.dtype)")))
+                       !check_weight_type(r, x, bias, "bias")))
         return false;
     conv->weight = am_conv_weights_of(*weight), conv->bias = am_conv_weights_of(*bias);
     return true;

@@ -10,6 +10,16 @@ static bool reject(am_request *r, const char *what)
     return am_refuse(r, AM_WRONG_VALUE, NULL, "mask: %s", what);
 }
 
+/* An operand in messages: by its name, or else as what it is. */
+static const char *called(const am_operand *o, const char *what) { return o->name ? o->name : what; }
+
+/* "… must be `what`", and the array that came. */
+static bool reject_operand(am_request *r, const am_operand *o, const char *usual, const char *what)
+{
+    return am_refuse(r, AM_WRONG_VALUE, o->kind == AM_ARRAY ? &o->view : NULL, "%s must be %s",
+                     called(o, usual), what);
+}
+
 static ptrdiff_t saturated(int64_t a, int64_t b)
 {
     int64_t sum;
@@ -23,9 +33,10 @@ bool am_convert_integers(am_request *r, const am_operand *o, ptrdiff_t count, pt
     const ptrdiff_t given = o->kind == AM_ARRAY && v->axes ? v->shape[0] : 1;
     ptrdiff_t one = o->kind == AM_INTEGER ? o->number : none;
     if (o->kind == AM_ARRAY && (v->axes > 1 || (given != 1 && given != count)))
-        return reject(r, "numbers must be one integer, or an array of one for each row, head or sequence");
+        return reject_operand(r, o, "mask: numbers",
+                              "one integer, or an array of one for each row, head or sequence");
     if (o->kind == AM_ARRAY && !am_is_integer(v->type))
-        return am_refuse(r, AM_WRONG_TYPE, v, "mask: numbers must be integers");
+        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be integers", called(o, "mask: numbers"));
     if (o->kind == AM_ARRAY) am_widen(v, given == count ? to : &one);
     for (ptrdiff_t i = 0; i < count; i++)
         to[i] = saturated(o->kind == AM_ARRAY && given == count ? to[i] : one, 0);
@@ -68,7 +79,8 @@ static const ptrdiff_t *read_shift(am_request *r, const am_operand *o, ptrdiff_t
     const ptrdiff_t *shift = am_read_integers(r, o, r->mask.batch, 0);
     for (ptrdiff_t b = 0; shift && slack >= 0 && b < r->mask.batch; b++) {
         if (shift[b] >= 0 && shift[b] <= slack) continue;
-        reject(r, "a shift leads out of the array");
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be from 0 to %td, got %td", called(o, "mask: a shift"),
+                  slack, shift[b]);
         return NULL;
     }
     return shift;
@@ -77,7 +89,9 @@ static const ptrdiff_t *read_shift(am_request *r, const am_operand *o, ptrdiff_t
 static bool read_size(am_request *r, const am_operand *o, ptrdiff_t *size)
 {
     *size = o->number;
-    return (o->kind == AM_INTEGER && *size >= 1) || reject(r, "a size must be a positive integer");
+    return (o->kind == AM_INTEGER && *size >= 1) ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be a positive integer, got %s%td",
+                     called(o, "mask: a size"), o->kind == AM_INTEGER ? "" : "no integer, but ", *size);
 }
 
 /* size, shifts of the queries and of the keys */
@@ -98,7 +112,8 @@ static bool read_keys(am_request *r, am_node *node, const am_operand *o)
 }
 
 /* Copies the numbers of one row of tokens; negative ones of other types than int32 become -1. */
-static bool copy_row(am_request *r, int32_t *to, const char *from, const am_view *v, ptrdiff_t tokens)
+static bool copy_row(am_request *r, const char *name, int32_t *to, const char *from, const am_view *v,
+                     ptrdiff_t tokens)
 {
     const ptrdiff_t stride = v->stride[v->axes - 1];
     if (v->type == AM_INT32 && stride == sizeof *to) {
@@ -109,7 +124,7 @@ static bool copy_row(am_request *r, int32_t *to, const char *from, const am_view
         int64_t number;
         if (!am_convert(NULL, AM_INT64, &number, v->type, from + i * stride, 1)) number = INT64_MAX;
         if (number > INT32_MAX)
-            return am_refuse(r, AM_WRONG_VALUE, NULL, "segment ids must be below 2**31, got %lld",
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be below 2**31, got %lld", name,
                              (long long)number);
         to[i] = v->type == AM_INT32 || number >= 0 ? (int32_t)number : -1;
     }
@@ -125,12 +140,15 @@ static bool read_ids(am_request *r, const am_operand *o, ptrdiff_t tokens, am_to
     const ptrdiff_t rows = v->shape[0], heads = v->axes == 3 ? v->shape[1] : 1;
     if (o->kind != AM_ARRAY || (v->axes != 2 && v->axes != 3) || v->shape[v->axes - 1] != tokens ||
         (rows != 1 && rows != r->mask.batch) || (heads != 1 && heads != r->mask.heads))
-        return reject(r, "segment ids must be [batch, tokens] or [batch, heads, tokens]");
-    if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "segment ids must be integers");
+        return am_refuse(r, AM_WRONG_VALUE, o->kind == AM_ARRAY ? v : NULL,
+                         "%s must be [B, %td] or [B, H, %td]", called(o, "mask: segment ids"), tokens,
+                         tokens);
+    const char *name = called(o, "segment ids");
+    if (!am_is_integer(v->type)) return am_refuse(r, AM_WRONG_TYPE, v, "%s must be integers", name);
     int32_t *ids = am_keep(r, am_product(rows, heads, tokens), sizeof *ids);
     for (ptrdiff_t i = 0; ids && tokens && i < rows * heads; i++) {
         const char *from = v->data + i / heads * v->stride[0] + (v->axes == 3 ? i % heads * v->stride[1] : 0);
-        if (!copy_row(r, ids + i * tokens, from, v, tokens)) return false;
+        if (!copy_row(r, name, ids + i * tokens, from, v, tokens)) return false;
     }
     *to =
         (am_token_ids){.ids = ids, .batch = rows == 1 ? 0 : heads * tokens, .head = heads == 1 ? 0 : tokens};
@@ -150,7 +168,8 @@ static bool read_diagonal(am_request *r, am_node *node, const am_operand *o)
 {
     if (!read_band(r, node, o)) return false;
     if (o[3].kind == AM_ARRAY && o[3].view.type != AM_INT32)
-        return am_refuse(r, AM_WRONG_TYPE, &o[3].view, "the diagonals of queries must be int32");
+        return am_refuse(r, AM_WRONG_TYPE, &o[3].view, "%s must be int32",
+                         called(&o[3], "the diagonals of queries"));
     return read_ids(r, &o[3], r->mask.queries, &node->diagonal.at);
 }
 
@@ -211,14 +230,15 @@ static bool read_dense(am_request *r, am_node *node, const am_operand *o)
     const am_view *v = &o[0].view;
     const ptrdiff_t wanted[4] = {r->mask.batch, r->mask.heads, r->mask.queries, r->mask.keys};
     ptrdiff_t slack[2] = {-1, -1}; /* an axis that is shared is never followed */
-    if (o[0].kind != AM_ARRAY) return reject(r, "attention_mask must be an array");
-    if (v->type > AM_FLOAT64) return am_refuse(r, AM_WRONG_TYPE, v, "attention_mask must be bool or numbers");
+    const char *name = am_words_of_door.pairs;
+    if (o[0].kind != AM_ARRAY) return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be an array", name);
+    if (v->type > AM_FLOAT64) return am_refuse(r, AM_WRONG_TYPE, v, "%s must be bool or numbers", name);
     bool fits = v->axes == 4;
     for (int i = 0; i < 4; i++) {
         fits = fits && (v->shape[i] == 1 || (i < 2 ? v->shape[i] == wanted[i] : v->shape[i] >= wanted[i]));
         if (i >= 2 && v->shape[i] > 1) slack[i - 2] = v->shape[i] - wanted[i];
     }
-    if (!fits) return am_refuse(r, AM_WRONG_VALUE, v, "attention_mask must broadcast to [B, H, Tq, Tk]");
+    if (!fits) return am_refuse(r, AM_WRONG_VALUE, v, "%s must broadcast to [B, H, Tq, Tk]", name);
     node->dense.data = v->data, node->dense.type = v->type;
     node->dense.batch = am_shared_stride(v, 0), node->dense.head = am_shared_stride(v, 1);
     node->dense.row = am_shared_stride(v, 2), node->dense.column = am_shared_stride(v, 3);
@@ -254,7 +274,7 @@ static bool read_tiles(am_request *r, am_node *node, const am_operand *o)
     if (o[0].kind != AM_ARRAY || places->type != AM_INT32 || places->axes != 4 || o[3].kind != AM_ARRAY ||
         bits->type != AM_UINT8 || bits->axes != 3 || bits->shape[1] != AM_TILE_ROWS ||
         bits->shape[2] != AM_TILE_COLUMNS / 8)
-        return reject(r, "tiles must be int32 places of four axes, and bits of 64 × 8 bytes");
+        return reject(r, "places must be int32 [B, H, tiles, tiles], and bits uint8 [patterns, 64, 8]");
     if (!read_size(r, &o[1], &node->tiles.map.q_size) || !read_size(r, &o[2], &node->tiles.map.k_size))
         return false;
     node->tiles.map.places = contiguous(r, places);
@@ -264,7 +284,7 @@ static bool read_tiles(am_request *r, am_node *node, const am_operand *o)
     node->tiles.map.k_shift = node->tiles.map.q_shift ? read_shift(r, &o[5], -1) : NULL;
     if (!node->tiles.map.k_shift) return false;
     return am_mask_set_tiles(&r->mask, node, places->shape, bits->shape[0]) ||
-           reject(r, "tiles must cover the mask, and have bits where they are mixed");
+           reject(r, "places must cover the mask, and be 0, 1, or 2 + i for pattern i of bits");
 }
 
 /* [axes, 5]: length, kernel, stride, dilation and whether it is causal, of each axis. They are copied. */
@@ -293,7 +313,8 @@ static const am_grid *read_grid(am_request *r, const am_view *v, ptrdiff_t *poin
     }
     if (grid) grid->axes = (int)v->shape[0];
     if (grid && !fits)
-        reject(r, "a grid must be [axes, 5] of lengths, kernels, strides, dilations and causal");
+        reject(r, "grid must be [axes, 5] of lengths, kernels, strides, dilations and causal, which fit each "
+                  "other");
     return fits ? grid : NULL;
 }
 
@@ -302,11 +323,11 @@ static bool read_neighborhood(am_request *r, am_node *node, const am_operand *o)
 {
     ptrdiff_t points;
     if (o[0].kind != AM_ARRAY || !am_is_integer(o[0].view.type))
-        return reject(r, "a grid must be of integers");
+        return reject_operand(r, &o[0], "mask: a grid", "integers");
     node->neighborhood.grid = read_grid(r, &o[0].view, &points);
     if (!node->neighborhood.grid) return false;
     if (r->mask.queries > points || r->mask.keys > points)
-        return reject(r, "a grid must have a point for each query and key");
+        return reject(r, "grid must have a point for each query and key");
     node->neighborhood.q_shift = read_shift(r, &o[1], points - r->mask.queries);
     node->neighborhood.k_shift =
         node->neighborhood.q_shift ? read_shift(r, &o[2], points - r->mask.keys) : NULL;
@@ -369,7 +390,8 @@ bool am_mask_begin(am_request *r, ptrdiff_t most_nodes)
 static bool waits(am_request *r, int more)
 {
     r->waiting += more;
-    return r->waiting <= AM_MASK_DEPTH || reject(r, "too many operands wait at once");
+    return r->waiting <= AM_MASK_DEPTH ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "mask: more than %d operands wait at once", AM_MASK_DEPTH);
 }
 
 bool am_mask_add(am_request *r, const am_node_row *term, const am_operand *operands)
@@ -384,7 +406,9 @@ bool am_mask_add(am_request *r, const am_node_row *term, const am_operand *opera
 bool am_mask_join(am_request *r, am_node_kind operator)
 {
     const int taken = operator == AM_NOT ? 1 : 2;
-    if (r->waiting < taken) return reject(r, "an operator lacks operands");
+    if (r->waiting < taken)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "mask: an operator must have %d masks before it, got %d",
+                         taken, r->waiting);
     r->waiting += 1 - taken;
     r->mask.nodes[r->mask.node_count++].kind = operator;
     return true;

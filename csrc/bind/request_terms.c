@@ -7,9 +7,32 @@
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"
 
-static bool reject(am_request *r, const am_logit_term *term, const char *what)
+static const char *name_of(const am_logit_term *term) { return am_words_of_door.terms[term->kind]; }
+
+/* Says what a term must be, by its row. */
+static bool reject(am_request *r, const am_logit_term *term, const am_term_given *given)
 {
-    return am_refuse(r, AM_WRONG_VALUE, NULL, "%s: %s", am_row_of_term(term)->name, what);
+    static const char *const lengths[] = {
+        [AM_AXIS_1] = "1",    [AM_AXIS_B] = "B",  [AM_AXIS_R] = "B or N", [AM_AXIS_H] = "H",
+        [AM_AXIS_KV] = "Hkv", [AM_AXIS_Q] = "Tq", [AM_AXIS_K] = "Tk",     [AM_AXIS_N] = "L",
+    };
+    const am_logit_row *row = am_row_of_term(term);
+    const am_axis *axes = row->axes;
+    const am_view *got = given->array.kind == AM_ARRAY ? &given->array.view : NULL;
+    const char *above = row->acts == AM_DROPS ? "between 0 and 1" : "above 0";
+    if (axes[0] == AM_NO_AXIS && got)
+        return am_refuse(r, AM_WRONG_VALUE, got, "%s must be a number %s", name_of(term), above);
+    if (axes[0] == AM_NO_AXIS)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be a number %s, got %g", name_of(term), above,
+                         given->number);
+    return am_refuse(r, AM_WRONG_VALUE, got,
+                     "%s must be an array [%s, %s, %s, %s] of %s, axes 1 if shared%s%s", name_of(term),
+                     lengths[axes[0]], lengths[axes[1]], lengths[axes[2]], lengths[axes[3]],
+                     row->acts == AM_ADDS_PAIRS ? "floating-point numbers" : "float32 or float64",
+                     am_abs(term->integer) > AM_FAR  ? ", and its integer from -2**60 to 2**60"
+                     : row->acts == AM_ADDS_BY_POINT ? ", with an odd integer that divides its odd length L"
+                                                     : "",
+                     got ? "" : ", got no array");
 }
 
 /* Copies numbers of four axes as contiguous ones of a type. */
@@ -39,15 +62,14 @@ static bool copy_numbers(am_request *r, am_dtype type, am_view *v)
 
 /* The array of a term: a bias in place, a grid bias in the type of the arithmetic, others as doubles that are
  * contiguous along the last axis. */
-static bool read_array(am_request *r, const am_operand *o, am_logit_term *term)
+static bool read_array(am_request *r, const am_term_given *given, am_logit_term *term)
 {
     const am_logit_row *row = am_row_of_term(term);
-    am_view v = o->view;
-    if (o->kind != AM_ARRAY) return true;
-    if (v.axes != 4) return reject(r, term, "must have four axes");
+    am_view v = given->array.view;
+    if (given->array.kind != AM_ARRAY) return true;
+    if (v.axes != 4) return reject(r, term, given);
     if (row->acts != AM_ADDS_PAIRS) {
-        if (v.type != AM_FLOAT32 && v.type != AM_FLOAT64)
-            return reject(r, term, "must be float32 or float64");
+        if (v.type != AM_FLOAT32 && v.type != AM_FLOAT64) return reject(r, term, given);
         const bool by_point = row->acts == AM_ADDS_BY_POINT,
                    in_place = !by_point && v.type == AM_FLOAT64 &&
                               (v.shape[3] == 1 || v.stride[3] == sizeof(double));
@@ -66,7 +88,7 @@ static bool read_integer(am_request *r, const am_operand *o, am_logit_term *term
     ptrdiff_t number;
     if (o->view.axes > 1 || o->view.shape[0] != 1 || !am_is_integer(o->view.type) ||
         am_widen(&o->view, &number) >= 0)
-        return reject(r, term, "must come with an integer below 2**63");
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must come with an integer below 2**63", name_of(term));
     term->integer = number;
     return true;
 }
@@ -79,8 +101,8 @@ static bool is_finite(am_request *r, const am_logit_term *term)
             const double *number = (const double *)am_token(array, row, head, 0);
             for (ptrdiff_t i = 0; i < term->array.shape.channel; i++) {
                 if (!isfinite(number[i]))
-                    return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite, got %g",
-                                     am_row_of_term(term)->name, number[i]);
+                    return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite, got %g", name_of(term),
+                                     number[i]);
             }
         }
     }
@@ -96,9 +118,8 @@ static bool check_grid(am_request *r, const am_logit_term *term)
            am_refuse(r, AM_WRONG_VALUE, NULL,
                      "%s must have a point of its grid for each query and key, got %td × %td points, and %s "
                      "from %td to %td in row or sequence %td",
-                     am_row_of_term(term)->name, grid.height, grid.width,
-                     found.are_queries ? "queries" : "keys", found.points.begin, found.points.end - 1,
-                     found.row);
+                     name_of(term), grid.height, grid.width, found.are_queries ? "queries" : "keys",
+                     found.points.begin, found.points.end - 1, found.row);
 }
 
 bool am_read_term(am_request *r, const am_term_given *given)
@@ -107,17 +128,18 @@ bool am_read_term(am_request *r, const am_term_given *given)
     am_terms *terms = &attn->terms;
     am_logit_term term = {.kind = given->kind, .number = given->number};
     for (int i = 0; i < terms->count; i++) {
-        if (terms->list[i].kind == term.kind) return reject(r, &term, "must be given once");
+        if (terms->list[i].kind == term.kind)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given once, got it again", name_of(&term));
     }
-    if (!read_integer(r, &given->integer, &term) || !read_array(r, &given->array, &term)) return false;
-    if (!am_term_fits(attn, &term)) return reject(r, &term, "a type, a shape or a number does not fit");
+    if (!read_integer(r, &given->integer, &term) || !read_array(r, given, &term)) return false;
+    if (!am_term_fits(attn, &term)) return reject(r, &term, given);
     if (am_row_of_term(&term)->finite && term.array.data && !is_finite(r, &term)) return false;
     if (am_row_of_term(&term)->acts == AM_ADDS_BY_POINT && !check_grid(r, &term)) return false;
     terms->list[terms->count++] = term;
     const ptrdiff_t keys = terms->places.first_key + attn->keys;
     return am_row_of_term(&term)->acts != AM_DROPS || keys <= AM_MOST_KEYS_OF_DROPOUT ||
            am_refuse(r, AM_WRONG_VALUE, NULL,
-                     "dropout_prob: dropout takes up to 2**32 keys, got %td; compute without it", keys);
+                     "%s must come with up to 2**32 keys, got %td; compute without it", name_of(&term), keys);
 }
 
 bool am_read_places(am_request *r, const am_operand *starts, const am_operand *key_starts,

@@ -29,9 +29,8 @@ needs_make = pytest.mark.skipif(
     reason="the C library is built by make and a C compiler, of the sources",
 )
 
-_CODE = (
-    re.sub(r"/\*.*?\*/|^ *#.*?$(?<!\\)", "", HEADER.read_text(), flags=re.S | re.M) if HEADER.exists() else ""
-)
+TEXT = HEADER.read_text() if HEADER.exists() else ""
+_CODE = re.sub(r"/\*.*?\*/|^ *#.*?$(?<!\\)", "", TEXT, flags=re.S | re.M)
 _TYPES: dict[str, Any] = {
     "size_t": ctypes.c_size_t,
     "double": ctypes.c_double,
@@ -72,6 +71,14 @@ def _read_structs() -> dict[str, type[ctypes.Structure]]:
     return {name: of for name, of in _TYPES.items() if name.startswith("attnmask_")}
 
 
+def _read_operands() -> dict[str, list[str]]:
+    """What the header calls the operands of each kind of node."""
+    lines = re.search(r"typedef enum \{([^}]*)\} attnmask_kind;", TEXT)
+    found = re.findall(r"(ATTNMASK_\w+), +/\* ((?:\w+, )*\w+):", lines.group(1) if lines else "")
+    return {kind: names.split(", ") for kind, names in found}
+
+
+OPERANDS = _read_operands()
 ENUMS = _read_enums()
 STRUCTS = _read_structs()
 FUNCTIONS = sorted(re.findall(r"ATTNMASK_API \w+ (\w+)\(", _CODE))
@@ -137,7 +144,7 @@ def array(given: Array | None) -> ctypes.Structure:
 
 def operand(given: Any) -> ctypes.Structure:
     made = STRUCTS["attnmask_operand"]()
-    if isinstance(given, np.ndarray):
+    if isinstance(given, np.ndarray | ctypes.Structure):
         made.alive = array(given)
         made.given, made.array = 2, ctypes.addressof(made.alive)
     elif given is not None:

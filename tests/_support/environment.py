@@ -36,10 +36,10 @@ with_doors = pytest.mark.skipif(
 
 def multiplies_bf16(isa) -> bool:
     """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
-    from kernel_table import table_of
-
     if not HAS_DOORS:
         return isa in ("avx512bf16", "amx")
+    from kernel_table import table_of
+
     table = table_of(isa)
     return table.flash_bf16x2.panel > 0 or table.flash_amx.panel > 0
 

@@ -3,6 +3,7 @@
 import inspect
 import pydoc
 import re
+import sys
 import typing
 
 import numpy as np
@@ -22,10 +23,14 @@ def shown(thing) -> str:
 
 @pytest.mark.parametrize("thing", PUBLIC)
 def test_help_begins_with_what_it_is_for(thing):
-    """Within 40 lines of a terminal that is 80 columns wide, below the signature."""
+    """Within 40 lines of a terminal that is 80 columns wide, below the signature. From Python 3.13 on, each parameter has
+    a line of its own.
+    """
     text, sentence = shown(thing), inspect.getdoc(thing).splitlines()[0]
     above = text[: text.index(sentence)].splitlines()
-    assert sum(max(1, -(-len(line) // 80)) for line in above) < 40
+    in_lines = callable(thing) and sys.version_info >= (3, 13)
+    most = 6 + len(inspect.signature(thing).parameters) if in_lines else 0
+    assert sum(max(1, -(-len(line) // 80)) for line in above) <= max(39, most)
 
 
 @pytest.mark.parametrize("thing", PUBLIC)

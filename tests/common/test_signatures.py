@@ -99,8 +99,12 @@ def test_arguments_of_a_cache_after_the_fifth_are_given_by_name(count):
     assert attnmask.flash_attention_with_kvcache(x, x, x, None, None).shape == x.shape
 
 
+MAKER = ROOT / ".ci" / "make_signatures.py"
+
+
+@pytest.mark.skipif(not MAKER.exists(), reason="the tests run without the sources")
 def test_type_checkers_read_what_follows_from_the_table():
-    made = runpy.run_path(str(ROOT / ".ci" / "make_signatures.py"))
+    made = runpy.run_path(str(MAKER))
     for path, contents in made["STUBS"].items():
         assert path.read_text() == made["stub"](*contents), "run python .ci/make_signatures.py"
 

@@ -141,7 +141,7 @@ def test_a_closed_pipe_ends_it_silently():
 def test_an_output_that_takes_nothing(redirection, code, message):
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full")
-    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
+    command = ["/bin/sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
     result = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
     assert (result.returncode, result.stderr) == (code, f"python -m attnmask: error: {message}\n")
 

@@ -1,4 +1,5 @@
 /* attention.c – masks, and attention with its gradients, from C. */
+#include <stdio.h>
 #include <string.h>
 
 #include "bind/c/call.h"
@@ -8,13 +9,25 @@
 
 /* --- Masks --- */
 
-/* The names of terms and operators (am_node_row_named). */
-static const char *const kinds[] = {
-    [ATTNMASK_ALL] = "all",     [ATTNMASK_BAND] = "band",   [ATTNMASK_DIAGONAL] = "diagonal",
-    [ATTNMASK_CHUNK] = "chunk", [ATTNMASK_KEYS] = "keys",   [ATTNMASK_EQUAL] = "equal",
-    [ATTNMASK_DENSE] = "dense", [ATTNMASK_TILES] = "tiles", [ATTNMASK_SEQUENCES] = "sequences",
-    [ATTNMASK_NOT] = "not",     [ATTNMASK_AND] = "and",     [ATTNMASK_NEIGHBORHOOD] = "neighborhood",
-    [ATTNMASK_OR] = "or",       [ATTNMASK_XOR] = "xor",
+/* Terms and operators: their names here and in the core (am_node_row_named), and those of their operands. */
+#define KIND(kind, ...) [ATTNMASK_##kind] = {"ATTNMASK_" #kind, __VA_ARGS__}
+static const struct {
+    const char *name, *row, *operands[AM_MOST_OPERANDS];
+} kinds[] = {
+    KIND(ALL, "all", {0}),
+    KIND(BAND, "band", {"low", "high", "offset"}),
+    KIND(DIAGONAL, "diagonal", {"low", "high", "offset", "at"}),
+    KIND(CHUNK, "chunk", {"size", "q_shift", "k_shift"}),
+    KIND(KEYS, "keys", {"begin", "end"}),
+    KIND(EQUAL, "equal", {"q_ids", "k_ids", "exclude_zero"}),
+    KIND(SEQUENCES, "sequences", {"cum_seqlens_q", "cum_seqlens_k", "low", "high", "offset"}),
+    KIND(DENSE, "dense", {"array", "q_shift", "k_shift"}),
+    KIND(TILES, "tiles", {"places", "q_size", "k_size", "bits", "q_shift", "k_shift"}),
+    KIND(NEIGHBORHOOD, "neighborhood", {"grid", "q_shift", "k_shift"}),
+    KIND(NOT, "not", {0}),
+    KIND(AND, "and", {0}),
+    KIND(OR, "or", {0}),
+    KIND(XOR, "xor", {0}),
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
@@ -22,30 +35,38 @@ bool am_c_read_mask_struct(am_c_call *c, attnmask_mask *to, const attnmask_mask 
 {
     static const attnmask_mask all = {.size = sizeof all};
     if (!am_c_read(c, to, from ? from : &all, "mask")) return false;
-    return (to->node_count >= 0 && to->node_count <= AM_LONGEST && (to->nodes || to->node_count == 0)) ||
-           am_refuse(&c->request, AM_WRONG_VALUE, NULL,
-                     "mask must have nodes and their number, got %s and %lld", to->nodes ? "nodes" : "NULL",
+    if (to->node_count < 0 || to->node_count > AM_LONGEST)
+        return am_refuse(&c->request, AM_WRONG_VALUE, NULL, "node_count must be from 0 to 2**56, got %lld",
+                         (long long)to->node_count);
+    return to->nodes || to->node_count == 0 ||
+           am_refuse(&c->request, AM_WRONG_VALUE, NULL, "nodes must be given with node_count %lld, got NULL",
                      (long long)to->node_count);
 }
 
-static bool add_node(am_c_call *c, const attnmask_node *given, int64_t index)
+static bool add_node(am_c_call *c, const attnmask_node *given)
 {
     am_request *r = &c->request;
     am_operand operands[AM_MOST_OPERANDS] = {{0}};
-    if (given->kind < 0 || given->kind >= KINDS)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "mask: node %lld has no kind of attnmask_kind, got %d",
-                         (long long)index, (int)given->kind);
-    const am_node_row *row = am_node_row_named(kinds[given->kind]);
-    if (!row->operands) return am_mask_join(r, row->kind);
-    const int count = (int)strlen(row->operands);
+    const am_node_row *row = am_node_row_named(kinds[given->kind].row);
+    const int count = row->operands ? (int)strlen(row->operands) : 0;
     for (int i = 0; i < (int)(sizeof given->operand / sizeof *given->operand); i++) {
         const attnmask_operand *o = &given->operand[i];
-        if (i < count ? !am_c_operand(c, o, row->name, &operands[i])
-                      : o->given != 0 && !am_refuse(r, AM_WRONG_VALUE, NULL,
-                                                    "mask: %s takes %d operands, got more", row->name, count))
-            return false;
+        if (i < count && !am_c_operand(c, o, kinds[given->kind].operands[i], &operands[i])) return false;
+        if (i >= count && o->given != 0)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "operand[%d] must not be given", i);
     }
-    return am_mask_add(r, row, operands);
+    return row->operands ? am_mask_add(r, row, operands) : am_mask_join(r, row->kind);
+}
+
+/* Says which node was refused. */
+static bool refuse_node(am_request *r, const attnmask_node *node, int64_t index)
+{
+    am_refusal whole = *r->refusal, *said = r->refusal;
+    const char *words = strncmp(said->words, "mask: ", 6) == 0 ? said->words + 6 : said->words;
+    snprintf(whole.words, sizeof whole.words, "nodes[%lld], %s: %.400s", (long long)index,
+             kinds[node->kind].name, words);
+    *said = whole;
+    return false;
 }
 
 /* Nodes that no operator has taken are joined. */
@@ -53,7 +74,11 @@ bool am_c_add_nodes(am_c_call *c, const attnmask_mask *mask)
 {
     am_request *r = &c->request;
     for (int64_t i = 0; i < mask->node_count; i++) {
-        if (!add_node(c, &mask->nodes[i], i)) return false;
+        const attnmask_node *node = &mask->nodes[i];
+        if (node->kind < 0 || node->kind >= KINDS)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "nodes[%lld] must have a kind of attnmask_kind, got %d",
+                             (long long)i, (int)node->kind);
+        if (!add_node(c, node)) return r->refusal && refuse_node(r, node, i);
     }
     while (r->waiting > 1) {
         if (!am_mask_join(r, AM_AND)) return false;
@@ -152,11 +177,11 @@ static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
     am_view v, like = {.type = term->array.type,
                        .axes = 4,
                        .shape = {shape->batch, shape->head, shape->token, shape->channel, 1}};
-    char name[64] = "the gradient of ";
-    strcat(name, row->name);
+    char name[64];
+    snprintf(name, sizeof name, "gradient of %s", am_words_of_door.terms[term->kind]);
     if (!am_c_look(c, &given->gradient, name, &v)) return false;
     if (!v.data) return true;
-    if (!am_can_learn(term)) return am_refuse(r, AM_WRONG_VALUE, NULL, "%s is none that there is", name);
+    if (!am_can_learn(term)) return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must not be given", name);
     if (row->acts != AM_ADDS_PAIRS)
         like = (am_view){.type = AM_FLOAT64, .axes = 2, .shape = {r->attn.heads, shape->channel, 1, 1, 1}};
     if (!am_c_look_in_order(c, &given->gradient, name, &v) || !am_c_is_like(c, &v, name, &like)) return false;
@@ -167,21 +192,26 @@ static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
 bool am_c_read_terms(am_c_call *c, const attnmask_term *terms, int64_t count, bool with_gradients)
 {
     am_request *r = &c->request;
-    if (count < 0 || count > AM_LOGIT_KIND_COUNT || (count && !terms))
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "terms must be from 0 to %d, got %lld%s",
-                         (int)AM_LOGIT_KIND_COUNT, (long long)count, terms ? "" : " at NULL");
+    if (count < 0 || count > AM_LOGIT_KIND_COUNT)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "term_count must be from 0 to %d, got %lld",
+                         (int)AM_LOGIT_KIND_COUNT, (long long)count);
+    if (count && !terms)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "terms must be given with term_count %lld, got NULL",
+                         (long long)count);
     for (int64_t i = 0; i < count; i++) {
         const attnmask_term *t = &terms[i];
         if (t->kind < 0 || t->kind >= AM_LOGIT_KIND_COUNT)
             return am_refuse(r, AM_WRONG_VALUE, NULL,
-                             "terms: term %lld has no kind of attnmask_term_kind, got %d", (long long)i,
+                             "terms[%lld] must have a kind of attnmask_term_kind, got %d", (long long)i,
                              (int)t->kind);
         am_term_given given = {.kind = (am_logit_kind)t->kind,
                                .number = t->number,
                                .integer = {.kind = AM_INTEGER, .number = t->integer},
                                .array = {.kind = AM_ARRAY}};
         am_view *v = &given.array.view;
-        if (!am_c_look(c, &t->array, am_logit_rows[t->kind].name, v)) return false;
+        char name[64];
+        snprintf(name, sizeof name, "array of %s", am_words_of_door.terms[t->kind]);
+        if (!am_c_look(c, &t->array, name, v)) return false;
         if (!v->data) given.array.kind = AM_NOTHING;
         /* A bias may go on behind the keys of a cache. */
         if (t->kind == ATTNMASK_BIAS && r->attn.pages.size && v->shape[3] > r->attn.keys)

@@ -23,23 +23,27 @@ static bool read_limits(am_c_call *c, const attnmask_cached_attention *call, con
 {
     am_request *r = &c->request;
     const int64_t farthest = AM_FAR / 2;
-    am_operand low, high;
-    if (!am_c_operand(c, &mask->low, "low", &low) || !am_c_operand(c, &mask->high, "high", &high))
-        return false;
+    am_operand limits[2], *const low = limits, *const high = limits + 1;
+    if (!am_c_operand(c, &mask->low, "low", low) || !am_c_operand(c, &mask->high, "high", high)) return false;
     if (mask->offset.given || mask->cum_seqlens_k.data)
         return am_refuse(r, AM_WRONG_VALUE, NULL,
                          "%s must not be given with a cache, whose last query is at its last key",
                          mask->offset.given ? "offset" : "cum_seqlens_k");
-    if (low.kind == AM_ARRAY || high.kind == AM_ARRAY || low.number < -farthest || low.number > farthest ||
-        high.number < -farthest || high.number > farthest)
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "low and high must be numbers from -2**59 to 2**59");
+    for (const am_operand *o = limits; o < limits + 2; o++) {
+        if (o->kind == AM_ARRAY)
+            return am_refuse(r, AM_WRONG_VALUE, &o->view, "%s must be a number with a cache", o->name);
+        if (o->kind == AM_INTEGER && (o->number < -farthest || o->number > farthest))
+            return am_refuse(r, AM_WRONG_VALUE, NULL,
+                             "%s must be from -2**59 to 2**59 with a cache, got %lld", o->name,
+                             (long long)o->number);
+    }
     if (call->chunk < 0)
         return am_refuse(r, AM_WRONG_VALUE, NULL, "chunk must be at least 0, got %lld",
                          (long long)call->chunk);
-    cached->limits = (am_kv_limits){.has_low = low.kind != AM_NOTHING,
-                                    .has_high = high.kind != AM_NOTHING,
-                                    .low = low.number,
-                                    .high = high.number,
+    cached->limits = (am_kv_limits){.has_low = low->kind != AM_NOTHING,
+                                    .has_high = high->kind != AM_NOTHING,
+                                    .low = low->number,
+                                    .high = high->number,
                                     .chunk = call->chunk < farthest ? call->chunk : farthest};
     return true;
 }
@@ -116,7 +120,7 @@ static bool attend(am_c_call *c, const attnmask_cached_attention *from, am_cache
         return false;
     const am_terms_found found = am_find_terms(&r->attn);
     if (call.prefix && am_adds_to_products(&found))
-        return am_refuse(r, AM_WRONG_VALUE, NULL, "terms must be caps or sinks with prefix");
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "terms must add nothing to logits with prefix");
     const am_status status = call.prefix ? am_cached_attend_prefix(&c->context, r, cached)
                                          : am_cached_attend(&c->context, r, cached, one_by_one);
     return status == AM_OK && !am_is_refused(r);

@@ -56,16 +56,16 @@ attnmask_status attnmask_set_threads(int32_t count, attnmask_message *message)
     return am_c_end(&c, done, message);
 }
 
-attnmask_status attnmask_config(attnmask_configuration *to, attnmask_message *message)
+attnmask_status attnmask_config(attnmask_configuration *configuration, attnmask_message *message)
 {
     am_c_call c;
     attnmask_configuration found;
-    const bool done = am_c_begin(&c) && am_c_read(&c, &found, to, "configuration");
+    const bool done = am_c_begin(&c) && am_c_read(&c, &found, configuration, "configuration");
     if (done) {
         found.version = AM_VERSION;
         found.level = c.context.kernels->name;
         found.openmp = am_openmp_info() ? am_openmp_info()->name : NULL;
-        memcpy(to, &found, found.size);
+        memcpy(configuration, &found, found.size);
     }
     return am_c_end(&c, done, message);
 }
@@ -192,7 +192,7 @@ bool am_c_look(am_c_call *c, const attnmask_array *a, const char *name, am_view 
 bool am_c_need(am_c_call *c, const attnmask_array *a, const char *name, am_view *v)
 {
     return am_c_look(c, a, name, v) &&
-           (v->data || am_refuse(&c->request, AM_WRONG_VALUE, NULL, "%s must be given", name));
+           (v->data || am_refuse(&c->request, AM_WRONG_VALUE, NULL, "%s must be given, got NULL", name));
 }
 
 bool am_c_look_in_order(am_c_call *c, const attnmask_array *a, const char *name, am_view *v)
@@ -234,12 +234,14 @@ bool am_c_read_starts(am_c_call *c, const attnmask_array *a, const char *name, p
 
 bool am_c_operand(am_c_call *c, const attnmask_operand *given, const char *name, am_operand *o)
 {
-    *o = (am_operand){.number = given->number};
+    am_request *r = &c->request;
+    *o = (am_operand){.number = given->number, .name = name};
     if (given->given == 0) return true;
     if (given->given == 1) return o->kind = AM_INTEGER, true;
-    if (given->given != 2 || !given->array)
-        return am_refuse(&c->request, AM_WRONG_VALUE, NULL,
-                         "%s must be nothing, a number or an array: given is 0, 1 or 2", name);
+    if (given->given != 2)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given as 0, 1 or 2, got %d", name,
+                         (int)given->given);
+    if (!given->array) return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must have an array, got NULL", name);
     o->kind = AM_ARRAY;
     return am_c_need(c, given->array, name, &o->view);
 }

@@ -143,7 +143,7 @@ static bool number_tokens(am_c_call *c, const attnmask_array *cum_seqlens, const
     if (!look_at_line(c, segment_ids, "segment_ids", &ids) ||
         !am_c_read_starts(c, cum_seqlens, "cum_seqlens", ids.shape[0], &starts, &sequences))
         return false;
-    if (!starts) return am_refuse(&c->request, AM_WRONG_VALUE, NULL, "cum_seqlens must be given");
+    if (!starts) return am_refuse(&c->request, AM_WRONG_VALUE, NULL, "cum_seqlens must be given, got NULL");
     if (!fits(c, &ids, "segment_ids", sequences)) return false;
     for (ptrdiff_t s = 0; s < sequences; s++) {
         for (ptrdiff_t t = starts[s]; t < starts[s + 1]; t++) write_integer(&ids, t, s);

@@ -408,10 +408,10 @@ int am_raise_refused(const am_request *r, bool done)
     if (done) return 0;
     if (r->status != AM_OK) return am_raise(r->status);
     const am_refusal *said = r->refusal;
-    if (!said->got.data) return am_fail(errors[said->wrong], "%s", said->words);
+    if (!said->got.data) return am_fail(errors[said->wrong], "%s%s", said->words, said->hint);
     am_owned PyObject *what = am_describe(said->got.object);
     if (!what) return -1;
-    return am_fail(errors[said->wrong], "%s, got %U%s", said->words, what, said->hint ? said->hint : "");
+    return am_fail(errors[said->wrong], "%s, got %U%s", said->words, what, said->hint);
 }
 
 int am_read_starts(am_starts *s, PyObject *object, const char *name)
