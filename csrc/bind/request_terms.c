@@ -139,7 +139,7 @@ bool am_read_term(am_request *r, const am_term_given *given)
     const ptrdiff_t keys = terms->places.first_key + attn->keys;
     return am_row_of_term(&term)->acts != AM_DROPS || keys <= AM_MOST_KEYS_OF_DROPOUT ||
            am_refuse(r, AM_WRONG_VALUE, NULL,
-                     "%s must come with up to 2**32 keys, got %td; compute without it", name_of(&term), keys);
+                     "%s: dropout takes up to 2**32 keys, got %td; compute without it", name_of(&term), keys);
 }
 
 bool am_read_places(am_request *r, const am_operand *starts, const am_operand *key_starts,

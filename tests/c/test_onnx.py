@@ -442,8 +442,8 @@ BAD_INPUTS = [
     ({"nonpad_kv_seqlen": np.array([3, 7])}, {}, "nonpad_kv_seqlen must be from 0 to 6, got 7"),
     ({"nonpad_kv_seqlen": np.array([-1, 6])}, {}, "nonpad_kv_seqlen must be from 0 to 6, got -1"),
     ({"kv_segment_ids": ID}, {}, "kv_segment_ids needs q_segment_ids"),
-    ({"q_segment_ids": ID, "kv_segment_ids": ID[:, :3]}, {}, r"segment ids must be \[batch, tokens\]"),
-    ({"q_segment_ids": ID.astype(F32)}, {}, "segment ids must be integers"),
+    ({"q_segment_ids": ID, "kv_segment_ids": ID[:, :3]}, {}, r"ATTNMASK_EQUAL: k_ids must be \[B, 6\]"),
+    ({"q_segment_ids": ID.astype(F32)}, {}, "ATTNMASK_EQUAL: q_ids must be integers"),
     ({"cu_seqlens_k": np.array([0, 6])}, {}, "cu_seqlens_k needs cu_seqlens_q"),
     ({"cu_seqlens_q": np.array([0, 4])}, {}, "one batch row, got 2"),
     (
@@ -452,8 +452,8 @@ BAD_INPUTS = [
         "cu_seqlens_q goes with neither past_key nor nonpad_kv_seqlen",
     ),
     ({"alibi_slopes": np.ones(3, F32)}, {}, "alibi_slopes must have 2 numbers, one for each head, got 3"),
-    ({"alibi_slopes": np.ones(2, np.int64)}, {}, "alibi_slopes"),
-    ({"alibi_slopes": np.array([np.inf, 0], F32)}, {}, "alibi_slopes must be finite"),
+    ({"alibi_slopes": np.ones(2, np.int64)}, {}, "ATTNMASK_ALIBI must be .* float32 or float64"),
+    ({"alibi_slopes": np.array([np.inf, 0], F32)}, {}, "ATTNMASK_ALIBI must be finite"),
 ]
 
 
