@@ -23,7 +23,7 @@ def shown(thing) -> str:
 
 @pytest.mark.parametrize("thing", PUBLIC)
 def test_help_begins_with_what_it_is_for(thing):
-    """Within 40 lines of a terminal that is 80 columns wide, below the signature. From Python 3.13 on, each parameter has
+    """Within 40 lines of a terminal that is 80 columns wide, below the signature. Since Python 3.13 each parameter has
     a line of its own.
     """
     text, sentence = shown(thing), inspect.getdoc(thing).splitlines()[0]

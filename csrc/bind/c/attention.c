@@ -162,10 +162,8 @@ attnmask_status attnmask_fill_mask(const attnmask_mask *mask, const attnmask_arr
 
 /* --- Terms of the logits --- */
 
-#define SAME(kind) &&(int)ATTNMASK_##kind == (int)AM_LOGIT_##kind
-_Static_assert(true SAME(BIAS) SAME(ALIBI) SAME(RELATIVE_BIAS) SAME(SOFT_CAP) SAME(DROPOUT) SAME(SINKS)
-                   SAME(GRID_BIAS),
-               "kinds of terms have the numbers of the core");
+#define SAME(kind, ...) &&(int)ATTNMASK_##kind == (int)AM_LOGIT_##kind
+_Static_assert(true AM_LOGIT_KINDS(SAME, SAME, SAME, SAME), "kinds of terms have the numbers of the core");
 
 /* Looks at the array that takes the gradient of the last term. */
 static bool look_at_gradient(am_c_call *c, const attnmask_term *given)
