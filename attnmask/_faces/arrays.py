@@ -16,8 +16,8 @@ def numpy_face(row: Row) -> Callable[[AnyFunction], Any]:
         doc = described.__doc__
         if doc:  # python -OO removes docstrings
             doc = doc.replace("<parameters>", "\n    ".join(parameters(row.arguments, NUMPY)))
-        widens = row.wide in row.of(Kind.LEARNED) and not row.returns_vjp
-        made = function(row, NUMPY, _with_wide(row) if widens else row.entry, doc)
+        widen = _widening(row) if row.wide in row.of(Kind.LEARNED) and not row.returns_vjp else None
+        made = function(row, NUMPY, row.entry, doc, widen)
         made.__module__ = described.__module__
         return made
 
@@ -29,38 +29,23 @@ def wide_type(x: Any, first: Any) -> Any:
     return wide_dtype(first.dtype) if x.dtype.itemsize == 2 and is_floating(x.dtype) else None
 
 
-def _place(row: Row) -> int:
-    return [x.name for x in row.arguments].index(row.wide)
+def _widening(row: Row) -> AnyFunction:
+    """Return what copies an array of 16 bits to the type of sums, in which the row takes it."""
 
+    def widened(x: Any, first: Any) -> Any:
+        if getattr(x, "itemsize", 2) != 2:  # the usual case, decided soon
+            return x
+        x = as_array(x, row.wide)
+        wide = wide_type(x, as_array(first, row.arguments[0].name))
+        return x if wide is None else x.astype(wide)
 
-def _widen(row: Row, given: list[Any]) -> Any:
-    """Copy an array of 16 bits to the type of sums, in which the row takes it. Return its own type then."""
-    place = _place(row)
-    narrow, first = as_array(given[place], row.wide), as_array(given[0], row.arguments[0].name)
-    wide = wide_type(narrow, first)
-    if wide is None:
-        return None
-    given[place] = narrow.astype(wide)
-    return narrow.dtype
-
-
-def _with_wide(row: Row) -> AnyFunction:
-    place, entry = _place(row), row.entry
-
-    def call(*arguments: Any) -> Any:
-        x = arguments[place]
-        if x is None or getattr(x, "itemsize", 2) != 2:  # the usual case, decided soon
-            return entry(*arguments)
-        given = list(arguments)
-        _widen(row, given)
-        return entry(*given)
-
-    return call
+    return widened
 
 
 def with_gradient(row: Row) -> Row:
     """Return the row of a function that returns the results of `row` and a function for their gradients."""
     arrays = [(i, x.name, x.kind is Kind.STARTS) for i, x in enumerate(row.problem) if x.kind in ARRAYS]
+    widened = _widening(row)
 
     def compute(*arguments: Any) -> tuple[Any, AnyFunction]:
         *problem, out = arguments
@@ -71,14 +56,20 @@ def with_gradient(row: Row) -> Row:
             if problem[i] is not None:
                 array = as_array(problem[i], name)
                 problem[i] = array.copy() if changes else array  # vjp may be called after they change
-        narrow = _widen(row, problem) if row.wide and problem[_place(row)] is not None else None
+        narrow = None
+        for i, name, _ in arrays:
+            if name == row.wide and problem[i] is not None:
+                narrow = problem[i].dtype
+                problem[i] = widened(problem[i], problem[0])
         results, *kept = row.keep(*problem, *more, out) if row.keep else (row.entry(*problem, *more, out),)
 
         def in_own_type(*grads: Any) -> Any:
             found = row.grads(*grads)
-            if narrow is None:
-                return found
-            return found._replace(**{row.wide: getattr(found, row.wide).astype(narrow)})
+            return (
+                found
+                if narrow is None
+                else found._replace(**{row.wide: getattr(found, row.wide).astype(narrow)})
+            )
 
         def vjp(dout: Any) -> Any:
             return in_own_type(*row.backward(*problem, *kept, dout))

@@ -395,8 +395,11 @@ def returned(row: Row, face: Face, every: bool | None = None) -> str:
     return f"tuple[{', '.join(found)}]" if row.returns_vjp else found[0]
 
 
-def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
-    """Return a function of the row's arguments. It gives NumPy's arguments by position to `call`, others in a dict.
+def function(
+    row: Row, face: Face, call: AnyFunction, doc: str | None, widen: AnyFunction | None = None
+) -> Any:
+    """Return a function of the row's arguments. It gives NumPy's arguments by position to `call`, others in a dict, and
+    what ``widen(wide, first)`` returns in place of the row's wide argument.
 
     It is compiled from text, so that Python itself binds arguments, which nothing written in Python does as fast.
     """
@@ -412,6 +415,7 @@ def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
         f"def {row.name}({', '.join(heads)}, **unknown):",
         "    if unknown:",
         "        return again(locals(), unknown)",
+        f"    if {row.wide} is not None: {row.wide} = widen({row.wide}, {names[0]})" if widen else "",
         f"    return call({given})",
     )
     scope: dict[str, Any] = {**face.types, row.grads.__name__: row.grads}
@@ -421,7 +425,7 @@ def function(row: Row, face: Face, call: AnyFunction, doc: str | None) -> Any:
         more = {name: x for name, x in given.items() if name in names and x is not defaults[name]}
         return made(**taken(row.name, more | unknown, names))
 
-    scope |= {"call": call, "defaults": defaults, "again": again}
+    scope |= {"call": call, "defaults": defaults, "again": again, "widen": widen}
     exec(compile("\n".join(lines), f"<attnmask {row.name}>", "exec"), scope)
     made = scope[row.name]
     made.__signature__, made.__doc__ = shown, doc

@@ -404,11 +404,11 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
     ),
     "query of float64 over float32": (
         "cached_forward", lambda: [cached(query=X.astype(np.float64))],
-        "query must be float32, float16 or bfloat16 with a k_cache of float32",
+        "query must be float32, float16 or bfloat16 with a cache of float32",
     ),
     "query of float32 over float64": (
         "cached_forward", lambda: [cached(k_cache=CACHE.astype(float), v_cache=CACHE.astype(float))],
-        "query must be float64 as k_cache",
+        "query must be float64 as its cache",
     ),
     "a cache of three axes": (
         "cached_forward", lambda: [cached(k_cache=X[0])],
@@ -421,10 +421,10 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
         "cached_forward", lambda: [cached(v_cache=X)], "v_cache must be of shape .* and Dv as k_cache",
     ),
     "another number of channels": (
-        "cached_forward", lambda: [cached(query=FEW)], "k_cache must have D = 8 as query, got",
+        "cached_forward", lambda: [cached(query=FEW)], "query must have D = 16 as its cache, got",
     ),
     "heads that the cache does not divide": (
-        "cached_forward", lambda: [cached(query=X[:, :, :1])], "k_cache must have heads that divide query's 1",
+        "cached_forward", lambda: [cached(query=X[:, :, :1])], "query must have a multiple of its cache's 2 heads, got",
     ),
     "pages without a table": (
         "cached_forward", lambda: [cached(query=X[:1], out=X[:1].copy())],
@@ -524,11 +524,11 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
     "low beyond": ("cached_forward", lambda: [cached(mask=c.mask(low=2**60))], r"low must be from -2\*\*59 to 2\*\*59"),
     "a prefix longer than the tokens": (
         "cached_forward", lambda: [cached(prefix=16, block_table=TABLE)],
-        "cache_seqlens must be at least prefix = 16, got 8",
+        "prefix must be tokens that all sequences have in the cache, up to 8 for sequence 0, got 16",
     ),
     "a prefix that is not shared": (
         "cached_forward", lambda: [cached(prefix=16, block_table=TABLE[:, ::-1] * [[1], [0]], cache_seqlens=16)],
-        "prefix must be tokens whose pages all sequences share, got page 0",
+        "prefix must be tokens whose pages all sequences share, up to 0 for sequence 1, got 16",
     ),
     "a prefix up to the last query": (
         "cached_forward", lambda: [cached(prefix=16, block_table=TABLE, cache_seqlens=17)],
