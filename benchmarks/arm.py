@@ -136,9 +136,11 @@ def flags_of(compiler: list[str], level: str) -> list[str]:
     """Those of the build."""
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(ROOT / "setup.py"))
-    known = (*setup["ARM_BASELINE"], *setup["NO_PRE"], *setup["ALIGNED"])
-    own = [*setup["ARM_LEVELS"].get(level, []), f"-DLEVEL={level}", f"-I{ROOT / 'csrc'}"]
-    return [*setup["CFLAGS"], "-O2", "-fPIC", *(flag for flag in known if understands(compiler, flag)), *own]
+    rules = setup["RULES"]
+    known = (*rules["FLAGS_ARM"], *rules["FLAGS_NO_PRE"], *rules["FLAGS_ALIGNED"])
+    own = [*rules.get(f"FLAGS_{level}", []), f"-DLEVEL={level}", f"-I{ROOT / 'csrc'}"]
+    flags = [*rules["CFLAGS_CORE"], *rules["CFLAGS_KERNELS"]]
+    return [*flags, "-O2", "-fPIC", *(flag for flag in known if understands(compiler, flag)), *own]
 
 
 def run(command: list[str], text: str) -> str:
