@@ -61,7 +61,7 @@ MACHINES = {  # by the machine's number in ELF
         name="aarch64",
         tools="aarch64-linux-gnu-",
         newer=re.compile(NEWER_THAN_V8),
-        sums=re.compile("fmla|bfdot"),
+        sums=re.compile("fmla|bfdot|bfmmla"),
         at_baseline=True,
         stack=re.compile(r"\[(?:sp|x29)\b"),
     ),

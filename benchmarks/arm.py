@@ -41,7 +41,7 @@ F32, I8, F8 = (f"kernels/attention/{name}.h" for name in ("flash_f32", "formats/
 BF16, BF16X2 = (f"kernels/attention/{name}.h" for name in ("formats/kv_bf16", "flash_bf16x2"))
 I16X2 = "kernels/attention/formats/kv_i16x2.c"
 BF16X2_KEYS = "kernels/attention/formats/kv_bf16x2.c"
-LINEAR = "kernels/linear/linear_f32.h"
+LINEAR, LINEAR_BF16X2 = (f"kernels/linear/{name}" for name in ("linear_f32.h", "linear_bf16x2.c"))
 
 
 class Loop(NamedTuple):
@@ -68,21 +68,30 @@ def keys(suffix: str, rows: int, number: int) -> tuple[str, str]:
     return f"factors_{suffix} x, vf *sums, prefetch_lines *lines", call
 
 
-def values(suffix: str, rows: int = 1) -> tuple[str, str]:
+def transposed(suffix: str) -> tuple[str, str]:
+    """The same product of columns of the left factor, as in gradients."""
+    call = f"product_of_{suffix}(12, 2, x, (reading_{suffix}){{.lines = 0}}, true)"
+    return f"operands_{suffix} x", f"x.a_row = 1, x.a_column = 2 * AM_FLASH_TILE, {call}"
+
+
+def linear(suffix: str) -> tuple[str, str]:
+    """A tile of linear attention's products."""
+    return "const product_f32 *p, ptrdiff_t end", f"tile_{suffix}(p, 0, 0, 0, end, 6, 4)"
+
+
+def values(suffix: str, rows: int = 1, vectors: int = 4) -> tuple[str, str]:
     """Rows of weights times unpacked values."""
     how = f"(reading_{suffix}){{.lines = 2, .prefetch = lines, .runs = true}}"
     return (
         f"operands_{suffix} x, prefetch_lines *lines",
-        f"x.a_column = 1, product_of_{suffix}({rows}, 4, x, {how}, true)",
+        f"x.a_column = 1, product_of_{suffix}({rows}, {vectors}, x, {how}, true)",
     )
 
 
 LOOPS = [
     Loop("float32, packed", F32, *packed("f32")),
     Loop("float32, prefetching", F32, *packed("f32", 1)),
-    Loop(
-        "linear attention", LINEAR, "const product_f32 *p, ptrdiff_t end", "tile_f32(p, 0, 0, 0, end, 6, 4)"
-    ),
+    Loop("linear attention", LINEAR, *linear("f32")),
     Loop("int8, keys of a query", I8, *keys("i8", 1, 8)),
     Loop("int8, keys of four", I8, *keys("i8", 4, 4)),
     Loop("int8, values", I8, *values("i8")),
@@ -94,6 +103,9 @@ LOOPS = [
     Loop("neondot, int8, keys of two", I16X2, *keys("i16x2", 4, 4), "neondot"),
     Loop("neondot, int8, values", I16X2, *values("i16x2", 2), "neondot"),
     Loop("neonbf16, packed", BF16X2, *packed("bf16x2"), "neonbf16"),
+    Loop("neonbf16, transposed", BF16X2, *transposed("bf16x2"), "neonbf16"),
+    Loop("neonbf16, values of twelve", BF16X2, *values("interleaved", 12, 2), "neonbf16"),
+    Loop("neonbf16, linear attention", LINEAR_BF16X2, *linear("bf16x2"), "neonbf16"),
     Loop("neonbf16, keys of a query", BF16X2_KEYS, *keys("bf16x2", 1, 8), "neonbf16"),
 ]
 

@@ -23,7 +23,7 @@ FLAGS_neonbf16 := -march=armv8.2-a+bf16
 INSTRUCTION_avx512bf16 := vdpbf16ps %zmm0, %zmm0, %zmm0
 INSTRUCTION_amx := tdpbf16ps %tmm0, %tmm1, %tmm2
 INSTRUCTION_neondot := sdot v0.4s, v0.16b, v0.16b
-INSTRUCTION_neonbf16 := bfdot v0.4s, v0.8h, v0.8h
+INSTRUCTION_neonbf16 := bfmmla v0.4s, v0.8h, v0.8h
 
 TOPICS_baseline := arrays flash_f32 flash_f64 kv_f32 kv_f16 kv_bf16 kv_i8 kv_f8 conv_f32 conv_f64 linear
 TOPICS_avx2 := $(TOPICS_baseline) kv_i16x2

@@ -37,10 +37,14 @@ def models_of(name: str, *loops: str) -> list:
 
 @pytest.mark.parametrize("name", ["GCC", "Clang"])
 def test_products_fill_the_pipelines(name):
-    """None is spilled, and bfloat16 takes half of the cycles."""
-    models = models_of(name, "float32, packed", "linear attention", "neonbf16, packed")
+    """None is spilled, and bfloat16 takes less than 0.4 of the cycles."""
+    models = models_of(name, "float32, packed", "linear attention")
+    of_bf16 = models_of(
+        name,
+        *(f"neonbf16, {loop}" for loop in ("packed", "transposed", "values of twelve", "linear attention")),
+    )
     assert all(at.share > 0.9 for at in models), models
-    assert models[0].cycles > 1.9 * models[2].cycles, models
+    assert all(models[0].cycles > 2.5 * at.cycles for at in of_bf16), (models, of_bf16)
 
 
 @pytest.mark.parametrize("name", ["GCC", "Clang"])

@@ -8,6 +8,9 @@
 
 #include "kernels/attention/flash_f32.h"
 
+#ifdef V_SQUARES
+#    define SQUARE vf_fma_square_bf16x2
+#endif
 #define S float
 #define LOAD vf_load
 #define SUM_A_COLUMN (2 * AM_FLASH_TILE)
@@ -30,6 +33,7 @@
 #define TIMES(one, y) vf_fma_one_bf16x2(one, y, vf_set1(0))
 #define FROM(name) name##_interleaved
 #include "kernels/attention/product_of_tpl.h"
+#undef SQUARE
 
 /* Stores P as bf16x2. */
 INLINE void store_p_bf16x2(float *to, const vf *p, const int count)

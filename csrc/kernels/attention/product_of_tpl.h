@@ -27,6 +27,12 @@
 #    define SUM_A_COLUMN AM_FLASH_TILE
 #endif
 
+#ifdef SQUARE /* adds products of two steps, two rows of a and two columns, where there are as many */
+#    define TWO_STEPS true
+#else
+#    define TWO_STEPS false
+#endif
+
 /* What is multiplied, and where sums go: c += a b or c = a b, of sums of `length` products. Functions that
  * are not inlined take it by value: then GCC hands its fields over in registers. Where products are short, as
  * in the transposed step, loading them first took 1.03 of the time. */
@@ -63,6 +69,7 @@ typedef struct {
     T *loaded;                    /* where panels of them are stored as they were loaded, or NULL */
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
     const am_backward_sum *sum;   /* at c; NULL: sums add to c */
+    bool goes_on, stays;          /* whether sums are as a call before left them; and a call behind goes on */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
@@ -92,6 +99,15 @@ typedef struct {
     T *loaded;
 } FROM(cursor);
 
+/* Where row r of a is. */
+INLINE const T *FROM(row_at)(const int rows, const FROM(operands) x, const FROM(cursor) at,
+                             const FROM(odd_rows) * odd, const int r)
+{
+    const int twos = r ? __builtin_ctz((unsigned)r) : 0;
+    const ptrdiff_t offset = r ? odd->to[r >> twos >> 1] * (1 << twos) : 0;
+    return rows <= ROWS_WITH_ADDRESSES ? at.a + r * x.a_row : (const T *)((const char *)at.a + offset);
+}
+
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. */
 INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) x, const FROM(cursor) at,
                         const FROM(odd_rows) * odd, const bool add, V sums[STRIP][2])
@@ -105,10 +121,7 @@ INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) 
     if (vectors == 2 && at.loaded) VOP(store)(at.loaded, left), VOP(store)(at.loaded + LANES, right);
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
-        const int twos = r ? __builtin_ctz((unsigned)r) : 0;
-        const ptrdiff_t offset = r ? odd->to[r >> twos >> 1] * (1 << twos) : 0;
-        V y = VOP(set1)(rows <= ROWS_WITH_ADDRESSES ? at.a[r * x.a_row]
-                                                    : *(const T *)((const char *)at.a + offset));
+        V y = VOP(set1)(*FROM(row_at)(rows, x, at, odd, r));
         sums[r][0] = add ? FMA(y, left, sums[r][0]) : TIMES(y, left);
         if (vectors > 1) sums[r][1] = add ? FMA(y, right, sums[r][1]) : TIMES(y, right);
         if (vectors <= 2) continue;
@@ -117,6 +130,64 @@ INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) 
         more[1] = add ? FMA(y, fourth, more[1]) : TIMES(y, fourth);
     }
 }
+
+#ifdef SQUARE
+/* Turns sums of each two rows into vectors that have two columns of both, or back. A row without another
+ * stays as it is. */
+INLINE void FROM(turn_sums)(const int rows, const int vectors, V sums[STRIP][2])
+{
+    UNROLL(16)
+    for (int r = 1; r < rows; r += 2) {
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++)
+            VOP(zip_halves)(&sums[j / 2 * rows + r - 1][j % 2], &sums[j / 2 * rows + r][j % 2]);
+    }
+}
+
+/* As `outer`, but two steps, of which sums are as turn_sums makes them. Of a, rows are neighbours if
+ * `by_lanes`, else the numbers of a row. Registers have room for two vectors of columns and a pair of rows,
+ * or for one and all pairs. */
+INLINE void FROM(outer_squares)(const int rows, const int vectors, const FROM(operands) x, FROM(cursor) at,
+                                const FROM(odd_rows) * odd, const bool by_lanes, V sums[STRIP][2])
+{
+    const int some = vectors == 2 ? 2 : 1;
+    UNROLL(4)
+    for (int j = 0; j < vectors; j += some) {
+        V b[2][2], *const first[] = {&b[0][0], &b[1][0]}, *const second[] = {&b[0][1], &b[1][1]};
+        V(*const its)[2] = sums + j / 2 * rows;
+        LOADS(at.b + j * LANES, x.b_row, some, first);
+        LOADS(at.b + x.b_row + j * LANES, x.b_row, some, second);
+        UNROLL(2)
+        for (int i = 0; i < some; i++) {
+            if (at.loaded && vectors == 2)
+                VOP(store)(at.loaded + i * LANES, b[i][0]), VOP(store)(at.loaded + (2 + i) * LANES, b[i][1]);
+            if (rows % 2) {
+                const T *last = FROM(row_at)(rows, x, at, odd, rows - 1);
+                V *sum = &its[rows - 1][j % 2 + i];
+                *sum = FMA(VOP(set1)(last[0]), b[i][0], *sum);
+                *sum = FMA(VOP(set1)(last[x.a_column]), b[i][1], *sum);
+            }
+            VOP(zip)(&b[i][0], &b[i][1]);
+        }
+        UNROLL(16)
+        for (int r = 1; r < rows; r += 2) {
+            const T *upper = FROM(row_at)(rows, x, at, odd, r - 1),
+                    *lower = by_lanes ? upper + x.a_column : FROM(row_at)(rows, x, at, odd, r);
+            const V y = VOP(load_square)(upper, lower, by_lanes);
+            UNROLL(2)
+            for (int i = 0; i < some; i++) {
+                V *left = &its[r - 1][j % 2 + i], *right = &its[r][j % 2 + i];
+                *left = SQUARE(y, b[i][0], *left);
+                *right = SQUARE(y, b[i][1], *right);
+                if (vectors > 2)
+                    V_BEHIND(at.b, *left, *right);
+                else
+                    V_BEHIND(at.a, *left, *right);
+            }
+        }
+    }
+}
+#endif
 
 /* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
  * half as many rows at most. */
@@ -136,6 +207,11 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
     const int hidden = __builtin_constant_p(x.a_row) || rows <= ROWS_WITH_ADDRESSES ? 0 : rows / 2;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
     const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
+#ifdef SQUARE
+    /* Two or three rows take as many instructions by FMA. Runs have one row or an even number. */
+    const bool squares = rows > 3 && !(in_runs && in_runs->rows % 2);
+    if (squares && !how.goes_on) FROM(turn_sums)(rows, vectors, sums);
+#endif
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < length ? in_runs->rows : length;
         length -= left;
@@ -150,6 +226,23 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
                 if (loaded) loaded += FN(PANEL);
             }
         }
+#ifdef SQUARE
+#    define SQUARES(by_lanes)                                                                                \
+        for (; left > 1; left -= 2, a += 2 * x.a_column, b += 2 * x.b_row) {                                 \
+            prefetch_few(&current, 2 * lines, runs);                                                         \
+            UNROLL(8)                                                                                        \
+            for (int i = 0; i < hidden; i++) HIDE(odd.to[i]);                                                \
+            FROM(outer_squares)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd,    \
+                                by_lanes, sums);                                                             \
+            if (loaded) loaded += 2 * FN(PANEL);                                                             \
+        }
+        if (squares && x.a_column == 1)
+            SQUARES(false)
+        else if (squares)
+            SQUARES(true)
+#    undef SQUARES
+        if (squares && length <= 0 && !how.stays) FROM(turn_sums)(rows, vectors, sums);
+#endif
 #pragma GCC unroll 2
         for (; left > 0; left--, a += x.a_column, b += x.b_row) {
             prefetch_few(&current, lines, runs);
@@ -170,7 +263,7 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *c = x.c, *row = c;
-    const bool fresh = how.sum && how.sum->fresh;
+    const bool fresh = (TWO_STEPS && !add) || (how.sum && how.sum->fresh);
     if (fresh) {
         UNROLL(16)
         for (int r = 0; r < rows; r++) {
@@ -188,7 +281,7 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     }
     prefetch_lines *const prefetch = how.prefetch, current = how.lines ? *prefetch : (prefetch_lines){0};
     how.prefetch = &current;
-    if (!add) {
+    if (!add && !TWO_STEPS) {
         prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
         FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false, sums);
@@ -359,6 +452,7 @@ APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) 
 #undef LOADS
 #undef LOADS_WIDE
 #undef SUM_A_COLUMN
+#undef TWO_STEPS
 #undef FMA
 #undef TIMES
 #undef FROM

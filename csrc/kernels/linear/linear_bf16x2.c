@@ -10,6 +10,9 @@
  * Gradients: the chunks of float32, whose large products round their factors. */
 #include "kernels/linear/linear_f32.h"
 
+#ifdef V_SQUARES
+#    define SQUARE vf_fma_square_bf16x2
+#endif
 #define S float
 #define LOAD vf_load
 #define FMA vf_fma_one_bf16x2
@@ -19,6 +22,7 @@
 #define FROM(name) name##_bf16x2
 #define JOINED 2
 #include "kernels/linear/multiply_tpl.h"
+#undef SQUARE
 
 typedef struct {
     float *heads[2];          /* by channel: queries and keys times the factors since the chunk's start,

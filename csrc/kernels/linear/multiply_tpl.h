@@ -27,7 +27,9 @@ INLINE void FROM(tile)(const FN(product) * p, ptrdiff_t row, ptrdiff_t column, p
                                   .a_column = p->a.column,
                                   .b = p->b.at + at * p->b.row + column,
                                   .b_row = p->b.row};
-        FROM(add_to_sums)(rows, vectors, x, (FROM(reading)){.lines = 0}, sums);
+        FROM(add_to_sums)(rows, vectors, x,
+                          (FROM(reading)){.lines = 0, .goes_on = at > begin, .stays = at + piece < end},
+                          sums);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {

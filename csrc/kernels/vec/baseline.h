@@ -348,9 +348,15 @@ static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 }
 static inline vf vf_load_interleaved_bf16x2(const uint16_t *a, const uint16_t *b)
 {
+#    ifdef __aarch64__
+    const uint16x4_t none = vdup_n_u16(0);
+    return vreinterpretq_f32_u16(
+        vzip1q_u16(vcombine_u16(vld1_u16(a), none), vcombine_u16(vld1_u16(b), none)));
+#    else
     vf first, second;
     vf_interleave_bf16x2(vf_load_some_bf16x2(a, VF_LANES), vf_load_some_bf16x2(b, VF_LANES), &first, &second);
     return first;
+#    endif
 }
 #    ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 /* No intrinsic functions: GCC 12 makes a constant of float16 of one of bfloat16, and Clang 19 two
@@ -367,6 +373,35 @@ static inline vf vf_fma_one_bf16x2(vf one, vf b, vf c)
     __asm__("bfdot\t%0.4s, %1.8h, %2.2h[0]" : "+w"(c) : "w"(b), "w"(one[0]));
     return c;
 }
+/* Two lanes of two rows of a times two lanes of two columns of b, to two columns of two rows: vf_fma_bf16x2
+ * of the first lane, and of the second, bit by bit. */
+#        define V_SQUARES
+static inline vf vf_fma_square_bf16x2(vf a, vf b, vf c)
+{
+    return vbfmmlaq_f32(c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+/* Two lanes of each of two rows: first those of a, or lane by lane. */
+static inline vf vf_load_square(const float *a, const float *b, const bool by_lanes)
+{
+    const float32x2_t none = vdup_n_f32(0), x = vld1_f32(a), y = vld1_f32(b);
+    return by_lanes ? vzip1q_f32(vcombine_f32(x, none), vcombine_f32(y, none)) : vcombine_f32(x, y);
+}
+/* Makes of two vectors their low lanes, and their high ones, lane by lane; or their low halves, and their
+ * high ones. */
+static inline void vf_zip(vf *a, vf *b)
+{
+    const vf low = vzip1q_f32(*a, *b), high = vzip2q_f32(*a, *b);
+    *a = low, *b = high;
+}
+static inline void vf_zip_halves(vf *a, vf *b)
+{
+    const vd low = vzip1q_f64((vd)*a, (vd)*b), high = vzip2q_f64((vd)*a, (vd)*b);
+    *a = (vf)low, *b = (vf)high;
+    __asm__("" : "+w"(*a), "+w"(*b)); /* else GCC 12 spills copies */
+}
+/* For compilers, what is read at this pointer afterwards waits for two vectors. Else they load more of a
+ * product than fits the registers. */
+#        define V_BEHIND(pointer, x, y) __asm__("" : "+r"(pointer) : "w"(x), "w"(y))
 static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
     return vreinterpretq_f32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(first), second));
