@@ -391,7 +391,8 @@ static bool waits(am_request *r, int more)
 {
     r->waiting += more;
     return r->waiting <= AM_MASK_DEPTH ||
-           am_refuse(r, AM_WRONG_VALUE, NULL, "mask: more than %d operands wait at once", AM_MASK_DEPTH);
+           am_refuse(r, AM_WRONG_VALUE, NULL, "mask: too many operands wait at once, more than %d",
+                     AM_MASK_DEPTH);
 }
 
 bool am_mask_add(am_request *r, const am_node_row *term, const am_operand *operands)

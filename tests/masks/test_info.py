@@ -967,7 +967,7 @@ def test_trees():
     cut = MaskInfo(np.ones((2, 6, 6), bool)).apply_kv_lengths([2, 5], q_len=2, sliding_window=3)
     children, aux = cut.tree_flatten()
     assert MaskInfo.tree_unflatten(aux, children) == cut
-    with pytest.raises(ValueError, match="array"):
+    with pytest.raises(ValueError, match="a shift must be from 0 to 1, got 3"):
         MaskInfo.tree_unflatten(aux, [np.ones((2, 1, 3, 3), bool), *children[1:]]).attention_mask  # noqa: B018
     program = [("dense", [1e300], 0, 0)]  # no array, nor the place of a child
     with pytest.raises(ValueError, match="attention_mask must be"):
