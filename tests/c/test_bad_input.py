@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, Callable[[], list], str]] = {
         "forward", lambda: [attention(mask=node(c.number("KEYS"), odd_operand(2)))],
         "begin must have an array, got NULL",
     ),
-    "too many terms that wait": ("forward", lambda: [attention(mask=c.mask([("all",)] * 17))], "operands wait at once, more than 16"),
+    "too many terms that wait": ("forward", lambda: [attention(mask=c.mask([("all",)] * 17))], "more than 16"),
     "ids of another length": (
         "forward", lambda: [attention(mask=c.mask([("equal", IDS, IDS[:, :5], 0)]))],
         r"nodes\[0\], ATTNMASK_EQUAL: k_ids must be \[B, 8\]",
