@@ -7,9 +7,10 @@
 #    error "weights_tpl.h needs f32.h or f64.h (what it computes with), and backward_step_tpl.h"
 #endif
 
-/* Turns the products of a row into weights; `tells`: finds its greatest logit and its entropy, too. */
+/* Turns the products of a row into weights; `tells`: finds its greatest logit and its entropy, too. `plain`:
+ * all are live, and logits are products times the scale. */
 INLINE void FN(find_weights_of_row)(const am_backward_rows *block, const am_backward_tile *tile,
-                                    const am_weighed *to, ptrdiff_t row, const bool tells)
+                                    const am_weighed *to, ptrdiff_t row, const bool tells, const bool plain)
 {
     const FN(logit_terms) terms = FN(logit_terms_of)(block, tile, row);
     const uint64_t live = tile->terms.live ? tile->terms.live[row] : UINT64_MAX;
@@ -17,13 +18,26 @@ INLINE void FN(find_weights_of_row)(const am_backward_rows *block, const am_back
             base = VOP(set1)(((const T *)block->base)[row]);
     T *p = (T *)block->p + row * AM_FLASH_TILE;
     V top = none, sum = zero, slope;
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        const V s = FN(logit_of)(&terms, VOP(load)(p + i), i, &slope), above = VOP(sub)(s, base);
-        const V weight = VOP(select)(live >> i, FN(exp2)(VOP(mul)(above, unit)), zero);
-        VOP(store)(p + i, weight);
-        if (!tells) continue;
-        top = VOP(max)(VOP(select)(live >> i, s, none), top);
-        sum = VOP(sub)(sum, VOP(pick_less)(zero, weight, VOP(mul)(weight, above), zero));
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += FN(IN_FLIGHT) * LANES) {
+        V s[FN(IN_FLIGHT)], above[FN(IN_FLIGHT)], weight[FN(IN_FLIGHT)];
+        UNROLL(4)
+        for (int j = 0; j < FN(IN_FLIGHT); j++) {
+            const ptrdiff_t at = i + j * LANES;
+            const V product = VOP(load)(p + at);
+            s[j] = plain ? VOP(mul)(product, terms.scale) : FN(logit_of)(&terms, product, at, &slope);
+            above[j] = VOP(sub)(s[j], base);
+            weight[j] = VOP(mul)(above[j], unit);
+        }
+        FN(exp2_each)(weight, FN(IN_FLIGHT), FN(exp2_terms), COUNT_OF(FN(exp2_terms)));
+        UNROLL(4)
+        for (int j = 0; j < FN(IN_FLIGHT); j++) {
+            const ptrdiff_t at = i + j * LANES;
+            if (!plain) weight[j] = VOP(select)(live >> at, weight[j], zero);
+            VOP(store)(p + at, weight[j]);
+            if (!tells) continue;
+            top = VOP(max)(plain ? s[j] : VOP(select)(live >> at, s[j], none), top);
+            sum = VOP(sub)(sum, VOP(pick_less)(zero, weight[j], VOP(mul)(weight[j], above[j]), zero));
+        }
     }
     if (!tells) return;
     T *highest = (T *)to->highest + row;
@@ -60,12 +74,17 @@ static void FN(find_weights)(const am_backward_rows *block, const am_backward_ti
                                           .columns = q->dim};
     prefetch_queue nothing = {.left = 0};
     FN(logits_of)(strips, count, &product, 1, &nothing);
+    const bool plain = !tile->terms.live && !tile->terms.bias && block->cap <= 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(to->rows >> r & 1)) continue;
-        if (to->entropy)
-            FN(find_weights_of_row)(block, tile, to, r, true);
+        if (to->entropy && plain)
+            FN(find_weights_of_row)(block, tile, to, r, true, true);
+        else if (to->entropy)
+            FN(find_weights_of_row)(block, tile, to, r, true, false);
+        else if (plain)
+            FN(find_weights_of_row)(block, tile, to, r, false, true);
         else
-            FN(find_weights_of_row)(block, tile, to, r, false);
+            FN(find_weights_of_row)(block, tile, to, r, false, false);
     }
 }
 
