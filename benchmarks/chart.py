@@ -33,7 +33,7 @@ NARROW = 34  # pixels of a number on the axis
 
 @dataclass(frozen=True)
 class Claim:
-    """What the title of a chart says: a time of attnmask at one place of the axis, beside those of some peers."""
+    """The claim in a chart's title: the times of attnmask and of some peers at one place of the axis."""
 
     suffix: str
     text: str

@@ -266,7 +266,7 @@ ATTNMASK_API attnmask_status attnmask_backward(const attnmask_gradients *gradien
 
 /* Attention over a cache, to which new keys and values are written first. Contiguous caches have a row for
  * each sequence, [B, Tmax, Hkv, D]; paged ones are [pages, page_size, Hkv, D] with a table [B, pages of a
- * sequence], of which entries behind a sequence's tokens are not read. The last query of a sequence is at its
+ * sequence], whose entries behind a sequence's tokens are not read. The last query of a sequence is at its
  * last key. Needed: query, k_cache, v_cache and out.
  *
  * Caches are of a floating-point type; of int8 or float8, times scales: float32 [B or pages, tokens, Hkv, 1],

@@ -59,17 +59,15 @@ def with_gradient(row: Row) -> Row:
         narrow = None
         for i, name, _ in arrays:
             if name == row.wide and problem[i] is not None:
-                narrow = problem[i].dtype
-                problem[i] = widened(problem[i], problem[0])
+                given, problem[i] = problem[i], widened(problem[i], problem[0])
+                narrow = None if problem[i] is given else given.dtype
         results, *kept = row.keep(*problem, *more, out) if row.keep else (row.entry(*problem, *more, out),)
 
         def in_own_type(*grads: Any) -> Any:
             found = row.grads(*grads)
-            return (
-                found
-                if narrow is None
-                else found._replace(**{row.wide: getattr(found, row.wide).astype(narrow)})
-            )
+            if narrow is None:
+                return found
+            return found._replace(**{row.wide: getattr(found, row.wide).astype(narrow)})
 
         def vjp(dout: Any) -> Any:
             return in_own_type(*row.backward(*problem, *kept, dout))

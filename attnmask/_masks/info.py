@@ -801,7 +801,7 @@ class MaskInfo(OtherWays):
     ) -> Self:
         """Let queries attend to keys of the same type: in addition, only, or instead.
 
-        Of a causal mask, with the types 0 1 1 2 2::
+        A causal mask becomes, with the types 0 1 1 2 2::
 
             "union"            "intersect"        "replace"
 

@@ -278,7 +278,7 @@ def _seen_of_cache(given: Arguments) -> Arguments:
     if type(lengths) is not int and not isinstance(lengths, torch.Tensor):
         lengths = torch.as_tensor(np.array(integer_array(lengths, "cache_seqlens")))
     if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.uint8:
-        lengths = lengths.int()  # of which queries are subtracted
+        lengths = lengths.int()  # uint8 would wrap below 0 in causal_offset
     within = (lengths >= 0) & (lengths <= tokens)
     if not (within if type(lengths) is int else within.all()):
         raise ValueError(f"cache_seqlens must be from 0 to {tokens}, the tokens of k_cache, got {lengths}")

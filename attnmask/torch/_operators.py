@@ -161,7 +161,7 @@ def tensors_among(given: Given) -> dict[str, torch.Tensor]:
 def check_no_gradient(
     tensors: dict[str, torch.Tensor], function: str, trained: str, without: Callable[[], str] = str
 ) -> None:
-    """Refuse tensors that require a gradient. `without` returns what to say of why there is none."""
+    """Refuse tensors that require a gradient. `without` returns the reason why there is none, as " with key"."""
     check_no_tangents(tensors, tensors.values(), function)
     if not torch.is_grad_enabled():
         return
@@ -267,7 +267,7 @@ def _chosen(x: Any, dim: Any, index: int) -> Any:
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack results, of which the last axis may be shorter in some: zeros follow there."""
+    """Stack results. Those with a shorter last axis are padded with zeros."""
     longest = max(x.shape[-1] for x in parts) if parts[0].ndim else 0
     return torch.stack(
         [torch.nn.functional.pad(x, (0, longest - x.shape[-1])) if x.ndim else x for x in parts]

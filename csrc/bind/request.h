@@ -68,7 +68,8 @@ const char *am_dtype_name(am_dtype type);
 /* Memory that is freed with the request. */
 typedef struct am_kept am_kept;
 
-/* What each door spells in its own way, in messages that doors share: words.c of the door. */
+/* Words that each door spells in its own way, in messages that all doors share. Each door defines them in its
+ * words.c. */
 typedef struct {
     const char *none;     /* what came where nothing is given */
     const char *starts;   /* of packed sequences, in linear attention */

@@ -72,7 +72,7 @@ def _read_structs() -> dict[str, type[ctypes.Structure]]:
 
 
 def _read_operands() -> dict[str, list[str]]:
-    """What the header calls the operands of each kind of node."""
+    """Return the names that the header gives to the operands of each kind of node."""
     lines = re.search(r"typedef enum \{([^}]*)\} attnmask_kind;", TEXT)
     found = re.findall(r"(ATTNMASK_\w+), +/\* ((?:\w+, )*\w+):", lines.group(1) if lines else "")
     return {kind: names.split(", ") for kind, names in found}

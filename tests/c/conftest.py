@@ -1,4 +1,4 @@
-"""What tests of the C library share."""
+"""Fixtures for tests of the C library."""
 
 import c_library as c
 import pytest

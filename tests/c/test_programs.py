@@ -201,7 +201,7 @@ OF_OTHER_FILES = {"-fPIC", "-fwrapv", "-fopenmp"}  # or what Python adds
 
 
 def flags_of(command):
-    """What decides the bits and the speed of a kernel among the words of a command."""
+    """Return the flags of a compiler's command that decide the bits and the speed of a kernel."""
     words = set(command.split()) - OF_OTHER_FILES
     flags = {word for word in words if word.startswith(("-m", "-f", "-std=", "-DLEVEL=", "-DAM_HAVE_"))}
     return flags, [word for word in command.split() if word.startswith("-O")][-1]

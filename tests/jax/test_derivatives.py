@@ -528,7 +528,7 @@ OF_CACHES = {
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", OF_CACHES)
 def test_terms_of_caches(name, traced):
-    """As of attention to the keys of each row; also the gradients of learned terms."""
+    """They are those of attention to the keys of each row. Learned terms have gradients, too."""
     x, t = drawn(3)
     lengths = np.array([9, 8, 7] if name == "grid" else [9, 4, 1])  # each query has a point of the grid
     static = {key: y for key, y in OF_CACHES[name].items() if not isinstance(y, np.ndarray)}

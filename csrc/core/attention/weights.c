@@ -20,7 +20,7 @@
 enum {
     TILE = AM_FLASH_TILE,
     MOST = 8, /* blocks or tiles of a task: what it loads or packs for itself serves all of them */
-    TASKS_OF_A_THREAD = 4, /* or tasks have fewer */
+    TASKS_OF_A_THREAD = 4, /* of several threads, or tasks have fewer */
 };
 
 /* The chosen queries of a block, from the first to the last. */
@@ -508,7 +508,7 @@ static am_status compute(const am_context *context, weighing *j)
     am_context own = *context;
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
     const ptrdiff_t share = j->sections.blocks.count * f->heads / (TASKS_OF_A_THREAD * own.threads);
-    j->some = am_max(1, am_min(share, MOST));
+    j->some = own.threads > 1 ? am_max(1, am_min(share, MOST)) : MOST;
     const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
                     tasks = am_max(blocks, j->sections.tiles.count + sections);
     j->few = j->sections, j->few.count = 0;

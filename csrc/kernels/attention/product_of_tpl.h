@@ -69,7 +69,7 @@ typedef struct {
     T *loaded;                    /* where panels of them are stored as they were loaded, or NULL */
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
     const am_backward_sum *sum;   /* at c; NULL: sums add to c */
-    bool goes_on, stays;          /* whether sums are as a call before left them; and a call behind goes on */
+    bool goes_on, stays;          /* with SQUARE: sums come from turn_sums already; and are left so */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for

@@ -16,9 +16,9 @@ INLINE void FROM(turn_sums)(const int rows, const int vectors, V sums[STRIP][2])
     }
 }
 
-/* As `outer`, but two steps, of which sums are as turn_sums makes them. Of a, rows are neighbours if
- * `by_lanes`, else the numbers of a row. Registers have room for two vectors of columns and a pair of rows,
- * or for one and all pairs. */
+/* As `outer`, for two steps at once; sums are as turn_sums makes them. `by_lanes`: the rows of a are
+ * neighbours in memory, else the numbers of a row. Registers have room for two vectors of columns and one
+ * pair of rows, or for one vector and all pairs. */
 INLINE void FROM(outer_squares)(const int rows, const int vectors, const FROM(operands) x, FROM(cursor) at,
                                 const FROM(odd_rows) * odd, const bool by_lanes, V sums[STRIP][2])
 {
