@@ -283,9 +283,14 @@ typedef void am_flash_pack_keys(void *dst, const am_rows *src, ptrdiff_t rows, p
 typedef bool am_flash_pack_values(void *dst, const am_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
                                   const void *scales);
 
-/* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell
- * which are -INFINITY. */
-typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t columns);
+/* Reads rows of the bias, `stride` bytes apart, of up to AM_FLASH_TILE numbers, as rows of AM_FLASH_TILE of
+ * the arithmetic type; into nothing if `dst` is NULL, where rows are whole. Returns whether any is -INFINITY.
+ */
+typedef bool am_flash_read_bias(void *dst, const void *src, ptrdiff_t stride, ptrdiff_t rows,
+                                ptrdiff_t columns);
+
+/* Which of AM_FLASH_TILE numbers of the arithmetic type are -INFINITY. */
+typedef uint64_t am_flash_find_infinite(const void *row);
 
 /* dst[i] = src[i] factor, in the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
@@ -482,6 +487,7 @@ typedef struct {
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
+    am_flash_find_infinite *find_infinite;
     am_flash_tangent_step *tangent_step;
     am_flash_backward_tangents *backward_tangents;
     am_flash_find_weights *find_weights;

@@ -140,11 +140,30 @@ def check_read_bias(kernel: Kernel, rng) -> None:
     dtype = arithmetic_of(kernel).dtype
     for columns in [*COUNTS[:-2], 64]:
         for special in (0.0, -np.inf, np.nan, np.inf):
-            values, expected = numbers(rng, columns, format_of(kernel)), np.zeros(TILE, dtype)
-            values[rng.random(columns) < 0.2] = special
-            expected[:columns] = values
-            bits = compare(kernel, expected, values, columns, shift=0)
-            assert bits == sum(1 << i for i in range(columns) if values[i] == -np.inf), (columns, special)
+            rows = pick(rng, [1, 2, 5, 64])
+            case = (columns, rows, special)
+            memory, values = Memory(), numbers(rng, (rows, columns), format_of(kernel))
+            values[rng.random(values.shape) < 0.2 / rows] = special
+            src = memory.read(values, pick(rng, [columns, columns + 3, -columns - 1]), shift=1)
+            dst = memory.written(np.ones((rows, TILE), dtype))
+            any_infinite = kernel(dst, src, src.strides[0], rows, columns)
+            memory.check(case)
+            same(dst[:, :columns], values.astype(dtype), case)
+            assert (dst[:, columns:] == 0).all(), case
+            assert any_infinite == np.isneginf(values).any(), case
+            if columns == TILE:
+                assert kernel(None, src, src.strides[0], rows, columns) == any_infinite, case
+
+
+def check_find_infinite(kernel: Kernel, rng) -> None:
+    dtype = arithmetic_of(kernel).dtype
+    for special in (0.0, -np.inf, np.nan, np.inf, np.finfo(dtype).min):
+        for share in (0, 0.1, 1):
+            memory, values = Memory(), numbers(rng, TILE, dtype)
+            values[rng.random(TILE) < share] = special
+            bits = kernel(memory.read(values, shift=1))
+            memory.check((special, share))
+            assert bits == sum(1 << i for i in range(TILE) if values[i] == -np.inf), (special, share)
 
 
 DEPTHS = [0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128]
@@ -377,6 +396,7 @@ CHECKS = {
     "am_flash_pack_keys": check_pack_keys,
     "am_flash_pack_queries": check_pack_queries,
     "am_flash_pack_values": check_pack_values,
+    "am_flash_find_infinite": check_find_infinite,
     "am_flash_read_bias": check_read_bias,
     "am_flash_merge": check_merge,
     "am_flash_write": check_write,

@@ -12,6 +12,7 @@ import random_masks
 import reference_flash as ref
 import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64
+from layouts import LAYOUTS, arrange
 
 import attnmask
 from attnmask import _core
@@ -172,6 +173,44 @@ def check_gradients(case: Case, differentiate: Callable | None = None) -> None:
     )
 
 
+def spoil_memory(shape: Sequence[int], dtype: np.dtype) -> None:
+    """Leaves NaN in memory of which results may be made."""
+    spoiled = [np.full(shape, np.nan, dtype) for _ in range(4)]
+    del spoiled
+
+
+def check_bias(case: Case) -> None:
+    """A bias that may broadcast, may lie anyhow in memory and is -inf for some pairs, with its gradient."""
+    rng, arrays, limits = case.rng, case.drawn_arrays(), case.drawn_limits()
+    shape = [n if rng.random() < 0.7 else 1 for n in case.shape]
+    dtype = random_masks.any_of(rng, (case.dtype, F64 if case.dtype == F64 else F32))
+    bias = rng.standard_normal(shape).astype(dtype)
+    if rng.random() < 0.5:
+        bias[rng.random(shape) < random_masks.any_of(rng, (0.01, 0.5))] = -np.inf
+    dense = np.broadcast_to(bias, case.shape)
+    live = ref.live_pairs(case.shape, case.array, **limits) & (dense != -np.inf)
+    wide = arrays | {"attention_mask": live, "bias": np.where(live, dense, 0).astype(np.float64)}
+    grads = ref.flash_attention_vjp(case.dout, **wide)[0]
+    summed = tuple(i for i in range(4) if shape[i] == 1)
+    rounding = np.sqrt(max(dense.size, 1) / max(bias.size, 1))  # grows with the root of how many are summed
+    of_bias = grads.bias.sum(summed, keepdims=True) / rounding
+    right = ref.flash_attention(**wide).out, *grads[:3], of_bias
+    exact = dict(zip(("out", *RESULTS[2:], "dbias"), right, strict=True))
+    if bias.shape == case.shape:
+        bias = np.where(live | (bias == -np.inf), bias, np.nan).astype(dtype)
+    given = poisoned(arrays | {"dout": case.dout}, live)
+    dout, layout = given.pop("dout"), random_masks.any_of(rng, ("contiguous", *LAYOUTS, "transposed"))
+    given |= {"attention_mask": case.mask, "bias": arrange(bias, layout), **limits}
+
+    def compute() -> Arrays:
+        out, vjp = attnmask.flash_attention_vjp(**given, grad_bias=True)
+        spoil_memory(shape, dtype)
+        found = vjp(dout)
+        return dict(zip(exact, (out, *found[:3], found.bias / rounding), strict=True))
+
+    case.at_each_level(compute, exact, f"a bias {shape} of {dtype}, {layout}, {limits}")
+
+
 def check_tangents(case: Case) -> None:
     """With tangents of some inputs."""
     arrays, limits = case.drawn_arrays(), case.drawn_limits()
@@ -325,6 +364,7 @@ CHECKS = (
     check_tangents,
     check_second_derivatives,
     check_weights,
+    check_bias,
 )
 
 

@@ -167,12 +167,11 @@ static void plan_prefetch(const am_backward_plan *p, const am_attn_place *at, co
     am_plan_rows(plan, am_prefetch_block(d_out, at, 1));
     if (p->lone_blocks) am_plan_rows(plan, am_prefetch_block(&f->out, at, 1));
     am_plan_rows(plan, am_prefetch_bias(&p->base, at, keys));
-    const am_range first = am_range_at(&p->sections.tiles, tiles.begin);
-    const char *d_bias = am_bias_place(&p->bias, at, first);
+    const char *d_bias = am_bias_place(&p->bias, at, keys);
     if (d_bias)
         am_plan_rows(plan, (am_prefetch_rows){.at = d_bias,
                                               .stride = p->bias.shape.channel * p->base.size,
-                                              .length = am_length(first) * p->base.size,
+                                              .length = am_length(keys) * p->base.size,
                                               .rows = at->rows});
     am_plan_rows(plan, am_prefetch_block(&p->d_q, at, 1));
 }
@@ -298,7 +297,10 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
             .d_bias_stride = d_bias ? p->bias.shape.channel : TILE,
             .columns = am_length(keys),
         };
-        if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) continue;
+        if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &tile.terms)) {
+            am_bias_clear(&p->bias, at, keys);
+            continue;
+        }
         pack_tile(p, at, keys, i, s);
         tile.k_finite = s->tiles[i].finite;
         open_sums(p, walk->task, i, am_ends_split(p, at->section, walk->visit), s, &tile);

@@ -202,6 +202,7 @@ am_status am_begin_rows(const am_backward_plan *p, const am_attn_place *at, cons
         const am_status status = find_row_maxima(p, at, s, tiles, team);
         if (status != AM_OK) return status;
     }
+    am_bias_begin_rows(&p->bias, at, &p->sections.tiles, tiles);
     find_row_stats(p, at, s);
     if (p->along) find_tangent_stats(p, at, s);
     const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */

@@ -159,8 +159,10 @@ typedef struct {
 #define BY_BF16X2(member, level, at)                                                                         \
     SHARE(flash_f32.merge, member.merge, at),                                                                \
         SHARE(flash_f32.kv[AM_FLOAT32].pack_keys, member.kv[AM_BFLOAT16].pack_keys, at), /* of lanes */      \
-        SHARE(flash_f32.numbers, member.numbers, at), SHARE(flash_f32.load_rows, member.load_rows, at),      \
-        SHARE(flash_f32.add_rows, member.add_rows, at), SHARE(flash_f32.dot_rows, member.dot_rows, at),      \
+        SHARE(flash_f32.numbers, member.numbers, at),                                                        \
+        SHARE(flash_f32.find_infinite, member.find_infinite, at),                                            \
+        SHARE(flash_f32.load_rows, member.load_rows, at), SHARE(flash_f32.add_rows, member.add_rows, at),    \
+        SHARE(flash_f32.dot_rows, member.dot_rows, at),                                                      \
         PART(flash_bf16x2, level, PLACES(flash_bf16x2, member), at),                                         \
         PART(kv_bf16x2, level, PLACES(flash_bf16x2, member), at)
 

@@ -69,12 +69,12 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
 #endif
 
 /* Turns products into P and dS from the first live column to the last; compiled once more for tiles whose
- * logits are products: with fewer branches, more vectors are in flight. */
+ * logits are products, or products and a bias: with fewer branches, more vectors are in flight. */
 static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
                            ptrdiff_t columns)
 {
-    if (tile->terms.live || tile->terms.kept || tile->terms.bias || tile->d_bias || block->share ||
-        block->cap > 0) {
+    if (tile->terms.live || tile->terms.kept || block->share || block->cap > 0 ||
+        (tile->d_bias && !tile->terms.bias)) {
         uint64_t any = tile->terms.live ? 0 : UINT64_MAX;
         for (ptrdiff_t r = row; tile->terms.live && r < row + WIDTH && r < block->rows; r++)
             any |= tile->terms.live[r];
@@ -87,10 +87,15 @@ static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile
             STEP(p_and_ds_of)(block, tile, row, from, to, columns);
         return;
     }
-    const am_backward_tile nothing = {0};
+    am_backward_tile few = {0};
     am_backward_rows plain = *block;
     plain.share = NULL, plain.cap = 0;
-    STEP(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE, AM_FLASH_TILE);
+    if (tile->terms.bias) {
+        few.terms.bias = tile->terms.bias, few.terms.bias_stride = tile->terms.bias_stride;
+        few.d_bias = tile->d_bias, few.d_bias_stride = tile->d_bias_stride;
+        STEP(p_and_ds_of)(&plain, &few, row, 0, AM_FLASH_TILE, AM_FLASH_TILE);
+    } else
+        STEP(p_and_ds_of)(&plain, &few, row, 0, AM_FLASH_TILE, AM_FLASH_TILE);
 }
 
 #ifndef AMX_PRODUCTS

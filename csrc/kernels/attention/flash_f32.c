@@ -47,6 +47,7 @@ const am_kernels TABLE(flash_f32) = {
                         [AM_BFLOAT16] = {read_bias_bf16, write_bf16}},
             .backward = backward_f32,
             .find_row_max = find_row_max_f32,
+            .find_infinite = find_infinite_f32,
             .tangent_step = tangent_step_f32,
             .backward_tangents = backward_tangents_f32,
             .find_weights = find_weights_f32,

@@ -40,6 +40,7 @@ const am_kernels TABLE(flash_f64) = {
             .numbers = {[AM_FLOAT64] = {read_bias_f64, write_f64}},
             .backward = backward_f64,
             .find_row_max = find_row_max_f64,
+            .find_infinite = find_infinite_f64,
             .tangent_step = tangent_step_f64,
             .backward_tangents = backward_tangents_f64,
             .find_weights = find_weights_f64,

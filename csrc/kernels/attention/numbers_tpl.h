@@ -3,23 +3,33 @@
 #    error "numbers_tpl.h needs f32.h or f64.h, S (an element), MEM(op) (its loads and stores) and FROM(name)"
 #endif
 
-static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
+INLINE bool FROM(read_rows)(T *to, const char *from, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
 {
-    T *to = dst;
-    const S *from = src;
-    V zero = VOP(set1)(0), least = zero; /* negated */
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        V x = i + LANES <= columns ? MEM(load)(from + i)
-              : i < columns        ? MEM(load_part)(from + i, columns - i)
-                                   : zero;
-        VOP(store)(to + i, x);
-        least = VOP(max)(VOP(sub)(zero, x), least);
+    const V zero = VOP(set1)(0);
+    V least[4] = {zero, zero, zero, zero}; /* negated */
+    for (ptrdiff_t r = 0; r < rows; r++, from += stride) {
+        const S *row = (const S *)from;
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += 4 * LANES) {
+            UNROLL(4)
+            for (int j = 0; j < 4; j++) {
+                const ptrdiff_t at = i + j * LANES;
+                const V x = at + LANES <= columns ? MEM(load)(row + at)
+                            : at < columns        ? MEM(load_part)(row + at, columns - at)
+                                                  : zero;
+                if (to) VOP(store)(to + r * AM_FLASH_TILE + at, x);
+                least[j] = VOP(max)(VOP(sub)(zero, x), least[j]);
+            }
+        }
     }
-    uint64_t bits = 0;
-    if (VOP(highest)(least) == (T)INFINITY) {
-        for (int i = 0; i < AM_FLASH_TILE; i++) bits |= (uint64_t)(to[i] == -(T)INFINITY) << i;
-    }
-    return bits;
+    const V all = VOP(max)(VOP(max)(least[0], least[1]), VOP(max)(least[2], least[3]));
+    return VOP(highest)(all) == (T)INFINITY;
+}
+
+static bool FROM(read_bias)(void *dst, const void *src, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
+{
+    if (!dst) return FROM(read_rows)(NULL, src, stride, rows, AM_FLASH_TILE);
+    if (columns == AM_FLASH_TILE) return FROM(read_rows)(dst, src, stride, rows, AM_FLASH_TILE);
+    return FROM(read_rows)(dst, src, stride, rows, columns);
 }
 
 static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t count)

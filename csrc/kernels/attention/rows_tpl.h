@@ -24,6 +24,17 @@ static bool FN(load_rows)(void *dst, ptrdiff_t dst_stride, const void *src, ptrd
     return VOP(total)(nothing) == 0;
 }
 
+static uint64_t FN(find_infinite)(const void *row)
+{
+    const T *numbers = row;
+    const V zero = VOP(set1)(0), limit = VOP(set1)(GREATEST);
+    uint64_t bits = 0;
+    UNROLL(16)
+    for (int i = 0; i < AM_FLASH_TILE; i += LANES)
+        bits |= VOP(exceeding)(VOP(sub)(zero, VOP(load)(numbers + i)), limit) << i;
+    return bits;
+}
+
 static void FN(add_rows)(void *dst, ptrdiff_t dst_stride, const void *src, ptrdiff_t src_stride,
                          ptrdiff_t rows, ptrdiff_t head_dim)
 {

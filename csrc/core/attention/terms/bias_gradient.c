@@ -96,6 +96,27 @@ static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at,
     return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
+void am_bias_clear(const bias_gradient *g, const am_attn_place *at, am_range keys)
+{
+    if (!g->result || g->sums || am_length(keys) <= 0) return;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(g->base->terms.bias->array.type);
+    char *to = g->result + index_of(g, at, keys.begin) * size;
+    for (ptrdiff_t r = 0; r < at->rows; r++, to += g->shape.channel * size)
+        memset(to, 0, (size_t)(am_length(keys) * size));
+}
+
+void am_bias_begin_rows(const bias_gradient *g, const am_attn_place *at, const am_ranges *ranges,
+                        am_range tiles)
+{
+    ptrdiff_t behind = 0; /* the last tile */
+    for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
+        const am_range keys = am_range_at(ranges, i);
+        am_bias_clear(g, at, (am_range){behind, keys.begin});
+        behind = keys.end;
+    }
+    am_bias_clear(g, at, (am_range){behind, g->base->attn->keys});
+}
+
 char *am_bias_place(const bias_gradient *g, const am_attn_place *at, am_range keys)
 {
     const am_attn_base *base = g->base;
@@ -176,10 +197,8 @@ void am_bias_gradient_free(const bias_gradient *g)
 static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const bias_gradient *g = arg;
-    ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->terms.bias->array.type);
-    ptrdiff_t begin = index * PIECE;
-    memset((g->sums ? g->sums : g->result) + begin * size, 0,
-           (size_t)(am_min(PIECE, g->count - begin) * size));
+    const ptrdiff_t size = g->base->size, begin = index * PIECE;
+    memset(g->sums + begin * size, 0, (size_t)(am_min(PIECE, g->count - begin) * size));
     return am_checkpoint(team);
 }
 
@@ -193,7 +212,7 @@ static am_status convert_task(void *arg, ptrdiff_t index, am_team *team)
 
 am_status am_bias_gradient_begin(const am_context *context, bias_gradient *g)
 {
-    return g->result ? am_parallel(context, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
+    return g->sums ? am_parallel(context, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
 }
 
 am_status am_bias_gradient_end(const am_context *context, bias_gradient *g)

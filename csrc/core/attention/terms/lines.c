@@ -101,13 +101,7 @@ static bool add_form(const am_attn_base *base, const am_attn_place *at, const li
             base->arithmetic->add_rows(to, TILE, first, form->stride, span.rows, TILE);
         else if (!direct && !one)
             base->arithmetic->load_rows(to, TILE, first, form->stride, span.rows, TILE);
-        for (ptrdiff_t i = 0; infinite && i < span.rows; i++) {
-            for (ptrdiff_t c = 0; c < TILE; c++) {
-                if (am_number(base, first, form->stride * i + c) == -INFINITY)
-                    scratch->live[r + i] &= ~((uint64_t)1 << c);
-            }
-        }
-        any |= infinite;
+        if (infinite) any |= am_drop_infinite(base, first, form->stride, span.rows, scratch->live + r);
     }
     *added = direct ? (am_added){first, form->stride} : (am_added){scratch->bias, TILE};
     return any;

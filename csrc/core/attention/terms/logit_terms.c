@@ -135,18 +135,15 @@ static am_tile find_live(const am_attn_base *base, const am_attn_place *at, ptrd
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
-/* Reads a row of the bias as AM_FLASH_TILE numbers of the arithmetic type; returns which are -INFINITY. */
-static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff_t columns, char *scratch,
-                              char *to)
+/* Reads a row of the bias that kernels cannot read as it is. */
+static bool read_row(const am_attn_base *base, const char *src, ptrdiff_t columns, char *scratch, char *to)
 {
     const am_array *bias = &base->terms.bias->array;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(bias->type);
-    am_flash_read_bias *direct = base->arithmetic->numbers[bias->type].read_bias; /* not of all types */
-    if (bias->stride.channel == size && direct) return direct(to, src, columns);
     if (bias->stride.channel) {
         const am_array row = am_one_row(src, bias->type, bias->stride.channel, columns);
         src = am_read_wide(base, &row, scratch).data;
-        return base->arithmetic->numbers[base->type].read_bias(to, src, columns);
+        return base->arithmetic->numbers[base->type].read_bias(to, src, 0, 1, columns);
     }
     const am_array one = am_one_row(src, bias->type, size, 1); /* for all keys */
     src = am_read_wide(base, &one, scratch).data;
@@ -154,45 +151,77 @@ static uint64_t read_bias_row(const am_attn_base *base, const char *src, ptrdiff
     memcpy(&pattern, src, (size_t)base->size);
     if (base->size == 4) pattern |= pattern << 32;
     base->all_kernels->masks.fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
-    return am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
+    return am_number(base, src, 0) == -INFINITY;
+}
+
+/* Reads some rows of the bias of one head as AM_FLASH_TILE numbers each of the arithmetic type; returns
+ * whether any is -INFINITY. */
+static bool read_rows(const am_attn_base *base, const char *src, ptrdiff_t rows, ptrdiff_t columns,
+                      char *scratch, char *to)
+{
+    const am_array *bias = &base->terms.bias->array;
+    am_flash_read_bias *direct = base->arithmetic->numbers[bias->type].read_bias; /* not of all types */
+    if (direct && bias->stride.channel == (ptrdiff_t)am_size_of(bias->type))
+        return direct(to, src, bias->stride.token, rows, columns);
+    bool any = false;
+    for (ptrdiff_t r = 0; r < rows; r++, src += bias->stride.token, to += AM_FLASH_TILE * base->size)
+        any |= read_row(base, src, columns, scratch, to);
+    return any;
 }
 
 /* Reads a row of the bias whose sequence has only some of a tile's keys; the others are dead. */
-static uint64_t read_own_bias_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t b, ptrdiff_t r,
-                                  am_range keys, char *scratch, char *to)
+static bool read_own_row(const am_attn_base *base, const am_attn_place *at, ptrdiff_t b, ptrdiff_t r,
+                         am_range keys, char *scratch, char *to)
 {
     const am_range own = am_keys_of_query(base->attn, at->b, am_query_of(at, r));
     const ptrdiff_t begin = am_max(keys.begin, own.begin), count = am_min(keys.end, own.end) - begin,
                     before = begin - keys.begin, end = before + count;
     if (count <= 0) {
         memset(to, 0, (size_t)(AM_FLASH_TILE * base->size));
-        return 0;
+        return false;
     }
-    const uint64_t infinite =
-        read_bias_row(base, bias_at(base, at, b, r, begin - own.begin), count, scratch, to);
+    const bool any = read_rows(base, bias_at(base, at, b, r, begin - own.begin), 1, count, scratch, to);
     memmove(to + before * base->size, to, (size_t)(count * base->size));
     memset(to, 0, (size_t)(before * base->size));
     memset(to + end * base->size, 0, (size_t)((AM_FLASH_TILE - end) * base->size));
-    return infinite << before;
+    return any;
 }
 
-/* Reads the bias of a tile to the scratch; pairs where it is -INFINITY become dead. Returns whether any is.
- */
-static bool read_bias(const am_attn_base *base, const am_attn_place *at, am_range keys,
-                      const am_logit_scratch *scratch)
+/* Whether kernels can read the bias of a tile where it lies, which is at `src`. */
+static bool lies_as_tile(const am_attn_base *base, const am_attn_place *at, const char *src)
 {
-    const ptrdiff_t b = at->b / am_bias_sharers(base->attn, base->terms.bias);
+    const am_terms_found *found = &base->terms;
+    const am_array *bias = &found->bias->array;
+    const ptrdiff_t size = base->size, rows = bias->stride.token;
+    return bias->type == base->type && bias->stride.channel == size && (uintptr_t)src % (size_t)size == 0 &&
+           rows % size == 0 && (at->heads == 1 || bias->stride.head == at->queries * rows) &&
+           !(found->points || found->by_distance || found->by_key);
+}
+
+/* Finds the bias of a tile, where it lies or read to the scratch; pairs where it is -INFINITY become dead.
+ * Returns whether any is. */
+static bool find_bias(const am_attn_base *base, const am_attn_place *at, am_range keys,
+                      const am_logit_scratch *scratch, am_added *added)
+{
+    const ptrdiff_t b = at->b / am_bias_sharers(base->attn, base->terms.bias),
+                    row = AM_FLASH_TILE * base->size;
     bool any = false;
-    for (ptrdiff_t r = 0; r < at->rows; r++) {
-        char *to = scratch->bias + r * AM_FLASH_TILE * base->size;
-        const uint64_t infinite =
-            base->attn->pages.starts
-                ? read_own_bias_row(base, at, b, r, keys, scratch->row, to)
-                : read_bias_row(base, bias_at(base, at, b, r, keys.begin), am_length(keys), scratch->row, to);
-        any |= (scratch->live[r] & infinite) != 0;
-        scratch->live[r] &= ~infinite;
+    *added = (am_added){scratch->bias, AM_FLASH_TILE};
+    if (base->attn->pages.starts) {
+        for (ptrdiff_t r = 0; r < at->rows; r++)
+            any |= read_own_row(base, at, b, r, keys, scratch->row, scratch->bias + r * row);
+    } else {
+        const char *src = bias_at(base, at, b, 0, keys.begin);
+        const ptrdiff_t stride = base->terms.bias->array.stride.token;
+        if (am_length(keys) == AM_FLASH_TILE && lies_as_tile(base, at, src)) {
+            *added = (am_added){src, stride / base->size};
+            any = base->arithmetic->numbers[base->type].read_bias(NULL, src, stride, at->rows, AM_FLASH_TILE);
+        }
+        for (ptrdiff_t r = 0; added->rows == scratch->bias && r < at->rows; r += at->queries)
+            any |= read_rows(base, bias_at(base, at, b, r, keys.begin), at->queries, am_length(keys),
+                             scratch->row, scratch->bias + r * row);
     }
-    return any;
+    return any && am_drop_infinite(base, added->rows, added->stride, at->rows, scratch->live);
 }
 
 /* Finds what is added to the products of a tile that has live pairs; returns what it is then. Nobody else
@@ -202,10 +231,7 @@ static am_tile add_terms(const am_attn_base *base, const am_attn_place *at, am_r
 {
     bool any = false;
     *added = (am_added){NULL, AM_FLASH_TILE};
-    if (base->terms.bias) {
-        any = read_bias(base, at, keys, scratch);
-        added->rows = scratch->bias;
-    }
+    if (base->terms.bias) any = find_bias(base, at, keys, scratch, added);
     if (base->terms.points) {
         any |= am_add_points(base, at, keys.begin, scratch, added->rows != NULL);
         added->rows = scratch->bias;

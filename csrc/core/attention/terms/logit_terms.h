@@ -22,6 +22,21 @@ void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am
 bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
                          const am_logit_scratch *scratch, am_logit_terms *terms);
 
+/* Pairs of some rows for which -INFINITY is added become dead; returns whether any was live. Rows of
+ * AM_FLASH_TILE numbers are `stride` numbers apart. */
+static inline bool am_drop_infinite(const am_attn_base *base, const void *rows, ptrdiff_t stride,
+                                    ptrdiff_t count, uint64_t *live)
+{
+    bool any = false;
+    for (ptrdiff_t r = 0; r < count; r++) {
+        const uint64_t infinite =
+            base->arithmetic->find_infinite((const char *)rows + r * stride * base->size);
+        any |= (live[r] & infinite) != 0;
+        live[r] &= ~infinite;
+    }
+    return any;
+}
+
 /* The tiles from the first to the last that any row of a block sees. */
 am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_attn_place *at);
 

@@ -85,12 +85,11 @@ static bool add_window(const am_attn_base *base, const column *c, ptrdiff_t widt
     bool any = false;
     for (ptrdiff_t i = 0; i < c->rows; i++) {
         const ptrdiff_t row = c->row + i * width;
-        char *rows = scratch->bias + row * TILE * base->size, *to = added ? scratch->row : rows;
+        char *to = scratch->bias + row * TILE * base->size;
         const char *from = window + (c->rows - 1 - i) * width * base->size;
-        const uint64_t infinite = base->arithmetic->numbers[base->type].read_bias(to, from, TILE);
-        if (added) base->arithmetic->add_rows(rows, TILE, to, TILE, 1, TILE);
-        any |= (scratch->live[row] & infinite) != 0;
-        scratch->live[row] &= ~infinite;
+        if (base->arithmetic->numbers[base->type].read_bias(added ? NULL : to, from, 0, 1, TILE))
+            any |= am_drop_infinite(base, from, 0, 1, scratch->live + row);
+        if (added) base->arithmetic->add_rows(to, TILE, from, TILE, 1, TILE);
     }
     return any;
 }
