@@ -255,6 +255,17 @@ static void take_rows(const weighing *j, const walk *x, const am_backward_tile *
     }
 }
 
+/* Packs the keys of a tile, and plans to prefetch those of the tile after it, up to `end`. */
+static void pack_keys(const am_kv_workspace *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t end,
+                      char *to, am_backward_tile *tile, am_prefetch_plan *plan)
+{
+    am_kv_pack_keys(kv, at, index, to);
+    if (index + 1 == end) return;
+    am_plan_begin(plan, 1);
+    am_kv_prefetch_keys(kv, at, index + 1, plan);
+    tile->prefetch = plan;
+}
+
 /* Finds what belongs to the queries of a few parts and the heads of a block, or their logsumexp. */
 static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
 {
@@ -274,12 +285,13 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t t = tiles.begin; status == AM_OK && t < tiles.end; t++) {
         const am_range keys = am_range_at(&j->sections.tiles, t);
         am_backward_tile tile = {.k_columns = w->k, .columns = am_length(keys)};
+        am_prefetch_plan prefetch;
         bool packed = false;
         for (walk *x = walks; status == AM_OK && x < walks + am_length(range); x++) {
             if (t < x->tiles.begin || t >= x->tiles.end ||
                 !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
                 continue;
-            if (!packed) am_kv_pack_keys(&w->kv, &x->at, t, w->k);
+            if (!packed) pack_keys(&w->kv, &x->at, t, tiles.end, w->k, &tile, &prefetch);
             packed = true;
             if (j->finds_lse) {
                 j->base.arithmetic->find_row_max(&x->rows, &tile);
@@ -309,7 +321,8 @@ static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, a
         char *k = w->k + i * TILE * j->base.attn->head_dim * j->base.size;
         am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
         if (!am_find_logit_terms(&j->base, &x.at, keys, &x.terms, &tile.terms)) continue;
-        if (!packed[i]) am_kv_pack_keys(&w->kv, &x.at, t, k);
+        am_prefetch_plan prefetch;
+        if (!packed[i]) pack_keys(&w->kv, &x.at, t, tiles.end, k, &tile, &prefetch);
         packed[i] = true;
         x.weighed.highest = x.weighed.entropy = NULL;
         j->base.arithmetic->find_weights(&x.rows, &tile, &x.weighed);
@@ -393,11 +406,12 @@ static void take_few(void *arg, const am_attn_place *at, am_range keys, const am
     const ptrdiff_t size = j->base.size, each = j->problem->by_key_head ? at->rows : at->queries;
     _Alignas(AM_LINE) double sums[TILE];
     for (ptrdiff_t r = 0; r < at->rows; r += each) {
-        memset(sums, 0, (size_t)(TILE * size));
-        j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, sums);
-        const ptrdiff_t to = am_weights_sums(j->problem, at->b, at->head + r / at->queries);
-        memcpy((char *)j->problem->key_sum + (to + keys.begin) * size, sums,
-               (size_t)(am_length(keys) * size));
+        const ptrdiff_t index = am_weights_sums(j->problem, at->b, at->head + r / at->queries) + keys.begin;
+        char *result = (char *)j->problem->key_sum + index * size; /* which is 0 */
+        const bool whole = am_length(keys) == TILE;
+        void *to = whole ? (void *)result : memset(sums, 0, (size_t)(TILE * size));
+        j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, to);
+        if (!whole) memcpy(result, sums, (size_t)(am_length(keys) * size));
     }
 }
 

@@ -72,8 +72,9 @@ static void FN(find_weights)(const am_backward_rows *block, const am_backward_ti
                                           .rows = block->rows,
                                           .stride = q->stride,
                                           .columns = q->dim};
-    prefetch_queue nothing = {.left = 0};
-    FN(logits_of)(strips, count, &product, 1, &nothing);
+    prefetch_queue queue;
+    prefetch_begin(&queue, tile->prefetch, count * (AM_FLASH_TILE / FN(PANEL)));
+    FN(logits_of)(strips, count, &product, 1, &queue);
     const bool plain = !tile->terms.live && !tile->terms.bias && block->cap <= 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(to->rows >> r & 1)) continue;

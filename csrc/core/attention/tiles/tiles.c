@@ -504,6 +504,15 @@ static void plan_unpacked(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t
     plan->count = AM_PREFETCH_V_SCALES + AM_PREFETCH_RUNS;
 }
 
+void am_kv_prefetch_keys(const am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index,
+                         am_prefetch_plan *plan)
+{
+    const am_attn *f = w->kv->base->attn;
+    am_prefetch_rows rows[AM_PREFETCH_RUNS];
+    find_tokens(f, &f->k, at, 1, am_range_at(&w->kv->sections->tiles, index), rows);
+    for (int i = 0; i < AM_PREFETCH_RUNS; i++) am_plan_rows(plan, rows[i]);
+}
+
 void am_kv_prefetch(am_kv_workspace *w, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
                     ptrdiff_t heads, am_prefetch_plan *plan)
 {

@@ -70,6 +70,10 @@ void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t a
 /* Packs the keys of a tile for the key head of a place, without a step. */
 void am_kv_pack_keys(const am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index, char *to);
 
+/* Plans to prefetch these keys. */
+void am_kv_prefetch_keys(const am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index,
+                         am_prefetch_plan *plan);
+
 /* Plans to prefetch a tile, of `heads` key heads: for step_unpacked; else keys and values, unless it is
  * packed already. */
 void am_kv_prefetch(am_kv_workspace *workspace, const am_scheduled *section, const am_attn_place *at,
