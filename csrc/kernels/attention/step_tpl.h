@@ -343,7 +343,9 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->terms.live, AM_FLASH_TILE);
 
     prefetch_queue queue;
-    prefetch_begin(&queue, tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
+    const ptrdiff_t keys = tile->terms.all_keys > 0 ? tile->terms.all_keys : AM_FLASH_TILE;
+    prefetch_begin(&queue, tile->prefetch,
+                   count * ((keys + FN(PANEL) - 1) / FN(PANEL) + block->out_dim / FN(PANEL)));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *v = tile->v.data;
