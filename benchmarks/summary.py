@@ -55,7 +55,7 @@ TABLES = (
     Table(
         "Short sequences",
         "About 12,000 tokens in sequences of T, 6 heads, D=32, float32, and calls as models make them; one thread of "
-        "an AMD EPYC (Zen 4, 29 November 2026), PyTorch 2.13. PyTorch is the fastest of plain operations (eager), "
+        "an AMD EPYC (Zen 4, 30 November 2026), PyTorch 2.13. PyTorch is the fastest of plain operations (eager), "
         "`scaled_dot_product_attention` (sdpa) and nested tensors.",
         {"Zen 4": "short.md"},
         ("PyTorch",),
