@@ -161,7 +161,7 @@ def tensors_among(given: Given) -> dict[str, torch.Tensor]:
 def check_no_gradient(
     tensors: dict[str, torch.Tensor], function: str, trained: str, without: Callable[[], str] = str
 ) -> None:
-    """Refuse tensors that require a gradient. `without` returns the reason why there is none, as " with key"."""
+    """Refuse tensors that require a gradient. `without` returns the reason, such as " with key"."""
     check_no_tangents(tensors, tensors.values(), function)
     if not torch.is_grad_enabled():
         return

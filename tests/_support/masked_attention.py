@@ -174,7 +174,7 @@ def check_gradients(case: Case, differentiate: Callable | None = None) -> None:
 
 
 def spoil_memory(shape: Sequence[int], dtype: np.dtype) -> None:
-    """Leaves NaN in memory of which results may be made."""
+    """Fills memory with NaN and frees it, so that results may get it."""
     spoiled = [np.full(shape, np.nan, dtype) for _ in range(4)]
     del spoiled
 

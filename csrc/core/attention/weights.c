@@ -407,7 +407,7 @@ static void take_few(void *arg, const am_attn_place *at, am_range keys, const am
     _Alignas(AM_LINE) double sums[TILE];
     for (ptrdiff_t r = 0; r < at->rows; r += each) {
         const ptrdiff_t index = am_weights_sums(j->problem, at->b, at->head + r / at->queries) + keys.begin;
-        char *result = (char *)j->problem->key_sum + index * size; /* which is 0 */
+        char *result = (char *)j->problem->key_sum + index * size; /* cleared by `clear` */
         const bool whole = am_length(keys) == TILE;
         void *to = whole ? (void *)result : memset(sums, 0, (size_t)(TILE * size));
         j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, to);

@@ -73,8 +73,7 @@ INLINE void STEP(p_and_ds_of)(const am_backward_rows *block, const am_backward_t
 static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
                            ptrdiff_t columns)
 {
-    if (tile->terms.live || tile->terms.kept || block->share || block->cap > 0 ||
-        (tile->d_bias && !tile->terms.bias)) {
+    if (tile->terms.live || tile->terms.kept || block->share || block->cap > 0) {
         uint64_t any = tile->terms.live ? 0 : UINT64_MAX;
         for (ptrdiff_t r = row; tile->terms.live && r < row + WIDTH && r < block->rows; r++)
             any |= tile->terms.live[r];
@@ -90,7 +89,7 @@ static void STEP(p_and_ds)(const am_backward_rows *block, const am_backward_tile
     am_backward_tile few = {0};
     am_backward_rows plain = *block;
     plain.share = NULL, plain.cap = 0;
-    if (tile->terms.bias) {
+    if (tile->terms.bias || tile->d_bias) {
         few.terms.bias = tile->terms.bias, few.terms.bias_stride = tile->terms.bias_stride;
         few.d_bias = tile->d_bias, few.d_bias_stride = tile->d_bias_stride;
         STEP(p_and_ds_of)(&plain, &few, row, 0, AM_FLASH_TILE, AM_FLASH_TILE);

@@ -3,6 +3,7 @@
 #    error "numbers_tpl.h needs f32.h or f64.h, S (an element), MEM(op) (its loads and stores) and FROM(name)"
 #endif
 
+/* As `am_flash_read_bias`, for callers that know `columns` or have no place to write to. */
 INLINE bool FROM(read_rows)(T *to, const char *from, ptrdiff_t stride, ptrdiff_t rows, ptrdiff_t columns)
 {
     const V zero = VOP(set1)(0);

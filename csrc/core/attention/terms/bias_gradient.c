@@ -96,9 +96,12 @@ static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at,
     return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
+/* Whether no number is shared, so that each is written and none added to. */
+static bool writes_once(const bias_gradient *g) { return g->result && !g->sums; }
+
 void am_bias_clear(const bias_gradient *g, const am_attn_place *at, am_range keys)
 {
-    if (!g->result || g->sums || am_length(keys) <= 0) return;
+    if (!writes_once(g) || am_length(keys) <= 0) return;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(g->base->terms.bias->array.type);
     char *to = g->result + index_of(g, at, keys.begin) * size;
     for (ptrdiff_t r = 0; r < at->rows; r++, to += g->shape.channel * size)
@@ -109,6 +112,7 @@ void am_bias_begin_rows(const bias_gradient *g, const am_attn_place *at, const a
                         am_range tiles)
 {
     ptrdiff_t behind = 0; /* the last tile */
+    if (!writes_once(g)) return;
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
         const am_range keys = am_range_at(ranges, i);
         am_bias_clear(g, at, (am_range){behind, keys.begin});
@@ -120,8 +124,7 @@ void am_bias_begin_rows(const bias_gradient *g, const am_attn_place *at, const a
 char *am_bias_place(const bias_gradient *g, const am_attn_place *at, am_range keys)
 {
     const am_attn_base *base = g->base;
-    if (!g->result || g->sums || base->terms.bias->array.type != base->type || am_length(keys) < TILE)
-        return NULL;
+    if (!writes_once(g) || base->terms.bias->array.type != base->type || am_length(keys) < TILE) return NULL;
     return g->result + index_of(g, at, keys.begin) * base->size;
 }
 

@@ -33,7 +33,7 @@ am_status am_bias_gradient_end(const am_context *context, am_bias_gradient *bias
 /* The scratch of a task, which is to be zero at first. */
 ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *bias);
 
-/* Unless rows are shared, each number is written once: those of keys that no tile of the block has by
+/* Unless numbers are shared, each is written once: those of keys that no tile of the block has by
  * `am_bias_begin_rows`, those of a dead tile by `am_bias_clear`, and all others with their tiles. */
 void am_bias_begin_rows(const am_bias_gradient *bias, const am_attn_place *at, const am_ranges *ranges,
                         am_range tiles);
