@@ -41,7 +41,7 @@ class Case:
         self.heads, self.kv_heads = random_masks.any_of(rng, HEADS)
         self.depth, self.value_depth = random_masks.any_of(rng, DEPTHS)
         self.batch = int(rng.integers(1, 3))
-        self.keys = int(rng.choice(random_masks.any_of(rng, (random_masks.LENGTHS, LONG))))
+        self.keys = int(rng.choice(random_masks.any_of(rng, (random_masks.LENGTHS, range(1, 80), LONG))))
         self.queries = random_masks.any_of(
             rng, (self.keys, self.keys, int(rng.choice(random_masks.LENGTHS)), int(rng.integers(1, 20)))
         )
@@ -297,13 +297,13 @@ def check_cache(case: Case) -> None:
     lengths = np.where(
         case.rng.random(case.batch) < 0.5, case.keys, case.rng.integers(0, case.keys + 1, case.batch)
     )
-    live = np.zeros(case.shape, bool)
+    live, alone = np.zeros(case.shape, bool), case.rng.random() < 0.3  # alone: lengths without a mask
     for row, length in enumerate(lengths.tolist()):
-        mask = case.array[row : row + 1, ..., :length]
+        mask = case.array[row : row + 1, ..., :length] | alone
         live[row, ..., :length] = ref.live_pairs(mask.shape, mask, **limits, causal_offset="bottom-right")[0]
 
     given, wide = {"query": poisoned(arrays, live)["query"]}, {"query": arrays["query"]}
-    size = random_masks.any_of(case.rng, (None, 1, 7, 16, 64))
+    size = random_masks.any_of(case.rng, (None, 1, 7, 8, 16, 32, 64))
     pages = case.rng.permutation(case.batch * -(-case.keys // (size or 1)))
     for side in ("key", "value"):
         numbers, scale, wide[side] = stored(arrays[side], kind)
@@ -316,7 +316,7 @@ def check_cache(case: Case) -> None:
         given[f"{side[0]}_cache"] = numbers if size is None else in_pages(numbers, size, pages)
     if size is not None:
         given["block_table"] = pages.reshape(case.batch, -1).astype(np.int32)
-    given |= {"attention_mask": case.mask, "cache_seqlens": lengths, **limits}
+    given |= {"attention_mask": None if alone else case.mask, "cache_seqlens": lengths, **limits}
     right = ref.flash_attention(attention_mask=live, **wide)
     weights, _ = ref.attention_weights(wide["query"], wide["key"], attention_mask=live)
     of_keys = {name: x for name, x in given.items() if name not in ("v_cache", "v_scale")}
@@ -328,7 +328,7 @@ def check_cache(case: Case) -> None:
         statistics = attnmask.attention_statistics_with_kvcache(**of_keys, of=("key_sum", "entropy"))
         return {"out": out, "lse": lse, "key_sum": statistics.key_sum, "entropy": statistics.entropy}
 
-    told = f"cache of {kind}, lengths {lengths.tolist()}, pages of {size}, {limits}"
+    told = f"cache of {kind}, {'without mask, ' * alone}lengths {lengths.tolist()}, pages of {size}, {limits}"
     error = None if kind == "of the queries" else QUANTIZED_ERROR
     sums = weights.sum(axis=2)[..., : lengths.max(initial=0)]
     exact = {"out": right.out, "lse": right.lse, "key_sum": sums, "entropy": entropy}

@@ -256,6 +256,27 @@ def test_any_number_of_threads_gives_the_same_bits(set_threads, case, page_size)
     assert len(seen) == 1
 
 
+@pytest.mark.levels("all", "amx")
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64])
+@pytest.mark.parametrize("queries", [5, 13, 32, 64])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_number_of_tokens_in_pages_anywhere(isa, dtype, queries, page_size):
+    """Bits are those of a contiguous cache, wherever a run of rows ends."""
+    rng, most = np.random.default_rng(0), 72
+    pages = -(-most // page_size)
+    table = rng.permutation(most * pages).reshape(most, pages).astype(np.int32)
+    caches = [rng.standard_normal((most * pages, page_size, 1, 64)).astype(dtype) for _ in "kv"]
+    query = rng.standard_normal((most, queries, 1, 64)).astype(dtype)
+    lengths = np.arange(1, most + 1)
+    given = {"query": query, "cache_seqlens": lengths, "attention_mask": np.ones((1, 1, 1, 1), bool)}
+    in_pages, in_rows = (
+        attnmask.flash_attention_with_kvcache(k_cache=k, v_cache=v, block_table=t, causal=False, **given)
+        for (k, v), t in ((caches, table), ([x[table].reshape(most, -1, 1, 64) for x in caches], None))
+    )
+    wrong = (in_pages != in_rows).any(axis=(1, 2, 3))
+    assert not wrong.any(), f"of {lengths[wrong]} tokens"
+
+
 def test_pages_that_sequences_share(isa):
     """A prefix lies in the cache once. One sequence may write to a page that another only reads."""
     rng = np.random.default_rng(0)

@@ -173,7 +173,9 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     x = {.length = block->head_dim, .a_row = tile->k.stride / (ptrdiff_t)sizeof(T), .b = block->q_packed};
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), x.b += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0, some; key < tile->keys; key += some) {
-            some = strip_rows(tile->keys - key, STRIP);
+            some = tile->keys - key;
+            if (tile->k.run && some > most) some = most; /* else some could be of two runs */
+            some = strip_rows(some, STRIP);
             if (some > most) some = most;
             uint64_t seen = terms.live ? 0 : UINT64_MAX >> (64 - block->rows);
             for (ptrdiff_t k = key; terms.live && k < key + some; k++) seen |= terms.live[k];
