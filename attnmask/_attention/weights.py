@@ -136,17 +136,16 @@ def _found(
     by_key: bool,
 ) -> list[Array | None]:
     """Return weights, key_sum, entropy, max_logit, top_keys and top_weights; queries are in the order of `chosen`."""
-    order = np.argsort(chosen, kind="stable")
-    in_order = np.ascontiguousarray(chosen[order])
-    rising = (order[1:] > order[:-1]).all()
+    rising = chosen.size < 2 or bool((chosen[1:] > chosen[:-1]).all())
+    order = None if rising else np.argsort(chosen)
+    in_order = chosen if order is None else chosen[order]
     if lse is not None:
-        lse = np.ascontiguousarray(lse[:, :, in_order])
+        lse = np.ascontiguousarray(lse if in_order.size == lse.shape[2] else lse[:, :, in_order])
     found = _core.flash_weights(problem, lse, in_order, names, top, by_key)
-    places = np.argsort(order, kind="stable")
-    return [
-        x if x is None or i == 1 or rising else np.take(x, places, axis=2)  # key_sum has no queries
-        for i, x in enumerate(found)
-    ]
+    if order is None:
+        return list(found)
+    places, of_keys = np.argsort(order), 1
+    return [x if x is None or i == of_keys else np.take(x, places, axis=2) for i, x in enumerate(found)]
 
 
 def _read(given: Arguments) -> tuple[Problem, tuple[int, ...], NDArray[np.int64]]:

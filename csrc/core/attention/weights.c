@@ -46,7 +46,8 @@ typedef struct {
         am_range range; /* of parts, or of tiles */
     } *tasks;
     ptrdiff_t task_count;
-    ptrdiff_t some;      /* blocks or tiles of a task, at most */
+    ptrdiff_t some;      /* blocks or tiles of a task, at most; tiles only if their keys and sums are kept */
+    ptrdiff_t shares;    /* tasks of a section's tiles, if they are not */
     ptrdiff_t heads;     /* of a block: those that share a key head where all their rows fit, else 1 */
     ptrdiff_t q_stride;  /* of rows, in whole panels */
     ptrdiff_t ranks;     /* the most keys that may be among the greatest */
@@ -100,6 +101,12 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     w->terms.kept = (uint64_t *)am_take(memory, &used, words);
     w->terms.row_keys = (uint64_t *)am_take(memory, &used, j->some * words);
     return used;
+}
+
+/* Whether the blocks of all heads that share a key head are few enough to go over tiles together. */
+static bool go_together(const weighing *j, am_range parts)
+{
+    return am_length(parts) * (j->base.heads_per_kv / j->heads) <= j->some;
 }
 
 /* The row of a chosen query of the h-th head of a block. */
@@ -266,6 +273,62 @@ static void pack_keys(const am_kv_workspace *kv, const am_attn_place *at, ptrdif
     tile->prefetch = plan;
 }
 
+/* How many query heads a sum is of. */
+static ptrdiff_t heads_of_a_sum(const weighing *j)
+{
+    return j->problem->by_key_head ? j->base.heads_per_kv : 1;
+}
+
+/* The sums of a tile for the h-th of the query heads that share a key head. */
+static char *sum_at(const weighing *j, const workspace *w, ptrdiff_t h, ptrdiff_t slot)
+{
+    return w->sums + (h / heads_of_a_sum(j) * j->some + slot) * TILE * j->base.size;
+}
+
+static void add_sums(const weighing *j, const walk *x, const workspace *w, ptrdiff_t slot)
+{
+    const ptrdiff_t each = j->problem->by_key_head ? x->at.rows : x->at.queries,
+                    head = x->at.head % j->base.heads_per_kv;
+    for (ptrdiff_t r = 0; r < x->at.rows; r += each)
+        j->base.arithmetic->sum_weights(x->rows.p, NULL, x->weighed.rows, r, r + each,
+                                        sum_at(j, w, head + r / x->at.queries, slot));
+}
+
+/* Tiles that walks go over. */
+typedef struct {
+    am_range range;
+    bool packed[MOST]; /* whether the keys of the tile in a slot are */
+    bool summed;       /* weights are added to sums */
+} tiles_of_walks;
+
+/* Takes walks over a tile, whose keys the first that sees it packs. */
+static am_status take_tile(const weighing *j, walk *walks, ptrdiff_t count, ptrdiff_t t,
+                           tiles_of_walks *tiles, ptrdiff_t slot, const workspace *w, am_team *team)
+{
+    const am_range keys = am_range_at(&j->sections.tiles, t);
+    char *k = w->k + slot * TILE * j->base.attn->head_dim * j->base.size;
+    am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
+    am_prefetch_plan prefetch;
+    am_status status = AM_OK;
+    for (walk *x = walks; status == AM_OK && x < walks + count; x++) {
+        if (t < x->tiles.begin || t >= x->tiles.end ||
+            !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
+            continue;
+        if (!tiles->packed[slot]) pack_keys(&w->kv, &x->at, t, tiles->range.end, k, &tile, &prefetch);
+        tiles->packed[slot] = true;
+        if (j->finds_lse)
+            j->base.arithmetic->find_row_max(&x->rows, &tile);
+        else
+            j->base.arithmetic->find_weights(&x->rows, &tile, &x->weighed);
+        if (tiles->summed)
+            add_sums(j, x, w, slot);
+        else if (!j->finds_lse)
+            take_rows(j, x, &tile, keys);
+        status = am_checkpoint(team);
+    }
+    return status;
+}
+
 /* Finds what belongs to the queries of a few parts and the heads of a block, or their logsumexp. */
 static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
 {
@@ -273,95 +336,69 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
     const workspace *w = am_workspace(&j->workspaces);
     const ptrdiff_t blocks = j->base.attn->heads / j->heads, head = index % blocks * j->heads;
     const am_range range = j->tasks[index / blocks].range;
-    am_range tiles = {PTRDIFF_MAX, 0};
+    tiles_of_walks tiles = {.range = {PTRDIFF_MAX, 0}};
     am_status status = AM_OK;
     walk walks[MOST];
     for (ptrdiff_t i = 0; i < am_length(range); i++) {
         begin_part(j, &j->parts[range.begin + i], head, i, w, &walks[i]);
         if (am_length(walks[i].tiles) <= 0) continue;
-        tiles.begin = am_min(tiles.begin, walks[i].tiles.begin);
-        tiles.end = am_max(tiles.end, walks[i].tiles.end);
+        tiles.range.begin = am_min(tiles.range.begin, walks[i].tiles.begin);
+        tiles.range.end = am_max(tiles.range.end, walks[i].tiles.end);
     }
-    for (ptrdiff_t t = tiles.begin; status == AM_OK && t < tiles.end; t++) {
-        const am_range keys = am_range_at(&j->sections.tiles, t);
-        am_backward_tile tile = {.k_columns = w->k, .columns = am_length(keys)};
-        am_prefetch_plan prefetch;
-        bool packed = false;
-        for (walk *x = walks; status == AM_OK && x < walks + am_length(range); x++) {
-            if (t < x->tiles.begin || t >= x->tiles.end ||
-                !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
-                continue;
-            if (!packed) pack_keys(&w->kv, &x->at, t, tiles.end, w->k, &tile, &prefetch);
-            packed = true;
-            if (j->finds_lse) {
-                j->base.arithmetic->find_row_max(&x->rows, &tile);
-            } else {
-                j->base.arithmetic->find_weights(&x->rows, &tile, &x->weighed);
-                take_rows(j, x, &tile, keys);
-            }
-            status = am_checkpoint(team);
-        }
+    for (ptrdiff_t t = tiles.range.begin; status == AM_OK && t < tiles.range.end; t++) {
+        tiles.packed[0] = false;
+        status = take_tile(j, walks, am_length(range), t, &tiles, 0, w, team);
     }
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(range); i++)
         take_rows(j, &walks[i], NULL, (am_range){0, 0});
     return status;
 }
 
-/* Adds the weights of a part to the sums of a few tiles. */
-static am_status sum_part(const weighing *j, const part *from, ptrdiff_t head, am_range tiles, char *sums,
-                          bool *packed, const workspace *w, am_team *team)
+/* Writes the sums of a tile, and clears them for another. */
+static void write_sums(const weighing *j, const am_section *section, ptrdiff_t kv_head, ptrdiff_t t,
+                       ptrdiff_t slot, const workspace *w)
 {
-    walk x;
-    am_status status = AM_OK;
-    begin_part(j, from, head, 0, w, &x);
-    for (ptrdiff_t t = am_max(tiles.begin, x.tiles.begin);
-         status == AM_OK && t < am_min(tiles.end, x.tiles.end); t++) {
-        const ptrdiff_t i = t - tiles.begin;
-        const am_range keys = am_range_at(&j->sections.tiles, t);
-        char *k = w->k + i * TILE * j->base.attn->head_dim * j->base.size;
-        am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
-        if (!am_find_logit_terms(&j->base, &x.at, keys, &x.terms, &tile.terms)) continue;
-        am_prefetch_plan prefetch;
-        if (!packed[i]) pack_keys(&w->kv, &x.at, t, tiles.end, k, &tile, &prefetch);
-        packed[i] = true;
-        x.weighed.highest = x.weighed.entropy = NULL;
-        j->base.arithmetic->find_weights(&x.rows, &tile, &x.weighed);
-        const ptrdiff_t each = j->problem->by_key_head ? x.at.rows : x.at.queries;
-        for (ptrdiff_t r = 0; r < x.at.rows; r += each)
-            j->base.arithmetic->sum_weights(x.rows.p, NULL, x.weighed.rows, r, r + each,
-                                            sums + (r / each * j->some + i) * TILE * j->base.size);
-        status = am_checkpoint(team);
+    const am_range keys = am_range_at(&j->sections.tiles, t);
+    const ptrdiff_t shared = j->base.heads_per_kv, size = j->base.size;
+    for (ptrdiff_t h = 0; h < shared; h += heads_of_a_sum(j)) {
+        const ptrdiff_t to = am_weights_sums(j->problem, section->b, kv_head * shared + h);
+        char *from = sum_at(j, w, h, slot);
+        memcpy((char *)j->problem->key_sum + (to + keys.begin) * size, from,
+               (size_t)(am_length(keys) * size));
+        memset(from, 0, (size_t)(TILE * size));
     }
-    return status;
 }
 
-/* Sums up the weights of a few tiles of one key head. */
+/* Sums up the weights of a few tiles of one key head; of any number, one behind the other, if all walks that
+ * see them go together. */
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const weighing *j = arg;
     const workspace *w = am_workspace(&j->workspaces);
-    const am_attn *f = j->base.attn;
-    const ptrdiff_t kv_head = index % f->kv_heads, shared = j->base.heads_per_kv, size = j->base.size;
-    const am_section *section = j->tasks[index / f->kv_heads].section;
-    const am_range tiles = j->tasks[index / f->kv_heads].range,
-                   parts = j->of_sections[section - j->sections.list];
-    const ptrdiff_t sums = j->problem->by_key_head ? 1 : shared, row = j->some * TILE * size;
-    bool packed[MOST] = {false};
+    const ptrdiff_t kv_heads = j->base.attn->kv_heads, kv_head = index % kv_heads,
+                    shared = j->base.heads_per_kv, blocks = shared / j->heads;
+    const am_section *section = j->tasks[index / kv_heads].section;
+    const am_range parts = j->of_sections[section - j->sections.list];
+    const bool together = go_together(j, parts);
+    tiles_of_walks tiles = {.range = j->tasks[index / kv_heads].range, .summed = true};
     am_status status = AM_OK;
-    memset(w->sums, 0, (size_t)(sums * row));
-    for (ptrdiff_t i = parts.begin; i < parts.end; i++) {
-        for (ptrdiff_t h = 0; status == AM_OK && h < shared; h += j->heads)
-            status = sum_part(j, &j->parts[i], kv_head * shared + h, tiles,
-                              w->sums + (sums > 1 ? h : 0) * row, packed, w, team);
-    }
-    for (ptrdiff_t h = 0; h < sums; h++) {
-        for (ptrdiff_t i = 0; i < am_length(tiles); i++) {
-            const am_range keys = am_range_at(&j->sections.tiles, tiles.begin + i);
-            const ptrdiff_t to = am_weights_sums(j->problem, section->b, kv_head * shared + h);
-            memcpy((char *)j->problem->key_sum + (to + keys.begin) * size,
-                   w->sums + h * row + i * TILE * size, (size_t)(am_length(keys) * size));
+    walk walks[MOST];
+    memset(w->sums, 0, (size_t)(shared / heads_of_a_sum(j) * j->some * TILE * j->base.size));
+    for (ptrdiff_t i = 0, all = am_length(parts) * blocks, count; status == AM_OK && i < all; i += count) {
+        count = am_min(all - i, j->some);
+        for (ptrdiff_t x = 0; x < count; x++) {
+            begin_part(j, &j->parts[parts.begin + (i + x) / blocks],
+                       kv_head * shared + (i + x) % blocks * j->heads, x, w, &walks[x]);
+            walks[x].weighed.highest = walks[x].weighed.entropy = NULL;
+        }
+        for (ptrdiff_t t = tiles.range.begin; status == AM_OK && t < tiles.range.end; t++) {
+            if (together) tiles.packed[0] = false;
+            status = take_tile(j, walks, count, t, &tiles, together ? 0 : t - tiles.range.begin, w, team);
+            if (together) write_sums(j, section, kv_head, t, 0, w);
         }
     }
+    for (ptrdiff_t t = tiles.range.begin; !together && t < tiles.range.end; t++)
+        write_sums(j, section, kv_head, t, t - tiles.range.begin, w);
     return status;
 }
 
@@ -412,6 +449,7 @@ static void take_few(void *arg, const am_attn_place *at, am_range keys, const am
         void *to = whole ? (void *)result : memset(sums, 0, (size_t)(TILE * size));
         j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, to);
         if (!whole) memcpy(result, sums, (size_t)(am_length(keys) * size));
+        for (ptrdiff_t i = 0; i < TILE * size; i += AM_LINE) __builtin_prefetch(result + TILE * size + i, 1);
     }
 }
 
@@ -480,10 +518,12 @@ static void list_tasks(weighing *j, bool of_keys, bool of_many)
     for (ptrdiff_t g = 0; g < j->sections.count; g++) {
         if (of_many && j->is_few[g]) continue;
         const am_section *section = &j->sections.list[g];
-        const am_range all = of_keys ? section->tiles : j->of_sections[g];
-        for (ptrdiff_t begin = all.begin; begin < all.end; begin += j->some) {
+        const am_range parts = j->of_sections[g], all = of_keys ? section->tiles : parts;
+        const bool together = of_keys && go_together(j, parts);
+        const ptrdiff_t some = together ? am_max(j->some, am_ceil_div(am_length(all), j->shares)) : j->some;
+        for (ptrdiff_t begin = all.begin; begin < all.end; begin += some) {
             j->tasks[j->task_count].section = section;
-            j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + j->some, all.end)};
+            j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + some, all.end)};
         }
     }
 }
@@ -523,6 +563,7 @@ static am_status compute(const am_context *context, weighing *j)
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
     const ptrdiff_t share = j->sections.blocks.count * f->heads / (TASKS_OF_A_THREAD * own.threads);
     j->some = own.threads > 1 ? am_max(1, am_min(share, MOST)) : MOST;
+    j->shares = own.threads > 1 ? am_ceil_div(TASKS_OF_A_THREAD * own.threads, f->kv_heads) : 1;
     const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
                     tasks = am_max(blocks, j->sections.tiles.count + sections);
     j->few = j->sections, j->few.count = 0;
