@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 LEVELS = ("plain", *attnmask.show_config(mode="dict")["isa_available"])
 LONG = (65, 72, 79, 100, 127, 128, 129, 150, 200, 257)  # of several tiles
 HEADS = ((1, 1), (2, 2), (4, 4), (4, 2), (4, 1), (3, 1), (8, 1))  # of queries and keys
-DEPTHS = ((1, 1), (4, 4), (16, 16), (16, 40), (33, 7), (64, 64))
+DEPTHS = ((1, 1), (4, 4), (16, 16), (16, 40), (24, 24), (33, 7), (56, 20), (64, 64))
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "of the queries", "of the queries")
 # How far results and gradients may be from float64: of the largest number of an array, or of 1. One pair too many or
 # too few is farther away, unless its weight is small.

@@ -114,6 +114,13 @@ static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column,
     return block->out_dim - column < panel ? block->out_dim - column : panel;
 }
 
+/* Those of them that values have. */
+static inline ptrdiff_t value_columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
+{
+    const ptrdiff_t left = block->out_dim - block->lacking - column;
+    return left < panel ? left : panel;
+}
+
 /* Bits begin … end - 1 of a word as its lowest, which are at least one. */
 static inline uint64_t live_between(uint64_t live, ptrdiff_t begin, ptrdiff_t end)
 {

@@ -11,6 +11,9 @@
 #ifdef V_SQUARES
 #    define SQUARE vf_fma_square_bf16x2
 #endif
+#ifdef V_FMA_HALF_BF16X2
+#    define FMA_HALF vf_fma_half_bf16x2
+#endif
 #define S float
 #define LOAD vf_load
 #define SUM_A_COLUMN (2 * AM_FLASH_TILE)

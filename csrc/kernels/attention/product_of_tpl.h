@@ -27,6 +27,13 @@
 #    define SUM_A_COLUMN AM_FLASH_TILE
 #endif
 
+#ifdef FMA_HALF /* as FMA, of the lower half of the lanes alone */
+#    define IS_HALF(columns) (LANES < (columns) && 2 * (columns) <= 3 * LANES)
+#else
+#    define FMA_HALF FMA
+#    define IS_HALF(columns) false
+#endif
+
 #ifdef SQUARE /* adds products of two steps, two rows of a and two columns, where there are as many */
 #    define TWO_STEPS true
 #else
@@ -70,6 +77,7 @@ typedef struct {
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
     const am_backward_sum *sum;   /* at c; NULL: sums add to c */
     bool goes_on, stays;          /* with SQUARE: sums come from turn_sums already; and are left so */
+    bool half;                    /* of two vectors, the upper half of the second is not needed */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
@@ -110,7 +118,7 @@ INLINE const T *FROM(row_at)(const int rows, const FROM(operands) x, const FROM(
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. */
 INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) x, const FROM(cursor) at,
-                        const FROM(odd_rows) * odd, const bool add, V sums[STRIP][2])
+                        const FROM(odd_rows) * odd, const bool add, const bool half, V sums[STRIP][2])
 {
     V left, right, third, fourth, *const row[] = {&left, &right, &third, &fourth};
     if (vectors > 2) {
@@ -123,7 +131,10 @@ INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) 
     for (int r = 0; r < rows; r++) {
         V y = VOP(set1)(*FROM(row_at)(rows, x, at, odd, r));
         sums[r][0] = add ? FMA(y, left, sums[r][0]) : TIMES(y, left);
-        if (vectors > 1) sums[r][1] = add ? FMA(y, right, sums[r][1]) : TIMES(y, right);
+        if (half)
+            sums[r][1] = FMA_HALF(y, right, add ? sums[r][1] : VOP(set1)(0));
+        else if (vectors > 1)
+            sums[r][1] = add ? FMA(y, right, sums[r][1]) : TIMES(y, right);
         if (vectors <= 2) continue;
         V *more = sums[rows + r];
         more[0] = add ? FMA(y, third, more[0]) : TIMES(y, third);
@@ -168,7 +179,7 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
                 if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
                 FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true,
-                            sums);
+                            how.half, sums);
                 if (loaded) loaded += FN(PANEL);
             }
         }
@@ -194,7 +205,8 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
             prefetch_few(&current, lines, runs);
             UNROLL(8)
             for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
-            FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true, sums);
+            FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true,
+                        how.half, sums);
             if (loaded) loaded += FN(PANEL);
         }
         if (length <= 0) break;
@@ -230,7 +242,8 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     if (!add && !TWO_STEPS) {
         prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
-        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false, sums);
+        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false,
+                    how.half, sums);
         x.length--, x.a += x.a_column, x.b += x.b_row;
     }
     FROM(add_to_sums)(rows, vectors, x, how, sums);
@@ -285,7 +298,11 @@ INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, FROM(op
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     x.a_column = 1, x.b_row = FN(PANEL), x.c_row = AM_FLASH_TILE;
     x.b += half, x.c += half;
-    if (begin < LANES && end > LANES)
+    FROM(reading) of_half = how;
+    of_half.half = true;
+    if (begin < LANES && IS_HALF(end))
+        FROM(product_of_rows)(rows, 2, x, of_half, false);
+    else if (begin < LANES && end > LANES)
         FROM(product_of_rows)(rows, 2, x, how, false);
     else
         FROM(product_of_rows)(rows, 1, x, how, false);
@@ -324,7 +341,7 @@ APART void FROM(add_no_prefetch)(ptrdiff_t rows, const FROM(operands) p)
     FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 0});
 }
 /* Rows of b lie `in_runs` unless that is NULL. */
-APART void FROM(add_half)(ptrdiff_t rows, const FROM(operands) p, const row_runs *in_runs)
+APART void FROM(add_vector)(ptrdiff_t rows, const FROM(operands) p, const row_runs *in_runs)
 {
     FROM(accumulate)(rows, 1, p, (FROM(reading)){.in_runs = in_runs});
 }
@@ -334,14 +351,22 @@ APART void FROM(add_prefetching)(ptrdiff_t rows, const FROM(operands) p, prefetc
     FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .in_runs = in_runs});
 }
 
+/* Of two vectors and half of the second. */
+APART void FROM(add_up_to_half)(ptrdiff_t rows, const FROM(operands) p, prefetch_lines *prefetch)
+{
+    FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .half = true});
+}
+
 /* c = c + a b, of `columns` or a panel of them if there are more. It prefetches one line with each row of b,
  * if `prefetch` is not NULL; half a panel never prefetches. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, const FROM(operands) p,
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(p.b);
-    if (columns <= LANES)
-        FROM(add_half)(rows, p, in_runs);
+    if (IS_HALF(columns) && !in_runs)
+        FROM(add_up_to_half)(rows, p, prefetch ? prefetch : &none);
+    else if (columns <= LANES)
+        FROM(add_vector)(rows, p, in_runs);
     else if (prefetch || in_runs || IS_DOUBLE)
         FROM(add_prefetching)(rows, p, prefetch ? prefetch : &none, in_runs);
     else
@@ -362,7 +387,11 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
                                         const FROM(reading) how)
 {
     x.a_row = 1;
-    if (columns > LANES)
+    FROM(reading) of_half = how;
+    of_half.half = true;
+    if (IS_HALF(columns) && !how.loaded && !how.in_runs)
+        FROM(product_of_rows)(rows, 2, x, of_half, true);
+    else if (columns > LANES)
         FROM(product_of_rows)(rows, 2, x, how, true);
     else
         FROM(product_of_rows)(rows, 1, x, how, true);
@@ -385,7 +414,9 @@ APART void FROM(sum_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands
 }
 APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x, const am_backward_sum *sum)
 {
-    if (columns > LANES)
+    if (IS_HALF(columns))
+        FROM(accumulate)(rows, 2, x, (FROM(reading)){.sum = sum, .half = true});
+    else if (columns > LANES)
         FROM(accumulate)(rows, 2, x, (FROM(reading)){.sum = sum});
     else
         FROM(accumulate)(rows, 1, x, (FROM(reading)){.sum = sum});
@@ -399,6 +430,8 @@ APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) 
 #undef LOADS_WIDE
 #undef SUM_A_COLUMN
 #undef TWO_STEPS
+#undef FMA_HALF
+#undef IS_HALF
 #undef FMA
 #undef TIMES
 #undef FROM

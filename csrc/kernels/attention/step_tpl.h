@@ -367,7 +367,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     for (ptrdiff_t column = 0; column < block->out_dim; column += FN(PANEL)) {
         const ptrdiff_t panel =
             column * (AM_FLASH_TILE / WIDTH); /* the first element of the panel in packed values */
-        const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
+        const ptrdiff_t columns = value_columns_at(block, column, FN(PANEL));
         if (tile->terms.live && !tile->finite) {
             STEP(add_live)(block, tile, column, v + panel);
             continue;

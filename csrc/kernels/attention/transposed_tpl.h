@@ -110,7 +110,7 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, const am_logit_
 static void STEP(add_values_transposed)(const am_flash_rows *block, const am_flash_tile *tile,
                                         const FN(strip) * s, ptrdiff_t column, T *interleaved)
 {
-    const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), begin = s->begin / WIDTH,
+    const ptrdiff_t columns = value_columns_at(block, column, FN(PANEL)), begin = s->begin / WIDTH,
                     count = (s->end + WIDTH - 1) / WIDTH - begin;
     const T *p = (const T *)block->logits + begin * AM_FLASH_TILE + s->row, *v = tile->v.data;
     T *c = (T *)block->out + s->row * block->out_dim + column;

@@ -249,6 +249,14 @@ static inline bool v_any_255(v_bytes most) { return _mm512_cmpeq_epi8_mask(most,
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+/* Of the lower half of the lanes; the others are not defined. Where a vector is two of 256 bits to the
+ * processor, as on Zen 4, it takes half the time. */
+#define V_FMA_HALF
+static inline vf vf_fma_half(vf a, vf b, vf c)
+{
+    return _mm512_castps256_ps512(
+        _mm256_fmadd_ps(_mm512_castps512_ps256(a), _mm512_castps512_ps256(b), _mm512_castps512_ps256(c)));
+}
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
 {
@@ -552,6 +560,13 @@ static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
     __asm__("" : "+v"(a)); /* clang 16 crashes if it sees that all lanes are equal */
 #    endif
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+#    define V_FMA_HALF_BF16X2
+static inline vf vf_fma_half_bf16x2(vf a, vf b, vf c)
+{
+    return _mm512_castps256_ps512(_mm256_dpbf16_ps(_mm512_castps512_ps256(c),
+                                                   (__m256bh)_mm256_castps_si256(_mm512_castps512_ps256(a)),
+                                                   (__m256bh)_mm256_castps_si256(_mm512_castps512_ps256(b))));
 }
 /* Loads `count` numbers; the others are zero. */
 static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
