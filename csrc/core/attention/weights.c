@@ -294,33 +294,35 @@ static void add_sums(const weighing *j, const walk *x, const workspace *w, ptrdi
                                         sum_at(j, w, head + r / x->at.queries, slot));
 }
 
-/* Tiles that walks go over. */
+/* Walks that go over the same tiles. */
 typedef struct {
-    am_range range;
+    walk walks[MOST];
+    ptrdiff_t count;
+    am_range tiles;
     bool packed[MOST]; /* whether the keys of the tile in a slot are */
     bool summed;       /* weights are added to sums */
-} tiles_of_walks;
+} group;
 
-/* Takes walks over a tile, whose keys the first that sees it packs. */
-static am_status take_tile(const weighing *j, walk *walks, ptrdiff_t count, ptrdiff_t t,
-                           tiles_of_walks *tiles, ptrdiff_t slot, const workspace *w, am_team *team)
+/* Takes a group over a tile, whose keys the first walk that sees it packs. */
+static am_status take_tile(const weighing *j, group *of, ptrdiff_t t, ptrdiff_t slot, const workspace *w,
+                           am_team *team)
 {
     const am_range keys = am_range_at(&j->sections.tiles, t);
     char *k = w->k + slot * TILE * j->base.attn->head_dim * j->base.size;
     am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
     am_prefetch_plan prefetch;
     am_status status = AM_OK;
-    for (walk *x = walks; status == AM_OK && x < walks + count; x++) {
+    for (walk *x = of->walks; status == AM_OK && x < of->walks + of->count; x++) {
         if (t < x->tiles.begin || t >= x->tiles.end ||
             !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
             continue;
-        if (!tiles->packed[slot]) pack_keys(&w->kv, &x->at, t, tiles->range.end, k, &tile, &prefetch);
-        tiles->packed[slot] = true;
+        if (!of->packed[slot]) pack_keys(&w->kv, &x->at, t, of->tiles.end, k, &tile, &prefetch);
+        of->packed[slot] = true;
         if (j->finds_lse)
             j->base.arithmetic->find_row_max(&x->rows, &tile);
         else
             j->base.arithmetic->find_weights(&x->rows, &tile, &x->weighed);
-        if (tiles->summed)
+        if (of->summed)
             add_sums(j, x, w, slot);
         else if (!j->finds_lse)
             take_rows(j, x, &tile, keys);
@@ -336,21 +338,21 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
     const workspace *w = am_workspace(&j->workspaces);
     const ptrdiff_t blocks = j->base.attn->heads / j->heads, head = index % blocks * j->heads;
     const am_range range = j->tasks[index / blocks].range;
-    tiles_of_walks tiles = {.range = {PTRDIFF_MAX, 0}};
+    group of = {.count = am_length(range), .tiles = {PTRDIFF_MAX, 0}};
     am_status status = AM_OK;
-    walk walks[MOST];
-    for (ptrdiff_t i = 0; i < am_length(range); i++) {
-        begin_part(j, &j->parts[range.begin + i], head, i, w, &walks[i]);
-        if (am_length(walks[i].tiles) <= 0) continue;
-        tiles.range.begin = am_min(tiles.range.begin, walks[i].tiles.begin);
-        tiles.range.end = am_max(tiles.range.end, walks[i].tiles.end);
+    for (ptrdiff_t i = 0; i < of.count; i++) {
+        walk *x = &of.walks[i];
+        begin_part(j, &j->parts[range.begin + i], head, i, w, x);
+        if (am_length(x->tiles) <= 0) continue;
+        of.tiles.begin = am_min(of.tiles.begin, x->tiles.begin);
+        of.tiles.end = am_max(of.tiles.end, x->tiles.end);
     }
-    for (ptrdiff_t t = tiles.range.begin; status == AM_OK && t < tiles.range.end; t++) {
-        tiles.packed[0] = false;
-        status = take_tile(j, walks, am_length(range), t, &tiles, 0, w, team);
+    for (ptrdiff_t t = of.tiles.begin; status == AM_OK && t < of.tiles.end; t++) {
+        of.packed[0] = false;
+        status = take_tile(j, &of, t, 0, w, team);
     }
-    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(range); i++)
-        take_rows(j, &walks[i], NULL, (am_range){0, 0});
+    for (ptrdiff_t i = 0; status == AM_OK && i < of.count; i++)
+        take_rows(j, &of.walks[i], NULL, (am_range){0, 0});
     return status;
 }
 
@@ -369,8 +371,8 @@ static void write_sums(const weighing *j, const am_section *section, ptrdiff_t k
     }
 }
 
-/* Sums up the weights of a few tiles of one key head; of any number, one behind the other, if all walks that
- * see them go together. */
+/* Sums up the weights of a few tiles of one key head; where all its blocks go together, of any number, one
+ * behind the other. */
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const weighing *j = arg;
@@ -380,25 +382,26 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     const am_section *section = j->tasks[index / kv_heads].section;
     const am_range parts = j->of_sections[section - j->sections.list];
     const bool together = go_together(j, parts);
-    tiles_of_walks tiles = {.range = j->tasks[index / kv_heads].range, .summed = true};
+    const ptrdiff_t all = am_length(parts) * blocks;
+    group of = {.tiles = j->tasks[index / kv_heads].range, .summed = true};
     am_status status = AM_OK;
-    walk walks[MOST];
     memset(w->sums, 0, (size_t)(shared / heads_of_a_sum(j) * j->some * TILE * j->base.size));
-    for (ptrdiff_t i = 0, all = am_length(parts) * blocks, count; status == AM_OK && i < all; i += count) {
-        count = am_min(all - i, j->some);
-        for (ptrdiff_t x = 0; x < count; x++) {
-            begin_part(j, &j->parts[parts.begin + (i + x) / blocks],
-                       kv_head * shared + (i + x) % blocks * j->heads, x, w, &walks[x]);
-            walks[x].weighed.highest = walks[x].weighed.entropy = NULL;
+    for (ptrdiff_t i = 0; status == AM_OK && i < all; i += of.count) {
+        of.count = am_min(all - i, j->some);
+        for (ptrdiff_t n = 0; n < of.count; n++) {
+            walk *x = &of.walks[n];
+            begin_part(j, &j->parts[parts.begin + (i + n) / blocks],
+                       kv_head * shared + (i + n) % blocks * j->heads, n, w, x);
+            x->weighed.highest = x->weighed.entropy = NULL;
         }
-        for (ptrdiff_t t = tiles.range.begin; status == AM_OK && t < tiles.range.end; t++) {
-            if (together) tiles.packed[0] = false;
-            status = take_tile(j, walks, count, t, &tiles, together ? 0 : t - tiles.range.begin, w, team);
+        for (ptrdiff_t t = of.tiles.begin; status == AM_OK && t < of.tiles.end; t++) {
+            if (together) of.packed[0] = false;
+            status = take_tile(j, &of, t, together ? 0 : t - of.tiles.begin, w, team);
             if (together) write_sums(j, section, kv_head, t, 0, w);
         }
     }
-    for (ptrdiff_t t = tiles.range.begin; !together && t < tiles.range.end; t++)
-        write_sums(j, section, kv_head, t, t - tiles.range.begin, w);
+    for (ptrdiff_t t = of.tiles.begin; !together && t < of.tiles.end; t++)
+        write_sums(j, section, kv_head, t, t - of.tiles.begin, w);
     return status;
 }
 
