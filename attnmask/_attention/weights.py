@@ -138,7 +138,7 @@ def _found(
     """Return weights, key_sum, entropy, max_logit, top_keys and top_weights; queries are in the order of `chosen`."""
     rising = chosen.size < 2 or bool((chosen[1:] > chosen[:-1]).all())
     order = None if rising else np.argsort(chosen)
-    in_order = chosen if order is None else chosen[order]
+    in_order = np.ascontiguousarray(chosen if order is None else chosen[order])
     if lse is not None:
         lse = np.ascontiguousarray(lse if in_order.size == lse.shape[2] else lse[:, :, in_order])
     found = _core.flash_weights(problem, lse, in_order, names, top, by_key)

@@ -83,6 +83,7 @@ def test_terms_by_pairs(isa, rng, names):
         (np.int64(-200), np.arange(150)),
         (slice(60, 70), np.arange(60, 70)),
         (slice(None, None, -40), np.arange(149, -1, -40)),
+        (slice(3, None, 7), np.arange(3, 150, 7)),
         ([3, 140, 65, -1, 0], [3, 140, 65, 149, 0]),
         ([], np.zeros(0, int)),
     ],
