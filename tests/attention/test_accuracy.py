@@ -93,6 +93,15 @@ def test_gradients_of_any_arguments(isa, set_threads, case):
     check(case)
 
 
+@pytest.mark.levels("all", "amx")
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("kind", [Case, GradientCase])
+def test_each_number_of_channels_and_keys(isa, kind, dtype):
+    """Wherever vectors, halves of them and panels end."""
+    for n in range(1, 74):
+        check(kind(dtype, queries=13, keys=n, depth=n, value_depth=74 - n, batch=1, heads=(1, 1)))
+
+
 # Logits of any size
 
 
