@@ -77,7 +77,7 @@ typedef struct {
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
     const am_backward_sum *sum;   /* at c; NULL: sums add to c */
     bool goes_on, stays;          /* with SQUARE: sums come from turn_sums already; and are left so */
-    bool half;                    /* of two vectors, the upper half of the second is not needed */
+    bool half;                    /* sums add to c, and of two vectors half of the second is enough */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
@@ -132,7 +132,7 @@ INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) 
         V y = VOP(set1)(*FROM(row_at)(rows, x, at, odd, r));
         sums[r][0] = add ? FMA(y, left, sums[r][0]) : TIMES(y, left);
         if (half)
-            sums[r][1] = FMA_HALF(y, right, add ? sums[r][1] : VOP(set1)(0));
+            sums[r][1] = FMA_HALF(y, right, sums[r][1]);
         else if (vectors > 1)
             sums[r][1] = add ? FMA(y, right, sums[r][1]) : TIMES(y, right);
         if (vectors <= 2) continue;
@@ -242,8 +242,8 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     if (!add && !TWO_STEPS) {
         prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
-        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false,
-                    how.half, sums);
+        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false, false,
+                    sums);
         x.length--, x.a += x.a_column, x.b += x.b_row;
     }
     FROM(add_to_sums)(rows, vectors, x, how, sums);
@@ -298,11 +298,7 @@ INLINE bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, FROM(op
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     x.a_column = 1, x.b_row = FN(PANEL), x.c_row = AM_FLASH_TILE;
     x.b += half, x.c += half;
-    FROM(reading) of_half = how;
-    of_half.half = true;
-    if (begin < LANES && IS_HALF(end))
-        FROM(product_of_rows)(rows, 2, x, of_half, false);
-    else if (begin < LANES && end > LANES)
+    if (begin < LANES && end > LANES)
         FROM(product_of_rows)(rows, 2, x, how, false);
     else
         FROM(product_of_rows)(rows, 1, x, how, false);
@@ -387,22 +383,29 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
                                         const FROM(reading) how)
 {
     x.a_row = 1;
-    FROM(reading) of_half = how;
-    of_half.half = true;
-    if (IS_HALF(columns) && !how.loaded && !how.in_runs)
-        FROM(product_of_rows)(rows, 2, x, of_half, true);
-    else if (columns > LANES)
+    if (columns > LANES)
         FROM(product_of_rows)(rows, 2, x, how, true);
     else
         FROM(product_of_rows)(rows, 1, x, how, true);
 }
+
+/* Of two vectors and half of the second, to c or to a sum of backward there. */
+APART void FROM(transposed_to_half)(ptrdiff_t rows, FROM(operands) x, const am_backward_sum *sum)
+{
+    x.a_row = 1;
+    FROM(product_of_rows)(rows, 2, x, (FROM(reading)){.sum = sum, .half = true}, true);
+}
+
 /* c = c + aᵀ b where rows of a lie AM_FLASH_TILE apart. Rows of b lie `in_runs` unless that is NULL, and
  * panels of them are stored as they were loaded unless `loaded` is NULL. */
 APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x,
                                         const row_runs *in_runs, T *loaded)
 {
     x.a_column = AM_FLASH_TILE;
-    FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.in_runs = in_runs, .loaded = loaded});
+    if (IS_HALF(columns) && !in_runs && !loaded)
+        FROM(transposed_to_half)(rows, x, NULL);
+    else
+        FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.in_runs = in_runs, .loaded = loaded});
 }
 
 /* c + aᵀ b and c + a b, to a sum of backward at c. */
@@ -410,7 +413,10 @@ APART void FROM(sum_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands
                                 const am_backward_sum *sum)
 {
     x.a_column = SUM_A_COLUMN;
-    FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.sum = sum});
+    if (IS_HALF(columns))
+        FROM(transposed_to_half)(rows, x, sum);
+    else
+        FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.sum = sum});
 }
 APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x, const am_backward_sum *sum)
 {
