@@ -148,11 +148,11 @@ enum {
 
 typedef struct {
     ptrdiff_t rows, head_dim, out_dim; /* out_dim: a multiple of half a panel's columns */
-    ptrdiff_t lacking;                 /* columns of `out` that values lack */
+    ptrdiff_t out_padding;             /* out_dim minus the columns of values */
     const void *q;                     /* [rows][head_dim] */
     ptrdiff_t q_stride;                /* lanes from row to row; `head_dim` where keys are unpacked */
     const void *q_packed;              /* like keys, for transposed tiles; or by pack_queries */
-    void *out;                         /* [rows][out_dim]; lacking columns are not defined */
+    void *out;                         /* [rows][out_dim]; columns of padding are undefined */
     void *running_max, *sum, *row_max; /* [rows]; row_max may be NULL */
     void *exact_sum;                   /* [rows]; where a lane holds two numbers, or NULL */
     void *logits;                      /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed

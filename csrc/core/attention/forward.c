@@ -107,7 +107,7 @@ static void set_rows(const forward *f, const am_scheduled *g, char *memory, ptrd
     rows->rows = count;
     rows->head_dim = query_lanes(f, g);
     rows->out_dim = f->schedule.out_dim;
-    rows->lacking = f->schedule.out_dim - f->base.attn->value_dim;
+    rows->out_padding = f->schedule.out_dim - f->base.attn->value_dim;
     rows->cap = am_cap_of(&f->base.terms);
     rows->factor = am_scales_products(&f->base) && !g->shape.packs_queries ? f->schedule.factor : 1;
     rows->q_factor = f->schedule.factor;

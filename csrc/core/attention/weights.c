@@ -46,14 +46,14 @@ typedef struct {
         am_range range; /* of parts, or of tiles */
     } *tasks;
     ptrdiff_t task_count;
-    ptrdiff_t some;      /* blocks or tiles of a task, at most; tiles only if their keys and sums are kept */
-    ptrdiff_t shares;    /* tasks of a section's tiles, if they are not */
-    ptrdiff_t heads;     /* of a block: those that share a key head where all their rows fit, else 1 */
-    ptrdiff_t q_stride;  /* of rows, in whole panels */
-    ptrdiff_t ranks;     /* the most keys that may be among the greatest */
-    ptrdiff_t top_bytes; /* of the greatest weights of a row, or their keys */
-    bool finds_lse;      /* this pass does */
-    am_sink_sum *sinks;  /* one for each head; NULL without sinks */
+    ptrdiff_t some; /* the most blocks of a task, and the most tiles whose packed keys and sums it keeps */
+    ptrdiff_t tile_tasks; /* tasks of the tiles of a section whose blocks go together */
+    ptrdiff_t heads;      /* of a block: those that share a key head where all their rows fit, else 1 */
+    ptrdiff_t q_stride;   /* of rows, in whole panels */
+    ptrdiff_t ranks;      /* the most keys that may be among the greatest */
+    ptrdiff_t top_bytes;  /* of the greatest weights of a row, or their keys */
+    bool finds_lse;       /* this pass does */
+    am_sink_sum *sinks;   /* one for each head; NULL without sinks */
     am_workspaces workspaces;
 } weighing;
 
@@ -103,7 +103,7 @@ static ptrdiff_t lay_out(const void *job, char *memory, void *parts)
     return used;
 }
 
-/* Whether the blocks of all heads that share a key head are few enough to go over tiles together. */
+/* True if one task can take all blocks that see a key head. */
 static bool go_together(const weighing *j, am_range parts)
 {
     return am_length(parts) * (j->base.heads_per_kv / j->heads) <= j->some;
@@ -294,17 +294,17 @@ static void add_sums(const weighing *j, const walk *x, const workspace *w, ptrdi
                                         sum_at(j, w, head + r / x->at.queries, slot));
 }
 
-/* Walks that go over the same tiles. */
+/* Blocks on their way over the same tiles. */
 typedef struct {
-    walk walks[MOST];
+    walk list[MOST];
     ptrdiff_t count;
     am_range tiles;
     bool packed[MOST]; /* whether the keys of the tile in a slot are */
     bool summed;       /* weights are added to sums */
-} group;
+} walks;
 
-/* Takes a group over a tile, whose keys the first walk that sees it packs. */
-static am_status take_tile(const weighing *j, group *of, ptrdiff_t t, ptrdiff_t slot, const workspace *w,
+/* Takes blocks over a tile. The first one that sees it packs its keys. */
+static am_status take_tile(const weighing *j, walks *of, ptrdiff_t t, ptrdiff_t slot, const workspace *w,
                            am_team *team)
 {
     const am_range keys = am_range_at(&j->sections.tiles, t);
@@ -312,7 +312,7 @@ static am_status take_tile(const weighing *j, group *of, ptrdiff_t t, ptrdiff_t 
     am_backward_tile tile = {.k_columns = k, .columns = am_length(keys)};
     am_prefetch_plan prefetch;
     am_status status = AM_OK;
-    for (walk *x = of->walks; status == AM_OK && x < of->walks + of->count; x++) {
+    for (walk *x = of->list; status == AM_OK && x < of->list + of->count; x++) {
         if (t < x->tiles.begin || t >= x->tiles.end ||
             !am_find_logit_terms(&j->base, &x->at, keys, &x->terms, &tile.terms))
             continue;
@@ -338,10 +338,10 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
     const workspace *w = am_workspace(&j->workspaces);
     const ptrdiff_t blocks = j->base.attn->heads / j->heads, head = index % blocks * j->heads;
     const am_range range = j->tasks[index / blocks].range;
-    group of = {.count = am_length(range), .tiles = {PTRDIFF_MAX, 0}};
+    walks of = {.count = am_length(range), .tiles = {PTRDIFF_MAX, 0}};
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; i < of.count; i++) {
-        walk *x = &of.walks[i];
+        walk *x = &of.list[i];
         begin_part(j, &j->parts[range.begin + i], head, i, w, x);
         if (am_length(x->tiles) <= 0) continue;
         of.tiles.begin = am_min(of.tiles.begin, x->tiles.begin);
@@ -352,7 +352,7 @@ static am_status queries_task(void *arg, ptrdiff_t index, am_team *team)
         status = take_tile(j, &of, t, 0, w, team);
     }
     for (ptrdiff_t i = 0; status == AM_OK && i < of.count; i++)
-        take_rows(j, &of.walks[i], NULL, (am_range){0, 0});
+        take_rows(j, &of.list[i], NULL, (am_range){0, 0});
     return status;
 }
 
@@ -371,8 +371,8 @@ static void write_sums(const weighing *j, const am_section *section, ptrdiff_t k
     }
 }
 
-/* Sums up the weights of a few tiles of one key head; where all its blocks go together, of any number, one
- * behind the other. */
+/* Adds up the weights of each key, for some tiles of one key head. If all its blocks go together, a tile is
+ * finished before the next begins, and only one is kept. */
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const weighing *j = arg;
@@ -383,13 +383,13 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     const am_range parts = j->of_sections[section - j->sections.list];
     const bool together = go_together(j, parts);
     const ptrdiff_t all = am_length(parts) * blocks;
-    group of = {.tiles = j->tasks[index / kv_heads].range, .summed = true};
+    walks of = {.tiles = j->tasks[index / kv_heads].range, .summed = true};
     am_status status = AM_OK;
     memset(w->sums, 0, (size_t)(shared / heads_of_a_sum(j) * j->some * TILE * j->base.size));
     for (ptrdiff_t i = 0; status == AM_OK && i < all; i += of.count) {
         of.count = am_min(all - i, j->some);
         for (ptrdiff_t n = 0; n < of.count; n++) {
-            walk *x = &of.walks[n];
+            walk *x = &of.list[n];
             begin_part(j, &j->parts[parts.begin + (i + n) / blocks],
                        kv_head * shared + (i + n) % blocks * j->heads, n, w, x);
             x->weighed.highest = x->weighed.entropy = NULL;
@@ -452,6 +452,7 @@ static void take_few(void *arg, const am_attn_place *at, am_range keys, const am
         void *to = whole ? (void *)result : memset(sums, 0, (size_t)(TILE * size));
         j->base.arithmetic->sum_weights(rows->logits, live, UINT64_MAX, r, r + each, to);
         if (!whole) memcpy(result, sums, (size_t)(am_length(keys) * size));
+        /* the sums of the next tile */
         for (ptrdiff_t i = 0; i < TILE * size; i += AM_LINE) __builtin_prefetch(result + TILE * size + i, 1);
     }
 }
@@ -523,7 +524,8 @@ static void list_tasks(weighing *j, bool of_keys, bool of_many)
         const am_section *section = &j->sections.list[g];
         const am_range parts = j->of_sections[g], all = of_keys ? section->tiles : parts;
         const bool together = of_keys && go_together(j, parts);
-        const ptrdiff_t some = together ? am_max(j->some, am_ceil_div(am_length(all), j->shares)) : j->some;
+        const ptrdiff_t some =
+            together ? am_max(j->some, am_ceil_div(am_length(all), j->tile_tasks)) : j->some;
         for (ptrdiff_t begin = all.begin; begin < all.end; begin += some) {
             j->tasks[j->task_count].section = section;
             j->tasks[j->task_count++].range = (am_range){begin, am_min(begin + some, all.end)};
@@ -566,7 +568,7 @@ static am_status compute(const am_context *context, weighing *j)
     if (status == AM_OK) own.threads = am_threads_for(context, am_time_alone(f, &j->sections));
     const ptrdiff_t share = j->sections.blocks.count * f->heads / (TASKS_OF_A_THREAD * own.threads);
     j->some = own.threads > 1 ? am_max(1, am_min(share, MOST)) : MOST;
-    j->shares = own.threads > 1 ? am_ceil_div(TASKS_OF_A_THREAD * own.threads, f->kv_heads) : 1;
+    j->tile_tasks = own.threads > 1 ? am_ceil_div(TASKS_OF_A_THREAD * own.threads, f->kv_heads) : 1;
     const ptrdiff_t blocks = am_max(j->sections.blocks.count, 1), sections = am_max(j->sections.count, 1),
                     tasks = am_max(blocks, j->sections.tiles.count + sections);
     j->few = j->sections, j->few.count = 0;

@@ -114,10 +114,10 @@ static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column,
     return block->out_dim - column < panel ? block->out_dim - column : panel;
 }
 
-/* Those of them that values have. */
+/* The columns of that panel that values have. */
 static inline ptrdiff_t value_columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {
-    const ptrdiff_t left = block->out_dim - block->lacking - column;
+    const ptrdiff_t left = block->out_dim - block->out_padding - column;
     return left < panel ? left : panel;
 }
 

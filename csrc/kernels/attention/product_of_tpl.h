@@ -27,11 +27,13 @@
 #    define SUM_A_COLUMN AM_FLASH_TILE
 #endif
 
-#ifdef FMA_HALF /* as FMA, of the lower half of the lanes alone */
-#    define IS_HALF(columns) (LANES < (columns) && 2 * (columns) <= 3 * LANES)
+/* FMA_HALF, which may be missing, is FMA for the lower half of the lanes. ENDS_IN_HALF: columns fill one
+ * vector and at most half of a second. */
+#ifdef FMA_HALF
+#    define ENDS_IN_HALF(columns) (LANES < (columns) && 2 * (columns) <= 3 * LANES)
 #else
 #    define FMA_HALF FMA
-#    define IS_HALF(columns) false
+#    define ENDS_IN_HALF(columns) false
 #endif
 
 #ifdef SQUARE /* adds products of two steps, two rows of a and two columns, where there are as many */
@@ -77,7 +79,7 @@ typedef struct {
     const FROM(operands) * again; /* c and c_row are read again behind the loop; NULL: they are kept */
     const am_backward_sum *sum;   /* at c; NULL: sums add to c */
     bool goes_on, stays;          /* with SQUARE: sums come from turn_sums already; and are left so */
-    bool half;                    /* sums add to c, and of two vectors half of the second is enough */
+    bool half;                    /* columns end in the lower half of the second vector; sums add to c */
 } FROM(reading);
 
 /* Strips of up to so many rows of a keep the address of each in a register. There are too few registers for
@@ -116,10 +118,14 @@ INLINE const T *FROM(row_at)(const int rows, const FROM(operands) x, const FROM(
     return rows <= ROWS_WITH_ADDRESSES ? at.a + r * x.a_row : (const T *)((const char *)at.a + offset);
 }
 
-/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. */
+/* How products enter sums: sums = a b; sums += a b; or += with the lower half of the second vector alone. */
+enum FROM(entry) { FROM(SET), FROM(ADD), FROM(ADD_HALF) };
+
+/* sums[r][j] = (entry == SET ? 0 : sums[r][j]) + a[r] b[j]. */
 INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) x, const FROM(cursor) at,
-                        const FROM(odd_rows) * odd, const bool add, const bool half, V sums[STRIP][2])
+                        const FROM(odd_rows) * odd, const enum FROM(entry) entry, V sums[STRIP][2])
 {
+    const bool add = entry != FROM(SET), half = entry == FROM(ADD_HALF);
     V left, right, third, fourth, *const row[] = {&left, &right, &third, &fourth};
     if (vectors > 2) {
         LOADS_WIDE(at.b, x.b_row, row);
@@ -151,6 +157,7 @@ INLINE void FROM(outer)(const int rows, const int vectors, const FROM(operands) 
 INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(operands) x,
                               const FROM(reading) how, V sums[STRIP][2])
 {
+    const enum FROM(entry) entry = how.half ? FROM(ADD_HALF) : FROM(ADD);
     const int lines = how.lines;
     const bool runs = how.runs;
     const row_runs *in_runs = how.in_runs;
@@ -178,8 +185,8 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
             for (int i = 0; i < RUN_ROWS; i++, a += x.a_column, b += x.b_row) {
                 if (lines) prefetch_at_once(&current, lines);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true,
-                            how.half, sums);
+                FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, entry,
+                            sums);
                 if (loaded) loaded += FN(PANEL);
             }
         }
@@ -205,8 +212,8 @@ INLINE void FROM(add_to_sums)(const int rows, const int vectors, const FROM(oper
             prefetch_few(&current, lines, runs);
             UNROLL(8)
             for (int i = 0; i < hidden; i++) HIDE(odd.to[i]); /* else they are computed before the loop */
-            FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, true,
-                        how.half, sums);
+            FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = a, .b = b, .loaded = loaded}, &odd, entry,
+                        sums);
             if (loaded) loaded += FN(PANEL);
         }
         if (length <= 0) break;
@@ -242,7 +249,7 @@ INLINE void FROM(product_of)(const int rows, const int vectors, FROM(operands) x
     if (!add && !TWO_STEPS) {
         prefetch_few(&current, how.lines, how.runs);
         const FROM(odd_rows) odd = FROM(odd_rows_of)(x.a_row);
-        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, false, false,
+        FROM(outer)(rows, vectors, x, (FROM(cursor)){.a = x.a, .b = x.b, .loaded = NULL}, &odd, FROM(SET),
                     sums);
         x.length--, x.a += x.a_column, x.b += x.b_row;
     }
@@ -347,8 +354,8 @@ APART void FROM(add_prefetching)(ptrdiff_t rows, const FROM(operands) p, prefetc
     FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .in_runs = in_runs});
 }
 
-/* Of two vectors and half of the second. */
-APART void FROM(add_up_to_half)(ptrdiff_t rows, const FROM(operands) p, prefetch_lines *prefetch)
+/* c = c + a b for columns that end in the lower half of the second vector. */
+APART void FROM(add_one_and_half)(ptrdiff_t rows, const FROM(operands) p, prefetch_lines *prefetch)
 {
     FROM(accumulate)(rows, 2, p, (FROM(reading)){.lines = 1, .prefetch = prefetch, .half = true});
 }
@@ -359,8 +366,8 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, const FR
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(p.b);
-    if (IS_HALF(columns) && !in_runs)
-        FROM(add_up_to_half)(rows, p, prefetch ? prefetch : &none);
+    if (ENDS_IN_HALF(columns) && !in_runs)
+        FROM(add_one_and_half)(rows, p, prefetch ? prefetch : &none);
     else if (columns <= LANES)
         FROM(add_vector)(rows, p, in_runs);
     else if (prefetch || in_runs || IS_DOUBLE)
@@ -389,8 +396,8 @@ INLINE void FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
         FROM(product_of_rows)(rows, 1, x, how, true);
 }
 
-/* Of two vectors and half of the second, to c or to a sum of backward there. */
-APART void FROM(transposed_to_half)(ptrdiff_t rows, FROM(operands) x, const am_backward_sum *sum)
+/* c = c + aᵀ b for such columns; `sum` may be NULL. */
+APART void FROM(transposed_one_and_half)(ptrdiff_t rows, FROM(operands) x, const am_backward_sum *sum)
 {
     x.a_row = 1;
     FROM(product_of_rows)(rows, 2, x, (FROM(reading)){.sum = sum, .half = true}, true);
@@ -402,8 +409,8 @@ APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(
                                         const row_runs *in_runs, T *loaded)
 {
     x.a_column = AM_FLASH_TILE;
-    if (IS_HALF(columns) && !in_runs && !loaded)
-        FROM(transposed_to_half)(rows, x, NULL);
+    if (ENDS_IN_HALF(columns) && !in_runs && !loaded)
+        FROM(transposed_one_and_half)(rows, x, NULL);
     else
         FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.in_runs = in_runs, .loaded = loaded});
 }
@@ -413,14 +420,14 @@ APART void FROM(sum_transposed)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands
                                 const am_backward_sum *sum)
 {
     x.a_column = SUM_A_COLUMN;
-    if (IS_HALF(columns))
-        FROM(transposed_to_half)(rows, x, sum);
+    if (ENDS_IN_HALF(columns))
+        FROM(transposed_one_and_half)(rows, x, sum);
     else
         FROM(accumulate_transposed)(rows, columns, x, (FROM(reading)){.sum = sum});
 }
 APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) x, const am_backward_sum *sum)
 {
-    if (IS_HALF(columns))
+    if (ENDS_IN_HALF(columns))
         FROM(accumulate)(rows, 2, x, (FROM(reading)){.sum = sum, .half = true});
     else if (columns > LANES)
         FROM(accumulate)(rows, 2, x, (FROM(reading)){.sum = sum});
@@ -437,7 +444,7 @@ APART void FROM(sum_straight)(ptrdiff_t rows, ptrdiff_t columns, FROM(operands) 
 #undef SUM_A_COLUMN
 #undef TWO_STEPS
 #undef FMA_HALF
-#undef IS_HALF
+#undef ENDS_IN_HALF
 #undef FMA
 #undef TIMES
 #undef FROM

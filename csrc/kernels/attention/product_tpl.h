@@ -36,7 +36,7 @@ static inline ptrdiff_t FN(whole_panels)(ptrdiff_t rows)
 #define FMA VOP(fma)
 #define TIMES VOP(mul)
 #define FROM(name) FN(name)
-#if defined V_FMA_HALF && LANES == VF_LANES
+#if defined V_FMA_HALF && LANES == VF_LANES /* of float32 */
 #    define FMA_HALF vf_fma_half
 #endif
 #include "kernels/attention/product_of_tpl.h"

@@ -174,7 +174,7 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), x.b += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0, some; key < tile->keys; key += some) {
             some = tile->keys - key;
-            if (tile->k.run && some > most) some = most; /* else some could be of two runs */
+            if (tile->k.run && some > most) some = most; /* so that no strip crosses the end of a run */
             some = strip_rows(some, STRIP);
             if (some > most) some = most;
             uint64_t seen = terms.live ? 0 : UINT64_MAX >> (64 - block->rows);

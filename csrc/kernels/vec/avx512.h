@@ -249,8 +249,8 @@ static inline bool v_any_255(v_bytes most) { return _mm512_cmpeq_epi8_mask(most,
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-/* Of the lower half of the lanes; the others are not defined. Where a vector is two of 256 bits to the
- * processor, as on Zen 4, it takes half the time. */
+/* Multiplies and adds the lower half of the lanes; the upper half of the result is undefined. It takes half
+ * the time on processors that execute a vector as two of 256 bits, such as Zen 4. */
 #define V_FMA_HALF
 static inline vf vf_fma_half(vf a, vf b, vf c)
 {

@@ -96,7 +96,7 @@ static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at,
     return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
-/* Whether no number is shared, so that each is written and none added to. */
+/* True if each number of the gradient comes from one block and one tile: it is written once. */
 static bool writes_once(const bias_gradient *g) { return g->result && !g->sums; }
 
 void am_bias_clear(const bias_gradient *g, const am_attn_place *at, am_range keys)

@@ -187,7 +187,7 @@ static bool read_own_row(const am_attn_base *base, const am_attn_place *at, ptrd
     return any;
 }
 
-/* Whether kernels can read the bias of a tile without a copy; it begins at `src`. */
+/* True if kernels can read the bias of a tile in place, from `src` on. */
 static bool lies_as_tile(const am_attn_base *base, const am_attn_place *at, const char *src)
 {
     const am_terms_found *found = &base->terms;
