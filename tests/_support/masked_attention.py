@@ -1,7 +1,8 @@
 """Attention under random masks, compared with dense attention in float64.
 
 A case follows from its seed and its number alone. What no allowed pair needs is NaN, which must not reach a result.
-Every level of instruction sets computes it: forward, backward, and over a cache.
+Every level of instruction sets computes it: forward, backward, and over a cache. Most calls have terms of the logits,
+and arrays of many lie anyhow in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import random_masks
+import random_terms
 import reference_flash as ref
 import reference_kvcache as twin
+import reference_terms
 from flash_cases import BF16, F16, F32, F64
 from layouts import LAYOUTS, arrange
 
@@ -35,6 +38,7 @@ class Case:
 
     def __init__(self, seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:
         self.levels = levels
+        attnmask.set_num_threads(1 + number // len(CHECKS) % 2)
         self.rng = rng = np.random.default_rng([seed, number])
         self.name = f"case {number} of seed {seed}"
         self.dtype = random_masks.any_of(rng, (F32, F32, F64, F16, BF16))
@@ -82,6 +86,20 @@ class Case:
             starts = [[0, *np.sort(rng.integers(0, n + 1, 2)).tolist(), n] for n in sides]
             limits |= dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True))
         return limits
+
+    def drawn_terms(
+        self, limits: dict[str, Any], without: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return random_terms.drawn(
+            self.rng, self.shape, random_terms.distances_of(self.shape, limits), without
+        )
+
+    def laid_out(self, arrays: Arrays) -> Arrays:
+        """Anyhow in memory."""
+        if self.rng.random() < 0.5:
+            return arrays
+        layouts = *LAYOUTS, "sliced", "transposed", "heads first", "heads first"
+        return {name: arrange(x, random_masks.any_of(self.rng, layouts)) for name, x in arrays.items()}
 
     def at_each_level(self, compute: Callable[[], Arrays], exact: Arrays, told: str, error=None) -> None:
         """Compares what a function computes at each level; of gradients, names begin with d."""
@@ -137,10 +155,15 @@ def check_forward(case: Case) -> None:
     """As most calls are, which keep no logsumexp; the mask may come as an array."""
     arrays, limits = case.drawn_arrays(), case.drawn_limits()
     live = ref.live_pairs(case.shape, case.array, **limits)
-    exact = ref.flash_attention(attention_mask=live, **arrays)
-    given = poisoned(arrays, live) | {"attention_mask": case.array if case.rng.random() < 0.2 else case.mask}
+    terms, dense = case.drawn_terms(limits)
+    if case.rng.random() < 0.1:
+        terms["normalize_output"] = dense["normalize_output"] = False
+    exact = ref.flash_attention(attention_mask=live, **arrays, **dense)
+    limits |= terms
+    given = case.laid_out(poisoned(arrays, live)) | limits
+    given["attention_mask"] = case.array if case.rng.random() < 0.2 else case.mask
     case.at_each_level(
-        lambda: {"out": attnmask.flash_attention(**given, **limits)}, {"out": exact.out}, f"forward, {limits}"
+        lambda: {"out": attnmask.flash_attention(**given)}, {"out": exact.out}, f"forward, {limits}"
     )
 
 
@@ -161,11 +184,15 @@ def check_gradients(case: Case, differentiate: Callable | None = None) -> None:
     live = ref.live_pairs(case.shape, case.array, **limits)
     rows = case.rng.standard_normal(case.shape[:3]).astype(F64 if case.dtype == F64 else F32)
     dlse = np.where(live.any(axis=3), rows, 0)
-    right = ref.flash_attention(attention_mask=live, **arrays)
-    grads = ref.flash_attention_vjp(case.dout, dlse, attention_mask=live, **arrays)[0]
+    terms, dense = case.drawn_terms(limits)
+    right = ref.flash_attention(attention_mask=live, **arrays, **dense)
+    grads = ref.flash_attention_vjp(case.dout, dlse, attention_mask=live, **arrays, **dense)[0]
     exact = dict(zip(RESULTS, (right.out, right.lse, *grads[:3]), strict=True))
     given = poisoned(arrays | {"dout": case.dout}, live)
+    if differentiate is None:
+        given = case.laid_out(given)
     dout = given.pop("dout")
+    limits |= terms
     given |= {"attention_mask": case.mask, **limits}
     by = differentiate or random_masks.any_of(case.rng, (by_vjp, by_vjp, by_bwd))
     case.at_each_level(
@@ -189,7 +216,9 @@ def check_bias(case: Case) -> None:
         bias[rng.random(shape) < random_masks.any_of(rng, (0.01, 0.5))] = -np.inf
     dense = np.broadcast_to(bias, case.shape)
     live = ref.live_pairs(case.shape, case.array, **limits) & (dense != -np.inf)
-    wide = arrays | {"attention_mask": live, "bias": np.where(live, dense, 0).astype(np.float64)}
+    terms, wide = case.drawn_terms(limits)
+    limits |= terms
+    wide |= arrays | {"attention_mask": live, "bias": np.where(live, dense, 0.0) + wide.get("bias", 0)}
     grads = ref.flash_attention_vjp(case.dout, **wide)[0]
     summed = tuple(i for i in range(4) if shape[i] == 1)
     rounding = np.sqrt(max(dense.size, 1) / max(bias.size, 1))  # grows with the root of how many are summed
@@ -198,7 +227,7 @@ def check_bias(case: Case) -> None:
     exact = dict(zip(("out", *RESULTS[2:], "dbias"), right, strict=True))
     if bias.shape == case.shape:
         bias = np.where(live | (bias == -np.inf), bias, np.nan).astype(dtype)
-    given = poisoned(arrays | {"dout": case.dout}, live)
+    given = case.laid_out(poisoned(arrays | {"dout": case.dout}, live))
     dout, layout = given.pop("dout"), random_masks.any_of(rng, ("contiguous", *LAYOUTS, "transposed"))
     given |= {"attention_mask": case.mask, "bias": arrange(bias, layout), **limits}
 
@@ -217,11 +246,13 @@ def check_tangents(case: Case) -> None:
     live = ref.live_pairs(case.shape, case.array, **limits)
     drawn = case.drawn_arrays()
     tangents = {name: drawn[name] for name in drawn if case.rng.random() < 0.7}
-    right = ref.flash_attention(attention_mask=live, **arrays)
-    d_out, d_lse = ref.flash_attention_jvp(tangents, attention_mask=live, **arrays)
+    terms, dense = case.drawn_terms(limits)
+    right = ref.flash_attention(attention_mask=live, **arrays, **dense)
+    d_out, d_lse = ref.flash_attention_jvp(tangents, attention_mask=live, **arrays, **dense)
     exact = {"out": right.out, "lse": right.lse, "dout": d_out, "dlse": d_lse}
-    given = poisoned(arrays, live) | {"attention_mask": case.mask, **limits}
-    given |= {f"{name}_tangent": x for name, x in poisoned(tangents, live).items()}
+    limits |= terms
+    given = case.laid_out(poisoned(arrays, live)) | {"attention_mask": case.mask, **limits}
+    given |= {f"{name}_tangent": x for name, x in case.laid_out(poisoned(tangents, live)).items()}
 
     def compute() -> Arrays:
         (out, lse), (d_out, d_lse) = attnmask.flash_attention_jvp(**given, return_lse=True)
@@ -236,16 +267,19 @@ def check_second_derivatives(case: Case) -> None:
     live = ref.live_pairs(case.shape, case.array, **limits)
     drawn = case.drawn_arrays()
     cotangents = {name: drawn[name] for name in drawn if case.rng.random() < 0.7}
-    names = ("dout", "query", "key", "value")
-    exact = ref.flash_attention_bwd_vjp(case.dout, cotangents, attention_mask=live, **arrays)
-    given = poisoned(arrays | {"dout": case.dout}, live)
+    names = ("dout", "dquery", "dkey", "dvalue")
+    terms, dense = case.drawn_terms(limits)
+    exact = ref.flash_attention_bwd_vjp(case.dout, cotangents, attention_mask=live, **arrays, **dense)
+    given = case.laid_out(poisoned(arrays | {"dout": case.dout}, live))
     dout = given.pop("dout")
+    limits |= terms
     given |= {"attention_mask": case.mask, **limits}
-    more = {f"{name}_cotangent": x for name, x in poisoned(cotangents, live).items()}
+    more = {f"{name}_cotangent": x for name, x in case.laid_out(poisoned(cotangents, live)).items()}
 
     def compute() -> Arrays:
         out, lse = attnmask.flash_attention_fwd(**given)
-        return attnmask.flash_attention_bwd_vjp(dout, out=out, lse=lse, **given, **more)._asdict()
+        found = attnmask.flash_attention_bwd_vjp(dout, out=out, lse=lse, **given, **more)
+        return dict(zip(names, found, strict=True))
 
     case.at_each_level(
         compute, dict(zip(names, exact, strict=True)), f"second derivatives of {[*cotangents]}, {limits}"
@@ -256,7 +290,9 @@ def check_weights(case: Case) -> None:
     """Of all queries, or some of them."""
     arrays, limits = case.drawn_arrays(), case.drawn_limits()
     live = ref.live_pairs(case.shape, case.array, **limits)
-    weights, logits = ref.attention_weights(arrays["query"], arrays["key"], attention_mask=live)
+    terms, dense = case.drawn_terms(limits, without=("dropout_prob",))
+    weights, logits = ref.attention_weights(arrays["query"], arrays["key"], attention_mask=live, **dense)
+    limits |= terms
     queries = np.flatnonzero(case.rng.random(case.shape[2]) < random_masks.any_of(case.rng, (0.1, 0.5, 1)))
     weights, top = weights[:, :, queries], random_masks.any_of(case.rng, (1, 5, 80))
     with np.errstate(all="ignore"):
@@ -269,7 +305,7 @@ def check_weights(case: Case) -> None:
         "top_weights": np.pad(ranked, [(0, 0)] * 3 + [(0, top - ranked.shape[3])]),
         "weights": weights,
     }
-    given = poisoned({name: arrays[name] for name in ("query", "key")}, live)
+    given = case.laid_out(poisoned({name: arrays[name] for name in ("query", "key")}, live))
     given |= {"attention_mask": case.mask, "queries": queries, **limits}
 
     def compute() -> Arrays:
@@ -317,8 +353,11 @@ def check_cache(case: Case) -> None:
     if size is not None:
         given["block_table"] = pages.reshape(case.batch, -1).astype(np.int32)
     given |= {"attention_mask": None if alone else case.mask, "cache_seqlens": lengths, **limits}
-    right = ref.flash_attention(attention_mask=live, **wide)
-    weights, _ = ref.attention_weights(wide["query"], wide["key"], attention_mask=live)
+    diagonals = reference_terms.distances(case.queries, case.keys, lengths - case.queries)
+    terms, dense = random_terms.drawn(case.rng, case.shape, diagonals, without=("dropout_prob",))
+    given |= terms
+    right = ref.flash_attention(attention_mask=live, **wide, **dense)
+    weights, _ = ref.attention_weights(wide["query"], wide["key"], attention_mask=live, **dense)
     of_keys = {name: x for name, x in given.items() if name not in ("v_cache", "v_scale")}
     with np.errstate(all="ignore"):
         entropy = -np.where(weights > 0, weights * np.log(weights), 0).sum(axis=3)
@@ -328,7 +367,7 @@ def check_cache(case: Case) -> None:
         statistics = attnmask.attention_statistics_with_kvcache(**of_keys, of=("key_sum", "entropy"))
         return {"out": out, "lse": lse, "key_sum": statistics.key_sum, "entropy": statistics.entropy}
 
-    told = f"cache of {kind}, {'without mask, ' * alone}lengths {lengths.tolist()}, pages of {size}, {limits}"
+    told = f"cache of {kind}, {'without mask, ' * alone}lengths {lengths.tolist()}, pages of {size}, {limits | terms}"
     error = None if kind == "of the queries" else QUANTIZED_ERROR
     sums = weights.sum(axis=2)[..., : lengths.max(initial=0)]
     exact = {"out": right.out, "lse": right.lse, "key_sum": sums, "entropy": entropy}

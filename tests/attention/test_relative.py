@@ -50,6 +50,24 @@ def test_packed_sequences_count_from_their_own_starts(isa, offset):
         assert alone[0].tobytes() == packed[q0:q1].tobytes(), i
 
 
+@pytest.mark.parametrize("queries", [1, 3, 11, 16, 40])
+def test_one_channel(each_isa, queries):
+    """Numbers of a term by distance take more memory than a row of keys; blocks of several heads share packed keys."""
+    rng = np.random.default_rng(4)
+    q, k, v, dout = (
+        rng.standard_normal((16, n, h, 1)) for n, h in ((queries, 8), (50, 1), (50, 1), (queries, 8))
+    )
+    slopes, table = rng.random(8), rng.standard_normal((8, 90))
+    dense = dense_terms(distances(queries, 50, [0] * 16), slopes, table, -40)
+    arguments = {"query": q, "key": k, "value": v, "bias": dense}
+    right, right_gradients = expected_results(arguments), expected_gradients(arguments, dout)
+    given = {"alibi_slopes": slopes, "relative_bias": table, "relative_low": -40}
+    for _ in each_isa():
+        results, vjp = attnmask.flash_attention_vjp(q, k, v, return_lse=True, **given)
+        right.check(*results)
+        right_gradients.check(vjp(dout))
+
+
 def test_segments_in_a_mask_keep_the_positions_of_the_row(isa):
     rng = np.random.default_rng(3)
     x = rng.standard_normal((1, 90, 2, 16), np.float32)

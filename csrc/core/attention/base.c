@@ -70,7 +70,8 @@ am_attn_base am_attn_base_in(const am_context *context, const am_attn *attn, con
 
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 {
-    return am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
+    const ptrdiff_t numbers = am_max(rows * count, AM_FLASH_ROWS + AM_FLASH_TILE); /* of a line of terms */
+    return am_ceil_div(numbers * WIDEST, AM_LINE) * AM_LINE;
 }
 
 am_prefetch_rows am_prefetch_tokens(const am_array *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
