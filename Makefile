@@ -64,8 +64,9 @@ frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 $(VENV)/clients.txt: $(VENV)/frameworks.txt
 $(VENV)/clients.txt: private PIP += --no-deps
 
-fuzz: $(VENV)/installed $(VENV)/test.txt ## compare attention under random masks, and call all with hostile arguments
-	$(BIN)/python tests/fuzz/masks.py $(MASK_ARGS)
+fuzz: $(VENV)/installed $(VENV)/test.txt ## compare random calls with dense attention, and call all with hostile arguments
+	$(BIN)/python tests/fuzz/calls.py --of masks $(MASK_ARGS)
+	$(BIN)/python tests/fuzz/calls.py --of arguments --cases 20000 $(MASK_ARGS)
 	$(BIN)/python tests/fuzz --calls 200000 $(FUZZ_ARGS)
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)

@@ -407,22 +407,27 @@ EVERY_FORMAT = {
 }
 
 
+def possible(case: Case) -> Case:
+    """The nearest case that can be: halves, rotated and latent tokens go with some channels alone."""
+    case = replace(case, latent=case.latent and not case.rotate)
+    if case.latent and case.types[1] == "int8 by channel":
+        case = replace(case, types=(case.types[0], INT8))
+    if case.depths[1] > case.depths[0] and (case.rotate or case.latent):
+        case = replace(case, depths=(128, 64))
+    if case.rotate and any(depth & (depth - 1) for depth in case.depths):
+        case = replace(case, depths=(64, 32))
+    if any(depth % 32 for depth in case.depths) and (case.halves or case.rotate or case.latent):
+        case = replace(case, depths=(64, 32))
+    groups = case.groups[:1] * 2 if case.latent else case.groups
+    if any(depth % group for depth, group in zip(case.depths, groups, strict=True)):
+        groups = (32, 32)
+    return replace(case, groups=groups)
+
+
 def every_format():
-    """Some pairs cannot be: float64 goes with itself alone, and halves, rotated and latent tokens with some depths."""
     for seed, levels in enumerate(all_pairs(EVERY_FORMAT, 0)):
         kind, query_type = levels.pop("kind"), levels.pop("query_type")
-        case = Case((F64 if kind == F64 else query_type, kind), **levels, seed=seed, order=seed)
-        case = replace(case, latent=case.latent and not case.rotate)
-        if case.latent and kind == "int8 by channel":
-            case = replace(case, types=(query_type, INT8))
-        if case.depths[1] > case.depths[0] and (case.rotate or case.latent):
-            case = replace(case, depths=(128, 64))
-        if case.depths[0] % 32 and (case.halves or case.rotate or case.latent):
-            case = replace(case, depths=(64, 32))
-        groups = case.groups[:1] * 2 if case.latent else case.groups
-        if any(depth % group for depth, group in zip(case.depths, groups, strict=True)):
-            groups = (32, 32)
-        yield replace(case, groups=groups)
+        yield possible(Case((F64 if kind == F64 else query_type, kind), **levels, seed=seed, order=seed))
 
 
 # Calls

@@ -38,7 +38,6 @@ class Case:
 
     def __init__(self, seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:
         self.levels = levels
-        attnmask.set_num_threads(1 + number // len(CHECKS) % 2)
         self.rng = rng = np.random.default_rng([seed, number])
         self.name = f"case {number} of seed {seed}"
         self.dtype = random_masks.any_of(rng, (F32, F32, F64, F16, BF16))
@@ -408,4 +407,10 @@ CHECKS = (
 
 
 def check(seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:
-    CHECKS[number % len(CHECKS)](Case(seed, number, levels))
+    """On one thread or two."""
+    threads = attnmask.get_num_threads()
+    try:
+        attnmask.set_num_threads(1 + number // len(CHECKS) % 2)
+        CHECKS[number % len(CHECKS)](Case(seed, number, levels))
+    finally:
+        attnmask.set_num_threads(threads)

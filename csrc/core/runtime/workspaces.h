@@ -10,6 +10,16 @@
 
 enum { AM_LINE = 64 }; /* bytes of a line of the cache */
 
+/* With the address sanitizer, each part of a workspace ends in a line that nobody may touch. */
+#ifdef __SANITIZE_ADDRESS__
+#    include <sanitizer/asan_interface.h>
+enum { AM_GUARD = AM_LINE };
+static inline void am_guard(char *memory) { __asan_poison_memory_region(memory, AM_GUARD); }
+#else
+enum { AM_GUARD = 0 };
+static inline void am_guard(char *memory) { (void)memory; }
+#endif
+
 /* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
 void *am_alloc_aligned(ptrdiff_t bytes);
 #ifdef AM_FAULTS
@@ -22,8 +32,10 @@ void am_free_aligned(void *memory, ptrdiff_t bytes);
 static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
 {
     char *at = from ? from + *used : NULL;
-    if (__builtin_add_overflow(*used, am_product(am_ceil_div(bytes, AM_LINE), AM_LINE, 1), used))
+    const ptrdiff_t whole = am_product(am_ceil_div(bytes, AM_LINE), AM_LINE, 1);
+    if (__builtin_add_overflow(*used, whole, used) || __builtin_add_overflow(*used, AM_GUARD, used))
         *used = PTRDIFF_MAX;
+    if (at) am_guard(at + whole);
     return at;
 }
 

@@ -1,4 +1,4 @@
-"""Compares attention under random masks with dense attention: `python tests/fuzz/masks.py --cases 50000 --seed 1`."""
+"""Compares random calls of attention with dense attention: `python tests/fuzz/calls.py --cases 50000 --seed 1`."""
 
 import argparse
 import functools
@@ -14,17 +14,17 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "_support"))
 
 import masked_attention
-
-import attnmask
+import random_cases
 
 MOST_PROBLEMS = 25
+KINDS = {"masks": masked_attention.check, "arguments": random_cases.check}
 
 
-def outcome(seed: int, at_all_levels: bool, number: int) -> str:
+def outcome(kind: str, seed: int, at_all_levels: bool, number: int) -> str:
     """What is wrong with a case, at one level in turn or at all of them."""
     levels = masked_attention.LEVELS
     try:
-        masked_attention.check(seed, number, levels if at_all_levels else [levels[number // 3 % len(levels)]])
+        KINDS[kind](seed, number, levels if at_all_levels else [levels[number // 3 % len(levels)]])
     except AssertionError as error:
         return str(error)
     except Exception:
@@ -32,15 +32,9 @@ def outcome(seed: int, at_all_levels: bool, number: int) -> str:
     return ""
 
 
-def begin() -> None:
-    warnings.simplefilter("ignore")
-    attnmask.set_num_threads(1)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Compares attention under random masks with dense attention."
-    )
+    parser = argparse.ArgumentParser(description="Compares random calls of attention with dense attention.")
+    parser.add_argument("--of", choices=KINDS, default="masks", help="what is random in the first place")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=50_000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
@@ -51,8 +45,8 @@ def main() -> int:
     options = parser.parse_args()
     start, problems, done = time.monotonic(), 0, 0
     cases = range(options.first, options.first + options.cases)
-    with multiprocessing.get_context("spawn").Pool(options.jobs, begin) as pool:
-        run = functools.partial(outcome, options.seed, options.all_levels)
+    with multiprocessing.get_context("spawn").Pool(options.jobs, warnings.simplefilter, ["ignore"]) as pool:
+        run = functools.partial(outcome, options.of, options.seed, options.all_levels)
         for done, problem in enumerate(pool.imap(run, cases, 50), 1):
             if problem:
                 problems += 1
