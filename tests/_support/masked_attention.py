@@ -42,7 +42,7 @@ class Case:
         self.name = f"case {number} of seed {seed}"
         self.dtype = random_masks.any_of(rng, (F32, F32, F64, F16, BF16))
         self.heads, self.kv_heads = random_masks.any_of(rng, HEADS)
-        self.depth, self.value_depth = random_masks.any_of(rng, DEPTHS)
+        self.depth, self.value_depth = random_masks.any_of(rng, (*DEPTHS, rng.integers(1, 70, 2).tolist()))
         self.batch = int(rng.integers(1, 3))
         self.keys = int(rng.choice(random_masks.any_of(rng, (random_masks.LENGTHS, range(1, 80), LONG))))
         self.queries = random_masks.any_of(
@@ -280,8 +280,13 @@ def check_second_derivatives(case: Case) -> None:
         found = attnmask.flash_attention_bwd_vjp(dout, out=out, lse=lse, **given, **more)
         return dict(zip(names, found, strict=True))
 
+    # `out` is rounded, and dropout makes it, and by what it is multiplied, so much larger.
+    error = ERRORS[case.dtype][1] / (1 - terms.get("dropout_prob", 0))
     case.at_each_level(
-        compute, dict(zip(names, exact, strict=True)), f"second derivatives of {[*cotangents]}, {limits}"
+        compute,
+        dict(zip(names, exact, strict=True)),
+        f"second derivatives of {[*cotangents]}, {limits}",
+        error,
     )
 
 

@@ -1,4 +1,4 @@
-"""Random arguments of attention and of its caches beside the twins, at one level in turn; `make fuzz` tries many more."""
+"""Random arguments of attention and its caches beside the twins, at one level in turn; `make fuzz` tries many more."""
 
 import masked_attention
 import pytest
