@@ -31,6 +31,7 @@ typedef struct {
     const am_linear_results *to;
     const am_linear_back *back;
     const am_linear_step *step;
+    ptrdiff_t sequences;       /* that have tokens or states */
     ptrdiff_t longest, shared; /* the most tokens of a sequence; value heads of a key head */
     am_workspaces workspaces;
 } plain;
@@ -316,7 +317,7 @@ static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = AM_OK;
     x.key_head = index;
     if (p->back) memset(x.d_decay, 0, (size_t)p->shared * sizeof *x.d_decay);
-    for (ptrdiff_t s = 0; status == AM_OK && s < p->l->sequences; s++) status = take_sequence(p, &x, s, team);
+    for (ptrdiff_t s = 0; status == AM_OK && s < p->sequences; s++) status = take_sequence(p, &x, s, team);
     x.b = x.t = 0;
     for (ptrdiff_t i = 0; status == AM_OK && p->back && p->back->decay_of_heads && i < p->shared; i++)
         write_row(p, &p->back->decay, &x, index * p->shared + i, &x.d_decay[i]);
@@ -363,8 +364,9 @@ am_status am_plain_linear(const am_context *context, const am_linear *linear, co
                           const am_linear_back *back, const am_linear_step *step)
 {
     const bool states = (to && to->state.data) || (back && back->state.data);
-    if (linear->key_heads == 0 || (!linear->starts && linear->tokens == 0 && !states)) return AM_OK;
+    if (linear->key_heads == 0) return AM_OK;
     plain p = {.l = linear, .kernels = context->kernels, .to = to, .back = back, .step = step};
+    p.sequences = linear->starts || linear->tokens > 0 || states ? linear->sequences : 0;
     p.shared = linear->heads / linear->key_heads;
     p.longest = linear->starts ? 0 : linear->tokens;
     for (ptrdiff_t s = 0; linear->starts && s < linear->sequences; s++)
