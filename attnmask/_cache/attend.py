@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
 
 def prefix_of(given: Given) -> int:
     """Return the number of tokens that all sequences share, with which some arguments do not go."""
-    prefix = operator.index(given["prefix"])
+    prefix = integer(given["prefix"], "prefix", 0)
     for name in ("attention_mask", *_BY_PLACE) if prefix else ():
         if given.get(name) is not None:
             raise ValueError(

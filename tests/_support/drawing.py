@@ -1,6 +1,7 @@
 """Right arguments are drawn from rows: of each argument a value, or how to draw one (rows_of_functions.py)."""
 
 import warnings
+import zlib
 from collections.abc import Callable
 from inspect import Parameter
 from typing import Any, NamedTuple
@@ -144,7 +145,7 @@ OTHERS = {Kind.SCALE: [0.5], Kind.SIZE: [16, 32, 256], Kind.FLAG: [True], Kind.A
 
 
 def of_row(rng: Rng, row: Row) -> Arguments:
-    """Arrays of any of their layouts, and half of what may be left out."""
+    """Arrays of any of their layouts, and half of what may be left out. A new argument alters no other."""
     linear, step = "attention" in row.name, bool(row.of(Kind.STATE))
     dtype = pick(rng, FLOATS)
     sizes = {axis: int(rng.integers(1, 40 if axis in "KV" else 20)) for axis in "KVC"} | {
@@ -157,8 +158,10 @@ def of_row(rng: Rng, row: Row) -> Arguments:
     packed = starts(rng, sizes["T"]) if sizes["B"] == 1 and coin(rng) else None
     sizes["N"] = sizes["B"] if packed is None else len(packed) - 1
     found: Arguments = {}
+    seed = int(rng.integers(2**32))
     for argument in row.arguments:
         name, kind = argument.name, argument.kind
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         shown = argument.default is Parameter.empty or kind in (Kind.ALL, Kind.CHOICE)
         if kind is Kind.STARTS:
             shown = packed is not None
@@ -178,8 +181,6 @@ def of_row(rng: Rng, row: Row) -> Arguments:
             )
         else:
             found[name] = packed if kind is Kind.STARTS else pick(rng, OTHERS.get(kind) or argument.choices)
-    if linear and not step and coin(rng, 0.2):
-        found["value"][:, sizes["T"] // 2] = np.nan
     return found
 
 

@@ -42,16 +42,8 @@ def handler(name: str, arguments: Callable[[Rng], Arguments], text: str, call: A
 
 # Linear attention and short convolutions, with arrays in the handlers' order
 
-FLAGS = {
-    "decay": 1,
-    "beta": 2,
-    "initial_state": 4,
-    "cu_seqlens": 8,
-    "normalize_qk": 16,
-    "kept": 32,
-    "dstate": 64,
-}
-FLAGS |= {"bias": 128, "activation": 256, "state_indices": 512}
+FLAGS = _core.xla_words()["linear"]
+FLAGS["activation"] = FLAGS.pop("silu")  # the one that has a flag
 
 
 def twice(rng: Rng, arguments: Arguments, *own: str) -> Arguments:
@@ -63,6 +55,8 @@ def twice(rng: Rng, arguments: Arguments, *own: str) -> Arguments:
 def handler_arguments(rng: Rng, row: Row, gradients: bool = False) -> Arguments:
     """Of one call, or in a third of the cases of two at once."""
     step, given = bool(row.of(Kind.STATE)), of_row(rng, row)
+    if "value" in given and coin(rng, 0.2):
+        given["value"][:, : given["value"].shape[1] // 2] = np.nan
     for name in ("out", row.all):
         given.pop(name, None)
     arrays = {name: x.shape for name, x in given.items() if isinstance(x, np.ndarray)}
@@ -91,10 +85,10 @@ def handler_arguments(rng: Rng, row: Row, gradients: bool = False) -> Arguments:
         given |= {"dstate": floats(rng, *state, dtype=dtype)} if coin(rng) else {}
     elif kept and coin(rng):
         results["kept"] = kept["kept"], wide_of(first.dtype)
-    shown = [name for name, x in given.items() if isinstance(x, np.ndarray) or x]
-    shown += ["kept"] if "kept" in results else []
+    shown = {name for name, x in given.items() if isinstance(x, np.ndarray) or x} | results.keys() & {"kept"}
     scale = struct.unpack("q", struct.pack("d", given.pop("scale", 0.25)))
-    words = np.array([1, sum(FLAGS.get(name, 0) for name in shown), *scale, given.pop("chunk_size", 64)])
+    flags = sum(flag for name, flag in FLAGS.items() if name in shown)
+    words = np.array([FLAGS["version"], flags, *scale, given.pop("chunk_size", 64)])
     given = {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
     mapped = coin(rng, 0.3)
     given = twice(rng, given, "state") if mapped else given
