@@ -145,7 +145,7 @@ OTHERS = {Kind.SCALE: [0.5], Kind.SIZE: [16, 32, 256], Kind.FLAG: [True], Kind.A
 
 
 def of_row(rng: Rng, row: Row) -> Arguments:
-    """Arrays of any of their layouts, and half of what may be left out. A new argument alters no other."""
+    """Draw arrays of any of their layouts, and half of what may be left out. No argument alters another's draw."""
     linear, step = "attention" in row.name, bool(row.of(Kind.STATE))
     dtype = pick(rng, FLOATS)
     sizes = {axis: int(rng.integers(1, 40 if axis in "KV" else 20)) for axis in "KVC"} | {

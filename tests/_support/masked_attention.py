@@ -94,7 +94,7 @@ class Case:
         )
 
     def laid_out(self, arrays: Arrays) -> Arrays:
-        """Anyhow in memory."""
+        """Copy half of all calls' arrays to another layout in memory."""
         if self.rng.random() < 0.5:
             return arrays
         layouts = *LAYOUTS, "sliced", "transposed", "heads first", "heads first"
@@ -280,7 +280,7 @@ def check_second_derivatives(case: Case) -> None:
         found = attnmask.flash_attention_bwd_vjp(dout, out=out, lse=lse, **given, **more)
         return dict(zip(names, found, strict=True))
 
-    # `out` is rounded, and dropout makes it, and by what it is multiplied, so much larger.
+    # The rounding error of `out` grows with the factor of dropout.
     error = ERRORS[case.dtype][1] / (1 - terms.get("dropout_prob", 0))
     case.at_each_level(
         compute,
@@ -412,7 +412,7 @@ CHECKS = (
 
 
 def check(seed: int, number: int, levels: Sequence[str] = LEVELS) -> None:
-    """On one thread or two."""
+    """Compare the case on one thread or two."""
     threads = attnmask.get_num_threads()
     try:
         attnmask.set_num_threads(1 + number // len(CHECKS) % 2)

@@ -1,6 +1,6 @@
-"""Calls whose arguments are drawn from those of the tests' cases, and whose sizes are any numbers, compared with twins.
+"""Random calls with the arguments of the tests' cases and sizes of any number, compared with the twins.
 
-Tests of cases have each two levels of arguments together. What it takes three for is found here.
+The cases have each pair of arguments. A mistake that needs three of them together is found here.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ CHANNELS = (
 
 
 def levels_of(rng: Rng, factors: dict[str, tuple]) -> dict[str, Any]:
-    """Of most factors the first level, of the others any."""
+    """Draw a level of some factors. The others keep their default."""
     return {name: any_of(rng, levels) for name, levels in factors.items() if rng.random() < 0.4}
 
 
@@ -102,7 +102,7 @@ CHECKS = (check_forward, check_gradients, check_cache, check_cache)
 
 
 def check(seed: int, number: int, levels: Sequence[str]) -> None:
-    """Compares the case at each of these levels of instruction sets."""
+    """Compare the case at each of these levels of instruction sets."""
     before = attnmask.show_config(mode="dict")
     level = ""
     try:

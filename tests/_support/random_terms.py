@@ -1,4 +1,4 @@
-"""Random terms of the logits, and other arguments that change weights, beside what they are in dense attention."""
+"""Random terms of the logits, and other arguments that change weights, for a call and for dense attention."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Arguments = dict[str, Any]
 
 
 def distances_of(shape: Shape, limits: Arguments) -> np.ndarray:
-    """How far each key lies ahead of the diagonal of its query, [B, Tq, Tk]; of packed sequences within each."""
+    """Return how far each key lies ahead of its query's diagonal, [B, Tq, Tk]; if packed, within its sequence."""
     batch, _, queries, keys = shape
     offset = limits.get("causal_offset", 0)
     if "cum_seqlens_q" not in limits:
@@ -31,7 +31,7 @@ def distances_of(shape: Shape, limits: Arguments) -> np.ndarray:
 
 
 def dense_bias(given: Arguments, shape: Shape, distances: np.ndarray) -> np.ndarray:
-    """What terms by distance add to the logits."""
+    """Return what terms by distance add to the logits."""
     dense = np.zeros(shape)
     if "alibi_slopes" in given:
         dense += reference_terms.dense_terms(distances, slopes=given["alibi_slopes"])
@@ -44,7 +44,7 @@ def dense_bias(given: Arguments, shape: Shape, distances: np.ndarray) -> np.ndar
 def drawn(
     rng: Rng, shape: Shape, distances: np.ndarray, without: Sequence[str] = ()
 ) -> tuple[Arguments, Arguments]:
-    """Arguments of a call, none for many, and of dense attention."""
+    """Draw arguments of a call, and return them with those of dense attention. Many calls have none."""
     heads, given = shape[1], {}
     if rng.random() < 0.4:
         return {}, {}
