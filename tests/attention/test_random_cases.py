@@ -13,4 +13,4 @@ EACH, LEVELS = 50, masked_attention.LEVELS
 @pytest.mark.parametrize("first", range(0, 100 if SANITIZED else 800, EACH))
 def test_random_cases(first):
     for number in range(first, first + EACH):
-        random_cases.check(0, number, [LEVELS[number // len(random_cases.CHECKS) % len(LEVELS)]])
+        random_cases.check(0, number, [LEVELS[number // len(random_cases.DRAWS) % len(LEVELS)]])

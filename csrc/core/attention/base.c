@@ -70,9 +70,7 @@ am_attn_base am_attn_base_in(const am_context *context, const am_attn *attn, con
 
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 {
-    const ptrdiff_t line = AM_FLASH_ROWS + AM_FLASH_TILE; /* numbers of a term by distance */
-    const ptrdiff_t numbers = am_max(rows * count, line);
-    return am_ceil_div(numbers * WIDEST, AM_LINE) * AM_LINE;
+    return am_ceil_div(am_max(rows * count, AM_TERM_WINDOW) * WIDEST, AM_LINE) * AM_LINE;
 }
 
 am_prefetch_rows am_prefetch_tokens(const am_array *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,

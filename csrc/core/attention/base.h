@@ -124,6 +124,11 @@ static inline am_rows am_read_wide(const am_attn_base *base, const am_array *row
 {
     return am_read_rows(base->all_kernels, base->type, 1, rows, rows->shape.channel, scratch);
 }
+
+/* The bytes of a scratch for rows of so many numbers, or for the window of a term by distance. */
+enum {
+    AM_TERM_WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE
+}; /* the most numbers from which a tile's rows follow */
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
 /* Copies rows as whole lanes, side by side, without converting them. */

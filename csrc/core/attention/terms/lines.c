@@ -6,7 +6,7 @@
 
 #include "core/attention/terms/points.h"
 
-enum { TILE = AM_FLASH_TILE, WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE };
+enum { TILE = AM_FLASH_TILE };
 
 am_span am_span_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
 {
@@ -61,7 +61,7 @@ static bool fill_window(const am_attn_base *base, const line_form *form, const a
     const am_terms *terms = &base->attn->terms;
     const am_range keys = am_keys_of_span(base, span, (am_range){k, k + TILE});
     const ptrdiff_t count = line_length(form, span, TILE);
-    double sums[WINDOW];
+    double sums[AM_TERM_WINDOW];
     memset(sums, 0, (size_t)count * sizeof *sums);
     for (const am_logit_term *term = terms->list; term < terms->list + terms->count; term++) {
         if (am_row_of_term(term)->acts != form->acts || keys.begin >= keys.end) continue;
@@ -156,7 +156,7 @@ static void learn_term(const am_attn_base *base, const am_logit_term *term, cons
 {
     const am_logit_row *row = am_row_of_term(term);
     const line_form *form = row->acts == AM_ADDS_BY_KEY ? &by_key : &by_distance;
-    double d_numbers[WINDOW];
+    double d_numbers[AM_TERM_WINDOW];
     am_span span;
     for (ptrdiff_t r = 0; r < at->rows; r += span.rows) {
         span = am_span_from(base, at, r);
